@@ -1,16 +1,16 @@
-"""The numbers that host nodes and the device exchange: columns of the row table, states of rows and of masks, tags."""
+"""Constants of the data that host nodes and the device exchange: columns of the row table, states of rows and masks, tags."""
 
 from __future__ import annotations
 
 from enum import IntEnum
 
 TAG_FIELDS = 4  # owner, committed tokens, index, MaskStatus
-CONTENT_FIELDS = 17  # of a mask: mask_content of link/c/host_link.h
+CONTENT_FIELDS = 17  # fields of mask_content in link/c/host_link.h
 BITS_PER_WORD = 32  # of a packed mask
 
 
 class HostColumn(IntEnum):
-    """The columns of the device's row table that host nodes read; its leading columns."""
+    """The leading columns of the device's row table, which host nodes read."""
 
     OWNER = 0  # serial of the request
     GENERATED = 1  # generated tokens
@@ -20,7 +20,7 @@ class HostColumn(IntEnum):
 
 
 class FinishCode(IntEnum):
-    """State of a row. 0 is inert, so zeroed memory runs nothing."""
+    """State of a row. 0 is inactive, so a row of zeroed memory is not run."""
 
     RETIRED = 0  # no request owns the row, or its owner was cancelled
     RUNNING = 1
@@ -33,7 +33,7 @@ class FinishCode(IntEnum):
 
 
 class MaskStatus(IntEnum):
-    """The state of a mask row. Only from an OK row may a token be sampled."""
+    """The state of a mask row. A token may be sampled only under an OK row."""
 
     NONE = 0  # never filled, or tagged for another row
     OK = 1  # a token other than a stop token is legal

@@ -1,4 +1,4 @@
-"""The token table that grammars are compiled against: the bytes of each id, the stop tokens, and the ids that are never text."""
+"""The token table for which grammars are compiled: the bytes of each id, the stop tokens, and the ids that are never text."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ class Vocabulary:
         tokens = [*singles, *_DEMO_TOKENS, *extra_tokens, b"<eos>"]
         return cls(tokens, stop_token_ids=[len(tokens) - 1], logits_width=logits_width)
 
-    # In the constructors below `logits_width` is the model's, where it is larger than the number of tokens, and `stop_token_ids`
-    # replace the stop tokens that the tokenizer names.
+    # In the constructors below, `logits_width` is the width of the model's logits, if that exceeds the number of tokens;
+    # `stop_token_ids` replace the stop tokens that the tokenizer names.
 
     @classmethod
     def from_tokenizer_json(
@@ -98,7 +98,7 @@ class Vocabulary:
         logits_width: int | None = None,
         stop_token_ids: Sequence[int] | None = None,
     ) -> Vocabulary:
-        """From the path of a .tiktoken file or a dict of tokens and ranks, with the special tokens by name; or from an Encoding."""
+        """From the path of a .tiktoken file or a dict of tokens and ranks, with the ids of the special tokens; or from an Encoding."""
         return cls.from_table(table_of_ranks(ranks, special_tokens, logits_width), stop_token_ids)
 
     @classmethod
@@ -109,7 +109,7 @@ class Vocabulary:
 
     @classmethod
     def from_table(cls, table: TokenTable, stop_token_ids: Sequence[int] | None = None) -> Vocabulary:
-        """From what a reader of `tokenizers/` returned; ValueError beginning with the table's path or object name."""
+        """From the result of a reader of `tokenizers/`. A ValueError begins with the table's path or object name."""
         check_value("table", table, instance_of(TokenTable, "a TokenTable"))
         check_value("stop_token_ids", stop_token_ids, optional(IDS))
         try:
@@ -140,7 +140,7 @@ class Vocabulary:
 
     @cached_property
     def partial_words(self) -> npt.NDArray[np.int32]:
-        """Indices of the `text_words` that are not all ones."""
+        """Indices of the `text_words` with a bit that is not set."""
         return np.flatnonzero(self.text_words != -1).astype(np.int32)
 
     @cached_property
@@ -149,7 +149,7 @@ class Vocabulary:
         return self._pack(self.stop_token_ids)
 
     def mask_address(self, masks: Tensor, index: int) -> int:
-        """The address of row `index` of masks [rows, mask_words]. Without a view: a first view after other work takes 0.1 ms."""
+        """The address of row `index` of masks [rows, mask_words]. Makes no view: the first view after other work takes 0.1 ms."""
         if masks.dtype is not MASK_DTYPE or masks.dim() != 2 or masks.size(1) != self.mask_words or not masks.is_cpu:
             got, expected = f"{masks.dtype} {tuple(masks.shape)} on {masks.device}", f"torch.int32 [rows, {self.mask_words}] on cpu"
             raise ValueError(f"masks: got {got}, expected {expected}")
@@ -166,7 +166,7 @@ class Vocabulary:
         return row
 
     def classify(self, row: npt.NDArray[np.int32]) -> MaskStatus:
-        """Clear the bits of a filled row that are neither text nor a stop token, and return what remains."""
+        """Clear the bits of a filled row that are neither text nor a stop token, and return the status of the row."""
         stops = row & self.stop_words
         row &= self.text_words
         status = MaskStatus.OK if row.any() else MaskStatus.COMPLETE if stops.any() else MaskStatus.DEAD_END
@@ -175,12 +175,12 @@ class Vocabulary:
 
     @cached_property
     def xgrammar_unsafe_ids(self) -> frozenset[int]:
-        """Ids whose mask bits xgrammar may get wrong, and whose text other tokens can spell; they are hidden from it.
+        """Ids whose mask bits xgrammar may compute wrongly, and whose text other tokens can spell. They are hidden from xgrammar.
 
-        In sorted order it skips all tokens after a rejected one that contain it anywhere, not only as a prefix: `\\r\\r\\n` is
-        skipped with `\\n\\r`. Behind the end of a rule it takes a final C0, E0 or F0, which may begin a character of two to four bytes, for
-        any of up to that many: ` \\xf0` is legal in ` ?[0-9]`. A real vocabulary has a handful. Tokens that the grammar cannot be written
-        without are kept.
+        After a rejected token, xgrammar skips all tokens in sorted order that contain it anywhere, not only as a prefix: `\\r\\r\\n` is
+        skipped with `\\n\\r`. After the end of a rule, xgrammar treats a final byte C0, E0 or F0, which may begin a character of two to
+        four bytes, as any character of up to that length: ` \\xf0` is legal in ` ?[0-9]`. A real vocabulary has a few such ids. Tokens
+        whose text no other tokens can spell are kept.
         """
         singles = {token for token in self.tokens if len(token) == 1}
         ordered = sorted((token, token_id) for token_id, token in enumerate(self.tokens) if token_id not in self.non_text_ids)
@@ -196,7 +196,7 @@ class Vocabulary:
 
     @property
     def for_xgrammar(self) -> list[bytes]:
-        """The table for xgrammar, which treats a token of zero bytes as never legal; it has no other way to mark control tokens."""
+        """The table for xgrammar. A token of zero bytes is never legal; xgrammar has no other way to mark control tokens."""
         hidden = self.non_text_ids | self.xgrammar_unsafe_ids
         return [b"" if token_id in hidden else token for token_id, token in enumerate(self.tokens)]
 
@@ -208,7 +208,7 @@ class Vocabulary:
 
     @cached_property
     def tokenizer_info(self) -> xgrammar.TokenizerInfo:
-        import xgrammar  # which imports transformers
+        import xgrammar  # imported here because it imports transformers
 
         return xgrammar.TokenizerInfo(
             self.for_xgrammar,
@@ -230,7 +230,7 @@ class Vocabulary:
 
     @cached_property
     def texts(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]]:
-        """The bytes of all tokens and a zero, and [len(tokens) + 1] int32 offsets of their starts; tokens that are not text have none."""
+        """The bytes of all tokens, then a zero; and [len(tokens) + 1] int32 offsets of their starts. Tokens without text have no bytes."""
         tokens = self.for_llguidance[: len(self.tokens)]
         return np.frombuffer(b"".join(tokens) + b"\0", np.uint8), np.cumsum([0, *map(len, tokens)], dtype=np.int32)
 

@@ -31,15 +31,15 @@ from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammarBuilder
 from stepgraph.sampling.native import why_not
 
-# "auto" tries them in this order, but for schemas that do not fit in an automaton: see `by_cost`. An automaton has the language of
-# xgrammar's grammar and costs least. xgrammar stores the masks of most states. llguidance computes each mask anew.
+# "auto" tries them in this order, except for schemas that do not fit in an automaton: see `by_cost`. An automaton accepts the same texts as
+# xgrammar's grammar and costs least. xgrammar stores the masks of most states. llguidance computes every mask when it is needed.
 BACKENDS = ("automaton", "xgrammar", "llguidance")
 SCHEMA_KINDS = ("json_schema", "json_object", "structural_tag")
 MAX_REASON = 600  # characters of a library's reason in an error message
 MAX_UNSUPPORTED = 100
 
 _STRING, _CLASS = r'"(?:[^"\\]|\\.)*"', r"\[(?:[^\]\\]|\\.)*\]"
-# The tokens among which brackets are counted. A regular expression inside a Lark grammar is counted by itself.
+# The pieces of a text, for counting brackets. Brackets in a regular expression inside a Lark grammar are counted separately.
 _PIECES = {
     "regex": re.compile(rf"\\.|{_CLASS}|[()]", re.DOTALL),
     "ebnf": re.compile(rf"{_STRING}|{_CLASS}|[()]", re.DOTALL),
@@ -50,13 +50,13 @@ Result = TypeVar("Result")
 
 
 class Cost(NamedTuple):
-    seconds_per_size: float  # of compiling
-    nested_micros: float  # a slow mask where the automaton did not fit because of nested parts
+    seconds_per_size: float  # of a compile, per character of the parsed grammar
+    nested_micros: float  # a slow mask, if the automaton did not fit because of nested parts
     other_micros: float
 
 
 # Over 131,072 tokens, medians of 26 schemas of MaskBench that do not fit in an automaton ("libraries" in the record under tools/results):
-# processor time of compiling, and masks at p99. Masks with nested parts: from an earlier profile, as no
+# processor time of a compile, and p99 of a mask. `nested_micros` is from an earlier profile, because no
 # schema of MaskBench lacks an automaton for that reason now.
 COSTS = {"xgrammar": Cost(5.4e-5, 55_000, 13), "llguidance": Cost(5.1e-7, 1_200, 1_000)}
 MAX_COMPILE_SECONDS = 1.0
@@ -75,10 +75,10 @@ class Builder(Protocol):
     """Builds grammars over one vocabulary; safe to call from any thread."""
 
     def check(self, constraint: Constraint) -> None:
-        """ValueError, an UnsupportedError where the part is known, for what would not be enforced, as far as that is found quickly."""
+        """ValueError for what would not be enforced, if that is found quickly; an UnsupportedError if the part is known."""
 
     def build(self, constraint: Constraint, worker: CompileWorker | None = None) -> Grammar:
-        """Compile in the worker, or in this process without one. ValueError as by `check`, or with the library's message."""
+        """Compile in the worker, or in this process if there is none. ValueError as in `check`, or with the library's message."""
 
 
 def installed(name: str) -> bool:
@@ -93,13 +93,13 @@ def backends_for(constraint: Constraint, default: BackendChoice) -> tuple[str, .
 
 @functools.cache
 def available() -> tuple[str, ...]:
-    """Those that "auto" tries in this installation. Without the C library no automaton: it accepts nothing that xgrammar refuses."""
+    """The libraries that "auto" tries in this installation. Without the C library there is no automaton; xgrammar then replaces it."""
     return BACKENDS[1:] if why_not() else BACKENDS
 
 
 def by_cost(names: Sequence[str], kind: str, unfit: UnfitError) -> tuple[dict[str, str], list[str]]:
-    """The libraries for a grammar that does not fit in an automaton: those that should compile it in time first, and of these the one with
-    the faster masks. Also why each that precedes the first of them otherwise is tried later."""
+    """The libraries for a grammar that does not fit in an automaton, in the order to try: by whether they compile it in time, then by the
+    time of a mask. Also, why each library that precedes the new first one in `names` is tried later."""
     if kind not in SCHEMA_KINDS:
         return {}, list(names)
     nested = "nested part" in str(unfit)
@@ -112,7 +112,7 @@ def by_cost(names: Sequence[str], kind: str, unfit: UnfitError) -> tuple[dict[st
 
 
 def builder(name: str, vocabulary: Vocabulary, limits: GrammarLimits, max_threads: int) -> Builder:
-    """ValueError where the library is not installed."""
+    """ValueError if the library is not installed."""
     if name == "automaton" and name not in available():
         raise ValueError(f"there is no C library: {why_not()}")
     if name in ("automaton", "xgrammar"):
@@ -184,7 +184,7 @@ class Backends:
 
 
 def check_first_mask(grammar: Grammar, constraint: Constraint, vocabulary: Vocabulary) -> None:
-    """ValueError where no text satisfies the grammar, or where a JSON grammar accepts the empty text."""
+    """ValueError if no text satisfies the grammar, or if a JSON grammar accepts the empty text."""
     first = torch.zeros(1, vocabulary.mask_words, dtype=torch.int32)
     matcher = grammar.matcher()
     if matcher.fill_next_token_bitmask(first, 0) not in (MaskStatus.OK, MaskStatus.COMPLETE):
@@ -194,7 +194,7 @@ def check_first_mask(grammar: Grammar, constraint: Constraint, vocabulary: Vocab
 
 
 def check_size(constraint: Constraint, limits: GrammarLimits) -> None:
-    """ValueError where the text of a constraint exceeds `max_chars`, `max_schema_chars` or `max_nesting`."""
+    """ValueError if the text of a constraint exceeds `max_chars`, `max_schema_chars` or `max_nesting`."""
     kind, payload = constraint.kind, constraint.payload
     field, most = ("max_schema_chars", limits.max_schema_chars) if kind in SCHEMA_KINDS else ("max_chars", limits.max_chars)
     if len(payload) > most:
@@ -232,15 +232,15 @@ def _depth(kind: str, text: str) -> int:
 
 
 def is_final(error: Exception, name: str, kind: str) -> bool:
-    """Whether no other library is tried: a limit that a library reaches holds for all, but a grammar need not fit in an automaton. A schema
-    is written as one grammar for all, but llguidance has limits of its own for it."""
+    """Whether no other library is tried after this error: a limit reached by one library holds for all, except those of the automaton. An
+    unsupported part of a schema is the same for all, except for llguidance, which has further limits."""
     if isinstance(error, UnsupportedError):
         return kind in SCHEMA_KINDS and name != "llguidance"
     return isinstance(error, CompileAbortedError) and not (name == "automaton" and error.by_limit)
 
 
 def _joined(reasons: dict[str, str]) -> str:
-    """An automaton and xgrammar have the same checks: a reason of both is reported once."""
+    """All reasons as one text. The automaton and xgrammar have the same checks, so a reason of both is reported once."""
     shown = {name: reason for name, reason in reasons.items() if name != "automaton" or reason != reasons.get("xgrammar")}
     return "; ".join(f"{name}: {reason}" for name, reason in shown.items())
 
@@ -251,23 +251,23 @@ def reason_of(error: Exception) -> str:
     return reason if len(reason) <= MAX_REASON else f"{reason[: MAX_REASON // 2]} ... {reason[-MAX_REASON // 2 :]}"
 
 
-# Coverage: found by compiling, under the limits of any compile and in a worker process that ends with the call.
+# Coverage is found by compiling, under the usual limits, in a worker process that ends with the call.
 
 _BYTES = Vocabulary([*(bytes([code]) for code in range(256)), b""], stop_token_ids=[256])
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """What the libraries make of a constraint; `unsupported` is empty for a library that enforces all of it."""
+    """Which parts of a constraint each library enforces; `unsupported` is empty for a library that enforces all of it."""
 
-    backend: str | None  # the library that would be used; None where compiling it raises an error
+    backend: str | None  # the library that would be used; None if compiling the constraint raises an error
     unsupported: Mapping[str, tuple[Unsupported, ...]]  # by library
-    reason: str = ""  # why that is not the first library that enforces all of it
-    narrowed: tuple[Unsupported, ...] = ()  # parts of a schema that are enforced, but of which not all texts are generated
+    reason: str = ""  # why `backend` is not the first library that enforces all of the constraint
+    narrowed: tuple[Unsupported, ...] = ()  # parts of a schema that are enforced, but not all of whose texts are generated
 
     @property
     def enforced(self) -> bool:
-        """Whether all of it is; of an approximate constraint parts may not be."""
+        """Whether the whole constraint is enforced. Parts of an approximate constraint may not be."""
         return self.backend is not None and not self.unsupported[self.backend]
 
     @property
@@ -280,9 +280,9 @@ class Coverage:
 
 
 def coverage(constraint: Constraint, limits: GrammarLimits | None = None) -> Coverage:
-    """What each grammar library makes of a constraint, and which one would enforce it.
+    """Which parts of a constraint each grammar library enforces, and which library would be used.
 
-    Takes seconds: it starts a worker process, and for each library at most twice `compile_seconds`.
+    Takes seconds: it starts a worker process, and compiles for at most twice `compile_seconds` per library.
     """
     limits, names = limits or GrammarLimits(), backends_for(constraint, "auto")
     try:
@@ -309,13 +309,13 @@ def coverage(constraint: Constraint, limits: GrammarLimits | None = None) -> Cov
     finally:
         worker.close()
     later = {name: why for name, why in later.items() if name != backend and not unsupported[name]}
-    is_schema = backend is not None and constraint.kind == "json_schema"  # compiled in the worker, so that this ends too
+    is_schema = backend is not None and constraint.kind == "json_schema"  # it compiled within the limits, so narrowed_parts returns in time
     narrowed = narrowed_parts(parsed(constraint.payload), constraint.schema_options) if is_schema else ()
     return Coverage(backend, unsupported, "; ".join(f"{name}: {why}" for name, why in later.items()), narrowed)
 
 
 def check_constraints(constraints: Iterable[Constraint]) -> None:
-    """ValueError, as from compiling it, for a constraint that is refused with any vocabulary: it is compiled over the 256 bytes."""
+    """ValueError, as from a compile, for a constraint that fails with any vocabulary: it is compiled for a vocabulary of the 256 bytes."""
     limits = GrammarLimits()
     worker = CompileWorker(_BYTES, limits, max_threads=1)
     try:
@@ -329,7 +329,7 @@ def _unsupported(
     name: str, constraint: Constraint, limits: GrammarLimits, worker: CompileWorker
 ) -> tuple[tuple[Unsupported, ...], bool, UnfitError | None]:
     """The unsupported parts found in the time of one compile, by removing each from the schema and compiling the rest again; whether
-    they are those of every library; and why the rest does not fit in an automaton."""
+    they are the same for every library; and why the rest does not fit in an automaton."""
     found, kind, end, final = list[Unsupported](), constraint.kind, time.monotonic() + limits.compile_seconds, False
     library: Builder | None = None
     while not found or (len(found) < MAX_UNSUPPORTED and time.monotonic() < end):

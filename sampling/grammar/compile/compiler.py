@@ -1,7 +1,7 @@
 """Compiles constraints over one vocabulary in background threads, and caches the compiled grammars.
 
-Compiling takes from microseconds to seconds, and some grammars would take all time and memory. A caller takes a `Claim` on a grammar
-and is called back once it is compiled. The libraries run in a process that can be killed (`isolation` "process") or in this one.
+Compiling takes from microseconds to seconds, and some grammars would take unbounded time and memory. A caller takes a `Claim` on a
+grammar, whose callback runs once the grammar is compiled. The libraries run in a killable process (`isolation` "process") or in this one.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from stepgraph.sampling.lifetimes import OfOneProcess, close_at_exit
 Isolation = Literal["process", "none"]
 
 CACHE_BYTES = 256 * MIB
-MAX_COMPILES = 256  # at a time; also of the threads of one compile
+MAX_COMPILES = 256  # at a time; also the maximum number of threads of one compile
 
 
 @dataclass(frozen=True, eq=False)
 class CompiledConstraint(OfOneProcess):
-    """Immutable, shared by any number of matchers; each keeps it alive after the cache has dropped it."""
+    """Immutable, shared by any number of matchers; each matcher keeps it alive after the cache has dropped it."""
 
     constraint: Constraint
     vocabulary: Vocabulary
     grammar: Grammar = field(repr=False)
     backend: str  # the library that enforces it
-    reason: str  # why the preferred library rejected the constraint; empty where that one enforces it
+    reason: str  # why the preferred library rejected the constraint; empty if it did not
     seconds: float
-    marker: Marker | None = None  # that is not part of the grammar
+    marker: Marker | None = None  # None also if the marker is part of the grammar
     check_masks: bool = False
 
     @property
@@ -52,7 +52,7 @@ class CompiledConstraint(OfOneProcess):
 
     @property
     def image(self) -> Image | None:
-        """The tables from which a device can follow it; None where there are none for all of it."""
+        """The tables with which a device can follow the constraint; None if they do not cover all of it."""
         return self.grammar.image if isinstance(self.grammar, AutomatonGrammar) and self.marker is None else None
 
     def matcher(self) -> Matcher:
@@ -71,11 +71,11 @@ class CompileStats:
     running: int = 0  # compiles in progress
     waiting: int = 0  # compiles waiting for a thread
     grammars: int = 0  # in the cache
-    nbytes: int = 0  # of these
+    nbytes: int = 0  # of the grammars in the cache
     dropped: int = 0  # from the cache, to make room
     workers_started: int = 0
-    compiles: int = 0  # that succeeded, whether or not still claimed
-    compile_seconds: float = 0.0  # of these
+    compiles: int = 0  # successful ones, still claimed or not
+    compile_seconds: float = 0.0  # of the successful compiles
     longest_compile_seconds: float = 0.0
 
 
@@ -90,7 +90,7 @@ class CacheEntry:
     result: Future[CompiledConstraint] = field(default_factory=Future)
 
     def settle(self, compiled: CompiledConstraint | ValueError) -> None:
-        """Set the result. A Future keeps its callbacks and thereby their matchers alive, so the entry continues with a new one."""
+        """Set the result. A Future keeps its callbacks and thereby their matchers alive, so the entry then gets a new Future."""
         if isinstance(compiled, ValueError):
             self.result.set_exception(compiled)
             return
@@ -103,7 +103,7 @@ class CacheEntry:
 class Claim:
     """A request's reference to one grammar. A claimed grammar stays in the cache; a compile that is no longer claimed is cancelled.
 
-    Creating a claim takes nothing yet, so that after an interrupt in `take` there is an object to release."""
+    Creating a claim does not claim anything yet, so that after an interrupt in `take` there is an object to release."""
 
     def __init__(self, compiler: GrammarCompiler, constraint: Constraint) -> None:
         self._compiler, self.constraint = compiler, constraint
@@ -114,15 +114,15 @@ class Claim:
 
     @property
     def done(self) -> bool:
-        """Whether `result` will not wait."""
+        """Whether `result` returns without waiting."""
         return self._future.done()
 
     def result(self, timeout: float | None = None) -> CompiledConstraint:
-        """The grammar, waited for; ValueError with the constraint's kind and the reason where it cannot be compiled."""
+        """Wait for the grammar; ValueError with the constraint's kind and the reason if it cannot be compiled."""
         return self._future.result(timeout)
 
     def then(self, call: Callable[[Claim], object]) -> None:
-        """Call back once it is done: from the compiling thread, or at once."""
+        """Call `call` once the compile is done: from the compiling thread, or at once."""
         self._future.add_done_callback(lambda _: call(self))
 
     @property
@@ -138,8 +138,8 @@ class Claim:
 class GrammarCache:
     """At most `max_bytes` of grammars, as the libraries report them; the least recently released one is dropped first.
 
-    A claimed grammar is never dropped, so the grammars in use may exceed `max_bytes`. The caller holds a lock. An interrupt may leave
-    any method: by then the claim is either in its entry's `claims`, so that it can be released, or nothing has changed.
+    A claimed grammar is never dropped, so the grammars in use may exceed `max_bytes`. The caller holds a lock. An interrupt may end any
+    method early: the claim is then either in its entry's `claims`, so that it can be released, or nothing has changed.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -176,14 +176,14 @@ class GrammarCache:
         self._shrink()
 
     def forget(self, entry: CacheEntry) -> bool:
-        """Remove an entry that will not be compiled; False where it was removed before."""
+        """Remove an entry that will not be compiled; False if it was removed before."""
         known = self._entries.get(entry.constraint) is entry
         if known:
             del self._entries[entry.constraint]
         return known
 
     def release(self, entry: CacheEntry, claim: Claim) -> bool:
-        """Remove a claim; True where that removes an entry that is not compiled yet."""
+        """Remove a claim; True if that removes an entry that is not compiled yet."""
         entry.claims.remove(claim)
         if entry.claims or self._entries.get(entry.constraint) is not entry:
             return False
@@ -211,8 +211,8 @@ class GrammarCache:
 class GrammarCompiler:
     """A cache of compiled grammars, and up to `max_compiles` compiles at a time; safe to call from any thread.
 
-    Threads and, with `isolation` "process", worker processes are started when a compile needs them. A thread ends when nothing is
-    left to compile, a worker with `close` or the compiler.
+    Threads and, with `isolation` "process", worker processes are started when a compile needs them. A thread ends when no compile is
+    waiting; a worker process ends with `close` or when the compiler is freed.
     """
 
     def __init__(
@@ -252,7 +252,7 @@ class GrammarCompiler:
 
     @property
     def note(self) -> str:
-        """Where grammars are compiled, for the capture report."""
+        """How grammars are compiled, for the capture report."""
         limits = self.limits
         if self._isolation == "none":
             return "compiled in this process, without limits on time and memory"
@@ -271,7 +271,7 @@ class GrammarCompiler:
 
     def check(self, constraint: Constraint) -> None:
         """ValueError for errors that are found in milliseconds: sizes, keywords, types, references, patterns, markers, and the syntax
-        of short EBNF grammars. What schemas say together, and what a library refuses, is found by the compile."""
+        of short EBNF grammars. Contradictions between schemas, and what a library rejects, are found by the compile."""
         if not isinstance(constraint, Constraint):
             raise ValueError(f"constraint: got {type(constraint).__name__}, expected a Constraint")
         self._backends.check(constraint)
@@ -279,7 +279,7 @@ class GrammarCompiler:
             check_marker(constraint.marker, self.vocabulary)
 
     def compile(self, constraint: Constraint) -> CompiledConstraint:
-        """The grammar of a constraint, waited for; ValueError with its kind and the reason where it cannot be compiled."""
+        """Compile a constraint and wait for it; ValueError with its kind and the reason if it cannot be compiled."""
         claim = Claim(self, constraint)
         try:
             claim.take()
@@ -315,10 +315,10 @@ class GrammarCompiler:
         with self._lock:
             if self._closed:
                 raise RuntimeError("GrammarCompiler: it is closed")
-            if not self._cache.hold(claim):  # another thread may have been faster
+            if not self._cache.hold(claim):  # another thread may have added it meanwhile
                 self._ensure_thread()
                 claim.entry = entry
-                self._waiting.append(entry)  # before the cache: every entry there must be compiled
+                self._waiting.append(entry)  # before adding to the cache: each entry of the cache must be queued
                 self._cache.add(entry, claim)
 
     def _ensure_thread(self) -> None:
@@ -328,7 +328,7 @@ class GrammarCompiler:
         try:
             self._threads.add(thread)
             thread.start()
-        except BaseException:  # no thread can be started; or an interrupt, and the thread will find nothing to do
+        except BaseException:  # no thread can be started, or an interrupt: a thread that did start finds no work and ends
             self._threads.discard(thread)
             raise
 
@@ -343,7 +343,7 @@ class GrammarCompiler:
                 worker.kill()
 
     def _work(self) -> None:
-        """Compile until nothing is waiting."""
+        """Compile until no entry is waiting."""
         while True:
             with self._lock:
                 if not self._waiting or not self._idle_workers:
@@ -380,7 +380,7 @@ class GrammarCompiler:
                     grammar, marker = after, None
         except ValueError as error:
             return error
-        except BaseException as error:  # the claims must be settled, whatever failed
+        except BaseException as error:  # the claims need a result after any failure
             return ValueError(f"constraint {constraint.kind}: cannot be compiled: {type(error).__name__}: {error}")
         seconds = time.perf_counter() - start
         return CompiledConstraint(constraint, self.vocabulary, grammar, name, why, seconds, marker, self._check_masks)

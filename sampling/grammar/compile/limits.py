@@ -34,9 +34,9 @@ _SECONDS = Check(lambda value: is_number(value) and 0 < value < math.inf, "a num
 
 
 class CompileAbortedError(ValueError):
-    """A compile that ended before the library decided: a limit was reached, it was cancelled, or the worker process died.
+    """A compile that ended without a result: a limit was reached, it was cancelled, or the worker process died.
 
-    No other library is tried then, except after a limit was reached for an automaton.
+    No other library is tried then, except after a limit of the automaton.
     """
 
     @property
@@ -48,27 +48,26 @@ class CompileAbortedError(ValueError):
 class GrammarLimits:
     """An error for one of these limits names the field, the value and the limit.
 
-    `max_*` are checked by `submit`. `compile_*` and `result_bytes` bound calls to the compile worker (`isolation` "process"): compiles of
-    xgrammar, trials of llguidance. Without the worker only the libraries bound a compile.
-    `least_bytes` is computed from a grammar before it is compiled. The remaining limits are counts of llguidance's work, so that the
-    same text is rejected on every machine, and `step_seconds`, which holds for both libraries.
+    `max_*` are checked by `submit`. `compile_seconds`, `compile_bytes` and `result_bytes` bound calls to the compile worker (`isolation`
+    "process"); without the worker only the limits of the libraries apply. `least_bytes` is checked before a grammar is compiled.
+    `step_seconds` holds for xgrammar and llguidance. The other limits count work, so that the same text is rejected on every machine.
     """
 
     max_chars: int = 120_000  # of a pattern, grammar or list of choices
-    max_schema_chars: int = 600_000  # of a schema, or of the tags of one constraint
+    max_schema_chars: int = 600_000  # of a schema, or of all tags of a constraint
     max_nesting: int = 200  # brackets open at once in a pattern or grammar; schemas: 64 levels
     compile_seconds: float = 30.0  # wall-clock time of one compile in the worker
     compile_bytes: int = 1024 * MIB  # address space that one compile may add to that of the idle worker
     result_bytes: int = 64 * MIB  # of a compiled grammar that the worker returns
-    least_bytes: int = 200_000  # xgrammar: of the shortest text of each alternative of a rule
+    least_bytes: int = 200_000  # xgrammar: shortest text of an alternative of a rule
     step_seconds: float = 0.5  # processor time of one mask or one token; a call that takes longer ends the request
-    automaton_states: int = 200_000  # automaton: states before they are minimised
-    automaton_bytes: int = 32 * MIB  # automaton: of its tables and mask rows
-    automaton_steps: int = 1_000_000_000  # automaton: bytes of tokens that are followed to find its masks
-    automaton_depth: int = 256  # automaton: nested parts that are open at once in a text; a deeper text ends its request
+    automaton_states: int = 200_000  # automaton: states before minimisation
+    automaton_bytes: int = 32 * MIB  # automaton: size of its tables and mask rows
+    automaton_steps: int = 1_000_000_000  # automaton: steps over bytes of tokens to compute its masks
+    automaton_depth: int = 256  # automaton: open nested parts of a text; a deeper text ends its request
     compile_fuel: int = 1_000_000  # llguidance: expressions built for a lexer
     grammar_symbols: int = 500_000  # llguidance: symbols of a grammar
-    lexer_states: int = 250_000  # llguidance: states that a lexer may reach, at 1 to 2 kB each
+    lexer_states: int = 250_000  # llguidance: states of a lexer, 1 to 2 kB each
     mask_fuel: int = 200_000  # llguidance: expressions derived for one mask
     mask_items: int = 50_000  # llguidance: parser items created for one mask
     row_items: int = 2_000  # llguidance: parser items of one byte
@@ -86,6 +85,6 @@ def over(field: str, got: str, limit: float, unit: str = "") -> str:
 
 
 def named(message: str) -> str:
-    """A message of a library or a matcher, with the limit appended where one was reached."""
+    """A message of a library or a matcher; if a limit was reached, with its name appended."""
     field = next((field for sign, field in _SIGNS.items() if sign in message), "")
     return f"{message} (GrammarLimits.{field})" if field and "GrammarLimits." not in message else message

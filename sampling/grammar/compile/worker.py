@@ -1,9 +1,9 @@
-"""The compile worker: xgrammar and llguidance in a separate process that may be killed at any time.
+"""The compile worker: the grammar libraries in a separate process that may be killed at any time.
 
 Run as a script by `CompileWorker`, with the parent's `sys.path` as arguments and a socket as standard input. It imports the libraries'
 bindings and the few modules of stepgraph that write grammars, but not torch: it starts in 0.1 to 0.3 s and takes about 50 MB.
-A message is a line of JSON and the bytes whose number ends it. The first one configures the worker and has the token tables; each later
-one is a call, answered by a status and a result.
+A message is a line with a JSON array, whose last item is the size of the body, and the body. The first message configures the worker and
+contains the token tables; each later one is a call, answered by a status and a result.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def send(connection: socket.socket, *parts: Any, body: bytes = b"") -> None:
 
 
 def receive(stream: IO[bytes]) -> tuple[list[Any], bytes]:
-    """The parts and the body of the next message; EOFError where the other side has closed the socket."""
+    """The parts and the body of the next message; EOFError if the other process has closed the socket."""
     line = stream.readline()
     *parts, size = json.loads(line) if line.endswith(b"\n") else [0]
     body = stream.read(size)
@@ -41,12 +41,12 @@ def receive(stream: IO[bytes]) -> tuple[list[Any], bytes]:
 
 
 class Libraries:
-    """Both libraries over one vocabulary. The public methods are the calls that the parent may make."""
+    """The grammar libraries over one vocabulary. The public methods, except `prepare`, are the calls of the parent."""
 
     def __init__(self, options: dict[str, Any], tables: bytes) -> None:
         import numpy
 
-        # Here and not above: the script must first make the package importable, and the parent needs only the functions above.
+        # Imported here: the script must first make the package importable, and the parent needs only `send` and `receive`.
         from stepgraph.sampling.grammar.schema.options import Options
         from stepgraph.sampling.grammar.xgrammar_lib.ebnf import parsed_grammar
 
@@ -64,10 +64,10 @@ class Libraries:
         self._mask = numpy.zeros((1, -(-width // 32)), dtype=numpy.int32)
         self._llguidance: Any = None
         self._table: Any = None
-        self.xgrammar("json_schema", "{}", {})  # load everything that a compile needs before memory is limited
+        self.xgrammar("json_schema", "{}", {})  # loads everything that a compile needs, before memory is limited
 
     def prepare(self, name: str) -> bool:
-        """Load the library of a call; True where that took memory that the call's limit should not include."""
+        """Load the library of a call; True if it was loaded now, as its memory should not count against the limit of the call."""
         if name == "automaton" and self._table is None:
             from stepgraph.sampling.grammar.automaton.library import TokenTable
 
@@ -90,34 +90,34 @@ class Libraries:
         return image
 
     def xgrammar(self, kind: str, payload: str, options: dict[str, Any]) -> bytes:
-        """The serialised compiled grammar of a constraint. Its first mask is filled here, as that may fail too."""
+        """The serialised compiled grammar of a constraint. The first mask is filled too, because that may fail as well."""
         compiled = self._compiler.compile_grammar_ebnf(self._parse(kind, payload, options))
         matcher = self._core.GrammarMatcher(compiled, None, False, -1, None)
         matcher.fill_next_token_bitmask(self._mask, 0, False)
         return str(compiled.serialize_json()).encode()
 
     def lark(self, kind: str, payload: str, options: dict[str, Any]) -> bytes:
-        """The constraint in Lark notation, compiled with llguidance, and the first mask filled. Its grammars cannot be sent, so the
-        parent compiles again."""
+        """The constraint in Lark notation, after a trial compile with llguidance and its first mask. A compiled grammar of llguidance
+        cannot be sent, so the parent compiles again."""
         from stepgraph.sampling.grammar.llguidance_lib.lark import lark_text
         from stepgraph.sampling.grammar.schema.options import Options
 
         grammar = lark_text(kind, payload, Options(**options))
         matcher = self._llguidance.matcher(grammar)
-        if not matcher.is_error():  # the parent reports errors, which it finds in the same way
+        if not matcher.is_error():  # the parent gets the same error and reports it
             matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
         return grammar.encode()
 
 
 def _add_package(name: str, path: Sequence[str]) -> None:
-    """A package whose modules can be imported, without running its __init__."""
+    """Make the modules of a package importable without running its __init__."""
     package = types.ModuleType(name)
     package.__path__ = list(path)
     sys.modules[name] = package
 
 
 def _xgrammar_bindings() -> Any:
-    """The bindings without the package, which would load torch and transformers: 270 MB, and seconds."""
+    """The bindings without the package, which would load torch and transformers: 270 MB and several seconds."""
     spec = importlib.util.find_spec("xgrammar")
     if spec is None:
         raise ImportError("xgrammar is not installed")
@@ -162,20 +162,20 @@ def main() -> None:
     sys.path[:] = sys.argv[1:]
     grammar = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     sampling = os.path.dirname(grammar)
-    # Their __init__ would import torch, and an editable installation is not found by sys.path alone.
+    # The __init__ of these packages would import torch, and sys.path alone does not find an editable installation.
     for package, path in (
         ("stepgraph", os.path.dirname(sampling)),
         ("stepgraph.sampling", sampling),
         ("stepgraph.sampling.grammar", grammar),
     ):
         _add_package(package, [path])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the whole group; the parent ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends SIGINT to the whole process group; the parent ends this process
     connection = socket.socket(fileno=0)
     stream = connection.makefile("rb")
     (options,), tables = receive(stream)
     limits, libraries = options["limits"], Libraries(options, tables)
     gc.freeze()
-    gc.set_threshold(100_000)  # with Python's own threshold a third of the time to read a schema is spent in collections
+    gc.set_threshold(100_000)  # with the default threshold, collections take a third of the time to read a schema
     compile_bytes, idle_bytes = limits["compile_bytes"], _memory_bytes()
     send(connection, DONE, False)
     while True:

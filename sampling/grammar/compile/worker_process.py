@@ -1,6 +1,6 @@
 """The parent's side of the compile worker: starts the process, calls it under limits, and reports why a call did not return.
 
-One thread makes one call at a time; `kill` is for any thread. A process that was killed, crashed or exceeded a limit is replaced.
+One thread makes one call at a time; any thread may call `kill`. A process that was killed, crashed or exceeded a limit is replaced.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from stepgraph.sampling.lifetimes import call_after_fork
 
 SCRIPT = Path(compile_worker.__file__)
 START_SECONDS = 60.0
-GRACE_SECONDS = 1.0  # after the worker's own timer, for a process that is stopped (SIGSTOP)
+GRACE_SECONDS = 1.0  # beyond the worker's own timer, for a process that is stopped (SIGSTOP)
 STDERR_TAIL = 600
 _SOURCE_PREFIX = re.compile(r"^(\[[\d:]+\] )?\S*\.(cc|h|cpp):\d+: (Check failed: \(.*?\) is false: )?")
 NO_MEMORY_SIGNS = ("bad_alloc", "memory allocation", "annot allocate memory")  # messages of C++, Rust, and the dynamic loader
@@ -103,7 +103,7 @@ class CompileWorker:
         call_after_fork(self._detach)
 
     def _detach(self) -> None:
-        """In a fork: close the copy of the socket, so that the worker still sees its parent end."""
+        """In a fork: close the copy of the socket, so that the worker still notices the end of its parent."""
         if self._process is not None and (copy := self._process.connection.detach()) >= 0:
             os.close(copy)  # close() would wait until `answers` is closed, which takes a lock
 
@@ -112,13 +112,13 @@ class CompileWorker:
         return self._process.popen.pid if self._process else None
 
     def begin(self) -> None:
-        """Start another compile: a `kill` so far was for the previous one. If that had ended already, the process is still to be killed."""
+        """Start another compile. An earlier `kill` was for the previous compile; if it came too late, `call` replaces the process."""
         self._kill_pending |= self._cancelled
         self._cancelled = False
 
     def call(self, name: str, *arguments: Any) -> bytes:
-        """The result of a method of `compile_worker.Libraries`; ValueError with the library's message or, where the part is known,
-        UnsupportedError; CompileAbortedError where a limit was reached or the process died."""
+        """The result of a method of `worker.Libraries`; ValueError with the library's message, or UnsupportedError if the part is known;
+        CompileAbortedError if a limit was reached or the process died."""
         process = self._process
         if process is None or self._kill_pending or process.owner != os.getpid() or process.popen.poll() is not None:
             self._start()
@@ -168,7 +168,7 @@ class CompileWorker:
         self._exchange([options], START_SECONDS, marshal.dumps([vocabulary.for_xgrammar, vocabulary.for_llguidance]))
 
     def _exchange(self, parts: list[Any], seconds: float, tables: bytes = b"") -> tuple[str, bool, bytes]:
-        """The worker's answer: its status, whether it holds much memory, and the result. The first message has the token tables."""
+        """The worker's answer: status, whether it should be restarted to free memory, result. `tables`: of the first message only."""
         process = self._process
         assert process is not None
         try:

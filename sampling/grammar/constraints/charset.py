@@ -1,4 +1,4 @@
-"""Sets of Unicode characters, and the classes that denote them in a grammar or a regular expression."""
+"""Sets of Unicode characters, and their character classes in grammars and regular expressions."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def ebnf_class(chars: CharSet) -> str:
 
 
 def readable_ebnf_class(chars: CharSet) -> str:
-    """The same for a class that may follow any element, or be repeated.
+    """As `ebnf_class`, for a class that may follow any element or be repeated, in a form that xgrammar reads correctly.
 
-    The library's look-ahead compares the last byte of each end of a range: U+0430 to U+044F would include "0" to "O". So ranges are
-    cut until their last bytes contain no ASCII besides the class's own. Where that is impossible, the remaining ranges become a second
-    alternative, to which the look-ahead does not apply; as that is slow when repeated, U+E000, where a range must begin, is left out.
+    xgrammar's look-ahead compares only the last bytes of both ends of a range: U+0430 to U+044F would include "0" to "O". So ranges are
+    split until their last bytes contain no ASCII outside the class. If that is impossible, the remaining ranges become a second
+    alternative, to which the look-ahead does not apply; this is slow in a repetition, so U+E000, the start of a range, is left out.
     """
     has_nul = bool(chars) and chars[0][0] == 0
     pieces = tuple(piece for first, last in chars for piece in _cut(first, last, has_nul))
@@ -70,7 +70,7 @@ def readable_ebnf_class(chars: CharSet) -> str:
 
 
 def _cut(first: int, last: int, has_nul: bool) -> Iterator[tuple[int, int]]:
-    """A range as several, which may overlap: ASCII, and the rest with as little ASCII in its last bytes as possible."""
+    """Split a range into several, which may overlap: ASCII, and the rest with as little ASCII in its last bytes as possible."""
     if first <= LAST_ASCII:
         yield first, min(last, LAST_ASCII)
         first = LAST_ASCII + 1
@@ -93,7 +93,7 @@ def regex_class(chars: CharSet) -> str:
 
 
 def class_members(members: str) -> CharSet:
-    """The characters that a class of EBNF lists, as xgrammar prints it: a hyphen that is not a range's has a backslash."""
+    """The characters of an EBNF class as xgrammar prints it: a literal hyphen has a backslash."""
     found, pairs = list(EBNF_CHAR.finditer(members)), list[tuple[int, int]]()
     index = 0
     while index < len(found):

@@ -54,12 +54,12 @@ _SCHEMA_FORMAT = {  # the fields of its json_schema
 class Constraint:
     """Created by the constructors below; `payload` is the canonical text of the constraint.
 
-    `any_whitespace` allows blanks between JSON tokens, up to a limit per run. It is off by default: a model that may emit blanks
-    may do so until the request ends.
+    `any_whitespace` allows white space between JSON tokens, up to a limit per run. It is off by default: a model may emit nothing but
+    white space until the request ends.
 
-    `backend` names the grammar library. "automaton" compiles the grammars of xgrammar to tables. "auto" is an automaton; xgrammar for
-    what does not fit in one; and llguidance for what xgrammar does not enforce. The constraint begins after `marker`, see `after`.
-    `objects` and the fields after it are described at `json_schema`.
+    `backend` names the grammar library. "automaton" compiles the grammars of xgrammar to tables. "auto" tries an automaton first, then
+    xgrammar for what does not fit in one, and llguidance for what xgrammar does not enforce. The constraint begins after `marker`, see
+    `after`. `objects` and the fields after it are described at `json_schema`.
     """
 
     kind: ConstraintKind
@@ -83,7 +83,7 @@ class Constraint:
         _check_text(f"Constraint.payload of {self.kind}", self.payload)
         if self.any_whitespace and self.kind not in ("json_schema", "json_object", "structural_tag"):
             raise ValueError(f"Constraint.any_whitespace: got True for {self.kind}, expected False: for kinds with JSON only")
-        for option in fields(Options)[1:]:  # without any_whitespace, which other kinds have too
+        for option in fields(Options)[1:]:  # except any_whitespace, which other kinds have too
             value, default = getattr(self, option.name), option.default
             if value != default and self.kind != "json_schema":
                 raise ValueError(f"Constraint.{option.name}: got {value} for {self.kind}, expected {default}: for json_schema only")
@@ -99,7 +99,7 @@ class Constraint:
 
     @property
     def schema_options(self) -> Options:
-        """How its schemas are read."""
+        """How the schemas of the constraint are read."""
         return Options(**{option.name: getattr(self, option.name) for option in fields(Options)})
 
     @classmethod
@@ -115,16 +115,16 @@ class Constraint:
         property_order: PropertyOrder = "declared",
         approximate: bool = False,
     ) -> Constraint:
-        """A JSON value that the schema accepts, read as its draft says (3 to 2020-12): a keyword restricts values of its type only, and
-        schemas for one value are combined exactly. Declared properties come in their order and before others, of which a name may occur
-        twice. `submit` refuses malformed keywords, patterns and references (of up to 3,000 schemas); a contradiction, or what is not
-        enforced in combination, is found by compiling, and ends the job with an error. `coverage` lists it, and what is narrowed.
+        """A JSON value that the schema accepts. The schema is read by the rules of its draft (3 to 2020-12): a keyword restricts only
+        values of its type, and schemas for one value are combined exactly. Declared properties come first, in their order; among the
+        others, a name may occur twice. `submit` rejects malformed keywords, patterns and references (in up to 3,000 schemas). The compile
+        finds contradictions and unsupported combinations, which end the job with an error; `coverage` lists them, and what is narrowed.
 
         objects="closed": an object with `properties` has no others, unless the schema describes or requires them, and a pattern matches
         the whole text of a string. "standard": other properties are allowed unless the schema forbids them, and a pattern is searched.
-        unknown_keywords, unknown_formats: "annotation", without effect, or "refuse", an error when the schema is compiled.
-        property_order: "any" for declared properties in any order, at most 8 of an object.
-        approximate: leave keywords out that cannot be enforced (pattern, uniqueItems, not, ...) instead of raising an error; texts
+        unknown_keywords, unknown_formats: "annotation" (no effect) or "refuse" (an error when the schema is compiled).
+        property_order: "any" allows declared properties in any order, for at most 8 per object.
+        approximate: leave out keywords that cannot be enforced (pattern, uniqueItems, not, ...) instead of raising an error; texts
         may violate them. `coverage` lists them."""
         if not isinstance(schema, (dict, bool, str)):
             raise ValueError(f"Constraint.json_schema: got {type(schema).__name__}, expected a dict, a bool or JSON text")
@@ -151,7 +151,7 @@ class Constraint:
     @classmethod
     def response_format(cls, value: dict[str, Any], any_whitespace: bool = False, backend: BackendChoice = "auto") -> Constraint | None:
         """OpenAI's `response_format`: text (no constraint: None), json_object, json_schema, and structural_tag as in other servers.
-        `strict` has no effect: a schema is always enforced, or an error."""
+        `strict` has no effect: a schema that cannot be enforced is always an error."""
         name = "response_format"
         if not isinstance(value, dict):
             raise ValueError(f"{name}: got {type(value).__name__}, expected a dict with a type")
@@ -174,8 +174,8 @@ class Constraint:
 
     @classmethod
     def regex(cls, pattern: str, backend: BackendChoice = "auto") -> Constraint:
-        """A text that the whole pattern matches, in the syntax of JavaScript without flags: `.` matches anything but a line end
-        (`[^]` anything), so `[^]a]` is two items; `\\d` and `\\w` are ASCII, `\\s` is any white space. Anchors are allowed at the
+        """A full match of the pattern, in the syntax of JavaScript without flags: `.` matches any character except a line end; `[^]`
+        matches any character, so `[^]a]` is two items; `\\d` and `\\w` are ASCII, `\\s` is any white space. Anchors are allowed at the
         ends; look-around, back-references, word boundaries and flags raise an error."""
         check_value("Constraint.regex.pattern", pattern, _STRING)
         return cls("regex", pattern, backend=backend)
@@ -192,7 +192,7 @@ class Constraint:
 
     @classmethod
     def ebnf(cls, grammar: str, root: str = "root") -> Constraint:
-        """A text of a grammar in the GBNF notation of llama.cpp: `root ::= "a" | "b" root`. Enforced by xgrammar."""
+        """A text of a grammar in the GBNF notation of llama.cpp: `root ::= "a" | "b" root`. Enforced by an automaton or xgrammar."""
         for name, value in (("grammar", grammar), ("root", root)):
             check_value(f"Constraint.ebnf.{name}", value, _NON_BLANK)
             _check_text(f"Constraint.ebnf.{name}", value)
@@ -202,29 +202,29 @@ class Constraint:
     def lark(cls, grammar: str) -> Constraint:
         """A text of a grammar in the Lark notation of llguidance: `start: "a" | "b" start`. Enforced by llguidance.
 
-        Errors: tokens by name or number; `stop=` and `max_tokens=`, which cannot be rolled back with drafts (`suffix=` can); and `~`
-        not preceded by `&`, which allows bytes that are not text."""
+        These are errors: tokens by name or number; `stop=` and `max_tokens=`, which cannot be rolled back with drafts (`suffix=` can);
+        and `~` not preceded by `&`, which allows bytes that are not text."""
         check_value("Constraint.lark.grammar", grammar, _NON_BLANK)
         return cls("lark", grammar)
 
     @classmethod
     def structural_tag(cls, tag: dict[str, Any], any_whitespace: bool = False, backend: BackendChoice = "auto") -> Constraint:
-        """Free text in which each of the `triggers` calls for one of the `structures` that begin with it: its `begin`, a JSON value
-        of its `schema`, its `end`. Triggers are text; a control token is none.
+        """Free text in which each of the `triggers` must be followed by one of the `structures` that begin with it: its `begin`, a JSON
+        value of its `schema`, its `end`. Triggers are text, not control tokens.
 
-        separator, opening, closing: a list of structures in place of one: `opening`, structures with the `separator` between them,
-        `closing`. Without `triggers` the text is one structure or list. A structure with `style: qwen_xml` has an object's properties
-        as `<parameter=NAME>`, value, `</parameter>`, each on lines of their own; strings are written as they are."""
+        separator, opening, closing: a list of structures instead of one: `opening`, structures with the `separator` between them,
+        `closing`. Without `triggers` the text is one structure or list. A structure with `style: qwen_xml` writes each property of an
+        object as `<parameter=NAME>`, value, `</parameter>`, each on its own line; strings are written without quotes and escapes."""
         name = "Constraint.structural_tag"
         return cls("structural_tag", _canonical(checked_tag(tag, name), name), any_whitespace, backend)
 
     def after(self, marker: str | Sequence[int], *, limit: int | None = None) -> Constraint:
         """The same constraint, beginning after the marker: `Constraint.json_object().after("</think>")`.
 
-        Before it any text is allowed, but no stop token. A text marker is found however it is tokenized, and no token extends past
+        Before the marker any text is allowed, but no stop token. A text marker is found in any tokenization, and no token extends past
         its end; token ids are for markers that are control tokens. The grammar begins with the next byte.
 
-        limit: of the tokens before the marker, as a budget of reasoning: after so many, only tokens are legal that continue the marker."""
+        limit: number of tokens before the marker (a reasoning budget) after which only tokens that continue the marker are legal."""
         try:
             return replace(self, marker=marker if isinstance(marker, str) else tuple(marker), marker_limit=limit)
         except TypeError:
@@ -238,7 +238,7 @@ def _check_known(value: dict[str, Any], known: Iterable[str], name: str) -> None
 
 
 def _canonical(value: Any, name: str) -> str:
-    """Compact JSON of a value or of JSON text. The order of properties is part of a constraint, so keys are not sorted."""
+    """Compact JSON of a value or of JSON text. Keys are not sorted, because the order of properties is part of a constraint."""
     chars = _least_chars(value)
     try:
         if chars <= MAX_GIVEN_CHARS:
@@ -252,7 +252,7 @@ def _canonical(value: Any, name: str) -> str:
 
 
 def _least_chars(value: Any) -> int:
-    """A lower bound of the length as JSON text, counted up to the limit: shared parts of a small value may be long as text."""
+    """A lower bound of the length as JSON text, counted up to MAX_GIVEN_CHARS: a small value with shared parts may be a long text."""
     if isinstance(value, str):
         return len(value)
     parts, chars = [value], 0

@@ -20,7 +20,7 @@ def pattern_to_ebnf(pattern: str) -> str:
 
 
 def pattern_to_regex(pattern: str) -> str:
-    """The same as a regular expression: every class is written with numbers, so that all regex engines read it alike."""
+    """As `pattern_to_ebnf`, as a regular expression. Classes are written as code points, so that all regex engines read them alike."""
     return _rewritten(pattern, regex_class, "(?:", "", "")
 
 

@@ -27,7 +27,7 @@ _KEYWORD_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEY
 
 
 class TypedConstraint(NamedTuple):
-    """A constraint, and the value of a text that it allows."""
+    """A constraint, and the function from a text of the constraint to its value."""
 
     constraint: Constraint
     parse: Callable[[str], Any]
@@ -36,8 +36,8 @@ class TypedConstraint(NamedTuple):
 def typed_constraint(value: object) -> TypedConstraint:
     """The constraint for a Constraint or a Python type. ValueError if there is none.
 
-    Enums and Literal types of strings are their bare texts; every other type is its JSON. A pattern is a full match; its value is the
-    match. A function is a JSON object with its name and arguments; its value is a functools.partial, which the caller may call.
+    Texts of string enums and string Literals are bare strings; those of every other type are JSON. A re.Pattern must match the whole
+    text; the value is the match. A function is a JSON object with its name and arguments; the value is a functools.partial.
     """
     if isinstance(value, Constraint):
         return TypedConstraint(value, functools.partial(_parse, value))
@@ -55,7 +55,7 @@ def typed_constraint(value: object) -> TypedConstraint:
 
 
 def _parse(constraint: Constraint, text: str) -> Any:
-    """JSON for the kinds that are JSON, otherwise the text; what follows a marker that is text."""
+    """The value of a text: parsed JSON for JSON kinds, otherwise the text itself; without the part up to a text marker."""
     if isinstance(constraint.marker, str):
         text = text.partition(constraint.marker)[2]
     return json.loads(text) if constraint.kind in ("json_schema", "json_object") else text
@@ -69,7 +69,7 @@ def _pattern(pattern: re.Pattern[Any]) -> TypedConstraint:
 
 
 def _json_type(value: Any) -> TypedConstraint:
-    import pydantic  # takes as long to load as all of stepgraph without torch
+    import pydantic  # imported here: takes as long to load as all of stepgraph without torch
 
     with _type_errors(value):
         adapter = pydantic.TypeAdapter(_with_known_keys(value))
@@ -78,7 +78,7 @@ def _json_type(value: Any) -> TypedConstraint:
 
 
 def _with_known_keys(value: Any, outer: tuple[Any, ...] = ()) -> Any:
-    """The type with TypedDicts of typing_extensions, which pydantic requires before Python 3.12, in place of those of typing."""
+    """The type with TypedDicts of `typing` replaced by those of typing_extensions, which pydantic requires before Python 3.12."""
     if sys.version_info >= (3, 12) or value in outer:
         return value
     arguments = get_args(value)
@@ -86,7 +86,7 @@ def _with_known_keys(value: Any, outer: tuple[Any, ...] = ()) -> Any:
         fields = dict[str, Any]()
         mark: Any
         for name, hint in get_type_hints(value, include_extras=True).items():
-            by_class = NotRequired if name in value.__optional_keys__ else Required  # which does not see annotations that are strings
+            by_class = NotRequired if name in value.__optional_keys__ else Required  # __optional_keys__ ignores string annotations
             is_marked = get_origin(hint) in (Required, NotRequired)
             bare, mark = (get_args(hint)[0], get_origin(hint)) if is_marked else (hint, by_class)
             fields[name] = mark[_with_known_keys(bare, (*outer, value))]
@@ -131,7 +131,7 @@ def _function(function: Callable[..., Any]) -> TypedConstraint:
 
 @contextlib.contextmanager
 def _type_errors(value: object) -> Iterator[None]:
-    """ValueError for a type or a function of which pydantic or inspect makes nothing."""
+    """ValueError for a type or a function that pydantic or inspect cannot handle."""
     from pydantic.errors import PydanticUserError
 
     try:

@@ -1,4 +1,4 @@
-"""Structural tags: free text in which each trigger must be followed by a tag: its beginning, a JSON value, and its end.
+"""Structural tags: free text in which each trigger begins a tag: its `begin`, a JSON value, and its `end`.
 
 `{"triggers": ["<call="], "structures": [{"begin": "<call=f>", "schema": {...}, "end": "</call>"}]}`
 
@@ -21,13 +21,13 @@ class Tag(NamedTuple):
     begin: str  # without the trigger
     schema: Any
     end: str
-    style: str  # of the value: see `parameters_grammar` for qwen_xml
+    style: str  # notation of the value; for qwen_xml see `parameters_grammar`
 
 
 class TagGroup(NamedTuple):
-    """What follows one trigger: one of the tags, or a list of them if there is a separator."""
+    """The text after one trigger: one of the tags, or a list of tags if there is a separator."""
 
-    trigger: str  # empty: the whole text
+    trigger: str  # empty: the group is the whole text
     opening: str  # without the trigger
     tags: tuple[Tag, ...]
     separator: str | None

@@ -16,7 +16,7 @@ class Unsupported:
 
     @property
     def split(self) -> tuple[str, str]:
-        """The reason without what to write instead, and that; empty where there is nothing to write."""
+        """The reason without its last part, which says what to write instead, and that part; empty if there is none."""
         at, mark = max((self.reason.rfind(mark), mark) for mark in ("; ", ", expected "))
         alternative = self.reason[at + len(mark) :]
         return (self.reason, "") if at < 0 else (self.reason[:at], f"use {alternative}" if mark == ", expected " else alternative)

@@ -18,7 +18,7 @@ TYPES: dict[str, Any] = {
 
 
 def _read_headers() -> str:
-    """Their text without comments and preprocessor lines."""
+    """The text of the headers without comments and preprocessor lines."""
     folder = Path(__file__).parent / "c"
     text = "\n".join((folder / name).read_text(encoding="utf-8") for name in HEADERS)
     return re.sub(r"/\*.*?\*/|^#[^\n]*", "", text, flags=re.DOTALL | re.MULTILINE)
@@ -38,7 +38,7 @@ def _constants(text: str) -> dict[str, int]:
 
 
 def _fields(body: str) -> Iterator[tuple[str, Any]]:
-    """Name and type of each field. A pointer is an address, whatever it points to."""
+    """Name and type of each field. All pointers have type c_void_p."""
     for declaration in filter(str.strip, body.split(";")):
         if function := re.search(r"\(\*(\w+)\)", declaration):
             yield function[1], c_void_p
@@ -80,7 +80,7 @@ def declare(library: ctypes.CDLL) -> None:
 
 
 def layout_of(library: ctypes.CDLL) -> tuple[int, ...]:
-    """What the library was compiled with, as OWN_LAYOUT."""
+    """The layout with which the library was compiled, in the form of OWN_LAYOUT."""
     values = (c_int64 * 64)()
     count = library.stepgraph_layout(values, len(values))
     return tuple(values[:count])

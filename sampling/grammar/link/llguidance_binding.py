@@ -1,4 +1,4 @@
-"""llguidance's C API, which its wheel exports next to the Python module. It is used only if version and structs are as expected.
+"""llguidance's C API, which its wheel exports next to the Python module. It is used only if its version and structs are the expected ones.
 
 Created here: one tokenizer per vocabulary and one unused start matcher per grammar. Each row clones it in C.
 """
@@ -147,7 +147,7 @@ class LLGuidanceTokenizer:
 
 
 class LLGuidanceStart:
-    """A matcher at the start of a text, which rows clone and never advance."""
+    """A matcher at the start of a text. Rows clone it and never advance it."""
 
     def __init__(self, api: LLGuidanceApi, address: int) -> None:
         self.address = address
@@ -157,8 +157,8 @@ class LLGuidanceStart:
 class LLGuidanceNativeGrammar:
     """The matchers that rows start from.
 
-    A lexer computes its states lazily, and each clone has its own. So the lexers of the first rows that end are kept for later rows.
-    `cold_start` has an empty lexer, for rows whose lexer is full.
+    A lexer computes its states lazily, and each clone has its own lexer. So the lexers of the first rows that end are kept for later
+    rows. `cold_start` has an empty lexer, for rows whose lexer is full.
     """
 
     def __init__(self, tokenizer: LLGuidanceTokenizer, lark: str, fuel: dict[str, int]) -> None:
@@ -166,7 +166,7 @@ class LLGuidanceNativeGrammar:
         assert "\0" not in lark, "the library reads up to the first NUL"
         self.tokenizer, api = tokenizer, tokenizer.api
         self.lexer_updates = 0
-        # Steps are bounded by counted work before they are by time, so that a text fails on every machine or on none.
+        # The limits on counted work are reached before the time limit, so that a text fails on every machine or on none.
         limits = LimitsStruct(**DEFAULTS | fuel | {"verbose_errors": False})
         config = ConstraintStruct(tokenizer=tokenizer.address, limits=limits)
         self.start = self.cold_start = LLGuidanceStart(api, api.library.llg_new_matcher(byref(config), b"lark", lark.encode()))
@@ -198,8 +198,8 @@ class LLGuidanceBinding:
         return matcher
 
     def _close_matcher(self, grammar: LLGuidanceNativeGrammar, _: LLGuidanceStart, matcher: int) -> None:
-        """The arguments keep the start and the grammar's cold start alive until here: the matcher may be rebuilt from either."""
-        keeps_lexer = grammar.lexer_updates < MAX_LEXER_UPDATES  # bounded, as the states of some grammars grow without limit
+        """The arguments keep the start and the grammar's cold start alive until this call: the matcher may be rebuilt from either."""
+        keeps_lexer = grammar.lexer_updates < MAX_LEXER_UPDATES  # bounded, because the states of some grammars grow without limit
         if kept := self._link.stepgraph_close_llguidance(self.address, matcher, keeps_lexer):
             grammar.lexer_updates += 1
             grammar.start = LLGuidanceStart(grammar.tokenizer.api, kept)  # for later rows: a matcher at the start of a text

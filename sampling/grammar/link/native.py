@@ -1,8 +1,8 @@
 """The native host link: a host node is one C function over a plain struct and does not take the GIL.
 
-Rows are processed by a pool of threads that includes the calling one. C borrows rows and matchers; Python keeps them alive until
-the rounds that they were pushed with have ended. The library is built at installation if there is a C compiler; without it an engine has
-the Python link, see `open_host_link`.
+Rows are processed by a pool of threads that includes the calling one. C does not own rows and matchers; Python keeps them alive until
+the rounds that they were pushed with have ended. The library is built at installation if there is a C compiler; without the library an
+engine has the Python link, see `open_host_link`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class NativeLibrary:
 
     @functools.cached_property
     def xgrammar(self) -> XGrammarBinding:
-        """Bound when a grammar first needs it, since xgrammar imports transformers; at once where its version is not known to fit."""
+        """Bound when a grammar first needs it, because xgrammar imports transformers; bound at once if its version is not a known one."""
         return XGrammarBinding(self.quick)
 
 
@@ -101,13 +101,13 @@ class NativeRow:
             self._require_width(matcher.vocabulary, masks_host)
             self.struct.library, self.struct.matcher = addressof(matcher.functions), matcher.handle
             self.struct.grammar = matcher.grammar.number
-            self.struct.fuel_seconds = math.inf  # a step is a look-up
+            self.struct.fuel_seconds = math.inf  # a step is a look-up, so no limit is needed
         elif isinstance(matcher, XGrammarMatcher):
             self._set_vocabulary(matcher.vocabulary, matcher.fuel_seconds, masks_host)
             xgrammar = library.xgrammar
             self.struct.library, self.struct.matcher = addressof(xgrammar.struct), int(matcher.library_matcher._handle.__chandle__())
         elif (grammar := getattr(matcher, "native_grammar", None)) is not None:
-            copied: Any = matcher  # an LLGuidanceMatcher, whose module may not be installed. It exposes no pointer to the library's matcher
+            copied: Any = matcher  # an LLGuidanceMatcher, whose module may be missing. It has no pointer to the library's matcher
             self._set_vocabulary(copied.vocabulary, copied.fuel_seconds, masks_host)
             llguidance, stop_words = library.llguidance, self.struct.stop_words
             assert llguidance is not None
@@ -117,7 +117,7 @@ class NativeRow:
             raise ValueError(f"row.matcher: got {type(matcher).__name__}, expected one of a grammar library; the Python link drives others")
 
     def _set_marker(self, matcher: MarkerMatcher, masks_host: Tensor) -> None:
-        """A rollback takes at most as many tokens as a round has drafts: the ring has one state more than that."""
+        """A rollback removes at most as many tokens as a round has drafts; the ring has one state more."""
         marker, vocabulary = matcher.marker, matcher.marker.vocabulary
         self._require_width(vocabulary, masks_host)
         self._states = np.full(len(masks_host), matcher.state, np.int32)
@@ -149,7 +149,7 @@ class NativeRow:
 
 
 def token_struct(table: TokenTable) -> Any:
-    """Borrows the arrays of the table."""
+    """The C struct of a table. Does not keep the arrays of the table alive."""
     arrays = {"text": table.bytes.ctypes.data, "starts": table.starts.ctypes.data, "slots": table.slots.ctypes.data}
     return structs.token_table(**arrays, num_tokens=table.num_tokens, num_slots=len(table.slots), merges=table.merges)
 
@@ -172,8 +172,8 @@ class NativeLink:
     """Drives the matchers of a batch in C. One thread pushes batches; any thread may call the nodes, one at a time.
 
     `threads`: maximum number of threads that process rows, including the calling one; None: the number of processors.
-    `contents_host`: what the masks hold, from which a fill finds the words that it need not write; whatever restores masks_host restores
-    it too. None: in own memory, and nothing else writes masks_host.
+    `contents_host`: the content of each mask, with which a fill skips words that are already right; it must be restored together with
+    masks_host. None: the link allocates it, and nothing else may write to masks_host.
     """
 
     def __init__(
@@ -229,7 +229,7 @@ class NativeLink:
 
     @property
     def stats(self) -> HostStats:
-        with self._closing:  # any thread may read them, also while another one closes the link
+        with self._closing:  # any thread may read the counters, also while another thread closes the link
             if self._finalizer.alive:
                 counts = _new_counts()
                 self._library.quick.stepgraph_counts(self._address, counts)
@@ -303,7 +303,7 @@ def open_host_link(
     check_masks: bool = False,
     contents_host: Tensor | None = None,
 ) -> HostLink:
-    """The host link for `EngineConfig.host_link`. With `auto` it is the native one if available, else the Python one and a warning.
+    """The host link for `EngineConfig.host_link`. `auto` is the native link if it is available, else the Python link and a warning.
 
     `depth`: maximum number of rounds that are pushed and not ended. `forcing`: where forced tokens are written; None: they are not
     searched. `contents_host`: as for NativeLink. `check_masks`: masks are compared in Python, so the link is the Python one. ValueError
@@ -326,4 +326,4 @@ def open_host_link(
 def _warn_once(message: str) -> None:
     if message not in _warned:
         _warned.add(message)
-        warnings.warn(message, RuntimeWarning, stacklevel=6)  # at the caller of Engine(...), which is wrapped once
+        warnings.warn(message, RuntimeWarning, stacklevel=6)  # the caller of Engine(...), which has one wrapper

@@ -24,7 +24,7 @@ class HostAction(IntEnum):
     """What a step does to the batch or to each of its rows. Same values as in host_link.h."""
 
     BEGIN_ROUND = 0  # take the round's batch and invalidate all masks of earlier rounds
-    NEXT = 1  # fill the next missing mask: mask 0 if the history has changed since or there is none, else the one after the next draft
+    NEXT = 1  # fill the next missing mask: mask 0 if there is none or the history has changed, else the mask after the next draft
     COMMIT = 2  # roll back rejected drafts, accept the token that the target added, fill mask 0
     ADVANCE = 3  # accept one draft, fill the mask after it
     FOLLOW = 4  # as ADVANCE; a forced token replaces the draft
@@ -33,7 +33,7 @@ class HostAction(IntEnum):
 
 class HostStep(NamedTuple):
     action: HostAction
-    stage: int = 0  # NEXT, ADVANCE, FOLLOW: where the mask is written; the draft before it is in row stage - 1; not NEXT: the draft, from 1
+    stage: int = 0  # NEXT, ADVANCE, FOLLOW: the mask row to fill, from 1; its draft is in row stage - 1. Not NEXT: also the mask index
 
 
 BEGIN_ROUND, COMMIT, END_ROUND = HostStep(HostAction.BEGIN_ROUND), HostStep(HostAction.COMMIT), HostStep(HostAction.END_ROUND)
@@ -62,12 +62,12 @@ class MatcherRow(Protocol):
 
     @property
     def fault(self) -> str:
-        """Why this row will get no further masks; empty without a fault."""
+        """Why this row gets no further masks; empty without a fault."""
 
 
 @dataclass(frozen=True)
 class HostStats:
-    """Counters of a host link. Times are wall clock and excluded from comparison. Nodes that end during the reading may be counted
+    """Counters of a host link. Times are wall clock and excluded from comparison. A node that ends while they are read may be counted
     in some fields only."""
 
     fills: int = 0
@@ -76,7 +76,7 @@ class HostStats:
     looks: int = 0  # searches for forced text
     node_ns: int = field(default=0, compare=False)
     longest_node_ns: int = field(default=0, compare=False)
-    nodes: tuple[int, ...] = field(default=(0,) * (len(NODE_BOUNDS_NS) + 1), compare=False)  # per bound, then the rest
+    nodes: tuple[int, ...] = field(default=(0,) * (len(NODE_BOUNDS_NS) + 1), compare=False)  # up to each bound, then beyond the last
 
 
 class HostLink(Protocol):
@@ -90,7 +90,7 @@ class HostLink(Protocol):
     def stats(self) -> HostStats: ...
 
     def row(self, owner: int, matcher: Matcher, committed: int = 0) -> MatcherRow:
-        """A row for `push_batch`; callable from any thread. Afterwards only host nodes may use the matcher."""
+        """A row for `push_batch`; any thread may call this. Afterwards only host nodes may use the matcher."""
 
     def node(self, steps: Sequence[HostStep]) -> Callable[[], object]:
         """A host node for `CaptureContext.host_node`. A round's first step is BEGIN_ROUND and its last one END_ROUND."""

@@ -1,6 +1,6 @@
-"""The host link in Python: the reference for the native one, and the fallback where that one is not available.
+"""The host link in Python: the reference for the native link, and the fallback if that is not available.
 
-Its nodes run in the order of the rounds. An exception in a row's matcher becomes the fault of that row; a node raises for none.
+Its nodes run in the order of the rounds. An exception in a row's matcher becomes the fault of that row; a node never raises it.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class PythonRow:
     owner: int
     matcher: Matcher
     committed: int = 0  # tokens of the history that the matcher has accepted permanently
-    pending_drafts: int = 0  # drafts accepted after them
-    next_mask: int = 0  # index after the mask that was last to be filled
-    last_mask_status: MaskStatus = MaskStatus.NONE  # the walk over drafts continues only after OK
+    pending_drafts: int = 0  # drafts accepted after the committed tokens
+    next_mask: int = 0  # index after the latest mask that was due
+    last_mask_status: MaskStatus = MaskStatus.NONE  # drafts are accepted only after OK
     fault: str = ""
     forced: ForcedText = field(default_factory=ForcedText)
 
 
 class PythonLink:
-    """Processes all rows one after another, under the GIL. `reason`: why this is not the native link, for the capture report."""
+    """Processes all rows one after another, under the GIL. `reason`: why the native link is not used, for the capture report."""
 
     def __init__(
         self,
@@ -88,13 +88,13 @@ class PythonLink:
         self._pushed.append(rows)
 
     def release_finished(self) -> None:
-        """END_ROUND has released them."""
+        """Does nothing: END_ROUND releases the rows."""
 
     def log_nodes(self, log: npt.NDArray[np.int64] | None) -> None:
         self._log = log
 
     def close(self) -> None:
-        """No threads, no memory of its own."""
+        """Does nothing: the link has no threads and no memory of its own."""
 
     def _run(self, step: HostStep) -> None:
         if step.action == HostAction.BEGIN_ROUND:
@@ -188,7 +188,7 @@ class PythonLink:
 
 
 def _guarded(row: PythonRow, work: Callable[[], None]) -> None:
-    """A row's fault is its own: without a valid tag the device uses no mask of it."""
+    """An exception becomes the fault of the row: without a valid tag the device uses no mask of it, and other rows continue."""
     try:
         work()
     except Exception as error:

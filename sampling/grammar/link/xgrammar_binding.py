@@ -1,6 +1,6 @@
 """xgrammar's methods as C functions, looked up by name in tvm-ffi's type table.
 
-None of this is a documented C API of xgrammar. So versions, names and signatures are checked first; on any difference the binding
+This is not a documented C API of xgrammar. So versions, names and signatures are checked first; on any difference the binding
 raises Unavailable with the reason.
 """
 
@@ -46,7 +46,7 @@ class XGrammarBinding:
 
 
 def versions_are_known() -> bool:
-    """Whether these are the versions that the tests bind, so that binding them later will succeed."""
+    """Whether the installed versions are those that the tests bind, so that a later binding succeeds."""
     return tuple(map(importlib.metadata.version, KNOWN)) == tuple(KNOWN.values())
 
 

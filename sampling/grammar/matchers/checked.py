@@ -10,15 +10,15 @@ from stepgraph.sampling.grammar.matchers.forced import forced_bytes
 from stepgraph.sampling.grammar.matchers.protocol import Matcher
 from stepgraph.sampling.grammar.status import BITS_PER_WORD, MaskStatus
 
-MASKS_KEPT = 16  # more than a round has drafts: after a rollback a token is compared with the mask of an earlier position
+MASKS_KEPT = 16  # more than the drafts of a round: after a rollback a token is compared with the mask of an earlier position
 
 
 class CheckedMatcher:
-    """A matcher that gets a fault if its mask and `accept_token` of the inner matcher disagree about a token."""
+    """A matcher that gets a fault if the mask and `accept_token` of the inner matcher disagree about a token."""
 
     def __init__(self, inner: Matcher, backend: str) -> None:
         self._inner, self._backend = inner, backend
-        self._masks: dict[int, npt.NDArray[np.int32]] = {}  # by the number of tokens before the mask
+        self._masks: dict[int, npt.NDArray[np.int32]] = {}  # number of tokens before the mask -> mask
         self._num_accepted = 0
         self._disagreement = ""
 

@@ -21,12 +21,12 @@ from stepgraph.sampling.grammar.status import BITS_PER_WORD
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
 FORCED_BYTES = 128  # bytes of a forced text that are tokenized together
-TAIL_BYTES = 32  # not proposed at the end of a text of FORCED_BYTES: its tokenization depends on the rest
+TAIL_BYTES = 32  # at the end of a text of FORCED_BYTES, not proposed: its tokenization depends on the bytes that follow
 SAMPLE = 1000  # texts of a vocabulary that are examined for merges
 MERGED_SHARE = 0.9
 MAX_LEGAL = 64  # a position with more legal tokens is not forced: they cannot all be prefixes of one text
 
-KEY_FACTOR = 0x9E3779B97F4A7C15  # of the keys of texts; odd
+KEY_FACTOR = 0x9E3779B97F4A7C15  # for the keys of texts; must be odd
 
 Int32s = npt.NDArray[np.int32]
 _tables: weakref.WeakKeyDictionary[Vocabulary, TokenTable] = weakref.WeakKeyDictionary()
@@ -47,15 +47,15 @@ def forced_bytes(matcher: Matcher | ForcingMatcher) -> bytes:
 class TokenTable:
     """The texts of a vocabulary, for look-up by id and by text. The native link and devices read the same arrays.
 
-    bytes, starts: of all tokens; tokens that are not text have none. slots [n, 2]: a hash table with open addressing, n a power of
-    two: the key and the token of each text; -1 in a free slot. The first slot of a key follows from its upper bits.
+    bytes, starts: of all tokens; tokens that are not text have no bytes. slots [n, 2]: a hash table with open addressing, n a power of
+    two: the key and the token of each text; -1 in a free slot. The upper bits of a key are its first slot.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         tokens = vocabulary.for_llguidance[: len(vocabulary.tokens)]
         self.token_of: dict[bytes, int] = {}
         for token_id, token in enumerate(tokens):
-            # Of two tokens with the same text the first one is the result of merging. Of a single byte it may be a fallback, <0x41>.
+            # Of two tokens with the same text, the first is the result of merging. For a single byte the first may be a fallback, <0x41>.
             if token and (len(token) == 1 or token not in self.token_of):
                 self.token_of[token] = token_id
         self.bytes, self.starts = vocabulary.texts
@@ -136,7 +136,7 @@ def token_table(vocabulary: Vocabulary) -> TokenTable:
 
 
 class Forcing(NamedTuple):
-    """Where a host link writes forced tokens, and the table that it needs for them."""
+    """The buffer into which a host link writes forced tokens, and the table that it needs to find them."""
 
     table: TokenTable
     forced_host: Tensor  # [K, B] int64 pinned: the token forced after mask i of slot b, -1: none
@@ -144,13 +144,13 @@ class Forcing(NamedTuple):
 
 @dataclass
 class ForcedText:
-    """A row's forced text, split into tokens. Valid for as long as the history follows it."""
+    """A row's forced text, split into tokens. Valid as long as the history agrees with it."""
 
-    start: int = 0  # length of the history at which it begins
+    start: int = 0  # length of the history at which the text begins
     text: bytes = b""
     tokens: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)  # end of each token in the text
-    looks: int = 0  # searches
+    looks: int = 0  # number of searches
 
     def accepted(self, position: int, token: int) -> None:
         """Record that `token` was accepted at `position` of the history."""
@@ -183,7 +183,7 @@ class ForcedText:
     def _look(self, position: int, matcher: Matcher | ForcingMatcher) -> None:
         self.looks += 1
         self.start, self.text, self.tokens, self.ends = position, b"", [], []
-        self.text = bytes(forced_bytes(matcher)[:FORCED_BYTES])  # may raise: the state before it is consistent
+        self.text = bytes(forced_bytes(matcher)[:FORCED_BYTES])  # may raise: the state is consistent until then
 
     def _split(self, table: TokenTable) -> None:
         limit = len(self.text) if len(self.text) < FORCED_BYTES else FORCED_BYTES - TAIL_BYTES

@@ -3,7 +3,7 @@
 A marker is a text, in any tokenization, or a sequence of token ids, control tokens included. Tokens that extend beyond the end of a
 text marker are not legal: the text after the marker belongs to the grammar from its first byte.
 
-With a limit of N tokens, after the first N only tokens are legal that continue the marker, from where the text is in it to its end.
+With a limit of N tokens, only tokens that continue the marker to its end are legal after the first N tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Marker:
     """
 
     def __init__(self, marker: str | tuple[int, ...], vocabulary: Vocabulary, limit: int | None = None) -> None:
-        """limit: of the tokens before only the marker may go on. ValueError where the vocabulary cannot write the marker."""
+        """limit: number of tokens after which only the marker is legal. ValueError if the vocabulary cannot write the marker then."""
         check_marker(marker, vocabulary)
         self.limit = limit
         self.vocabulary = vocabulary
@@ -52,11 +52,11 @@ class Marker:
         return self.masks.nbytes + self.mask_index.nbytes + self.fallback.nbytes + self.symbols.nbytes
 
     def rest(self, state: int) -> bytes:
-        """The bytes of a text marker from a state on."""
+        """The bytes of a text marker that remain in a state."""
         return self._text[state:]
 
     def after(self, state: int, token_id: int) -> int | None:
-        """The state after one more token; None if the token is not legal, as stop tokens before the end of the marker."""
+        """The state after one more token; None if the token is not legal, for example a stop token before the end of the marker."""
         if self._ids:
             legal = token_id not in self.vocabulary.non_text_ids or token_id in (self._ids[state], self._ids[0])
             return _overlap((*self._ids[:state], token_id), self._ids) if legal else None
@@ -69,14 +69,14 @@ class Marker:
         return self.complete if found + len(self._text) == len(text) else None
 
     def allowed(self, state: int, tokens: int) -> Int32s:
-        """[mask_words] what is legal in a state after so many tokens."""
+        """[mask_words] the legal tokens in a state after this number of tokens."""
         limited = self.limit is not None and tokens >= self.limit
         mask: Int32s = self.masks[self.mask_index[state + limited * self.complete]]
         return mask
 
     def _make_masks(self) -> None:
-        """mask_index [complete, or twice as many with a limit]: the mask of each state, then the same of texts at the limit.
-        masks [.., mask_words]: the distinct ones, those of free text first: most states have the same."""
+        """mask_index [complete, or 2 * complete with a limit]: the mask of each state, then of each state at the limit.
+        masks [rows, mask_words]: the distinct masks, those of free text first; most states share a mask."""
         exceptions = [frozenset(tokens) for tokens in (self._added() if self._ids else self._forbidden())]
         continued = [] if self.limit is None else [frozenset(tokens) for tokens in self._continuing()]
         free, few = dict.fromkeys(exceptions), dict.fromkeys(continued)
@@ -91,7 +91,7 @@ class Marker:
         self.mask_index, self.masks = np.array(index, np.int32), masks.view(np.int32)
 
     def _continuing(self) -> list[set[int]]:
-        """By state, the tokens that continue the marker and end with it or before it."""
+        """For each state, the tokens that continue the marker and do not extend beyond its end."""
         if self._ids:
             return [{token_id} for token_id in self._ids]
         found: list[set[int]] = [set() for _ in range(self.complete)]
@@ -108,11 +108,11 @@ class Marker:
         return found
 
     def _added(self) -> list[set[int]]:
-        """By state, the non-text ids that are legal: the marker's next one and its first one."""
+        """For each state, the non-text ids that are legal: the marker's next id and its first id."""
         return [{self._ids[0], token_id} & self.vocabulary.non_text_ids for token_id in self._ids]
 
     def _forbidden(self) -> list[set[int]]:
-        """By state, the tokens that extend beyond the marker's end.
+        """For each state, the tokens that extend beyond the marker's end.
 
         A token is forbidden in the state from which its prefix completes the marker, and in every state that falls back to that one.
         """
@@ -190,7 +190,7 @@ class MarkerMatcher:
         return bool(mask[token_id // BITS_PER_WORD] >> token_id % BITS_PER_WORD & 1)
 
     def rollback(self, num_tokens: int) -> None:
-        """Roll back the latest tokens, those of the marker included."""
+        """Roll back the latest tokens, including tokens of the marker."""
         limit = self._num_inner + self.num_free
         if not 0 <= num_tokens <= limit:
             raise ValueError(f"rollback.num_tokens: got {num_tokens}, expected 0..{limit}, the number of accepted tokens")
@@ -209,7 +209,7 @@ def check_marker(marker: str | tuple[int, ...], vocabulary: Vocabulary) -> None:
 
 
 def _fallback(symbols: list[int]) -> Int32s:
-    """Per marker prefix, the length of its longest proper prefix that is also a suffix (the failure function of Knuth-Morris-Pratt)."""
+    """For each marker prefix, the length of its longest proper prefix that is also a suffix (the Knuth-Morris-Pratt failure function)."""
     fallback, size = [0] * len(symbols), 0
     for index in range(1, len(symbols) - 1):
         while size and symbols[size] != symbols[index]:

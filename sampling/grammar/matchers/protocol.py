@@ -12,17 +12,17 @@ from stepgraph.sampling.grammar.status import MaskStatus
 class Matcher(Protocol):
     """The state of one constrained text: a round accepts tokens, rolls them back, and fills masks of the tokens that may follow.
 
-    A matcher is used by one thread at a time, and the object that changes the token history also moves the matcher.
+    A matcher is used by one thread at a time, and whatever changes the token history must change the matcher in the same way.
     """
 
     def accept_token(self, token_id: int) -> bool:
-        """Append one token; False, and no change, where the grammar does not allow it. The caller must check the result."""
+        """Append one token; False, and no change, if the grammar does not allow it. The caller must check the result."""
 
     def fill_next_token_bitmask(self, masks: Tensor, index: int) -> MaskStatus:
-        """Write row `index` of masks [rows, mask_words] int32: bit i is set where token i may come next."""
+        """Write row `index` of masks [rows, mask_words] int32: bit i is set if token i may come next."""
 
     def rollback(self, num_tokens: int) -> None:
-        """Remove the last `num_tokens` accepted tokens, a stop token included."""
+        """Remove the last `num_tokens` accepted tokens, including a stop token."""
 
     @property
     def fault(self) -> str:

@@ -7,7 +7,7 @@
 enum { MOST_LEGAL = 64, TAIL_BYTES = 32, BLOCK = 64 };
 #define KEY_FACTOR UINT64_C(0x9E3779B97F4A7C15) /* forced.KEY_FACTOR */
 
-/* Borrowed bytes. */
+/* Bytes that it does not own. */
 typedef struct {
     const uint8_t *bytes;
     int64_t size;

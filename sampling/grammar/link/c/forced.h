@@ -16,9 +16,9 @@ typedef struct {
     int32_t merges;    /* 1: split texts by merging pairs (BPE); 0: by longest match */
 } token_table;
 
-/* A row's forced text, split into tokens. Valid for as long as the history follows it. Also a row of row_forced_text on a device. */
+/* A row's forced text, split into tokens. Valid as long as the history agrees with it. Also a row of row_forced_text on a device. */
 typedef struct {
-    int32_t start; /* length of the history at which it begins */
+    int32_t start; /* length of the history at which the text begins */
     int32_t size, count;
     int32_t tokens[FORCED_BYTES];
     uint8_t ends[FORCED_BYTES]; /* end of each token in the text */

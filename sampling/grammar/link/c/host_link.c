@@ -10,7 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Rows that look masks up, per item of the pool: with fewer the hand-off to another thread costs more than it saves. */
+/* Rows that look up masks, per item of the pool: with fewer rows the hand-off to another thread costs more than it saves. */
 enum { LOOK_UPS = 8 };
 
 struct host_link {
@@ -24,7 +24,7 @@ struct host_link {
     int64_t log_room;       /* in nodes */
     matcher_row **batch;    /* [slots] of the current round; NULL outside of one */
     int32_t *active;        /* [slots] the slots that the current node processes */
-    unsigned num_active, computing; /* of them; the first `computing` have a library that computes masks */
+    unsigned num_active, computing; /* number of active slots; the first `computing` have a library that computes masks */
 };
 
 /* one row */
@@ -46,7 +46,7 @@ typedef struct {
     matcher_row *row;
 } search;
 
-/* The rest of a marker at its limit, and the forced text of the row's library, which is asked after a marker. Sets a fault if it fails. */
+/* The rest of a marker at its limit, then the forced text of the row's library. Sets a fault and returns -1 if the library fails. */
 static int64_t find_forced(void *context, uint8_t *text) {
     search *of = context;
     matcher_row *row = of->row;
@@ -105,7 +105,7 @@ static void commit(host_link *link, int64_t slot, matcher_row *row, const int64_
 
 static int64_t draft_of(const link_shape *shape, int64_t slot, int64_t stage) { return shape->drafts[(stage - 1) * shape->slots + slot]; }
 
-/* Mask `index` after this draft. */
+/* Accept this draft and fill mask `index`. */
 static void advance(host_link *link, int64_t slot, matcher_row *row, int64_t token, int64_t index, int64_t stage) {
     row->next_mask = index + 1;
     if (token < 0 || row->pending_drafts != index - 1 || row->last_mask_status != OK) return; /* an earlier draft ended the walk */
@@ -121,7 +121,7 @@ static void advance(host_link *link, int64_t slot, matcher_row *row, int64_t tok
     tag(link, slot, row, index, stage);
 }
 
-/* The next missing mask: the history may have changed since the last fill. */
+/* Fill the next missing mask: the history may have changed since the last fill. */
 static void fill_next(host_link *link, int64_t slot, matcher_row *row, const int64_t *state, int64_t stage) {
     if (row->last_mask_status == NONE || row->committed != state[GENERATED]) commit(link, slot, row, state, stage);
     else advance(link, slot, row, draft_of(&link->shape, slot, stage), row->next_mask, stage);
@@ -132,7 +132,7 @@ static void fill_next(host_link *link, int64_t slot, matcher_row *row, const int
 static void begin(host_link *link) {
     int64_t round = atomic_load_explicit(&link->begun, memory_order_relaxed);
     link->batch = NULL;
-    atomic_store_explicit(&link->counts[ENDED], round, memory_order_release); /* in case the round before had no END_ROUND */
+    atomic_store_explicit(&link->counts[ENDED], round, memory_order_release); /* in case the previous round had no END_ROUND */
     if (round < atomic_load_explicit(&link->pushed, memory_order_acquire)) {
         link->batch = link->rows + round % link->shape.depth * link->shape.slots;
         atomic_store_explicit(&link->begun, round + 1, memory_order_relaxed);
@@ -177,7 +177,7 @@ static void process_row(const host_node *node, int64_t slot) {
     }
 }
 
-/* Other work between two rounds leaves little of what a row reads in the caches. */
+/* Prefetch the data of a row: other work between two rounds has evicted most of it from the caches. */
 static void expect_tokens(const host_node *node, int64_t slot) {
     const link_shape *shape = &node->link->shape;
     const matcher_row *row = node->link->batch[slot];
@@ -189,7 +189,7 @@ static void expect_tokens(const host_node *node, int64_t slot) {
     }
 }
 
-/* One row whose library computes masks, or a block of rows that look them up. */
+/* Process one row whose library computes masks, or a block of rows that look up masks. */
 static void process_item(void *context, unsigned item) {
     const host_node *node = context;
     const host_link *link = node->link;
@@ -203,7 +203,7 @@ static void process_item(void *context, unsigned item) {
     for (unsigned row = first; row < last; row++) process_row(node, link->active[row]);
 }
 
-/* Collects the slots whose request is the one on the device, is running and has no fault: first those whose library computes masks. */
+/* Collects the slots whose request is the owner of the device row, is running and has no fault; slots that compute masks come first. */
 static unsigned find_active(host_link *link) {
     link->num_active = link->computing = 0;
     for (int64_t slot = 0; link->batch && slot < link->shape.slots; slot++) {
@@ -245,7 +245,7 @@ void stepgraph_node(void *data) {
     pool_run(node->link->pool, process_item, node, items, items - 1);
     ended = ns_of(CLOCK_MONOTONIC);
     log_node(node->link, node->steps[0].action == BEGIN_ROUND, begun, ended);
-    count_time(node->link, ended - begun); /* before END_ROUND: a reader that sees the round ended sees its times */
+    count_time(node->link, ended - begun); /* before END_ROUND: a reader that sees the end of the round sees its times */
     if (node->steps[node->count - 1].action == END_ROUND) end(node->link);
 }
 
@@ -287,7 +287,7 @@ void stepgraph_log(host_link *link, int64_t *log, int64_t room) {
     atomic_store_explicit(&link->log, log, memory_order_release);
 }
 
-/* In order: a count that includes an ended round includes its times. */
+/* Reads ENDED first: the times of every round that it counts are then included. */
 void stepgraph_counts(const host_link *link, int64_t *counts) {
     for (int index = 0; index < COUNTS; index++) counts[index] = atomic_load_explicit(&link->counts[index], memory_order_acquire);
 }

@@ -20,7 +20,7 @@ enum { OWNER, GENERATED, LAST_TOKEN, ACCEPTED, FINISH, HOST_COLUMNS };
 enum { TAG_FIELDS = 4, ROW_RUNNING = 1 };
 enum { NONE, OK, COMPLETE, TERMINATED, DEAD_END, ILLEGAL, FAULT };
 
-/* protocol.HostAction, same values: the steps of a host node. */
+/* The steps of a host node. Same values as protocol.HostAction. */
 enum { BEGIN_ROUND, NEXT, COMMIT, ADVANCE, FOLLOW, END_ROUND };
 
 typedef struct matcher_row matcher_row;
@@ -29,19 +29,19 @@ typedef struct matcher_row matcher_row;
 typedef struct matcher_library matcher_library;
 struct matcher_library {
     int (*accept)(const matcher_library *self, void *matcher, int64_t token, char *error); /* 1 accepted, 0 not legal here */
-    /* Returns 0, and the caller clears illegal bits and derives the status; or a status, if the library has done both. A library may
-       write WRITTEN numbers to `written`. The next fill of the same words for the same grammar gets them if nothing else was written there,
-       and otherwise -1 as the first. */
+    /* Returns 0 if the caller must clear illegal bits and derive the status; or the status, if the library has done both. A library may
+       write WRITTEN numbers to `written`. The next fill of the same words for the same grammar gets these numbers if nothing else was
+       written to the words; otherwise the first one is -1. */
     int (*fill)(const matcher_library *self, void *matcher, int32_t *words, int64_t count, int32_t *written, char *error);
     int (*rollback)(const matcher_library *self, void *matcher, int64_t tokens, char *error);
     int (*is_terminated)(const matcher_library *self, void *matcher, char *error);
     /* Writes the bytes that must come next, at most `room`, and returns their number. */
     int (*forced)(const matcher_library *self, void *matcher, char *text, int64_t room, char *error);
-    /* Requests the memory that accepting a token reads. NULL: a call is not a look-up of less than a microsecond. */
+    /* Prefetches the memory that accepting a token reads. NULL: the library computes masks, instead of a look-up in under a microsecond. */
     void (*expect)(void *matcher, int64_t token);
 };
 
-/* What a mask holds: the grammar for which it was filled, and the numbers that the library gave for it. Grammar 0: unknown. */
+/* The content of a mask: the grammar for which it was filled, and the numbers `written` by the library. Grammar 0: unknown. */
 typedef struct {
     int64_t grammar;
     int32_t written[WRITTEN];
@@ -60,10 +60,10 @@ struct matcher_row {
     int64_t owner;
     int64_t grammar;          /* positive number of the grammar; 0: `written` is not used */
     int64_t committed;        /* tokens of the history that the matcher has accepted permanently */
-    int64_t pending_drafts;   /* drafts accepted after them */
-    int64_t next_mask;        /* index after the mask that was last to be filled */
+    int64_t pending_drafts;   /* drafts accepted after the committed tokens */
+    int64_t next_mask;        /* index after the latest mask that was due */
     double fuel_seconds;      /* processor time limit of one library call */
-    int32_t last_mask_status; /* the walk over drafts continues only after OK */
+    int32_t last_mask_status; /* drafts are accepted only after OK */
     int32_t known_open;       /* the library has reported "not terminated" and no stop token was accepted since */
     atomic_int faulted;       /* set after `fault` was written */
     marker_progress marker;
@@ -76,7 +76,7 @@ typedef struct {
     const int64_t *state;  /* [slots, HOST_COLUMNS] */
     const int64_t *drafts; /* [stages - 1, slots], -1: no draft */
     int32_t *masks;        /* [stages, slots, words] */
-    mask_content *contents; /* [stages, slots] of the masks */
+    mask_content *contents; /* [stages, slots] content of each mask */
     int64_t *tags;         /* [stages, slots, TAG_FIELDS] */
     int64_t *forced;       /* [stages - 1, slots] the forced token after each mask, -1: none; NULL: forced tokens are not searched */
     const token_table *tokens;
@@ -85,14 +85,14 @@ typedef struct {
     int64_t words;
     int64_t depth;   /* maximum number of rounds that are pushed and not ended */
     int64_t helpers; /* threads in addition to the one that calls a node */
-    int64_t node_bounds_ns[NODE_BOUNDS]; /* of the histogram of node times */
+    int64_t node_bounds_ns[NODE_BOUNDS]; /* bounds of the histogram of node times */
 } link_shape;
 
 typedef struct host_link host_link;
 
 typedef struct {
     int32_t action;
-    int32_t stage; /* NEXT, ADVANCE, FOLLOW: the mask row to fill, and the draft before it, from 1 */
+    int32_t stage; /* NEXT, ADVANCE, FOLLOW: the mask row to fill, from 1; its draft is in row stage - 1 */
 } host_step;
 
 /* The data of one host node. */
@@ -102,7 +102,7 @@ typedef struct {
     int64_t count;
 } host_node;
 
-/* Counters of a link, and then its histogram of node times: the number of nodes per bound of node_bounds_ns, and the rest.
+/* Counters of a link, then its histogram of node times: the number of nodes up to each bound of node_bounds_ns, and beyond the last.
    ENDED: rounds whose rows no node will access again. MISSED: rounds without a pushed batch. LOOKS: searches for forced text. */
 enum { ENDED, MISSED, FILLS, ACCEPTS, ROLLBACKS, LOOKS, NODE_NS, LONGEST_NODE_NS, NODES, COUNTS = NODES + NODE_BOUNDS + 1 };
 
@@ -129,7 +129,7 @@ typedef struct {
     int64_t count;
 } call_list;
 
-/* llguidance's C API, and the matcher that a row holds for it. */
+/* llguidance's C API, and the matcher of a row that uses it. */
 typedef struct llguidance_matcher llguidance_matcher; /* the library's matcher and the history needed to rebuild it */
 typedef struct {
     matcher_library functions;

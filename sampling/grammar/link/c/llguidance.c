@@ -1,9 +1,9 @@
 /* llguidance's matcher through the C API of its wheel. LLGuidanceMatcher in Python is the reference, including its faults.
 
-   The library reports errors as states that cannot be left, and treats a dead end as an error, while for a round a dead end only
-   ends one draft. So the accepted tokens are kept here. When a dead end is rolled back, a clone of the unused start matcher
-   accepts them again. When the lexer has no room for another state, possibly because of earlier texts, a clone of the start
-   matcher with an empty lexer does. Stop tokens are not passed to the library because its rollback miscounts them. */
+   An error of the library is permanent, and the library treats a dead end as an error, while for a round a dead end only ends one
+   draft. So the accepted tokens are kept here. When a dead end is rolled back, a clone of the unused start matcher accepts them
+   again. When the lexer has no room for another state, possibly because of earlier texts, a clone of the start matcher with an
+   empty lexer accepts them again. Stop tokens are not passed to the library because its rollback miscounts them. */
 
 #include "host_link.h"
 
@@ -15,7 +15,7 @@ enum { INITIAL_ROOM = 256 };
 
 struct llguidance_matcher {
     const void *start;         /* matcher at the start of the text, used for clones only */
-    const void *cold_start;    /* the same with an empty lexer */
+    const void *cold_start;    /* as `start`, with an empty lexer */
     void *current;
     const int32_t *stop_words; /* [words] one bit per stop token */
     uint32_t *history;         /* [room] text tokens that the library has accepted */
@@ -69,7 +69,7 @@ static int is_lexer_full(const llguidance_library *library, void *current) {
     return message && strstr(message, "too many states");
 }
 
-/* Whether the lexer was full and the text continues with an empty one. A step that fails again exceeds the limit by itself. */
+/* Whether the lexer was full and has been replaced by an empty one. If the step fails again, it exceeds the limit by itself. */
 static int restarted_full(const llguidance_library *library, llguidance_matcher *matcher) {
     char error[FAULT_BYTES];
     if (!is_lexer_full(library, matcher->current)) return 0;
@@ -78,8 +78,8 @@ static int restarted_full(const llguidance_library *library, llguidance_matcher 
     return !restart(library, matcher, error);
 }
 
-/* The same for a rejected token. A full lexer rejects tokens without an error; only a clone that must consume one reports it.
-   The first lexer of a text already holds every state that its masks allow; a cold one does not. */
+/* As `restarted_full`, for a rejected token. A full lexer rejects tokens without an error; only a clone that must consume the token
+   reports one. The first lexer of a text already has every state that its masks allow; a lexer from `cold_start` does not. */
 static int restarted_rejecting(const llguidance_library *library, llguidance_matcher *matcher, uint32_t token) {
     if (!matcher->restarted_cold) return 0;
     void *clone = library->clone(matcher->current);
@@ -188,7 +188,7 @@ llguidance_matcher *stepgraph_open_llguidance(const llguidance_library *library,
 }
 
 /* Frees the matcher. With `keep` it returns the library's matcher, reset to the start of the text, whose lexer has all states
-   that this text needed; NULL if that fails. The mask that is computed drops the library's cached one, as in `rollback`. */
+   that this text needed; NULL if that fails. Computing a mask drops the mask that the library has cached, as in `rollback`. */
 void *stepgraph_close_llguidance(const llguidance_library *library, llguidance_matcher *matcher, int keep) {
     void *current = matcher->current;
     if (!keep || matcher->dead_end || library->get_error(current) || library->reset(current) || library->compute_mask(current)) {

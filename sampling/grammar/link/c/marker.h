@@ -8,14 +8,14 @@
 typedef struct {
     const int32_t *symbols;    /* [complete] bytes or token ids of the marker */
     const int32_t *fallback;   /* [complete] per prefix: length of its longest proper prefix that is also a suffix */
-    const int32_t *mask_index; /* [complete] row of `masks` for each state; with a limit as many more for texts that have reached it */
-    const int32_t *masks;      /* [.., words] */
+    const int32_t *mask_index; /* [complete] row of `masks` for each state; with a limit, [2 * complete]: then those at the limit */
+    const int32_t *masks;      /* [rows, words] */
     const int32_t *text_words; /* [words] one bit per text token */
     const uint8_t *bytes;      /* all token texts, concatenated; NULL if the marker consists of ids */
     const int32_t *starts;     /* [num_tokens + 1] */
     int64_t num_tokens;
     int64_t words; /* of a mask */
-    int64_t limit; /* of the tokens before only the marker may go on */
+    int64_t limit; /* number of tokens after which only the marker is legal */
     int32_t complete; /* the state at the end of the marker */
 } marker_table;
 
@@ -28,7 +28,7 @@ typedef struct {
     int64_t num_inner;         /* tokens after the marker */
 } marker_progress;
 
-/* Whether the text has not reached the end of the marker. The grammar is not consulted before. */
+/* Whether the text has not reached the end of the marker. Until then the grammar is not used. */
 int before_marker_end(const marker_progress *marker);
 
 /* Accept a token before the marker's end. Returns 1, or 0 and no change if it is not legal here. */
@@ -37,7 +37,7 @@ int accept_free_token(marker_progress *marker, int64_t token);
 /* Write the mask of the tokens that are legal before the marker's end; returns its status. */
 int32_t fill_free_mask(const marker_progress *marker, int32_t *mask, int64_t words);
 
-/* Write the bytes that must come next, before the marker's end: those up to it if the text is limited. Returns their number. */
+/* Write the bytes that must come next, before the marker's end: the rest of the marker if the limit is reached. Returns their number. */
 int64_t forced_marker_text(const marker_progress *marker, uint8_t *text, int64_t room);
 
 /* Roll back the latest tokens. Returns how many of them the grammar must roll back: those after the marker. */

@@ -56,7 +56,7 @@ static int is_valid_id(const matcher_row *row, int64_t token) {
     return word >> (token % 32) & 1;
 }
 
-/* 1, 0, or -1 and a fault. Only a stop token terminates a text. So the library is asked once, and again after each stop token,
+/* 1, 0, or -1 and a fault. Only a stop token terminates a text. So the library is called once, and again after each stop token,
    because a rollback may remove it. */
 static int terminated(matcher_row *row) {
     if (row->known_open) return 0;
