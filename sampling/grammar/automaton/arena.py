@@ -1,4 +1,4 @@
-"""Blocks of one array of int32 that hold the images of grammars: shared by their users, and kept after the last one for later ones.
+"""Blocks of one int32 array that hold the images of grammars. Users share a block; without users it is kept for later ones.
 
 Handles offsets and counts, not tensors: the caller copies an image into its block.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from stepgraph.sampling.grammar.automaton.library import Image
 
-ALIGNMENT = 4  # int32: kernels load 16 bytes at once
+ALIGNMENT = 4  # in int32: kernels load 16 bytes at once
 
 
 @dataclass(eq=False)
@@ -29,9 +29,9 @@ class ArenaBlock:
 
 
 class ImageArena:
-    """`size` int32 of memory, of which the first few are not used: no image has offset 0.
+    """`size` int32 of memory. The first `ALIGNMENT` are not used, so that no image has offset 0.
 
-    An image without users keeps its block until room is needed; the least recently used is evicted first.
+    An image without users keeps its block until room is needed; the least recently used image is evicted first.
     """
 
     def __init__(self, size: int) -> None:
@@ -62,14 +62,14 @@ class ImageArena:
         return block
 
     def release(self, block: ArenaBlock) -> None:
-        """End one use. The memory may be written again only by launches after all those of this user."""
+        """End one use. Only launches after the last launch of this user may write to the memory again."""
         assert block.users > 0
         block.users -= 1
         if not block.users:
             self._idle[id(block.image)] = block
 
     def _place(self, image: Image) -> ArenaBlock | None:
-        """A new block. Evicts the fewest idle images, in the order of their last use; none if even all of them are too few."""
+        """A new block. Evicts as few idle images as possible, least recently used first; None, and no eviction, if all do not suffice."""
         block, kept, evicted = ArenaBlock(image, 0), list(self.blocks), list[ArenaBlock]()
         idle = iter(tuple(self._idle.values()))
         while (offset := self._gap(kept, block.end)) is None:
@@ -86,7 +86,7 @@ class ImageArena:
         return block
 
     def _gap(self, kept: Sequence[ArenaBlock], size: int) -> int | None:
-        """The lowest offset with `size` free int32 between blocks in the order of their offsets."""
+        """The lowest offset with `size` free int32. `kept`: blocks in the order of their offsets."""
         offset = ALIGNMENT
         for block in kept:
             if block.offset - offset >= size:

@@ -1,4 +1,4 @@
-"""Grammars as byte automata with token masks, and their matcher: a mask is a row of a table, a token a walk over its bytes."""
+"""Grammars as byte automata with token masks, and their matcher. A mask is a row of a table; a token is followed byte by byte."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class Functions(ctypes.Structure):
 
 
 class AutomatonMatcher:
-    """The state of one text. The C object is shared with the native host link: this object sees its calls."""
+    """The state of one text. The native host link uses the same C object, so its calls change this matcher."""
 
     def __init__(self, grammar: AutomatonGrammar) -> None:
         library, self.grammar = functions(), grammar
         self.vocabulary = grammar.vocabulary
         self.fault = ""
         self.functions = Functions.in_dll(library, "stepgraph_automaton_functions")
-        self._fill = self.functions.fill  # a new object with each access
+        self._fill = self.functions.fill  # stored, because each access creates an object
         self.handle: int | None = library.stepgraph_open_automaton(
             grammar.image.ctypes.data, addressof(grammar.table.view), grammar.crossing
         )
@@ -58,7 +58,7 @@ class AutomatonMatcher:
             raise MemoryError("AutomatonMatcher: out of memory")
         weakref.finalize(self, library.stepgraph_close_automaton, self.handle).atexit = False
         self._error, self._written = ctypes.create_string_buffer(ERROR_BYTES), (c_int32 * WRITTEN)()
-        # What the first mask reads is then in the caches when a round needs it.
+        # Loads the data of the first mask into the caches before a round needs it.
         self.fill_next_token_bitmask(torch.empty(1, self.vocabulary.mask_words, dtype=MASK_DTYPE), 0)
 
     def _checked(self, result: int) -> int:
@@ -67,13 +67,13 @@ class AutomatonMatcher:
         return result
 
     def accept_token(self, token_id: int) -> bool:
-        """Append one token; False, and no change, where the grammar does not allow it."""
+        """Append one token; False, and no change, if the grammar does not allow it."""
         if self.fault or not 0 <= token_id < len(self.vocabulary.tokens):
             return False
         return self._checked(self.functions.accept(None, self.handle, token_id, self._error)) > 0
 
     def fill_next_token_bitmask(self, masks: Tensor, index: int) -> MaskStatus:
-        """Write row `index` of masks [rows, mask_words]: bit i of the row is set where token i may come next."""
+        """Write row `index` of masks [rows, mask_words]: bit i of the row is set if token i may come next."""
         address = self.vocabulary.mask_address(masks, index)
         if self.fault:
             masks[index] = 0
@@ -83,7 +83,7 @@ class AutomatonMatcher:
         return STATUSES[status]
 
     def rollback(self, num_tokens: int) -> None:
-        """Remove the last `num_tokens` accepted tokens, a stop token included."""
+        """Remove the last `num_tokens` accepted tokens, including a stop token."""
         if self.functions.rollback(None, self.handle, num_tokens, self._error) < 0:
             raise ValueError(self._error.value.decode())
 
@@ -108,7 +108,7 @@ class AutomatonGrammar:
 
     @functools.cached_property
     def number(self) -> int:
-        """A positive number that no other image has: equal engines write equal buffers."""
+        """A positive number that identifies the image. It is a hash, so that equal engines write equal buffers."""
         return int.from_bytes(hashlib.blake2b(self.image.tobytes(), digest_size=8).digest(), "little") >> 1 or 1
 
     @functools.cached_property
@@ -149,12 +149,12 @@ class AutomatonBuilder:
         self._vocabulary, self._limits = vocabulary, limits
 
     def check(self, constraint: Constraint) -> None:
-        """ValueError, an UnsupportedError where the part is known, for what would not be enforced; without compiling."""
+        """ValueError for what would not be enforced, an UnsupportedError if the part is known; does not compile."""
         if constraint.kind in ("regex", "ebnf", "lark"):
             check_text(constraint, self._limits)
 
     def build(self, constraint: Constraint, worker: CompileWorker | None = None) -> AutomatonGrammar:
-        """UnfitError where it takes more states or bytes than the limits allow; other errors as by `XGrammarBuilder.build`."""
+        """UnfitError if the automaton exceeds the limits or does not exist; other errors as in `XGrammarBuilder.build`."""
         if constraint.kind == "lark":
             self.check(constraint)
         with library_errors():
@@ -177,7 +177,7 @@ class TokenTensors(NamedTuple):
 
 
 class SplitTensors(NamedTuple):
-    """With what a device splits text into tokens: of the vocabulary's `forced.TokenTable`."""
+    """The data with which a device splits text into tokens, from the vocabulary's `forced.TokenTable`."""
 
     token_slots: Tensor  # [n, 2] int64
     merges: bool
@@ -198,14 +198,14 @@ def token_tensors(vocabulary: Vocabulary, device: torch.device) -> TokenTensors:
 
 
 # Free text up to a marker: states that find the marker, whose masks allow all text that does not pass its end.
-# With a limit there is a second state for each of these, from which only the marker goes on. A text that has reached the limit is moved
-# there, by what follows it token by token.
+# With a limit there is a second state for each of these, in which only the marker is legal. The functions that follow a text token by token
+# move it there when it has reached the limit (image_within_limit).
 
 Ints = npt.NDArray[np.int32]
 Tables = dict[Field, npt.NDArray[Any]]
 TABLES = tuple(field for field in Field if field >= Field.CLASS_OF)
 NO_LIMIT = np.iinfo(np.int32).max
-OTHER = 256  # in place of a byte: all bytes that do not occur in the marker
+OTHER = 256  # stands for all bytes that do not occur in the marker
 
 
 def with_marker(image: Image, marker: Marker) -> Image:
@@ -213,7 +213,7 @@ def with_marker(image: Image, marker: Marker) -> Image:
     added, words = len(marker.mask_index), marker.vocabulary.mask_words
     states, rows = int(image[Field.STATES]), int(image[Field.ROWS])
     text, tables = marker.vocabulary.text_words, _tables_of(image)
-    # Every byte of the marker gets a class of its own.
+    # Every byte of the marker gets its own class.
     pairs = np.where(np.isin(np.arange(256), marker.symbols), np.arange(256), OTHER) + tables[Field.CLASS_OF] * (OTHER + 1)
     found, class_of, counts = np.unique(pairs, return_inverse=True, return_counts=True)
     byte_of = np.full(len(found), -1)
@@ -225,7 +225,7 @@ def with_marker(image: Image, marker: Marker) -> Image:
         free[state] = -1 if state >= marker.complete else free[marker.fallback[symbol]] if symbol else states
         following = states + state + 1 if symbol + 1 < marker.complete else image[Field.START]
         free[state, class_of[marker.symbols[symbol]]] = following
-    # The rows of the masks are text_words with some bits changed; those that only the marker continues have few bits.
+    # The masks of free text are text_words with some bits changed; the masks at the limit have few bits.
     is_free = np.arange(len(marker.masks)) < marker.free_masks
     bases = [text if free_row else np.zeros_like(text) for free_row in is_free]
     places = [np.flatnonzero(mask != base) for mask, base in zip(marker.masks, bases, strict=True)]
@@ -266,7 +266,7 @@ def with_marker(image: Image, marker: Marker) -> Image:
 
 
 def _tables_of(image: Image) -> Tables:
-    """Each goes up to the next one; the compiler writes DENSE before the others."""
+    """The tables of an image. Each ends where the next one begins; the compiler writes DENSE before the others."""
     others = [field for field in TABLES if field is not Field.DENSE]
     ends = {field: image[after] for field, after in zip([Field.DENSE, *others], [*others, Field.SIZE], strict=True)}
     return {field: image[image[field] : ends[field]] for field in TABLES}

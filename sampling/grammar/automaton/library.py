@@ -21,8 +21,8 @@ Image = npt.NDArray[np.int32]
 
 IMAGE_VERSION, MOVE_INTS = 5, 12  # as in image.h
 REASON_BYTES = 400
-UNFIT = 1  # outcome of a call
-FORMAT_RULE = re.compile(r"(?:\w+_)?(?:hostname(7?)_(\d+)|time)")  # host names of drafts 3 to 7, the longest one; or times: see nfa.h
+UNFIT = 1  # a return value of automaton_compile
+FORMAT_RULE = re.compile(r"(?:\w+_)?(?:hostname(7?)_(\d+)|time)")  # host names (7: of drafts 3 to 7) and their length, or times: see nfa.h
 
 
 # The header of an image, as in image.h. From CLASS_OF on: offsets of tables in the image.
@@ -75,7 +75,7 @@ class SourceStruct(Structure):
 
 @functools.cache
 def functions() -> ctypes.CDLL:
-    """The compiler's functions; Unavailable with the reason where there is no C library."""
+    """The functions of the compiler; Unavailable with the reason if there is no C library."""
     library = load()
     if isinstance(library, Unavailable):
         raise Unavailable(str(library))
@@ -116,8 +116,8 @@ class TokenTable:
         library.stepgraph_automaton_view_vocabulary(self.handle, byref(self.view))
 
     def compile(self, grammar_json: str, limits: npt.NDArray[np.int64], has_formats: bool = False) -> Image:
-        """The image of a grammar that xgrammar has parsed and serialised; UnfitError with the reason where it has none. `has_formats`:
-        rules named as in `FORMAT_RULE` are formats."""
+        """The image of a grammar that xgrammar has parsed and serialised; UnfitError with the reason if it has none. `has_formats`:
+        rules with names that match `FORMAT_RULE` are formats."""
         size, found, reason = len(grammar_json), POINTER(c_int32)(), ctypes.create_string_buffer(REASON_BYTES)
         data, grammar_json = _cut_numbers(grammar_json, "grammar_expr_data")
         offsets, grammar_json = _cut_numbers(grammar_json, "grammar_expr_indptr")
@@ -134,14 +134,14 @@ class TokenTable:
         if outcome:
             raise MemoryError("the automaton compiler is out of memory")
         try:
-            # np.ctypeslib.as_array would define an array type per length, and ctypes keeps every type that a pointer was made of
+            # np.ctypeslib.as_array would define an array type per length, and ctypes never frees a type that has a pointer type
             return np.frombuffer(ctypes.string_at(found, found[Field.SIZE] * ctypes.sizeof(c_int32)), np.int32)
         finally:
             functions().stepgraph_automaton_free_image(found)
 
 
 def _cut_numbers(text: str, name: str) -> tuple[Image, str]:
-    """A list of numbers in a JSON object, and the object with an empty one: `json` would take a tenth of a compile for it."""
+    """Cut a list of numbers out of a JSON object. Returns the numbers and the rest: `json` would take a tenth of a compile for them."""
     start = text.index(f'"{name}":[') + len(name) + 4
     end = text.index("]", start)
     return np.fromstring(text[start:end], np.int32, sep=","), text[:start] + text[end:]

@@ -8,12 +8,12 @@
 
 namespace stepgraph {
 
-// The grammar has automata, but no deterministic one with these calls.
+// No deterministic automaton with these calls accepts the grammar; one with other calls may.
 struct Nondeterministic : Unfit {
     using Unfit::Unfit;
 };
 
-// This loop cannot be counted: a text is at two of its iterations at once. It has to be written out.
+// This loop cannot be counted, because a text can be in two of its iterations at once. It must be unrolled.
 struct Uncountable {
     int64_t expression;
 };
@@ -30,29 +30,29 @@ struct Move {
     Sets sets, last_sets;
     Move() { sets.fill(-1), last_sets.fill(-1); }
 
-    static constexpr size_t INTS = 4 + 4 * MAX_SETS; // it consists of
+    static constexpr size_t INTS = 4 + 4 * MAX_SETS; // size in int32
     const int32_t *ints() const { return (const int32_t *)this; }
 };
 static_assert(sizeof(Move) == Move::INTS * sizeof(int32_t));
 
-// Neighbouring byte classes with one entry, from `low` to before `end`.
+// Adjacent byte classes with the same entry, from `low` to before `end`.
 struct Span {
     int32_t low, end, entry;
 };
 
 struct Automaton {
     int32_t states = 0, classes = 0, symbols = 0, finish_sets = 0, start = 0;
-    std::array<int32_t, MAX_COUNTERS> counters{}; // at the start
+    std::array<int32_t, MAX_COUNTERS> counters{}; // initial values
     std::array<uint8_t, 256> class_of{};
-    std::vector<Span> spans; // by state, in the order of their classes; entries that are not in them are DEAD
+    std::vector<Span> spans; // by state, in the order of their classes; the entries of all other classes are DEAD
     Ints span_start{0}; // [states + 1]
-    Ints next; // [states, classes] the same as a table; only of a minimised automaton
+    Ints next; // [states, classes] the spans as a table; only of a minimised automaton
     std::vector<Move> moves;
     Ints pop; // [states] -1, or the finish set: this state is left at once for go[finish set][symbol on top of the stack]
     std::vector<uint8_t> accepts; // [states]
     Ints go; // [finish sets, symbols] state or DEAD
 
-    // Adds classes of the state after the last one that was ended.
+    // Adds a span to the state after the last one that was ended.
     void add_span(const Span &span) {
         bool is_first = (int32_t)spans.size() == span_start.back();
         if (!is_first && spans.back().end == span.low && spans.back().entry == span.entry) spans.back().end = span.end;
@@ -63,15 +63,14 @@ struct Automaton {
     Slice<Span> spans_of(int32_t state) const { return {spans.data() + span_start[(size_t)state], spans.data() + span_start[(size_t)state + 1]}; }
 };
 
-// What states read, compared by their spans: rows of a table with a column for each byte class. The column `left_out` counts for nothing;
-// -1: all count.
+// Compares states by their spans: rows of a table with a column for each byte class. The column `left_out` is ignored; -1: no column is.
 class Rows {
 public:
     Rows(int32_t classes, int32_t left_out) : left_out(left_out), factors(1, 0) {
         for (int32_t at = 0; at < classes; at++) factors.push_back(factors.back() + (at == left_out ? 0 : mixed((uint64_t)at + 1)));
     }
 
-    // Rows have equal hashes if after(entry), which is at least -2, is equal in every column: no entry differs from any.
+    // Rows have equal hashes if after(entry), which is at least -2, is equal in every column.
     template <class After> uint64_t hash(Slice<Span> row, const After &after) const {
         uint64_t sum = 0;
         for (const Span &span : row) sum += ((uint64_t)after(span.entry) + 3) * (factors[(size_t)span.end] - factors[(size_t)span.low]);
@@ -88,7 +87,7 @@ public:
     }
 
 private:
-    // The first one from `at` on with an entry, which is that of the first span then; -1: there is none.
+    // The first column from `at` on with an entry, or -1. Drops the spans of `row` before this entry.
     int32_t next_column(Slice<Span> &row, int32_t at) const {
         for (; !row.empty(); ++row.first) {
             int32_t column = std::max(at, row.first->low);
@@ -99,7 +98,7 @@ private:
     }
 
     int32_t left_out;
-    std::vector<uint64_t> factors; // [classes + 1] sums of those of the classes before
+    std::vector<uint64_t> factors; // [classes + 1] sums of the factors of all classes before
 };
 
 Automaton determinise(const Nfa &nfa, const Limits &limits);

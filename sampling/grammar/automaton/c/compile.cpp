@@ -67,7 +67,7 @@ EXPORTED void stepgraph_automaton_free_image(int32_t *image) { free(image); }
 struct grammar_source {
     const int32_t *data, *offsets, *bodies, *formats;
     int32_t num_expressions, num_rules, root;
-    const int64_t *limits; // the fields of Limits but the last
+    const int64_t *limits; // the fields of Limits except the last
     Grammar grammar() const { return {data, offsets, bodies, formats, num_expressions, num_rules, root}; }
     Limits bounds(int64_t longest) const { return {limits[0], limits[1], limits[2], limits[3], longest}; }
 };
@@ -83,7 +83,7 @@ EXPORTED int stepgraph_automaton_compile(const grammar_source *source, const voi
         return UNFIT;
     } catch (const std::bad_alloc &) {
         return NO_MEMORY;
-    } catch (const std::exception &error) { // none may leave through the C interface
+    } catch (const std::exception &error) { // exceptions must not cross the C interface
         snprintf(reason, (size_t)reason_size, "the automaton compiler failed: %s", error.what());
         return UNFIT;
     }
@@ -97,7 +97,7 @@ int32_t *stepgraph_automaton_crossing(const int32_t *image, const image_vocabula
         return std::string_view((const char *)vocabulary->text + start[0], (size_t)(start[1] - start[0]));
     };
     Ints lists((size_t)image[IMAGE_STATES]);
-    std::map<Ints, int32_t> known; // states share few lists
+    std::map<Ints, int32_t> known; // many states share a list
     for (int32_t state = 0; state < image[IMAGE_STATES]; state++) {
         const int32_t *range = image + image[IMAGE_CROSS_START] + state, *cross = image + image[IMAGE_CROSS];
         auto [place, is_new] = known.try_emplace(Ints(cross + range[0], cross + range[1]), (int32_t)lists.size());

@@ -10,9 +10,9 @@ namespace stepgraph {
 namespace {
 
 constexpr int32_t NOT_FOUND = -2;
-constexpr int64_t STEPS_PER_MEMBER = 16; // sorting sets takes longer than following the bytes of tokens
+constexpr int64_t STEPS_PER_MEMBER = 16; // cost of a member of a set: sorting sets takes longer than following bytes of tokens
 
-// What a set of states reaches without reading a byte: states that read, call or end; and loops to enter or to run again.
+// Reached from a set of states without reading a byte: states that read, call or end; and loops to enter or to run again.
 struct Reached {
     Ints members, enters, agains;
     void add(const Reached &other) {
@@ -58,7 +58,7 @@ private:
     // States from which the end of their automaton can be reached.
     void find_live() {
         size_t count = nfa.states.size();
-        ByState<int32_t> before; // states before each
+        ByState<int32_t> before; // predecessors of each state
         ByState<std::pair<int32_t, int32_t>> calls_before; // (caller, automaton) by the state after the call
         live.assign(count, 0);
         Ints stack;
@@ -125,7 +125,7 @@ private:
         return found;
     }
 
-    bool is_alone(int32_t state) const { // in its closure, as most states are
+    bool is_alone(int32_t state) const { // the state is its own closure, as for most states
         bool reads = !nfa.edges.of(state).empty() || !nfa.calls.of(state).empty() || nfa.states[(size_t)state].final_of >= 0;
         return reads && live[(size_t)state] && nfa.states[(size_t)state].kind == Nfa::PLAIN && nfa.next.of(state).empty();
     }
@@ -157,11 +157,11 @@ private:
     }
     int32_t intern(const Ints &members) { return members.empty() ? DEAD : intern(members.data(), members.size()); }
 
-    // Finds the state of a set, once the loops in `enters` are entered, and the counters that are set on the way to it.
+    // Finds the state of a set after entering the loops in `enters`, and the counters that this sets.
     void resolve(const Reached &base, int32_t &state, Sets &sets) {
         Reached all = base;
         Ints wait = base.enters, entered;
-        size_t used = 0; // of the sets
+        size_t used = 0; // number of used items of `sets`
         while (!wait.empty()) {
             int32_t loop = wait.back(), counter = nfa.loops[loop].counter, count = nfa.loops[loop].count;
             wait.pop_back();
@@ -180,7 +180,7 @@ private:
             wait.insert(wait.end(), head.enters.begin(), head.enters.end());
         }
         if (used) sort_unique(all.members);
-        if (used == 4 && sets[0] > sets[2]) { // one order, so that equal moves are equal
+        if (used == 4 && sets[0] > sets[2]) { // a canonical order, so that equal moves compare equal
             std::swap(sets[0], sets[2]);
             std::swap(sets[1], sets[3]);
         }
@@ -188,7 +188,7 @@ private:
     }
 
     // Whether one of the states is inside a loop with this counter. Loops that are entered with the same byte and count share a counter, as
-    // long as all that a text is inside of begin their next iterations with the same bytes.
+    // long as all loops that a text is inside of begin their next iterations with the same bytes.
     bool uses_counter(const Ints &members, int32_t counter) const {
         for (int32_t member : members)
             for (int32_t loop = nfa.states[member].loop; loop >= 0; loop = nfa.loops[loop].parent)
@@ -275,7 +275,7 @@ private:
             sort_unique(finished);
             automaton.pop.back() = finish_sets.add(finished).number;
         }
-        if (((int64_t)number + 1) * automaton.classes > limits.bytes) exceeded("bytes", limits.bytes); // of four: minimising makes it smaller
+        if (((int64_t)number + 1) * automaton.classes > limits.bytes) exceeded("bytes", limits.bytes); // of 4: minimising reduces the size
         if (has_calls) expand_calls();
         else expand_ranges();
         automaton.end_state();
@@ -287,7 +287,7 @@ private:
 
     void expand_ranges() {
         if (ranges.size() == 1) return add_entry(ranges[0].low, ranges[0].high + 1, entry_to(ranges[0].to));
-        // The targets of each class, from the first class of a range on, up to that behind its last.
+        // Finds the targets of each class: `active` has the ranges that include the classes from `low` to before `past`.
         std::sort(ranges.begin(), ranges.end(), [](const Nfa::Edge &left, const Nfa::Edge &right) { return left.low < right.low; });
         active.clear();
         for (size_t added = 0; added < ranges.size() || !active.empty();) {
@@ -302,7 +302,7 @@ private:
     }
 
     void expand_calls() {
-        std::array<bool, 256> reads{}; // classes; a part of a time reads few
+        std::array<bool, 256> reads{}; // by class; automata of times read few classes
         for (int32_t member : members)
             for (const Nfa::Call &call : nfa.calls.of(member))
                 if (call.byte < 0 || !ranges.empty()) reads.fill(true);
@@ -321,7 +321,7 @@ private:
         }
     }
 
-    // The states inside called automata after a byte of this class; `push` becomes the symbol of what follows the calls.
+    // The states inside called automata after a byte of this class; sets `push` to the symbol for the states after the calls.
     Ints call_targets(int byte_class, int32_t &push) {
         Ints inside, symbol;
         std::vector<std::pair<int32_t, int32_t>> calls; // automaton, state after it
@@ -353,7 +353,7 @@ private:
         return inside;
     }
 
-    // States entered when a finish set meets a symbol. Returns whether there are new states.
+    // Adds the states after each pair of a finish set and a symbol. Returns whether there are new states.
     bool add_returns() {
         int32_t before = sets.size();
         for (int32_t finish = 0; finish < finish_sets.size(); finish++)
@@ -369,7 +369,7 @@ private:
                     }
                     all &= found;
                 }
-                if (!all) continue; // a text that ends all of these was not called here
+                if (!all) continue; // calls with this symbol cannot end with this finish set
                 sort_unique(members);
                 int32_t state = intern(members);
                 if (state >= 0) returns[{finish, symbol}] = state;
@@ -384,15 +384,15 @@ private:
     Automaton automaton;
     std::vector<char> live, known;
     std::vector<Reached> closures;
-    Ints stamps, entries; // entries: where an edge to each state leads, as an entry of `next`
-    int64_t steps = 0, stored = 0; // stored: bytes
+    Ints stamps, entries; // entries: [states] the entry of `next` for an edge to the state
+    int64_t steps = 0, stored = 0; // stored: in bytes
     int32_t stamp = 0;
     Interned sets, target_sets, finish_sets, move_index;
-    Interned symbols; // for each called automaton -1 minus its number, and then the members after it
-    Reached combined; // closures of several states
-    Ints stack; // of `closure`
+    Interned symbols; // for each called automaton: -1 minus its number, then the members after the call
+    Reached combined; // result of `closure_of`
+    Ints stack; // used by `closure`
     Ints entries_to_sets, members, targets; // members, targets, ranges, active: of the state that is being expanded
-    std::vector<Nfa::Edge> ranges, active; // of byte classes
+    std::vector<Nfa::Edge> ranges, active; // ranges of byte classes
     int32_t past = 0;
     std::vector<Ints> called_starts;
     std::map<std::pair<int32_t, int32_t>, int32_t> returns;

@@ -5,8 +5,8 @@
 #include <string.h>
 
 enum { OK = 1, COMPLETE = 2, TERMINATED = 3, DEAD_END = 4, FAULT = 6 }; /* mask status, as in status.py */
-enum { TARGET, PUSH, COUNTER, LAST_TARGET, SETS, LAST_SETS = 8 }; /* of a move */
-enum { CAN_END = -2 }; /* in IMAGE_LEAVE */
+enum { TARGET, PUSH, COUNTER, LAST_TARGET, SETS, LAST_SETS = 8 }; /* fields of a move */
+enum { CAN_END = -2 }; /* value in IMAGE_LEAVE */
 enum { TOO_DEEP = -1 };
 
 image_place image_start(const int32_t *image) {
@@ -19,7 +19,7 @@ static void set_counters(image_place *place, const int32_t *pairs) {
     for (int at = 0; at < 4 && pairs[at] >= 0; at += 2) place->counters[pairs[at]] = pairs[at + 1];
 }
 
-/* 1, 0 if the move is not legal, or TOO_DEEP. */
+/* Returns 1, 0 if the move is not legal, or TOO_DEEP. */
 static int special_move(const int32_t *image, image_walk *walk, const int32_t *move, int32_t most_pushed) {
     image_place *place = &walk->place;
     if (move[COUNTER] >= 0 && --place->counters[move[COUNTER]] == 0) {
@@ -50,7 +50,7 @@ static int32_t entry_at(const int32_t *next, int32_t narrow, int64_t index) {
     return narrow ? (int16_t)(next[index >> 1] >> (index & 1) * 16) : next[index];
 }
 
-/* Follow bytes. 1, 0 if they are not legal, or TOO_DEEP. */
+/* Follow bytes. Returns 1, 0 if they are not legal, or TOO_DEEP. */
 static int follow(const int32_t *image, image_walk *walk, const uint8_t *text, int64_t size, int32_t most_pushed) {
     const int32_t *class_of = image + image[IMAGE_CLASS_OF], *next = image + image[IMAGE_NEXT], *leave = image + image[IMAGE_LEAVE];
     const int64_t classes = image[IMAGE_CLASSES];
@@ -73,7 +73,7 @@ static int follow(const int32_t *image, image_walk *walk, const uint8_t *text, i
     return 1;
 }
 
-/* The same for free text, of which no token extends beyond the end of the marker. */
+/* As `follow`, for a token of free text, which must not extend beyond the end of the marker. */
 static int follow_free(const int32_t *image, image_walk *walk, const uint8_t *text, int64_t size) {
     for (int64_t at = 0; at < size; at++)
         if (walk->place.state < image[IMAGE_FREE] || follow(image, walk, text + at, 1, 0) <= 0) return 0;
@@ -114,7 +114,7 @@ static const int32_t *base_words(const int32_t *image, const image_vocabulary *v
 
 static void set_word(int32_t *mask, int32_t word, const int32_t *source) { mask[word] = source ? source[word] : 0; }
 
-/* Write the base row to `mask`. If it holds another row with this base, only the words that differ from it are written. */
+/* Write the base row to `mask`. If the mask holds a row with this base, only the words that differ from the base are written. */
 static void write_base(const int32_t *image, const image_vocabulary *vocabulary, int32_t base, int32_t *mask, const image_written *written) {
     const int32_t *source = base_words(image, vocabulary, base);
     if (written->row < 0 || written->crossed > IMAGE_CROSSED || image[image[IMAGE_BASE_OF] + written->row] != base) {
@@ -133,11 +133,11 @@ static void set_crossing(int32_t *mask, int32_t token, image_written *written) {
     written->crossed++;
 }
 
-/* Set the legal ones of the crossing tokens. */
+/* Set the legal crossing tokens. */
 static void fill_crossing(const int32_t *image, const int32_t *text, const image_place *place, const int32_t *stack, int32_t *mask,
                           image_written *written) {
     for (int32_t followed = 0; text[TEXT_TOKEN] >= 0; text += TEXT_BYTES + (text[TEXT_SIZE] + 3) / 4) {
-        if (text[TEXT_SHARED] > followed) continue; /* the byte at which the token before this one was not legal is the same here */
+        if (text[TEXT_SHARED] > followed) continue; /* this token has the same illegal byte as the previous one */
         image_walk walk;
         image_begin(&walk, place, stack);
         const uint8_t *bytes = (const uint8_t *)(text + TEXT_BYTES);

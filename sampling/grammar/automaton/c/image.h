@@ -19,22 +19,22 @@ enum image_field {
     IMAGE_START_COUNTERS, /* [IMAGE_COUNTERS] */
     IMAGE_ROWS = IMAGE_START_COUNTERS + IMAGE_COUNTERS, /* distinct mask rows */
     IMAGE_CROSSING, /* the largest number of crossing tokens of a state */
-    IMAGE_DEPTH, /* the most symbols on the stack of a text; 0 without symbols */
-    IMAGE_PUSHES, /* the most symbols that a legal token has on the stack at a time; at most IMAGE_MAX_PUSHES */
+    IMAGE_DEPTH, /* maximum stack depth of a text; 0 without symbols */
+    IMAGE_PUSHES, /* maximum number of symbols that a legal token has on the stack at a time; at most IMAGE_MAX_PUSHES */
     IMAGE_FREE, /* the first of the states before the end of a marker, in which the text is free; IMAGE_STATES without a marker */
-    IMAGE_NARROW, /* 1: an entry of IMAGE_NEXT has 16 bits, and an int32 two entries, the first one in its low half; 0: 32 bits */
-    IMAGE_LIMIT, /* from so many tokens on the text before the end of the marker is not free; INT32_MAX without a limit */
-    IMAGE_LIMITED, /* the first of the states that replace the free ones then: only the marker goes on; IMAGE_STATES without a limit */
+    IMAGE_NARROW, /* 1: an entry of IMAGE_NEXT has 16 bits, two entries per int32, the first one in the low half; 0: 32 bits */
+    IMAGE_LIMIT, /* number of tokens after which only the marker is legal; INT32_MAX without a limit */
+    IMAGE_LIMITED, /* the first of the states that replace the free states at the limit; IMAGE_STATES without a limit */
     IMAGE_CLASS_OF, /* [256] byte class of each byte */
     IMAGE_BYTE_OF, /* [classes] the only byte of a class, or -1 */
     IMAGE_NEXT, /* [states, classes] state; -1: not legal; -2 - n: move n */
-    IMAGE_MOVES, /* [moves, IMAGE_MOVE_INTS] target, push, counter, last target, two (counter, value) pairs to set, the same for the last */
-    IMAGE_LEAVE, /* [states] finish set of a state that is left at once; -1 none; -2 none, and the text may end here */
+    IMAGE_MOVES, /* [moves, IMAGE_MOVE_INTS] target, push, counter, last target, two (counter, value) pairs to set, two for the last */
+    IMAGE_LEAVE, /* [states] finish set of a state that is left at once; -1: none; -2: none, and the text may end here */
     IMAGE_RETURN, /* [finish sets, symbols] state after a nested part, or -1 */
     IMAGE_ROW_OF, /* [states] mask row */
     IMAGE_BASE_OF, /* [rows] dense row; -1: no bit set; -2 - n: row n of the vocabulary's plain text */
     IMAGE_STATUS_OF, /* [rows] mask status without crossing tokens */
-    IMAGE_CHANGE_START, /* [rows + 1] into the next two */
+    IMAGE_CHANGE_START, /* [rows + 1] offsets into the next two tables */
     IMAGE_CHANGE_WORD, /* word of the row that differs from the base */
     IMAGE_CHANGE_VALUE,
     IMAGE_DENSE, /* [dense rows, mask words]; at a multiple of four */
@@ -50,7 +50,7 @@ typedef struct {
     const int32_t *plain; /* [plain_rows, words] row n: tokens of at most n characters that are plain inside any JSON string */
     const int32_t *stop_words; /* [words] one bit per stop token */
     const int32_t *hidden_words; /* [words] one bit per token that is text only before the end of a marker; NULL: the caller has a mask */
-    int64_t num_tokens, plain_rows, words, longest; /* longest: bytes of the longest token */
+    int64_t num_tokens, plain_rows, words, longest; /* longest: size of the longest token in bytes */
 } image_vocabulary;
 
 enum {
@@ -58,24 +58,24 @@ enum {
     IMAGE_TOO_DEEP = -2, /* the text nests deeper than IMAGE_DEPTH */
 };
 
-/* Where a text is in a grammar. */
+/* The position of a text in a grammar. */
 typedef struct {
-    int32_t state; /* or one of the above */
-    int32_t depth; /* symbols on the stack */
+    int32_t state; /* or IMAGE_ENDED, IMAGE_TOO_DEEP */
+    int32_t depth; /* number of symbols on the stack */
     int32_t counters[IMAGE_COUNTERS];
 } image_place;
 
-/* A place that moves. The stack of the place where it began is read and not changed. */
+/* A place that advances byte by byte. It reads the stack of the place where it began, and does not change it. */
 typedef struct {
     image_place place;
     const int32_t *stack;
-    int32_t kept; /* symbols of `stack` that are on the stack now, below the pushed ones */
+    int32_t kept; /* number of symbols of `stack` that remain, below the pushed ones */
     int32_t pushed[IMAGE_MAX_PUSHES]; /* [place.depth - kept] */
 } image_walk;
 
 image_place image_start(const int32_t *image);
 
-/* The place after so many tokens: one in free text is replaced if the text has reached its limit. */
+/* The place after this number of tokens: a place in free text is replaced if the text has reached the limit. */
 static inline image_place image_within_limit(const int32_t *image, image_place place, int64_t tokens) {
     if (tokens >= image[IMAGE_LIMIT] && place.state >= image[IMAGE_FREE] && place.state < image[IMAGE_LIMITED])
         place.state += image[IMAGE_LIMITED] - image[IMAGE_FREE];
@@ -88,28 +88,28 @@ static inline void image_begin(image_walk *walk, const image_place *place, const
     walk->kept = place->depth;
 }
 
-/* Append a token. 1, or 0 if it is not legal: then the walk is no longer at a place of the grammar. */
+/* Append a token. Returns 1, or 0 if the token is not legal; the walk must not be used after that. */
 int image_accept(const int32_t *image, const image_vocabulary *vocabulary, image_walk *walk, int64_t token);
 
 /* Write the stack of the walk's place. */
 void image_copy_stack(const image_walk *walk, int32_t *stack);
 
-/* What a mask holds that image_fill wrote. */
+/* The content of a mask that image_fill wrote. */
 typedef struct {
     int32_t row; /* or -1: unknown */
-    int32_t crossed; /* crossing tokens that are set; of at most IMAGE_CROSSED there are the words */
+    int32_t crossed; /* number of crossing tokens that are set; `words` is valid if it is at most IMAGE_CROSSED */
     int32_t words[IMAGE_CROSSED];
 } image_written;
 
-/* Write the mask row [words] of a place and return its status. What the mask held of this image before need not be written again.
-   `texts`: as by the next function, or NULL. */
+/* Write the mask row [words] of a place and return its status. Words that are already right according to `written` are not written.
+   `texts`: from stepgraph_automaton_crossing, or NULL. */
 int32_t image_fill(const int32_t *image, const image_vocabulary *vocabulary, const int32_t *texts, const image_place *place,
                    const int32_t *stack, int32_t *mask, image_written *written);
 
-/* The crossing tokens of all states with their texts, which are far apart in the vocabulary: the offset of each state's list, and lists of
-   tokens in the order of their texts, which end with a token of -1. Allocated by malloc. NULL: the grammar has none, or no memory. */
+/* The crossing tokens of all states with their texts, which are far apart in the vocabulary: the offset of each state's list, then lists of
+   tokens in the order of their texts; a token of -1 ends a list. Allocated by malloc. NULL: the grammar has none, or out of memory. */
 __attribute__((visibility("default"))) int32_t *stepgraph_automaton_crossing(const int32_t *image, const image_vocabulary *vocabulary);
-enum { TEXT_TOKEN, TEXT_SIZE, TEXT_SHARED, TEXT_BYTES }; /* of a token: TEXT_SHARED bytes are those of the token before it */
+enum { TEXT_TOKEN, TEXT_SIZE, TEXT_SHARED, TEXT_BYTES }; /* TEXT_SHARED: leading bytes shared with the previous token */
 
 /* Write bytes that must come next, at most `room`; returns their number. The text may not end before them. */
 int64_t image_forced(const int32_t *image, const image_place *place, const int32_t *stack, uint8_t *text, int64_t room);

@@ -1,4 +1,4 @@
-// Sequences of integers, each kept once.
+// Sequences of integers, each stored once.
 
 #pragma once
 
@@ -24,7 +24,7 @@ inline uint64_t mixed(uint64_t value) {
     return value ^ value >> 31;
 }
 
-// Numbers sequences from 0 on; equal ones have one number. A table by open addressing.
+// Numbers sequences from 0 on; equal sequences have the same number. A hash table with open addressing.
 class Interned {
 public:
     struct Found {

@@ -1,8 +1,8 @@
-// See masks.h. The row of a state is found by walking trees of tokens from it. These things make that cheap: tokens that are plain text have
-// trees of their own, which are not walked inside strings, where their rows are known beforehand by the number of characters; few tokens
-// have quotes, and states that differ only behind a quote share all others; a part of the tree is walked once for all states that behave
-// alike for every text of its height; it is not walked at all where every text of the bytes in it is legal, as in names and numbers; and
-// states whose tokens are found to be equal share a row before its words are written.
+// See masks.h. The mask row of a state is found by walking trees of tokens from it. Optimisations: tokens of plain text have separate
+// trees, which are not walked inside strings, where their rows follow from the number of characters; few tokens contain quotes, and states
+// that differ only after a quote share the tokens without quotes; a subtree is walked once for all states that accept the same texts up to
+// its height; a subtree is not walked if all texts of its bytes are legal, as in names and numbers; and states with equal tokens share a
+// row before its words are written.
 
 #include "masks.h"
 
@@ -18,15 +18,15 @@
 
 namespace stepgraph {
 
-// Plain characters are those that may be anywhere in a JSON string as they are.
+// Plain characters are those that may occur unescaped anywhere in a JSON string.
 struct PlainText {
-    static constexpr int STATES = 10; // 0: between characters
+    static constexpr int STATES = 10; // state 0: between characters
     int8_t next[STATES][256];
 
     PlainText() {
         memset(next, -1, sizeof next);
-        // 1 to 3: that many bytes to come; 4 after E0, 5 after ED (no surrogates), 6 after F0, 7 after F4; 8 and 9 after EE and EE 80, because
-        // the JSON grammars do not have U+E000
+        // States 1 to 3: 1 to 3 more bytes; 4: after E0; 5: after ED (no surrogates); 6: after F0; 7: after F4; 8, 9: after EE and EE 80,
+        // because the JSON grammars do not have U+E000
         for (int byte = 0x20; byte < 0x80; byte++)
             if (byte != '"' && byte != '\\') next[0][byte] = 0;
         for (int byte = 0xC2; byte <= 0xDF; byte++) next[0][byte] = 1;
@@ -61,9 +61,9 @@ static int32_t count_characters(const uint8_t *text, int32_t size) {
     return (int32_t)std::count_if(text, text + size, [](uint8_t byte) { return (byte & 0xC0) != 0x80; });
 }
 
-// Groups of bytes that grammars mostly treat alike; all other bytes are one group.
+// Groups of bytes that grammars mostly treat in the same way; all other bytes are one group.
 struct ByteGroups {
-    static constexpr int OTHERS = 63, WORDS[] = {1, 3, 4, 0, 2}; // WORDS: the groups of letters and digits, the ones with most tokens first
+    static constexpr int OTHERS = 63, WORDS[] = {1, 3, 4, 0, 2}; // WORDS: the groups of letters and digits, groups with most tokens first
     uint8_t of[256];
     ByteGroups() {
         int groups = 5;
@@ -92,7 +92,7 @@ static bool in_text_order(const Entry &left, const Entry &right) {
 static Trie make_trie(const std::vector<Entry> &sorted) {
     Trie trie;
     std::vector<Trie::Node> &nodes = trie.nodes;
-    Ints sizes{0}; // [nodes] bytes up to the node
+    Ints sizes{0}; // [nodes] number of bytes up to the node
     for (const Entry &entry : sorted) trie.tokens.push_back(entry.id);
     trie.bytes.push_back(0);
     nodes.push_back({0, 0, 0, 0, (int32_t)sorted.size(), 0});
@@ -122,21 +122,21 @@ static Trie make_trie(const std::vector<Entry> &sorted) {
     return trie;
 }
 
-// The tokens are in trees by whether they are plain text and by their number of quotes; plain ones also by their length. Few tokens are not
-// plain, few are long.
-struct Part { bool is_plain; int32_t quotes, shortest, longest; }; // quotes: or more, in the last
+// There is a tree of tokens for each part: by whether a token is plain text and by its number of quotes; plain tokens also by length. Few
+// tokens are not plain, few are long.
+struct Part { bool is_plain; int32_t quotes, shortest, longest; }; // quotes: in the last part, or more
 constexpr int32_t ANY = 1 << 30;
 constexpr Part PARTS[] = {{true, 0, 1, 8}, {true, 0, 9, 16}, {true, 0, 17, ANY}, {false, 0, 1, ANY}, {false, 1, 1, ANY}, {false, 2, 1, ANY}};
 constexpr size_t NUM_PARTS = std::size(PARTS);
-constexpr int32_t MOST_BYTES = 1 << 15; // of a text without end
-constexpr int32_t SHARED_TOKENS = 100; // below a node
-constexpr size_t MANY_WORDS = 64; // and their bits
-constexpr int32_t MAX_ROUNDS = 64; // of hashing the states of a component
-constexpr int32_t MAX_ALIKE = 16; // bytes
-constexpr int64_t ALIKE_STEPS = 50'000'000; // moves that are compared to find states that are alike
-// Followed before states that are alike are searched for, and before parts of the tree are shared, which takes longer where few states are alike.
+constexpr int32_t MOST_BYTES = 1 << 15; // stands for an unlimited length
+constexpr int32_t SHARED_TOKENS = 100; // a subtree with as many tokens is walked once for several states
+constexpr size_t MANY_WORDS = 64; // a part with as many pairs of words and bits is stored for several rows
+constexpr int32_t MAX_ROUNDS = 64; // rounds of hashing the states of a component
+constexpr int32_t MAX_ALIKE = 16; // states are compared for texts of up to this many bytes
+constexpr int64_t ALIKE_STEPS = 50'000'000; // moves that are compared to find equivalent states
+// Steps before equivalent states are searched for, and before subtrees are shared: both take longer if few states are equivalent.
 constexpr int64_t MOVES_PER_STEP = 8, STEPS_PER_MOVE = 2;
-constexpr size_t MAX_BELOW = 8'000'000; // words
+constexpr size_t MAX_BELOW = 8'000'000; // in words
 
 static Ints bits_of(const Ints &tokens, int32_t words) {
     Ints row((size_t)words, 0);
@@ -184,10 +184,10 @@ image_vocabulary Vocabulary::view() const {
 
 namespace {
 
-// A row of which few words are other than zero.
+// A row in which few words are not zero.
 struct SparseRow {
     std::vector<uint32_t> bits; // [words]
-    std::vector<uint64_t> used; // one bit per word that may be other than zero
+    std::vector<uint64_t> used; // one bit per word that may be nonzero
 
     explicit SparseRow(size_t words) : bits(words, 0), used(words / 64 + 1, 0) {}
 
@@ -198,7 +198,7 @@ struct SparseRow {
 
     void add(int32_t number) { set(number / 32, 1u << (number % 32)); }
 
-    // Moves these words in order, and their bits, by turns.
+    // Moves the nonzero words to `pairs` of word index and bits, in order.
     void move_to(Ints &pairs) {
         pairs.clear();
         uint64_t *begin = used.data(), *end = begin + used.size();
@@ -231,7 +231,7 @@ public:
             shares_parts = steps > STEPS_PER_MOVE * moves;
             int32_t base = plain_row[state] > 0 ? -2 - plain_row[state] : -1;
             if (automaton.symbols) crossed = &crossing[state];
-            std::array<int32_t, NUM_PARTS + 2> parts; // and what else decides the row
+            std::array<int32_t, NUM_PARTS + 2> parts; // all that determines the row
             for (size_t part = 0; part < NUM_PARTS; part++) {
                 parts[part] = -1;
                 if (PARTS[part].is_plain && base != -1) continue;
@@ -260,41 +260,41 @@ private:
         return bytes;
     }
 
-    // Neighbours of a crossing token begin like it: on a GPU most turns, of some hundred of them, end where their first bytes are not legal.
+    // Adjacent crossing tokens begin with the same bytes: on a GPU most groups of some hundred tokens end at their first, illegal bytes.
     void sort_by_text(Ints &tokens) const {
         const Ints &place = vocabulary.place_in_order;
         std::sort(tokens.begin(), tokens.end(), [&](int32_t left, int32_t right) { return place[(size_t)left] < place[(size_t)right]; });
     }
 
-    // Classes of states that read the same tokens with at most so many quotes, with the same symbols left and added.
+    // Classes of states that read the same tokens with up to as many quotes as the number of the level, and pop and push the same symbols.
     struct Level {
         Ints class_of; // [states]
         Ints first; // [classes] the first state
-        std::vector<Ints> alike; // [bytes][classes] the same for tokens of so many bytes; only of the first level
-        int32_t alike_classes = 0; // the numbers of classes in `alike` are below this
-        bool is_final = false; // whether the last of `alike` are the same for texts of any length
+        std::vector<Ints> alike; // [bytes][classes] coarser classes, for tokens of at most as many bytes; see `find_alike`
+        int32_t alike_classes = 0; // number of classes in `alike`
+        bool is_final = false; // whether the last of `alike` holds for texts of any length
     };
 
-    struct Step { // what a walk reads of a state
-        uint64_t groups = 0; // of bytes: every text of these of at most `closed` bytes is legal, and does not leave the part of the grammar
+    struct Step { // the data of a state that a walk reads
+        uint64_t groups = 0; // every text of these byte groups of at most `closed` bytes is legal and remains in the part of the grammar
         int32_t closed = 0;
         int32_t pop = -1;
-        int32_t surely = 0; // every plain text of so many bytes is legal
+        int32_t surely = 0; // every plain text of at most this number of bytes is legal
     };
 
     struct Range { size_t begin, end; };
     struct Below { // tokens below a node, or of a whole tree
-        int32_t bits; // in below_bits
-        Range crossed; // of below_crossed
-        int32_t followed; // bytes that decided it
+        int32_t bits; // number in below_bits
+        Range crossed; // range of below_crossed
+        int32_t followed; // number of bytes on which the tokens depend
     };
 
     const Move *special(int32_t entry) const { return entry >= SPECIAL ? &automaton.moves[entry - SPECIAL] : nullptr; }
-    // The state of a move inside a loop that has many iterations left, or DEAD.
+    // The state after an entry, or DEAD; for a counted loop, the state while iterations are left.
     int32_t target_of(int32_t entry) const { return entry >= SPECIAL ? automaton.moves[entry - SPECIAL].target : entry; }
     int32_t entry_of(int32_t state, int32_t c) const { return automaton.next[(size_t)state * automaton.classes + c]; }
 
-    // Of what is counted in the classes that a state reads, given the sums before each class.
+    // Sum over the classes that a state reads, given the prefix sums over classes.
     int32_t sum_of(int32_t state, const Ints &before) const {
         int32_t sum = 0;
         for (const Span &span : automaton.spans_of(state)) sum += before[(size_t)span.end] - before[(size_t)span.low];
@@ -313,16 +313,16 @@ private:
             sort_unique(moves[state]);
         }
         std::vector<Ints> after(states); // states after one character
-        std::vector<char> some(states, 0), all(states, 1); // whether any, whether every plain character is legal
+        std::vector<char> some(states, 0), all(states, 1); // whether any plain character is legal, whether every one is
         std::vector<std::pair<int32_t, int8_t>> work;
         constexpr int32_t PLAIN = 1 << 16;
-        Ints before((size_t)automaton.classes + 1, 0); // classes before each one of which a byte begins a plain character, or is one: PLAIN
+        Ints before((size_t)automaton.classes + 1, 0); // prefix sums over classes: 1 if a byte begins a plain character, PLAIN if it is one
         for (auto [c, to_inside] : moves[0]) before[(size_t)c + 1] += to_inside == 0 ? PLAIN : 1;
         std::partial_sum(before.begin(), before.end(), before.begin());
         for (int32_t state = 0; state < states; state++) {
             if (automaton.pop[state] >= 0) continue;
             int32_t read = sum_of(state, before);
-            if (!read || (read / PLAIN > 0 && read / PLAIN < before.back() / PLAIN)) { // the states after it are not used
+            if (!read || (read / PLAIN > 0 && read / PLAIN < before.back() / PLAIN)) { // its successors do not matter
                 some[state] = read > 0, all[state] = 0;
                 continue;
             }
@@ -345,7 +345,7 @@ private:
             }
             sort_unique(after[state]);
         }
-        // surely: texts of so many plain characters are all legal; maybe: some text of so many is. Other states have their values from the start.
+        // surely: all texts of this number of plain characters are legal; maybe: some are. States that are not in `open` have final values.
         Ints surely(states, 0), maybe(states, 0), open;
         for (int32_t state = 0; state < states; state++) {
             if (some[state] && all[state] && after[state] == Ints{state}) surely[state] = maybe[state] = longest;
@@ -372,7 +372,7 @@ private:
 
     void find_levels() {
         bool is_apart = quote >= 0;
-        Level every; // state is a class of its own
+        Level every; // each state is its own class
         every.class_of.resize((size_t)automaton.states);
         std::iota(every.class_of.begin(), every.class_of.end(), 0);
         every.first = every.class_of;
@@ -393,7 +393,7 @@ private:
         }
     }
 
-    // Texts without a quote. Classes follow those that they lead to, but for the ones of loops.
+    // Finds `longest`, for texts without a quote. A class comes after the classes that it leads to, except in loops.
     void find_longest() {
         for (int32_t state : levels[0].first) {
             int32_t most = automaton.pop[(size_t)state] < 0 ? 0 : MOST_BYTES;
@@ -405,7 +405,7 @@ private:
         }
     }
 
-    // The class of the state that a span leads to, or DEAD; also of a quote, which ends a text of a level.
+    // The class of the state that a span leads to, or DEAD. DEAD also for a quote, which ends a text of the level.
     int32_t class_after(const Level &level, const Span &span) const {
         int32_t to = is_quote(span) ? DEAD : target_of(span.entry);
         return to < 0 ? DEAD : level.class_of[(size_t)to];
@@ -413,7 +413,7 @@ private:
 
     bool is_quote(const Span &span) const { return span.low == quote && span.end == quote + 1; }
 
-    // Components of the states without the moves of quotes.
+    // Strongly connected components of the states without the moves of quotes.
     void find_components() {
         component_start.push_back(0);
         auto count = [&](int32_t state) { return automaton.span_start[state + 1] - automaton.span_start[state]; };
@@ -427,14 +427,14 @@ private:
         });
     }
 
-    // The classes of a level, given those of the level before, in which a text continues after a quote. Equal components have the same
-    // classes: they are found by hashes of their states, and compared.
+    // The classes of a level, given the previous level, in which a text continues after a quote. Equal components have the same classes:
+    // they are found by hashes of their states, and compared.
     Level level_after(const Level *before) {
         Level level;
         level.class_of.assign((size_t)automaton.states, -1);
-        Interned keys; // of states that are alone in a component: their hashes
+        Interned keys; // hashes of states that are alone in their component
         Ints class_of_key;
-        std::unordered_map<uint64_t, int32_t> class_of_hash; // of the others
+        std::unordered_map<uint64_t, int32_t> class_of_hash; // for the other states
         std::vector<uint64_t> hashes((size_t)automaton.states), next, sorted;
         auto new_class = [&](int32_t state) {
             level.first.push_back(state);
@@ -448,7 +448,7 @@ private:
             int32_t entry = before ? entry_of(state, quote) : DEAD, to = target_of(entry);
             return to < 0 ? -1 : before->class_of[to] | (int64_t)push_of(entry) << 32;
         };
-        auto class_after = [&](int32_t entry, int32_t state) -> int64_t { // SELF: the state itself
+        auto class_after = [&](int32_t entry, int32_t state) -> int64_t { // -2: the state itself
             int32_t to = target_of(entry);
             return to < 0 ? -1 : (to == state ? -2 : level.class_of[to]) | (int64_t)push_of(entry) << 32;
         };
@@ -502,11 +502,11 @@ private:
         return level;
     }
 
-    // Classes of the classes of a level from which the same texts of at most n bytes can be read, with the same symbols left and added, for n
-    // from 0 on. After the last n all are final, or as many as the work allows. Each round divides those of the one before that have several.
+    // Finds `alike`: groups of classes of a level from which the same texts of at most n bytes can be read, with the same symbols popped
+    // and pushed, for n from 0 on. Ends when no group changes, or at a limit of work. Each round divides the groups of several classes.
     void find_alike(Level &level) {
         int32_t size = (int32_t)level.first.size();
-        std::vector<Ints> open, still; // classes of several
+        std::vector<Ints> open, still; // groups of several classes
         level.alike.assign(1, Ints((size_t)size));
         Interned kinds;
         for (int32_t like = 0; like < size; like++) {
@@ -516,7 +516,7 @@ private:
         }
         int32_t count = kinds.size();
         open.erase(std::remove_if(open.begin(), open.end(), [](const Ints &states) { return states.size() < 2; }), open.end());
-        std::vector<std::pair<uint64_t, int32_t>> sorted; // of one class, by hash
+        std::vector<std::pair<uint64_t, int32_t>> sorted; // the members of one group, by hash
         for (int64_t work = 0; level.alike.size() <= MAX_ALIKE && !level.is_final && work <= ALIKE_STEPS;) {
             const bool is_first = level.alike.size() == 1;
             const Ints &last = level.alike.back(), &before = is_first ? last : level.alike[level.alike.size() - 2];
@@ -534,7 +534,7 @@ private:
                 return like >= 0 && last[(size_t)like] != before[(size_t)like];
             };
             auto spans_of = [&](int32_t like) { return automaton.spans_of(level.first[(size_t)like]); };
-            auto leads_to_same = [&](int32_t like) { // as in the round before
+            auto leads_to_same = [&](int32_t like) { // as in the previous round
                 return std::none_of(spans_of(like).begin(), spans_of(like).end(), is_changed);
             };
             for (Ints &members : open) {
@@ -570,8 +570,8 @@ private:
         level.alike_classes = count;
     }
 
-    // The tokens of one tree that are legal in a state, as a number in `below`. States of a class, and classes from which the same texts can be
-    // read, of as many bytes as decided it, have it in common.
+    // The tokens of one tree that are legal in a state, as a number in `below`. It is shared by the states of a class, and by classes that
+    // `alike` does not distinguish for texts of the bytes on which the tokens depend.
     int32_t part_of(int32_t state, size_t part) {
         const Level &level = levels[level_of[part]];
         int32_t like = level.class_of[state];
@@ -586,7 +586,7 @@ private:
         if (is_short || !sum_of(state, first_before[part])) return found = none >= 0 ? none : none = keep_below([] {});
         found = keep_below([&] {
             top_at[0] = 0;
-            steps += trie.nodes[Trie::ROOT + 1].first_child - 1; // as many children of the root
+            steps += trie.nodes[Trie::ROOT + 1].first_child - 1; // the number of children of the root
             for (const Span &span : automaton.spans_of(state)) // most states read few bytes
                 for (int32_t c = span.low; c < span.end; c++)
                     for (uint8_t byte : bytes_of[(size_t)c])
@@ -599,8 +599,8 @@ private:
         return known[bytes][(size_t)level.alike[bytes][(size_t)like]] = found;
     }
 
-    // Find the tokens below a node of a tree, after so many bytes, in a state in which they began. False where they are unknown and there is no
-    // room for them.
+    // Find the tokens below a node of a tree, after `size` bytes, in a state without pushed symbols. False if they are not known and there
+    // is no room for them.
     bool add_below(const Trie &trie, int32_t node, int32_t size, int32_t state) {
         size_t part = (size_t)(&trie - vocabulary.tries.data()), height = (size_t)trie.nodes[(size_t)node].height;
         const Level &level = levels[level_of[part]];
@@ -624,7 +624,7 @@ private:
         return true;
     }
 
-    // Keeps the tokens that `walk` finds, without those found so far. Returns their number in `below`.
+    // Stores the tokens that `walk` finds, without those found so far. Returns their number in `below`.
     template <class Walk> int32_t keep_below(const Walk &walk) {
         if (level == spares.size()) spares.emplace_back(ordered.bits.size());
         SparseRow &spare = spares[level++];
@@ -647,13 +647,13 @@ private:
         crossed->insert(crossed->end(), begin + (int64_t)found.crossed.begin, begin + (int64_t)found.crossed.end);
     }
 
-    // Set tokens that are given by words of their places in the order of a tree, and their bits, by turns.
+    // Set the tokens given by pairs of word index and bits, in the order of a tree.
     static void set_ordered(const Trie &trie, Slice<int32_t> pairs, SparseRow &to) {
         for (const int32_t *at = pairs.first; at < pairs.last; at += 2)
             for (auto bits = (uint32_t)at[1]; bits; bits &= bits - 1) to.add(trie.tokens[(size_t)at[0] * 32 + (size_t)__builtin_ctz(bits)]);
     }
 
-    // Set the tokens of a tree, given by their number in `below_bits`. Where they are many, several rows have them.
+    // Set the tokens of a tree, given by their number in `below_bits`. The words of large sets are stored, because several rows have them.
     void set_part(size_t part, int32_t number) {
         Slice<int32_t> pairs = below_bits.of(number);
         if (pairs.size() < MANY_WORDS) return set_ordered(vocabulary.tries[part], pairs, row);
@@ -678,11 +678,11 @@ private:
     void find_steps() {
         steps_of.assign((size_t)automaton.states, {});
         for (size_t state = 0; state < steps_of.size(); state++) steps_of[state].pop = automaton.pop[state];
-        std::array<Ints, ByteGroups::OTHERS> classes; // of each group
+        std::array<Ints, ByteGroups::OTHERS> classes; // [groups] the byte classes of each group
         for (int byte = 0; byte < 256; byte++)
             if (int group = byte_groups.of[byte]; group < ByteGroups::OTHERS) classes[(size_t)group].push_back(automaton.class_of[byte]);
         for (Ints &some : classes) sort_unique(some);
-        auto target_of_group = [&](int32_t state, size_t group) { // DEAD: not the same for all bytes
+        auto target_of_group = [&](int32_t state, size_t group) { // DEAD: not the same target for all bytes
             int32_t found = DEAD;
             for (int32_t c : classes[group]) {
                 int32_t entry = entry_of(state, c), to = entry < 0 ? DEAD : target_of(entry);
@@ -692,7 +692,7 @@ private:
             }
             return found;
         };
-        Ints next((size_t)automaton.states, DEAD), path; // next: where most letters or digits lead
+        Ints next((size_t)automaton.states, DEAD), path; // next: the target of most letters or digits
         for (int32_t state = 0; state < automaton.states; state++) {
             int32_t &to = next[(size_t)state];
             for (int word : ByteGroups::WORDS)
@@ -716,8 +716,8 @@ private:
         }
     }
 
-    // Find the tokens below a node, after `size` bytes, that a text may continue with in `state` after it: those that are legal, and those
-    // whose legality depends on the stack.
+    // Find the tokens below a node at `size` bytes that may continue a text in `state`: those that are legal, and those whose legality
+    // depends on the stack.
     void walk_children(const Trie &trie, int32_t node, int32_t size, int32_t state) {
         int32_t begin = trie.nodes[(size_t)node].first_child, end = trie.nodes[(size_t)node + 1].first_child;
         followed = std::max(followed, size + 1);
@@ -732,11 +732,11 @@ private:
         }
     }
 
-    // The tokens at a node and below it, to which `entry` leads. `size`: bytes up to the node.
+    // The tokens at a node and below it; `entry` leads to the node. `size`: number of bytes up to the node.
     void visit(const Trie &trie, int32_t number, int32_t size, int32_t entry) {
         const Trie::Node &node = trie.nodes[(size_t)number];
         int32_t to = target_of(entry), top = 0;
-        bool below = false; // whether the move leaves a part that the token did not begin
+        bool below = false; // whether the move leaves a part that began before the token
         if (automaton.symbols) {
             top = top_at[(size_t)size - 1];
             if (const Move *move = special(entry); move && move->push >= 0) {
@@ -766,13 +766,13 @@ private:
         walk_children(trie, number, size, to);
     }
 
-    // The row that was built, over a base.
+    // Adds the row that was built, as changes of a base row or as a dense row.
     void add_row(int32_t base) {
         const int32_t *plain = base == -1 ? nullptr : vocabulary.plain.data() + (size_t)(-2 - base) * (size_t)vocabulary.words;
         row.move_to(packed);
         bool any_text = base != -1;
         size_t kept = 0;
-        for (size_t at = 0; at < packed.size(); at += 2) { // words that the base has anyway are no change
+        for (size_t at = 0; at < packed.size(); at += 2) { // drop words that equal the base
             int32_t word = packed[at], before = plain ? plain[word] : 0, bits = packed[at + 1] | before;
             any_text |= (bits & ~vocabulary.stop_words[(size_t)word]) != 0;
             if (bits != before) packed[kept++] = word, packed[kept++] = bits;
@@ -791,8 +791,8 @@ private:
         check_size(4 * (int64_t)(dense.size() * (size_t)vocabulary.words + 2 * change_word.size() + automaton.next.size() / (narrow ? 2 : 1)));
     }
 
-    // The most symbols that a legal token has on the stack at a time. After a token has left the part in which it began, its next moves are
-    // not known, and every byte that some move pushes for counts.
+    // An upper bound of the symbols that a legal token has on the stack at a time. After a token has left the part in which it began, its
+    // moves are not known, so every byte for which any move pushes is counted.
     int32_t most_pushes() const {
         std::vector<char> may_push(automaton.classes, 0), seen(vocabulary.starts.size(), 0);
         for (const Span &span : automaton.spans)
@@ -814,7 +814,7 @@ private:
         if (bytes > limits.bytes) exceeded("bytes", limits.bytes);
     }
 
-    void write_entries(int32_t *packed) const { // of IMAGE_NEXT
+    void write_entries(int32_t *packed) const { // writes IMAGE_NEXT
         auto entry = [&](size_t at) { return automaton.next[at] < SPECIAL ? automaton.next[at] : -2 - (automaton.next[at] - SPECIAL); };
         size_t size = automaton.next.size();
         if (!narrow) {
@@ -892,36 +892,36 @@ private:
     Ints plain_row, row_of; // [states]
     std::vector<Ints> crossing; // [states]
     std::vector<Step> steps_of; // [states]
-    const int32_t quote; // the byte class of the quote, or -1 where it is not one of its own
-    const Rows rows; // of states, without the moves of quotes
+    const int32_t quote; // the byte class of the quote, or -1 if the class has other bytes
+    const Rows rows; // compares states without the moves of quotes
     Ints in_components, component_start; // states by component; [components + 1]
     std::vector<Level> levels;
-    Ints longest; // [classes of the first level] bytes of the longest text, at most MOST_BYTES; empty if there is but one level
+    Ints longest; // [classes of the first level] bytes of the longest text, at most MOST_BYTES; empty if there is only one level
     std::array<size_t, NUM_PARTS> level_of{};
-    std::array<Ints, NUM_PARTS> first_before; // [classes + 1] how many bytes before begin a token
-    std::array<Ints, NUM_PARTS> below_of; // [classes of the level] in `below`, or -1
-    std::array<std::vector<Ints>, NUM_PARTS> parts_like; // [bytes][class] in `below`: a part that was found by following so many bytes, or -1
+    std::array<Ints, NUM_PARTS> first_before; // [classes + 1] prefix sums over classes: bytes that begin a token
+    std::array<Ints, NUM_PARTS> below_of; // [classes of the level] number in `below`, or -1
+    std::array<std::vector<Ints>, NUM_PARTS> parts_like; // [bytes][class] number in `below` of a part that depends on so many bytes, or -1
     Interned parts_of_rows; // the parts, whether the text may end, and the base
-    int32_t followed = 0; // the most bytes of a token that decided the row, or the part of it, that is being walked
+    int32_t followed = 0; // number of bytes of a token on which the part that is being walked depends
     bool shares_parts = false; // whether tokens below a node are found for several states at once
     std::vector<Below> below;
-    int32_t none = -1; // in `below`: no tokens of a tree with quotes
+    int32_t none = -1; // number in `below` of no tokens
     std::array<std::unordered_map<uint64_t, int32_t>, NUM_PARTS> below_node; // by node and class
-    Interned below_bits; // words of `ordered` and their bits, by turns
-    Ints packed; // the ones that are being added
+    Interned below_bits; // pairs of word index and bits of `ordered`
+    Ints packed; // the pairs that are being added
     Ints below_crossed, *crossed = nullptr; // tokens whose legality depends on the stack; of the state or the part that is being walked
-    std::deque<SparseRow> spares; // of the parts of the tree that are being walked
-    size_t level = 0; // of these
-    std::array<std::unordered_map<int32_t, Ints>, NUM_PARTS> words_of_part; // words of rows and their bits; by number in `below_bits`
+    std::deque<SparseRow> spares; // one for each nested call of `keep_below`
+    size_t level = 0; // number of nested calls of `keep_below`
+    std::array<std::unordered_map<int32_t, Ints>, NUM_PARTS> words_of_part; // pairs of word index and bits, by number in `below_bits`
     SparseRow row, part_row; // being built
-    SparseRow ordered; // the tokens of a tree, in its order: those below a node are neighbours
-    struct Pushed { int32_t symbol, below, size; }; // a symbol, the one below it as in top_at, and the number with those below
-    Ints top_at; // [bytes] where in `pushed` the top of the stack is after so many bytes; 0: it is empty
-    std::vector<Pushed> pushed; // [bytes] by the byte that pushed it
-    Ints base_of, status_of, change_start, change_word, change_value; // rows
+    SparseRow ordered; // the tokens of a tree, in its order: those below a node are adjacent
+    struct Pushed { int32_t symbol, below, size; }; // a symbol, the index of the symbol below it, and the stack size
+    Ints top_at; // [bytes] index in `pushed` of the top of the stack after so many bytes; 0: the stack is empty
+    std::vector<Pushed> pushed; // [bytes] indexed by the byte that pushed the symbol
+    Ints base_of, status_of, change_start, change_word, change_value; // tables of the image
     std::vector<std::vector<uint32_t>> dense;
     int64_t steps = 0;
-    int32_t pushes = 0; // the most symbols that the tokens walked so far had on the stack at a time
+    int32_t pushes = 0; // maximum number of symbols that the tokens walked so far had on the stack at a time
 };
 
 } // namespace

@@ -12,20 +12,20 @@ extern "C" {
 
 namespace stepgraph {
 
-// The tokens in sorted order as a tree of bytes, level by level: the children of a node are neighbours.
+// The tokens in sorted order as a tree of bytes, level by level: the children of a node are adjacent.
 struct Trie {
     static constexpr int32_t ROOT = 0;
-    struct Node { // two in a cache line: a walk reads most of it
-        uint64_t groups; // of the bytes after this node: see ByteGroups in masks.cpp
-        int32_t first_child; // in `nodes`, up to the first one of the next node
-        int32_t first_token, below_token, end_token; // the tokens that end here, and from `below_token` on those below
-        int32_t height; // the most bytes that a token has after this node
+    struct Node { // 32 bytes, two per cache line: a walk reads most fields
+        uint64_t groups; // groups of the bytes after this node: see ByteGroups in masks.cpp
+        int32_t first_child; // index in `nodes`; the children end before the first child of the next node
+        int32_t first_token, below_token, end_token; // the tokens that end here; from `below_token` on, those below
+        int32_t height; // maximum number of bytes that a token has after this node
     };
     static_assert(sizeof(Node) == 32);
-    std::vector<Node> nodes; // and one behind the last
+    std::vector<Node> nodes; // with one more after the last
     std::vector<uint8_t> bytes; // [nodes] the last byte of each
-    Ints leaf_token; // [nodes] the only token at a node without nodes below it, or -1: most nodes are never read
-    std::array<int32_t, 256> first_of{}; // the child of the root by its byte; 0: none
+    Ints leaf_token; // [nodes] the only token at a node without children, or -1; saves reading most nodes
+    std::array<int32_t, 256> first_of{}; // [bytes] the child of the root; 0: none
     Ints tokens;
 };
 
@@ -35,9 +35,9 @@ struct Vocabulary {
 
     std::vector<uint8_t> text;
     Ints starts, stops, stop_words, hidden_words, plain;
-    Ints place_in_order; // [tokens] in the order of their texts
-    int32_t words, longest = 0, longest_plain = 0; // bytes, characters
-    std::vector<Trie> tries; // of parts of the tokens: states that differ only for one part share the others. See `parts` in masks.cpp
+    Ints place_in_order; // [tokens] index in the order of texts
+    int32_t words, longest = 0, longest_plain = 0; // longest: in bytes, longest_plain: in characters
+    std::vector<Trie> tries; // of parts of the tokens: states that differ only in one part share the others. See PARTS in masks.cpp
 };
 
 using Image = std::unique_ptr<int32_t, void (*)(void *)>; // allocated by malloc

@@ -10,13 +10,13 @@
 
 typedef struct {
     image_place place;
-    int32_t kept; /* symbols of the stack before the token that are on the stack after it */
+    int32_t kept; /* number of symbols of the stack before the token that remain after it */
 } token_place;
 
 typedef struct {
     const int32_t *image;
     const image_vocabulary *vocabulary;
-    const int32_t *crossing; /* of stepgraph_automaton_crossing */
+    const int32_t *crossing; /* from stepgraph_automaton_crossing */
     token_place *places; /* [room]; the last one is places[tokens] */
     int64_t tokens, room;
     int32_t *stack; /* [IMAGE_DEPTH] */
@@ -25,14 +25,14 @@ typedef struct {
 } automaton_matcher;
 
 enum { FIRST_ROOM = 64 };
-_Static_assert(sizeof(image_written) == WRITTEN * sizeof(int32_t), "of mask_content");
+_Static_assert(sizeof(image_written) == WRITTEN * sizeof(int32_t), "image_written must fill mask_content.written");
 
 static int no_memory(char *error) {
     snprintf(error, FAULT_BYTES, "the matcher is out of memory");
     return -1;
 }
 
-/* `array` with room for `size` > 0 elements, moved if it had less. NULL without memory; then nothing has changed. */
+/* `array` with room for `size` > 0 elements, reallocated if it had less. NULL if out of memory; then nothing has changed. */
 static void *with_room(void *array, int64_t *room, int64_t size, size_t element) {
     if (size <= *room) return array;
     void *grown = realloc(array, (size_t)size * 2 * element);
@@ -113,13 +113,13 @@ STEPGRAPH_API void stepgraph_close_automaton(void *handle) {
     free(matcher);
 }
 
-/* A matcher at the start of a text; it borrows the arguments. NULL without memory. */
+/* A matcher at the start of a text. It does not own the arguments. NULL if out of memory. */
 STEPGRAPH_API void *stepgraph_open_automaton(const int32_t *image, const image_vocabulary *vocabulary, const int32_t *crossing) {
     automaton_matcher *matcher = calloc(1, sizeof *matcher);
     if (!matcher) return NULL;
     *matcher = (automaton_matcher){.image = image, .vocabulary = vocabulary, .crossing = crossing, .room = FIRST_ROOM};
     matcher->places = malloc(FIRST_ROOM * sizeof *matcher->places);
-    matcher->stack = malloc((size_t)(image[IMAGE_DEPTH] + 1) * sizeof *matcher->stack); /* not of 0 bytes */
+    matcher->stack = malloc((size_t)(image[IMAGE_DEPTH] + 1) * sizeof *matcher->stack); /* + 1: malloc(0) may return NULL */
     if (!matcher->places || !matcher->stack) {
         stepgraph_close_automaton(matcher);
         return NULL;

@@ -12,10 +12,10 @@ namespace stepgraph {
 
 namespace {
 
-// One byte class for all bytes with equal columns: found by hashes of the columns, which are sums over spans, and compared.
+// Merges byte classes with equal columns: they are found by hashes of the columns, which are sums over spans, and compared.
 void merge_classes(Automaton &automaton) {
     auto classes = (size_t)automaton.classes;
-    std::vector<uint64_t> hashes(classes + 1, 0); // first the differences of neighbouring columns
+    std::vector<uint64_t> hashes(classes + 1, 0); // at first, the differences of adjacent columns
     for (int32_t state = 0; state < automaton.states; state++)
         for (const Span &span : automaton.spans_of(state)) {
             uint64_t hash = mixed((uint64_t)state << 32 | (uint32_t)span.entry);
@@ -37,7 +37,7 @@ void merge_classes(Automaton &automaton) {
         for (int32_t at : others)
             if (row[(size_t)at] != row[(size_t)same[(size_t)at]]) same[(size_t)at] = at;
     }
-    Ints kept_before(classes + 1, 0), renamed(classes); // kept_before: classes that remain
+    Ints kept_before(classes + 1, 0), renamed(classes); // kept_before: number of remaining classes before each
     for (size_t at = 0; at < classes; at++) {
         bool is_kept = same[at] == (int32_t)at;
         renamed[at] = is_kept ? kept_before[at] : renamed[(size_t)same[at]];
@@ -61,9 +61,9 @@ void merge_classes(Automaton &automaton) {
     for (uint8_t &value : automaton.class_of) value = (uint8_t)renamed[value];
 }
 
-// Blocks of equivalent states and symbols (numbered from `states` on). Nodes have hashes of the texts of some bytes that can be read. Those
-// with a hash of their own are equivalent to no other. The rest is divided into blocks, until all nodes of a block lead to the same blocks.
-// The largest part of a divided block keeps its number, and only nodes that lead to the other parts are looked at again.
+// Blocks of equivalent nodes: states, and symbols, which are numbered from `states` on. The hash of a node depends on the texts of a few
+// bytes that can be read from it. A node with a unique hash is equivalent to no other. The rest is divided into blocks until all nodes of a
+// block lead to the same blocks. The largest part of a divided block keeps its number; only nodes that lead to other parts are re-examined.
 class Blocks {
 public:
     explicit Blocks(const Automaton &automaton)
@@ -106,7 +106,7 @@ public:
 private:
     static constexpr int ROUNDS = 3;
 
-    struct Block { int32_t first, past, marked; }; // elements[first .. past], of which the first are marked
+    struct Block { int32_t first, past, marked; }; // elements[first .. past]; the first `marked` of them are marked
 
     uint64_t hash_after(int32_t state) const { return state < 0 ? 3 : hashes[(size_t)state]; }
 
@@ -131,7 +131,7 @@ private:
         return mixed(sum + rows.hash(automaton.spans_of(node), [&](int32_t entry) { return hash_after_entry(entry); }));
     }
 
-    // For each open node the number of its hash, and how many nodes have each.
+    // For each open node the number of its hash, and for each hash the number of nodes.
     std::pair<Ints, Ints> numbers() const {
         Interned numbers;
         Ints number_of, sizes;
@@ -163,7 +163,7 @@ private:
         place[(size_t)node] = at;
     }
 
-    // One for each hash of the open nodes. Each other node has a negative number of its own.
+    // Makes one block for each hash of the open nodes. Every other node gets a unique negative number.
     void find_blocks() {
         auto [number_of, sizes] = numbers();
         elements.resize(open.size());
@@ -220,7 +220,7 @@ private:
         return kind(node) == kind(other) && rows.is_equal(automaton.spans_of(node), automaton.spans_of(other), is_same);
     }
 
-    // Nodes that are not marked lead to the same blocks as before.
+    // Divides a block. Its nodes that are not marked lead to the same blocks as before, so they stay together.
     void divide(int32_t number) {
         Block block = blocks[(size_t)number];
         int32_t middle = block.first + block.marked;
@@ -248,18 +248,18 @@ private:
 
     const Automaton &automaton;
     const Rows rows;
-    Ints shape_of; // [moves] what they do, without where they lead
-    std::vector<uint64_t> hashes, next; // of nodes, and the next ones; once there are blocks, of their numbers
-    Ints open; // nodes that are not alone
-    Ints elements, place; // open nodes by block; [nodes] where in `elements`
+    Ints shape_of; // [moves] equal for moves that differ only in their targets and symbols
+    std::vector<uint64_t> hashes, next; // [nodes] hashes, and those of the next round; after find_blocks, hashes of block numbers
+    Ints open; // nodes whose hash is not unique
+    Ints elements, place; // open nodes by block; [nodes] index in `elements`
     Ints block_of; // [nodes]
     std::vector<Block> blocks;
-    ByState<int32_t> sources; // the nodes that lead to each
+    ByState<int32_t> sources; // the nodes that lead to each node
     Ints touched; // blocks with marked nodes
     std::vector<std::pair<int32_t, int32_t>> changed; // nodes, and their new blocks
     std::vector<std::pair<uint64_t, int32_t>> sorted; // nodes by hash
-    Ints starts; // of the parts of a block
-    int32_t count = 0; // of blocks
+    Ints starts; // starts of the parts of a block
+    int32_t count = 0; // number of blocks
 };
 
 } // namespace
@@ -273,7 +273,7 @@ Automaton minimise(Automaton automaton) {
         int32_t &known = number[blocks[state]];
         if (known < 0) known = (int32_t)kept.size(), kept.push_back(state);
     };
-    keep(automaton.start); // breadth first: states that follow each other are close in memory
+    keep(automaton.start); // breadth first, so that successive states are close in memory
     for (size_t at = 0; at < kept.size(); at++) {
         for (const Span &span : automaton.spans_of(kept[at])) {
             if (span.entry >= SPECIAL) {

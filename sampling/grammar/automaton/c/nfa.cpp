@@ -1,5 +1,5 @@
-// See nfa.h. States are created per (expression, continuation), so that right recursion becomes a loop, from the end of the grammar on:
-// equal ends of expressions share their states. Left-linear rules are built apart. Other recursion must be between literal bytes: such parts of alternatives become automata of their own, which are called.
+// See nfa.h. States are created per (expression, continuation), from the end of the grammar on: right recursion becomes a loop, equal ends
+// share states. Left-linear rules are built separately. Other recursion must be between literal bytes: such parts become called automata.
 
 #include "nfa.h"
 
@@ -19,14 +19,14 @@ namespace {
 // Kinds of expressions in xgrammar's serialised grammar.
 enum Expression { BYTES, CLASS, CLASS_STAR, EMPTY, RULE, SEQUENCE, CHOICES, TAGS, REPEAT, TOKEN, EXCLUDE_TOKEN, TOKEN_TAGS, REGEX };
 
-constexpr int64_t NFA_STATES_PER_STATE = 6; // two to three are usual; what takes more fails later, at a greater cost
-constexpr int MAX_HOST_NAMES = 3; // more are called
-constexpr size_t FEW_STATES = 40'000; // of an automaton in which rules are copied
-constexpr int MAX_DEPTH = 3000; // of expressions and rules inside each other: a level takes about 1,000 bytes of stack
+constexpr int64_t NFA_STATES_PER_STATE = 6; // two to three are usual; a grammar that takes more would fail later, at a greater cost
+constexpr int MAX_HOST_NAMES = 3; // with more, strings become called automata
+constexpr size_t FEW_STATES = 40'000; // maximum for an automaton in which rules are copied
+constexpr int MAX_DEPTH = 3000; // nesting of expressions and rules: a level takes about 1,000 bytes of stack
 constexpr int32_t LAST_CODE_POINT = 0x10FFFF;
 
 using Range = std::pair<int32_t, int32_t>;
-using ByteRanges = std::vector<Range>; // of one encoded character, byte by byte
+using ByteRanges = std::vector<Range>; // one range for each byte of an encoded character
 
 int encode(int32_t code, uint8_t *bytes) { // also surrogates, as the library does
     if (code < 0x80) return bytes[0] = (uint8_t)code, 1;
@@ -114,7 +114,7 @@ public:
         return {at[0], at[1], at + 2};
     }
 
-    // Calls `found(rule)` for each reference in an expression; `cut` expressions count as if they had none.
+    // Calls `found(rule)` for each reference in an expression, except in `cut` expressions.
     template <class Found> void each_reference(int32_t expression, const std::set<int32_t> &cut, const Found &found) const {
         if (cut.count(expression)) return;
         View at = view(expression);
@@ -141,7 +141,7 @@ public:
         return components;
     }
 
-    // Whether all references inside a component are at the end ('r') or at the start ('l') of their alternatives; else 0.
+    // 'r' if all references inside a component are at the end of their alternatives, 'l' if all are at the start; else 0.
     char linearity(const std::set<int32_t> &component, const std::set<int32_t> &cut) const {
         bool right = true, left = true;
         std::function<void(int32_t, bool, bool)> walk = [&](int32_t expression, bool at_start, bool at_end) {
@@ -179,7 +179,7 @@ public:
         return first.data != last.data || first.size > 1 ? first.data[0] & 255 : -1;
     }
 
-    // Whether an alternative is a JSON string: a quote and a rule that ends with another, or a quote, anything without a quote, and a quote.
+    // Whether an alternative is a JSON string: a quote and a rule with the final quote, or a quote, parts without a quote, and a quote.
     bool is_string(int32_t alternative) const {
         View at = view(alternative);
         if (at.kind != SEQUENCE || at.size < 2) return false;
@@ -194,12 +194,12 @@ public:
         return first && (at.size == 2 ? quotes == 1 && view(at.data[1]).kind == RULE : quotes == 2 && last);
     }
 
-    // Makes a sequence of its own of the part of an alternative that begins and ends with literal bytes and refers to the component in
-    // between: what is around it may recurse at its start or at its end. Returns the sequence, or -1.
+    // Moves the part of an alternative that begins and ends with literal bytes and refers to the component in between into a separate
+    // sequence. The rest of the alternative may recurse at its start or at its end. Returns the sequence, or -1.
     int32_t split(int32_t alternative, const std::set<int32_t> &component) {
         View at = view(alternative);
         if (at.kind != SEQUENCE) return -1;
-        int first = -1, last = -1; // literals
+        int first = -1, last = -1; // indices of the two literals
         bool inside = false; // whether a reference was found after `first`
         for (int index = 0; index < at.size; index++) {
             bool is_bytes = view(at.data[index]).kind == BYTES;
@@ -221,7 +221,7 @@ public:
     std::set<int32_t> rules_outside_strings() const {
         enum Place { OUTSIDE, INSIDE, ESCAPED };
         std::set<int32_t> outside;
-        std::map<std::pair<int32_t, Place>, std::optional<Place>> ends; // of a rule that begins in a place; unknown while it is walked
+        std::map<std::pair<int32_t, Place>, std::optional<Place>> ends; // (rule, start) -> end; unknown while the rule is walked
         int depth = 0;
         std::function<std::pair<Place, bool>(int32_t, Place)> walk; // where an expression ends, and whether that is known
         auto walk_rule = [&](int32_t rule, Place place) -> std::pair<Place, bool> {
@@ -304,13 +304,13 @@ public:
     const Grammar &grammar;
 
 private:
-    std::map<int32_t, Ints> sequences; // added, or changed, by `split`
-    std::set<int32_t> reached; // rules, by the root
+    std::map<int32_t, Ints> sequences; // added or changed by `split`
+    std::set<int32_t> reached; // rules reached from the root
 };
 
-class Memo { // (expression, or ~rule, and continuation) -> state, by open addressing
+class Memo { // hash table (expression or ~rule, continuation) -> state
 public:
-    // NONE: unknown; it has to be set. Valid until the next call.
+    // NONE: unknown; the caller must set it. The reference is valid until the next call.
     int32_t &state(int32_t expression, int32_t continuation) {
         if (used * 2 >= slots.size()) {
             std::vector<Slot> before(slots.size() * 2);
@@ -322,7 +322,7 @@ public:
         if (slot.state == NONE) slot = {expression, continuation, NONE}, used++;
         return slot.state;
     }
-    static constexpr int32_t NONE = -1, OPEN = -2; // OPEN: it is being built, and nothing has referred to it yet
+    static constexpr int32_t NONE = -1, OPEN = -2; // OPEN: being built, without a reference to it so far
 
 private:
     struct Slot { int32_t expression = 0, continuation = 0, state = NONE; };
@@ -374,7 +374,7 @@ private:
     void follow(int32_t from, int32_t to) { nfa.next.add(from, to); }
     void edge(int32_t from, int low, int high, int32_t to) { nfa.edges.add(from, {low, high, to}); }
 
-    // The state for a key of the memo, which `build` finds. A recursion inside of it returns to a state of its own before that.
+    // The state for a key of the memo, which `build` finds. A recursive reference during `build` creates a state that leads to the result.
     template <class Build> int32_t once(int32_t key, int32_t continuation, const Build &build) {
         int32_t &known = memo.state(key, continuation);
         if (known == Memo::OPEN) known = state_before(continuation);
@@ -387,7 +387,7 @@ private:
     }
 
     void choose_called() {
-        auto each_recursive = [&](const auto &found) { // alternatives, and the components that recurse in between
+        auto each_recursive = [&](const auto &found) { // calls found(alternative, component) for alternatives that recurse in the middle
             for (auto &component : graph.recursive_components(called)) {
                 if (graph.linearity(component, called)) continue;
                 for (int32_t rule : component)
@@ -421,7 +421,7 @@ private:
             });
     }
 
-    // Each of these returns the state from which the expression and then the continuation are read.
+    // Each of the following functions returns the state from which the expression and then the continuation are read.
 
     int32_t rule(int32_t number, int32_t continuation) {
         return once(~number, continuation, [&] {
@@ -433,23 +433,23 @@ private:
         });
     }
 
-    // Labels of letters, digits and hyphens with points in between: up to 63 characters each, and so many in all, so that a state is one of
-    // each number of characters that are left of a label and of the name. Written out here, as rules for 24,550 states take a second to parse.
+    // Labels of letters, digits and hyphens, separated by points: up to 63 characters each and `longest` in all. There is a state for each
+    // number of characters left in the label and in the name. Built here, because rules for 24,550 states take a second to parse.
     int32_t host_name(int longest, bool without_punycode, int32_t continuation) {
         if (calls != Calls::STRINGS && ++host_names > MAX_HOST_NAMES) exceeded("states", limits.states);
         constexpr int LABEL = 63;
-        enum Last { HYPHEN, WORD, X, XN, XN_HYPHEN, LASTS }; // the last characters; X to XN_HYPHEN: they begin a label
-        std::vector<std::array<std::array<int32_t, LASTS>, LABEL>> after((size_t)longest); // [left of the name][left of the label]
-        auto words = [&](int32_t from, int32_t to, std::initializer_list<int> others) { // letters and digits but these, which lead elsewhere
+        enum Last { HYPHEN, WORD, X, XN, XN_HYPHEN, LASTS }; // the latest characters; X to XN_HYPHEN: the label so far
+        std::vector<std::array<std::array<int32_t, LASTS>, LABEL>> after((size_t)longest); // [left in the name][left in the label]
+        auto words = [&](int32_t from, int32_t to, std::initializer_list<int> others) { // letters and digits except `others`
             for (auto [low, high] : {Range{'0', '9'}, Range{'A', 'Z'}, Range{'a', 'z'}}) {
                 for (int other : others)
                     if (low <= other && other <= high) edge(from, low, other - 1, to), low = other + 1;
                 edge(from, low, high, to);
             }
         };
-        Ints begin; // [left of the name] the start of a label
+        Ints begin; // [left in the name] the start of a label
         for (int left = 0; left <= longest; left++) {
-            for (int more = 0; more < std::min(left + 1, LABEL) && left < longest; more++) // of the label
+            for (int more = 0; more < std::min(left + 1, LABEL) && left < longest; more++) // more: left in the label
                 for (int last = HYPHEN; last < LASTS; last++) {
                     if (last >= X && !(without_punycode && more == std::min(left, LABEL - 1 - (last - X)))) continue;
                     int32_t from = after[left][more][last] = state_before(continuation);
@@ -470,8 +470,8 @@ private:
         return begin.back();
     }
 
-    // A second 60 is the last one of a day in UTC: its offset is the time and a minute, or the rest of the day. The minute is on the stack from
-    // its last digit to the colon of the offset, or 12,000 states would know it. They end at no digit: some tokens have many digits.
+    // Second 60 is the last of a day in UTC, so the offset is the time plus a minute, or the rest of the day. The minute is on the stack
+    // from its last digit to the colon of the offset, or 12,000 states would be needed. No part ends at a digit: some tokens have many digits.
     int32_t time(int32_t continuation) {
         int32_t start = state_before(continuation), any_digit = state_before(continuation), any_minute = state_before(continuation);
         auto number = [&](int value, int32_t to) { return byte_before('0' + value / 10, byte_before('0' + value % 10, to)); };
@@ -513,7 +513,7 @@ private:
         return start;
     }
 
-    // A left-linear component: one state per rule that means "this rule is complete".
+    // A left-linear component has one state per rule, which means that the rule is complete.
     int32_t left_rule(int32_t number, int32_t continuation, const std::set<int32_t> &component) {
         int32_t start = state_before(continuation);
         memo.state(~number, continuation) = start;
@@ -574,7 +574,7 @@ private:
         }
     }
 
-    // The state that reads one byte and then continues: one for each byte and continuation.
+    // The state that reads one byte and then continues. There is one for each byte and continuation.
     int32_t byte_before(int32_t byte, int32_t continuation) {
         const int32_t key[] = {BYTES, byte, continuation};
         auto [number, is_new] = shared.add(key, std::size(key));
@@ -667,8 +667,8 @@ private:
         return times(body, shortest_body, (int64_t)number * 2 + 1, low, false, to);
     }
 
-    // `count` times the body, or up to `count` times. The last iterations, as many as a token can go through, are written out, so that the
-    // tokens that are legal inside the counted loop before them do not depend on its counter.
+    // `count` times the body, or up to `count` times. As many last iterations as a token can go through are unrolled, so that the tokens
+    // that are legal inside the counted loop before them do not depend on its counter.
     template <class Body>
     int32_t times(const Body &body, int32_t shortest_body, int64_t key, int64_t count, bool optional, int32_t continuation) {
         int32_t to = continuation;
@@ -764,14 +764,14 @@ private:
     Ints shortest; // [rules] bytes of the shortest text
     Nfa nfa;
     Memo memo;
-    Interned shared; // reads of a byte, and choices, by what they lead to
+    Interned shared; // keys of states that read a byte, and of choices, by their targets
     Ints shared_states;
     std::map<std::vector<Range>, Shape> shapes;
     std::unordered_map<int32_t, const Shape *> class_shapes; // by expression
-    std::set<int32_t> called; // expressions with an automaton of their own
+    std::set<int32_t> called; // expressions with a separate automaton
     std::map<int32_t, int32_t> automaton_of;
     std::map<int32_t, std::set<int32_t>> left_linear; // by rule
-    // Ends of automata from `first_time` on: of a time, before each minute of its offset; from AHEAD on of its part with a minute on the stack.
+    // Automata from `first_time` on, by their end: times before each minute of the offset; from AHEAD on, parts with a minute on the stack.
     enum TimeEnd { ANY_MINUTE = 60, NO_OFFSET, AHEAD, BEHIND, ANY_HOUR, IN_UTC, TIME_ENDS };
     int32_t first_time = 0, time_start = -1;
     int depth = 0, host_names = 0;

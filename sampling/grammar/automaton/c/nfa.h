@@ -16,9 +16,9 @@ namespace stepgraph {
 
 using Ints = std::vector<int32_t>;
 
-constexpr int MAX_COUNTERS = 3; // of nested loops that are live at once; also the number of counters of a matcher's state
+constexpr int MAX_COUNTERS = 3; // nested loops with a counter; also the number of counters of a matcher's state
 
-// Why a grammar has no automaton within the limits. The host link is used for it.
+// Why a grammar has no automaton within the limits. Such a grammar uses the host link.
 struct Unfit : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
@@ -33,15 +33,15 @@ struct LimitReached : Unfit {
 
 struct Limits {
     int64_t states, bytes, steps, depth; // as in GrammarLimits
-    int64_t longest_token; // bytes: no token goes through more iterations of a loop than that
+    int64_t longest_token; // in bytes: no token goes through more iterations of a loop
 };
 
-// The parsed grammar of xgrammar: expressions as (kind, size, data...) at `offsets`, and the body of each rule. `formats`: 0, or a format in
-// place of the body: -1 times; else host names, by twice the length of the longest one, plus 1 if no label begins with "xn--".
+// The parsed grammar of xgrammar: expressions as (kind, size, data...) at `offsets`, and the body of each rule. `formats`: 0, or a format
+// that replaces the body: -1 for times; for host names twice the maximum length, plus 1 if no label may begin with "xn--".
 struct Grammar {
     const int32_t *data, *offsets, *bodies, *formats;
     int32_t num_expressions, num_rules, root;
-    bool has_times = true; // else the bodies of times are used
+    bool has_times = true; // false: the rule bodies of times are used instead of the format
 };
 
 template <class Item> void sort_unique(std::vector<Item> &values) {
@@ -53,7 +53,7 @@ template <class Item> void sort_unique(std::vector<Item> &values) {
 template <class Item> class ByState {
 public:
     void add(int32_t state, const Item &item) { added.push_back({state, item}); }
-    void sort(size_t states) { // after the last was added
+    void sort(size_t states) { // call once, after the last `add`
         starts.assign(states + 1, 0);
         for (auto &[state, item] : added) starts[(size_t)state + 1]++;
         for (size_t state = 0; state < states; state++) starts[state + 1] += starts[state];
@@ -72,7 +72,7 @@ private:
 
 struct Nfa {
     struct Edge { int32_t low, high, to; }; // a range of bytes
-    struct Call { int32_t automaton, back, byte = -1, to = -1; }; // run an automaton, then state `back`; byte >= 0: begin with it, in state `to`
+    struct Call { int32_t automaton, back, byte = -1, to = -1; }; // run an automaton, then `back`; byte >= 0: its first byte, then `to`
     // A loop runs at most `count` times through its body, from `head` to the state `again`, and then continues in `exit`.
     struct Loop { int32_t head, again, exit, count, counter, parent; int64_t expression; };
     enum Kind : uint8_t { PLAIN, ENTER, AGAIN };
@@ -84,26 +84,26 @@ struct Nfa {
     };
     std::vector<State> states;
     ByState<Edge> edges;
-    ByState<int32_t> next; // without reading a byte
+    ByState<int32_t> next; // transitions without a byte
     ByState<Call> calls;
-    Ints starts; // of automaton 0, the grammar, and of the called ones
+    Ints starts; // start state of automaton 0, the grammar, and of the called automata
     std::vector<Loop> loops;
 };
 
-// A rule that is used in many places has as many copies in the automaton. Calling it instead may take fewer states.
+// A rule that is used in many places has as many copies in the automaton. A called automaton may take fewer states.
 struct ManyCopies : Unfit {
     using Unfit::Unfit;
 };
 
-// FEW: only recursive alternatives are called. ANY_SIZE: the same, without ManyCopies. BRACKETS: all alternatives in braces, or that open
-// with the bracket of a recursive one. STRINGS: these, and strings.
+// Alternatives that become called automata. FEW: only recursive ones. ANY_SIZE: as FEW, without ManyCopies. BRACKETS: also all that begin
+// with a brace or with the bracket of a recursive alternative. STRINGS: also strings.
 enum class Calls { FEW, BRACKETS, STRINGS, ANY_SIZE };
 
-// `unrolled`: expressions of loops to write out. Adds to it and returns an empty automaton where a loop has to be written out after all.
+// `unrolled`: expressions of loops to unroll. If a further loop must be unrolled, adds it and returns an empty automaton.
 Nfa build_nfa(const Grammar &grammar, const Limits &limits, std::unordered_set<int64_t> &unrolled, Calls calls);
 
-// Calls found(begin, end) with the members of each strongly connected component, after those that it leads to; by Tarjan's algorithm.
-// edges(node): how many; target(node, edge): the node it leads to, or -1.
+// Calls found(begin, end) with the members of each strongly connected component, after components that it leads to (Tarjan's algorithm).
+// edges(node): number of edges; target(node, edge): the node that the edge leads to, or -1.
 template <class Edges, class Target, class Found>
 void each_component(int32_t count, const Edges &edges, const Target &target, const Found &found) {
     std::vector<int32_t> order((size_t)count, -1), low((size_t)count), stack;
