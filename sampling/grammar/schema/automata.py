@@ -11,7 +11,7 @@ from stepgraph.sampling.grammar.constraints.charset import CharSet, union
 from stepgraph.sampling.grammar.schema.language import ANY_CHAR, NOTHING, START, SURROGATES, Label, Term, both, counts
 
 MAX_STATES = 20_000  # of one automaton
-MAX_LENGTH_STATES = 5_000  # of one that counts characters
+MAX_LENGTH_STATES = 5_000  # of one automaton that counts characters
 
 
 class TooComplexError(ValueError):
@@ -20,7 +20,7 @@ class TooComplexError(ValueError):
 
 @dataclass(frozen=True)
 class Automaton:
-    """State 0 is the start. From each state at least one text is accepted, except where the language is empty: it has no states then."""
+    """State 0 is the start. From each state at least one text is accepted. The automaton of an empty language has no states."""
 
     edges: list[list[tuple[CharSet, int]]]  # by state
     accepts: list[bool]
@@ -58,7 +58,7 @@ def automaton(term: Term) -> Automaton:
 
 
 def split_length(term: Term) -> tuple[Term | None, Term]:
-    """The part of an intersection that is only about the length, if there is one, and the rest."""
+    """The part of an intersection that bounds only the length, or None, and the rest."""
     bounds = (
         next((part for part in term.parts if part.kind == "repeat" and part.parts[0] is ANY_CHAR), None) if term.kind == "and" else None
     )
@@ -66,10 +66,10 @@ def split_length(term: Term) -> tuple[Term | None, Term]:
 
 
 def _of_length(found: Automaton, low: int, high: int | None) -> Automaton:
-    """The texts of these lengths. A state is one of the automaton and the number of characters so far.
+    """The texts of these lengths. A state is a state of the given automaton and the number of characters so far.
 
-    Longer texts come first, so that equal states are found in one pass: the number grows with each edge, up to the one from which on all
-    lengths are accepted, where the states differ as those of the minimal automaton do.
+    Longer texts are processed first, so that equal states are found in one pass: the number grows with each edge. Above the number from
+    which all lengths are accepted, the states are those of the given automaton, which is minimal.
     """
     if not found.edges:
         return found
@@ -108,7 +108,7 @@ def _of_length(found: Automaton, low: int, high: int | None) -> Automaton:
 
 
 def _reached(found: Automaton, start: Iterable[int]) -> tuple[Automaton, dict[int, int]]:
-    """Its states that are reached, in the order in which they are, and their numbers."""
+    """The automaton of the states that are reached, in the order of their discovery, and the new numbers of these states."""
     order = list(start)
     numbers = {state: index for index, state in enumerate(order)}
     for state in order:  # grows
@@ -146,7 +146,7 @@ def _minimal(edges: list[_Ranges], accepts: list[bool]) -> Automaton:
 def _blocks(
     edges: list[_Ranges], before: Mapping[int, set[int]], distance: Mapping[int, int]
 ) -> tuple[dict[int, set[int]], dict[int, _Ranges]]:
-    """The states of each block of equal states, and the edges of each state to blocks.
+    """The states of each block of equivalent states, and the edges of each state to blocks.
 
     Blocks of states with equal distances are split until the edges of all states of a block lead to the same blocks.
     """
@@ -175,7 +175,7 @@ def _blocks(
 
 
 def _distances(before: Mapping[int, set[int]], accepts: list[bool]) -> dict[int, int]:
-    """The states that lead to an accepting one, with the distance: it is equal for equal languages, so that few splits are left."""
+    """The states that lead to an accepting state, with the distance. Equivalent states have equal distances, so few splits are left."""
     found = [state for state, accept in enumerate(accepts) if accept]
     distance = dict.fromkeys(found, 0)
     for state in found:  # grows
@@ -187,7 +187,7 @@ def _distances(before: Mapping[int, set[int]], accepts: list[bool]) -> dict[int,
 
 
 def _joined(ranges: _Ranges, block: list[int]) -> _Ranges:
-    """The edges to blocks, with adjacent ranges that lead to one block as one; without those to states from which no text is accepted."""
+    """The edges to blocks. Adjacent ranges that lead to the same block are joined; edges to states that accept no text are left out."""
     found: _Ranges = []
     end, lead = -1, -1  # of the last range
     for first, last, target in ranges:
@@ -212,7 +212,7 @@ def listed(term: Term, most: int) -> list[str] | None:
                 if sum(last - first + 1 for first, last in chars) > most:
                     return None
                 longer += [(text + chr(char), target) for first, last in chars for char in range(first, last + 1)]
-        if len(found) + len(longer) > most:  # each leads to at least one
+        if len(found) + len(longer) > most:  # each item of `longer` leads to at least one text
             return None
         ends = longer
     return found

@@ -1,15 +1,15 @@
 """The formats of JSON Schema as regular expressions over the characters of the value, for `fullmatch`.
 
 They are written in the common part of the notations of JavaScript and Python. `FORMATS` never accepts a text that its specification
-forbids. Where a format accepts fewer texts than its specification, `NARROWED` says which, and `AT_MOST` accepts all that the
-specification allows, and others: a text that is none of the format is none of these.
+forbids. If a format accepts fewer texts than its specification, `NARROWED` describes the difference, and `AT_MOST` accepts all texts that
+the specification allows, and others. It is used for the complement of the format.
 """
 
 from __future__ import annotations
 
 import itertools
 
-# Dates and times: RFC 3339. Year 0000 is left out: it is no year of the calendar, and most libraries refuse it.
+# Dates and times: RFC 3339. Year 0000 is left out: the calendar does not have it, and most libraries reject it.
 _YEAR = r"(?:\d{3}[1-9]|\d{2}[1-9]0|\d[1-9]00|[1-9]000)"
 _MULTIPLE_OF_4 = r"(?:0[48]|[2468][048]|[13579][26])"
 _LEAP_YEAR = rf"(?:\d{{2}}{_MULTIPLE_OF_4}|{_MULTIPLE_OF_4}00)"
@@ -18,7 +18,7 @@ _DAY_OF_YEAR = (
 )
 _DATE = rf"(?:{_YEAR}-{_DAY_OF_YEAR}|{_LEAP_YEAR}-02-29)"
 _HOUR_MINUTE = r"(?:[01]\d|2[0-3]):[0-5]\d"
-# With any offset, a leap second takes a state for each minute of the day in eight positions: only automata, by a stack, have them all.
+# A leap second with any offset takes a state for each minute of the day in eight positions. Only automata have all, with a stack.
 _TIME = rf"(?:{_HOUR_MINUTE}:[0-5]\d(?:\.\d+)?(?:[Zz]|[+-]{_HOUR_MINUTE})|23:59:60(?:\.\d+)?(?:[Zz]|[+-]00:00))"
 
 # Durations: RFC 3339, appendix A.
@@ -35,7 +35,7 @@ _LAST_GROUPS = f"(?:{_GROUP}:{_GROUP}|{_IPV4})"
 
 
 def _ipv6() -> str:
-    def after(groups: int) -> str:  # that follow the "::"
+    def after(groups: int) -> str:  # the groups after "::"
         return f"(?:{_GROUP}:){{{groups - 2}}}{_LAST_GROUPS}" if groups > 1 else _GROUP * groups
 
     forms = [f"(?:{_GROUP}:){{6}}{_LAST_GROUPS}"]
@@ -47,7 +47,7 @@ def _ipv6() -> str:
 
 _IPV6 = _ipv6()
 
-# Host names: RFC 1123, without names that begin with "xn--", of which only the valid Punycode is allowed.
+# Host names: RFC 1123, without labels that begin with "xn--", which would have to be valid Punycode.
 _ALPHANUMERIC, _OR_HYPHEN = "[A-Za-z0-9]", "[A-Za-z0-9-]"
 
 
@@ -62,7 +62,7 @@ def _label(longest: int) -> str:
 
 
 def few_hostnames(longest: int) -> str:
-    """Some host names of at most so many characters, without a state for each length of a name beside each of a label."""
+    """Some host names of at most `longest` characters, without a state for each pair of a length of the name and of a label."""
     shapes = [(min(63, (longest + 1) // labels - 1), labels) for labels in (4, 11, 42)]
     some = [rf"{_label(size)}(?:\.{_label(size)}){{0,{labels - 1}}}" for size, labels in shapes if size >= 5]
     return "|".join([f"{_ALPHANUMERIC}{{1,{min(63, longest)}}}", *some])
@@ -74,7 +74,7 @@ _HOSTNAME_7 = rf"(?!.{{254}}){_LONG_LABEL}(?:\.{_LONG_LABEL})*"
 # Mailboxes: RFC 5321, and RFC 6531 for those that are not ASCII.
 _NON_ASCII = r"\u{80}-\u{d7ff}\u{e000}-\u{10ffff}"
 _LABEL = f"{_ALPHANUMERIC}(?:{_OR_HYPHEN}*{_ALPHANUMERIC})?"
-# Of alphabets of which any sequence is a label of IDNA, in normal form and from left to right: at most 57 characters in Punycode.
+# Letters of which any sequence is a label of IDNA, in normal form and from left to right: at most 57 characters in Punycode.
 _U_LETTERS = r"\u{e0}-\u{f6}\u{f8}-\u{ff}\u{3b1}-\u{3c9}\u{430}-\u{45f}\u{3041}-\u{3096}\u{30a1}-\u{30fa}\u{4e00}-\u{9fa5}\u{ac00}-\u{d7a3}"
 _U_LABEL = f"[a-z0-9]{{0,5}}[{_U_LETTERS}][a-z0-9{_U_LETTERS}]{{0,6}}"
 
@@ -95,7 +95,7 @@ _SUB_DELIMS = "!$&'()*+,;="
 
 
 def _reference(more: str, private: str, absolute_only: bool) -> str:
-    """A URI, or a reference; `more` and `private`: characters beyond ASCII, and those that only a query may contain."""
+    """A URI, or a reference. `more`: characters beyond ASCII; `private`: characters that only a query may contain."""
 
     def chars(others: str) -> str:
         return rf"(?:[A-Za-z0-9\-._~{_SUB_DELIMS}{others}{more}]|%{_HEX}{{2}})"
@@ -113,7 +113,7 @@ def _reference(more: str, private: str, absolute_only: bool) -> str:
     return f"(?:{absolute}|{authority}|{absolute_path}|{chars('@')}+{segments})?{rest}"
 
 
-# RFC 6570, levels 1 to 4: the operators that it reserves for extensions are of no level.
+# RFC 6570, levels 1 to 4, without the operators that it reserves for extensions.
 _VARIABLE_CHAR = f"(?:[A-Za-z0-9_]|%{_HEX}{{2}})"
 _VARIABLE = rf"{_VARIABLE_CHAR}(?:\.?{_VARIABLE_CHAR})*(?::[1-9]\d{{0,3}}|\*)?"
 _URI_TEMPLATE = rf"(?:[!#$&-;=?-\[\]_a-z~{_UCSCHAR}{_IPRIVATE}]|%{_HEX}{{2}}|\{{[+#./;?&]?{_VARIABLE}(?:,{_VARIABLE})*\}})*"
@@ -132,8 +132,8 @@ def _members(ranges: str) -> str:
 
 
 def _ranges() -> str:
-    """Ranges that ascend: from each character of ASCII, from those that alphabets begin with, and between codes of which a digit ascends
-    after zeros, or that have an equal digit after zeros, and then the first one zeros."""
+    """Ascending ranges: from each character of ASCII; from the first characters of alphabets; and between codes that, after zeros, have
+    ascending digits, or the same digit, after which the first code has only zeros."""
     found = [rf"\u{{{code:x}}}-[\u{{{code:x}}}-,.-Z_-~]" for code in range(32, 45) if chr(code) != "&"]
     found += [rf"\u{{{code:x}}}-[\u{{{code:x}}}-Z_-~]" for code in range(46, 91)]
     found += [rf"{char}-[{char}-~]" for char in "_abcdefghijklmnopqrstuvwxyz"]
@@ -149,7 +149,7 @@ def _ranges() -> str:
 
 
 def _counts() -> str:
-    """Counts below 10,000, and two that ascend: by their number of digits, by their first digit, or from zeros after it."""
+    """Counts below 10,000, and pairs that ascend: in the number of digits, in the first digit, or from zeros after it."""
     found = [r"(?:0|[1-9]\d{0,3}),?|0,(?:0|[1-9]\d{0,3})", r"[1-9],[1-9]\d{1,3}|[1-9]\d,[1-9]\d{2,3}|[1-9]\d{2},[1-9]\d{3}"]
     for first, size in itertools.product(range(1, 10), range(4)):
         found += [rf"{first}{'0' * size},{first}\d{{{size}}}", *[rf"{first}\d{{{size}}},[{first + 1}-9]\d{{{size}}}"] * (first < 9)]
@@ -161,11 +161,11 @@ _FEW_RANGES = "a-[a-z]|[a-z]-z|A-[A-Z]|[A-Z]-Z|0-[0-9]|[0-9]-9"
 _FEW_COUNTS = r"(?:0|[1-9]\d{0,2}),?|[01],[1-9]\d{0,2}"
 _ATOM, _FEWER_ATOMS = (f"{_LITERAL}|{_members(ranges)}" for ranges in (_ranges(), _FEW_RANGES))
 _REPEAT, _FEWER_REPEATS = (rf"(?:[*+?]|\{{(?:{counts})\}})\??" for counts in (_counts(), _FEW_COUNTS))
-_LOOK_BEHIND = rf"(?:{_ATOM})*"  # of one length
+_LOOK_BEHIND = rf"(?:{_ATOM})*"  # its texts have one length
 
 
 def _regex(atom: str, repeat: str, depth: int, look_behind: str = "") -> str:
-    """With groups inside each other up to a depth, and with look-around."""
+    """A regular expression with groups nested up to a depth and, with `look_behind`, look-around."""
     inside = _regex(atom, repeat, depth - 1, look_behind) if depth else ""
     look = rf"|\(\?(?:[=!]{inside}|<[=!]{look_behind})\)" if depth and look_behind else ""
     group = rf"|\((?:\?:)?{inside}\)" if depth else ""
@@ -194,20 +194,20 @@ FORMATS = {
 }
 OLDER = {"hostname": _HOSTNAME_7}  # of drafts 3 to 7
 LONGEST_HOSTNAME = 253
-# The rule of a grammar for any regular expressions: {0} is its name, {1} and so on are these expressions.
+# The rule of a grammar for any regular expression: {0} is the name of the rule, {1} to {3} are REGEX_PARTS.
 REGEX_RULE = '"" | {1} {0} | "(" ("?:")? {0} ")" ({2})? {0} | "(?" ([=!] {0} | "<" [=!] {3}) ")" {0}'
 REGEX_PARTS = rf"[|^$]|\\[bB]|(?:{_ATOM})(?:{_REPEAT})?", _REPEAT, _LOOK_BEHIND
 FEW_REGEXES = _regex(_FEWER_ATOMS, _FEWER_REPEATS, 2)
-_FEW_LEAP_SECONDS = "beside other keywords or strings, and with xgrammar and llguidance, leap seconds with the offsets Z and 00:00 only"
+_FEW_LEAP_SECONDS = "combined with other keywords or strings, or with xgrammar or llguidance, leap seconds with offsets Z and 00:00 only"
 NARROWED = {
     "date": "without the year 0000",
     "time": _FEW_LEAP_SECONDS,
     "date-time": f"without the year 0000, {_FEW_LEAP_SECONDS}",
-    "hostname": 'without labels that begin with "xn--", but in drafts up to 7, and beside other keywords than maxLength, and with xgrammar '
-    "and llguidance, of one label, or up to 4 of 62 characters, 11 of 22, or 42 of 5, or of fewer beside a maxLength",
+    "hostname": 'without labels that begin with "xn--", except in drafts up to 7; combined with keywords other than maxLength, or with '
+    "xgrammar or llguidance, only one label, or up to 4 of 62 characters, 11 of 22, or 42 of 5 (fewer with a maxLength)",
     "idn-email": "labels of the domain beyond ASCII have up to 12 lowercase Latin, Greek or Cyrillic letters, Kana, Han or Hangul",
-    "regex": "without back-references, names and properties, look-behind of characters and classes only, ranges from and to few characters "
-    "beyond ASCII, and beside other keywords, and with llguidance, groups up to 2 deep, without look-around, and few ranges and counts",
+    "regex": "without back-references, group names and properties, look-behind of characters and classes only, few ranges beyond ASCII; "
+    "combined with other keywords, or with llguidance, only groups up to 2 deep, no look-around, and few ranges and counts",
 }
 _ANY_DATE, _ANY_TIME = r"\d{4}-\d\d-\d\d", r"\d\d:\d\d:\d\d(?:\.\d+)?(?:[Zz]|[+-]\d\d:\d\d)"
 AT_MOST = {

@@ -1,4 +1,4 @@
-"""The canonical form of a schema: for each type of JSON, what a value of it must satisfy.
+"""The canonical form of a schema: for each JSON type, the values of this type.
 
 Arrays and objects are lists of alternatives; the values inside them are described by `Expr`, conjunctions of schemas and negated schemas.
 """
@@ -18,7 +18,7 @@ Item = TypeVar("Item")
 
 
 class Literal(NamedTuple):
-    number: int  # of the node, so that an Expr has one order
+    number: int  # of the node; an Expr is sorted by it
     positive: bool
     node: Node
 
@@ -43,13 +43,13 @@ def all_of(*parts: Expr) -> Expr:
 
 
 def negations(part: Expr) -> list[Expr]:
-    """Expressions of which a value satisfies at least one where it does not satisfy the conjunction."""
+    """Expressions of which every value outside the conjunction satisfies at least one."""
     return [TRUE] if part == NEVER else [expr(literal.node, not literal.positive) for literal in part]
 
 
 class Strings(NamedTuple):
-    """`narrow` is the part of the exact language that is generated where it is not empty: patterns match whole texts. Of some formats not
-    all texts are known: `exact` has only such as satisfy the schema, `most` all of them, and others."""
+    """`narrow` is the part of the exact language that is generated if it is not empty: patterns match whole texts. Some formats are
+    approximated: every text of `exact` satisfies the schema, and `most` contains all texts that do, and others."""
 
     exact: Term
     narrow: Term
@@ -87,15 +87,15 @@ class Array:
     high: int | None = None
     contains: tuple[Contains, ...] = ()
     unique: bool = False
-    evaluated: int | None = 0  # items that a keyword describes, for unevaluatedItems; None: all of them
-    is_subset: bool = False  # the schema accepts more, so that a complement would be wrong
+    evaluated: int | None = 0  # number of items that a keyword describes, for unevaluatedItems; None: all items
+    is_subset: bool = False  # the schema accepts more arrays, so that a complement would be wrong
 
     def item(self, index: int) -> Expr:
         return self.prefix[index] if index < len(self.prefix) else self.rest
 
 
 class Keys(NamedTuple):
-    """A class of names of properties that are not declared, and what their values satisfy."""
+    """A class of names of undeclared properties, and the expression for their values."""
 
     names: Term
     value: Expr
@@ -106,11 +106,11 @@ class Keys(NamedTuple):
 class Object:
     declared: tuple[tuple[str, Expr], ...] = ()
     required: frozenset[str] = frozenset()
-    others: tuple[Keys, ...] = (Keys(ANY_TEXT, TRUE, True),)  # disjoint classes of all names; declared ones are excluded
+    others: tuple[Keys, ...] = (Keys(ANY_TEXT, TRUE, True),)  # disjoint classes that cover all names; declared names are excluded
     low: int = 0
     high: int | None = None
-    closable: bool = False  # `properties` is given, so that default classes are left out when objects are closed
-    witnesses: tuple[Keys, ...] = ()  # of each, at least one property has such a name and value
+    closable: bool = False  # `properties` is given: default classes are left out if objects are closed
+    witnesses: tuple[Keys, ...] = ()  # for each, at least one property must have such a name and value
     evaluated: Term = NOTHING  # names that a keyword describes, for unevaluatedProperties
     is_subset: bool = False
 
@@ -124,7 +124,7 @@ class Object:
         return dict(self.declared)
 
     def value(self, name: str) -> Expr:
-        """What the value of a property satisfies, by its name."""
+        """The expression for the value of a property."""
         if name in self.values:
             return self.values[name]
         return next((keys.value for keys in self.others if len(self.others) == 1 or matches(keys.names, name)), NEVER)
@@ -150,7 +150,7 @@ ANYTHING = Form(True, frozenset([False, True]), (Numbers(),), _ANY_STRINGS, (Arr
 
 
 def of_one_type(form: Form) -> Form:
-    """The values of the only type that a form restricts, and the form itself where that is not one type of all."""
+    """If a form restricts exactly one type: its values of this type. Otherwise the form itself."""
     others = dict[str, object]()
     for field in fields(Form):
         if getattr(form, field.name) == getattr(ANYTHING, field.name):
@@ -174,6 +174,6 @@ def join(*forms: Form) -> Form:
 
 
 def _absorbed(items: Iterable[Item], everything: Item, is_kept: Callable[[Item], bool] = lambda _: False) -> tuple[Item, ...]:
-    """The items, or `everything` in place of those that it includes. Some are kept, as they may become narrower."""
+    """The items; if one of them is `everything`, only that and those with `is_kept`, which may become narrower later."""
     found = tuple(dict.fromkeys(items))
     return tuple(item for item in found if item == everything or is_kept(item)) if everything in found else found

@@ -22,17 +22,17 @@ from stepgraph.sampling.grammar.schema.options import LEFT_OUT, Options
 from stepgraph.sampling.grammar.schema.reader import KNOWN, Document, naming_values, pointer, shown, value_at
 from stepgraph.sampling.grammar.schema.spelling import Speller, generated, literal
 
-MAX_WHITESPACE = 32  # the longest run of blanks between JSON tokens under any_whitespace
+MAX_WHITESPACE = 32  # characters of white space between JSON tokens under any_whitespace
 MAX_RULES = 50_000
 MAX_LEFT_OUT = 100
-MAX_INLINE = 60  # characters
-MAX_PARTS = 12  # keywords, and schemas of `allOf`, that are tried where no value satisfies a schema
-MAX_CHARS = 20_000  # of a schema in which they are tried
+MAX_INLINE = 60  # characters of alternatives that do not become a rule
+MAX_PARTS = 12  # parts of a schema in which `contradiction` searches: keywords, and schemas of `allOf`
+MAX_CHARS = 20_000  # characters of a document in which `contradiction` searches
 
 _SHORTER = "with the pattern takes too many states, so that shorter texts are generated; write a smaller maxLength, or none"
 _HEX = "[0-9A-Fa-f]"
-# After a string, tokens that go on otherwise are ruled out when a grammar is compiled: the assertion at the end spares a check per mask.
-# It is left out in a part of a grammar, where any text may follow.
+# The assertion about the character after a string excludes tokens when a grammar is compiled, which saves a check per mask. It is left
+# out in a part of a grammar (with a prefix), where any text may follow.
 _STRING = (
     r'(["] | [\U00000020-\U00000021\U00000023-\U0000005b\U0000005d-\U0000d7ff\U0000e000-\U0010ffff] {0}string_rest'
     r' | "\\" {0}escape {0}string_rest)'
@@ -54,7 +54,7 @@ WriterType = TypeVar("WriterType", bound="GrammarWriter")
 
 
 def schema_grammar(schema: Any, options: Options, prefix: str = "", writer: type[GrammarWriter] | None = None) -> str:
-    """The rules of the grammar; the first one is `root`. UnsupportedError for what is not enforced, or satisfied by no value.
+    """The rules of the grammar; the first one is `root`. UnsupportedError for what is not enforced, and if no value satisfies the schema.
 
     Names of rules start with the prefix. Numbers of the schema are int and Decimal.
     """
@@ -63,12 +63,12 @@ def schema_grammar(schema: Any, options: Options, prefix: str = "", writer: type
 
 
 def narrowed_parts(schema: Any, options: Options) -> tuple[Unsupported, ...]:
-    """The parts that are enforced, but of which not all texts are generated, with the reasons."""
+    """The parts that are enforced, but not all of whose texts are generated, with the reasons."""
     return tuple(_enforced(schema, options, "", GrammarWriter)[0].narrowed)
 
 
 def _enforced(schema: Any, options: Options, prefix: str, writer: type[WriterType]) -> tuple[Normaliser, WriterType]:
-    """What is written of a schema: all of it, or of an approximate one what is enforced."""
+    """The normaliser and writer of a schema; with `approximate`, of its enforced part."""
     left = MAX_LEFT_OUT if options.approximate else 0
     while True:
         try:
@@ -83,7 +83,7 @@ def _enforced(schema: Any, options: Options, prefix: str, writer: type[WriterTyp
 
 
 def without(schema: Any, part: Unsupported) -> Any | None:
-    """A schema without one of its keywords, which is at the place of a part or leads to it; None where there is none."""
+    """A schema without the keyword of `part`, which is at the place of the part or leads to it; None if there is none."""
     for where in (part.where, part.where.removesuffix(f"/{part.keyword}")):
         changed = copy.deepcopy(schema)
         node = value_at(changed, where)
@@ -118,9 +118,9 @@ class GrammarWriter:
         self.rules: dict[str, str] = {f"{prefix}root": ""}
         self._speller = Speller(self.rules, prefix)
         self._names = dict[Form, str]()
-        self._strings = dict[str, str]()  # rules by their texts
+        self._strings = dict[str, str]()  # text of a rule -> name
         self._waiting = deque[tuple[str, Form, str]]()
-        self.where = "#"  # of the schema that is written
+        self.where = "#"  # place of the schema that is being written
         self._alive = dict[Expr, bool]()
 
     def write(self, root: Expr) -> None:
@@ -136,7 +136,7 @@ class GrammarWriter:
         except TooComplexError as error:
             reject(self.where, text_keyword(self._normaliser.document.node(self.where)), str(error))
 
-    # Which expressions have values at all: the least fixed point, so that no rule leads into an endless text.
+    # Which expressions have values: the least fixed point, so that no rule leads to an endless text.
 
     def _find_alive(self, root: Expr) -> None:
         forms, waiting = dict[Expr, Form](), [root]
@@ -209,7 +209,7 @@ class GrammarWriter:
                 self._names[form] = f"({text})" if "|" in text else text
             else:
                 name = self._names[form] = f"{self._prefix}v{len(self._names)}"
-                self.rules[name] = ""  # in the order of the schema
+                self.rules[name] = ""  # rules are in the order of the schema
                 self._waiting.append((name, form, where))
         return self._names[form]
 
@@ -242,7 +242,7 @@ class GrammarWriter:
             )
         if not cases:
             both_of = f"{self.where}: uniqueItems and {self.where}: minItems"
-            reject(self.where, "uniqueItems", f"asks for more values than there are: no value satisfies both {both_of}; change one of them")
+            reject(self.where, "uniqueItems", f"requires too many different items: no value satisfies both {both_of}; change one of them")
         return " | ".join(dict.fromkeys(cases))
 
     def _numbers(self, numbers: tuple[Numbers, ...]) -> list[str]:
@@ -274,7 +274,7 @@ class GrammarWriter:
         return self._strings[text]
 
     def form(self, part: Expr) -> Form:
-        """A schema that names no type and restricts the values of one is written for that type, if types are implied."""
+        """The form of an expression. If types are implied, a form that restricts only one type has only that type."""
         form = self._normaliser.form(part)
         return of_one_type(form) if self._implies_types else form
 
@@ -292,13 +292,13 @@ class GrammarWriter:
         return name
 
 
-# Which parts of a schema contradict each other, where no value satisfies it: found by trying the schema with these parts only.
+# Which parts of a schema contradict each other, if no value satisfies it: found by trying the schema with few of its parts.
 
 _Part = tuple[str, int]  # a keyword, and the number of a schema of `allOf`
 
 
 def _has_value(root: Any, where: str) -> bool:
-    """Whether a value satisfies the part of a schema at a place, as far as known."""
+    """Whether a value satisfies the schema at a place; True if that is not known."""
     normaliser = Normaliser(Document(root))
     try:
         return GrammarWriter(normaliser, Options(), "", implies_types=False).is_alive(expr(normaliser.document.node(where)))
@@ -332,7 +332,7 @@ def _candidates(schema: Any) -> Iterator[tuple[_Part, ...]]:
 
 
 def _with_only(root: Any, where: str, parts: tuple[_Part, ...]) -> Any:
-    """A schema that has, at a place, only these parts and its type."""
+    """The document in which the schema at `where` has only these parts and its type."""
     schema, words = value_at(root, where), {word for word, _ in parts}
     typed = words | ({"type"} if len(parts) > 1 else set()) | ({"then", "else"} if "if" in words else set())
     kept = {word: value for word, value in schema.items() if word not in KNOWN or word in typed}

@@ -16,23 +16,23 @@ from stepgraph.sampling.grammar.schema.language import Term
 from stepgraph.sampling.grammar.schema.numbers import Numbers, decimal
 from stepgraph.sampling.grammar.schema.spelling import json_literal, literal, optional, repeated
 
-MAX_STATES = 2_000  # of an array or object with counts
+MAX_STATES = 2_000  # states of an array or object with counts
 MAX_DIFFERENT = 6  # items whose schemas are compared in pairs
-MAX_ORDERS = 1_024  # alternatives of unique items in any order, as 8 values have; with more, values come in the order of the schema
+MAX_ORDERS = 1_024  # alternatives of unique items in any order: 8 values have as many; more values come in the order of the schema
 MAX_LISTED = 200  # values of unique items
-MAX_NESTED = 1_000  # characters of optional items inside each other
+MAX_NESTED = 1_000  # characters of nested optional items in one rule
 
 State = tuple[int, ...]
 
 
 class Writer(Protocol):
-    """What the parts of a grammar are written with."""
+    """The interface with which items and members are written."""
 
     comma: str
     colon: str
     opening: str  # before the first item or property
     is_closed: bool
-    any_order: bool  # of declared properties
+    any_order: bool  # declared properties may come in any order
     where: str
     rules: dict[str, str]
 
@@ -40,7 +40,7 @@ class Writer(Protocol):
         """The name of a new rule."""
 
     def value(self, part: Expr) -> str:
-        """An element of EBNF for the values of an expression."""
+        """An EBNF element for the values of an expression."""
 
     def string(self, term: Term) -> str:
         """JSON strings of these texts."""
@@ -48,14 +48,14 @@ class Writer(Protocol):
     def form(self, part: Expr) -> Form: ...
 
     def narrow(self, keyword: str, reason: str) -> None:
-        """Record that not all texts of the schema that is written are generated."""
+        """Record that not all texts of the current schema are generated."""
 
     def is_alive(self, part: Expr) -> bool:
         """Whether any value satisfies the expression."""
 
 
 def items_text(writer: Writer, array: Array) -> str | None:
-    """What is between the brackets; None where no array is possible."""
+    """The text between the brackets; None if no array is possible."""
     if array.unique and (array.high is None or array.high > 1):
         return items_text(writer, replace(array, unique=False)) if _differ(writer, array) else _unique(writer, array)
     if array.contains:
@@ -72,7 +72,7 @@ def items_text(writer: Writer, array: Array) -> str | None:
         else:
             more = repeated(f"{writer.comma} {rest}", max(low - 1, 0), None if high is None else high - 1)
             text = optional(f"{writer.opening}{rest} {more}".strip(), not low)
-    for index in range(min(size, size if high is None else high) - 1, -1, -1):  # from the last one backwards
+    for index in range(min(size, size if high is None else high) - 1, -1, -1):  # from the last item backwards
         comma = f"{writer.comma} " if index else writer.opening
         text = optional(f"{comma}{writer.value(array.prefix[index])} {text}".strip(), index >= array.low)
         if text.startswith("(") and len(text) > MAX_NESTED:
@@ -92,7 +92,7 @@ def _containing(writer: Writer, array: Array) -> str | None:
 
 
 def has_counts(array: Array, is_alive: Callable[[Expr], bool]) -> bool:
-    """Whether there is an array with as many items as `contains` asks for; also where that takes too many states to be written."""
+    """Whether there is an array with as many items as `contains` requires. True also if that takes too many states to be written."""
     following, start = _counting(array, is_alive), (0,) * (1 + len(array.contains))
     known, waiting = {start}, [start]
     while waiting and len(known) <= MAX_STATES:
@@ -106,8 +106,8 @@ def has_counts(array: Array, is_alive: Callable[[Expr], bool]) -> bool:
 
 
 def _counting(array: Array, is_alive: Callable[[Expr], bool]) -> Callable[[State], tuple[bool, list[tuple[Expr, State]]]]:
-    """A state has the number of items so far and, for each `contains`, of those that satisfy it. Gives whether the array may end there, and
-    what the next item may satisfy, with the state after it."""
+    """A state is the number of items so far and, for each `contains`, the number that satisfy it. The result is a function of a state:
+    whether the array may end there, and the expressions for the next item, with the state after it."""
     longest = max(1, len(array.prefix), array.low, array.high or 0, *(one.start for one in array.contains))
 
     def following(state: State) -> tuple[bool, list[tuple[Expr, State]]]:
@@ -132,7 +132,7 @@ def _counting(array: Array, is_alive: Callable[[Expr], bool]) -> Callable[[State
 
 
 def counted_items(array: Array) -> Iterator[Expr]:
-    """What an item may satisfy, in each position, for each choice of the `contains` that count it."""
+    """The expressions for an item, in each position, for each choice of the `contains` that count it."""
     for item in (*array.prefix, array.rest):
         cases = [item]
         for one in array.contains:
@@ -141,7 +141,7 @@ def counted_items(array: Array) -> Iterator[Expr]:
 
 
 def _others(one: Contains) -> list[Expr]:
-    """What an item satisfies that does not count; without an upper bound, any item may be left uncounted."""
+    """The expressions for an item that is not counted. Without an upper bound, any item may be left uncounted."""
     return [TRUE] if one.high is None else negations(one.items)
 
 
@@ -155,7 +155,7 @@ def _differ(writer: Writer, array: Array) -> bool:
 
 
 def _unique(writer: Writer, array: Array) -> str | None:
-    """A state has the number of items and either the set of values so far, or the first value that may still come."""
+    """A state is the number of items, and the set of values so far (in any order) or the first value that may still come."""
     size, high = len(array.prefix), array.high
     if array.contains or (tables := _tables(writer, array)) is None:
         reject(
@@ -191,14 +191,14 @@ def _unique(writer: Writer, array: Array) -> str | None:
 
 
 def _tables(writer: Writer, array: Array) -> list[list[str]] | None:
-    """The texts of all values of each item of the prefix and of the others; None where they are not listed."""
+    """The texts of all values of each item of the prefix, and of the other items; None if they are too many to be listed."""
     last = len(array.prefix) if array.high is None or array.high > len(array.prefix) else array.high - 1
     found = [_finite(writer, writer.form(array.item(index))) for index in range(last + 1)]
     return None if None in found else [table for table in found if table is not None]
 
 
 def _is_small(start: State, following: Callable[[State], list[State]]) -> bool:
-    """Whether at most MAX_ORDERS steps lead from one state to another."""
+    """Whether there are at most MAX_ORDERS steps between states."""
     known, waiting, steps = {start}, [start], 0
     while waiting and steps <= MAX_ORDERS:
         after = following(waiting.pop())
@@ -209,7 +209,7 @@ def _is_small(start: State, following: Callable[[State], list[State]]) -> bool:
 
 
 def _finite(writer: Writer, form: Form) -> list[str] | None:
-    """The texts of all values; None where they are not listed."""
+    """The texts of all values; None if they cannot be listed."""
     if form.arrays or form.objects:
         return None
     found = ['"null"'] * form.null + [literal(str(value).lower()) for value in sorted(form.booleans)]
@@ -244,7 +244,7 @@ def listed_texts(term: Term) -> list[str] | None:
 
 
 def states_text(writer: Writer, start: State, steps: Callable[[State], tuple[bool, list[tuple[str, State]]]], keyword: str) -> str | None:
-    """One rule for each state from which an end is reached, by what may come next; None where the start is no such state."""
+    """Write one rule for each state from which an end is reached. Returns the rule of the start; None if it reaches no end."""
     cases, before, alive = dict[State, tuple[bool, list[tuple[str, State]]]](), dict[State, list[State]](), list[State]()
     waiting = [start]
     while waiting:

@@ -1,6 +1,6 @@
 """Regular languages of texts, closed under intersection and complement: terms with derivatives (Brzozowski 1964), and automata of terms.
 
-Equal terms are one object. A text is a sequence of Unicode characters without surrogates, so escapes of JSON do not matter here.
+Equal terms are the same object. A text is a sequence of Unicode characters without surrogates, before JSON escapes are written.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Literal
 from stepgraph.sampling.grammar.constraints.charset import EVERY, CharSet, union
 
 SURROGATES = 0xD800, 0xDFFF
-MAX_CASES = 8  # alternatives that `of_length` may make of one term, one for each length
-START, END = 0x110000, 0x110001  # before the first and after the last character: what `^` and `$` of a pattern match
+MAX_CASES = 8  # alternatives, one for each length, into which `of_length` may split a term
+START, END = 0x110000, 0x110001  # marks before the first and after the last character, matched by `^` and `$` of a pattern
 Kind = Literal["chars", "words", "cat", "alt", "and", "not", "repeat", "end", "multiple", "named"]
 Label = tuple[object, ...]
 
 
 class Term:
-    """A regular language; created by the functions below. `values` are those of its kind:
+    """A regular language; created by the functions below. `values` by kind:
 
-    named: name and rule of a grammar, and the longest text. The first part has some of its texts, and is used in its place in other terms.
-    chars: a CharSet. words: texts, sorted. repeat: the least and the largest count. multiple: see `multiple_of`. end: the language that
-    leads, with END appended, to a text of the part.
+    named: name and rule of a grammar, and the length of the longest text. The first part has some texts of the rule, and replaces it inside
+    other terms. chars: a CharSet. words: sorted texts. repeat: the smallest and the largest count. multiple: see `multiple_of`.
+    end: none; the texts that, with END appended, are in the part.
     """
 
     __slots__ = ("__weakref__", "_steps", "is_plain", "kind", "nullable", "parts", "values")
@@ -62,12 +62,12 @@ class Term:
         return False
 
     def after(self, char: int) -> Term:
-        """The rests of the texts that start with this character."""
+        """The remainders of the texts that start with this character."""
         starts, terms = self.steps()
         return terms[bisect_right(starts, char) - 1]
 
     def steps(self) -> tuple[Sequence[int], Sequence[Term]]:
-        """The first characters of ranges that cover all characters and START and END, and what follows a character of each."""
+        """The first characters of ranges that cover all characters, START and END; and for each range, what follows its characters."""
         if self._steps is None:
             starts = sorted({0, END + 1, *self._bounds()})
             self._steps = starts, [self._derivative(start) for start in starts[:-1]]
@@ -146,7 +146,7 @@ def _tails(term: Term) -> dict[str, list[str]]:
 
 
 def chars(members: CharSet) -> Term:
-    """Texts of one of these characters."""
+    """Texts of a single character, one of these."""
     return _term("chars", (), members) if members else NOTHING
 
 
@@ -178,7 +178,7 @@ def cat(first: Term, *rest: Term) -> Term:
 
 
 def either(*terms: Term) -> Term:
-    """Texts of any of the languages."""
+    """The union of the languages."""
     found, finite = dict[Term, None](), set[str]()
     for term in terms:
         for part in term.parts if term.kind == "alt" else (term,):
@@ -195,7 +195,7 @@ def either(*terms: Term) -> Term:
 
 
 def both(*terms: Term) -> Term:
-    """Texts of all the languages."""
+    """The intersection of the languages."""
     found = dict.fromkeys(part for term in terms for part in (term.parts if term.kind == "and" else (term,)))
     found.pop(ANY_TEXT, None)
     if any(complement(term) in found for term in found):
@@ -212,8 +212,8 @@ def both(*terms: Term) -> Term:
 
 
 def _narrowed(parts: list[Term], term: Term) -> list[Term]:
-    """The parts of an intersection with another one. Bounds on the length are merged with other repetitions of characters, and left out
-    where the other part implies them."""
+    """Add a term to the parts of an intersection. Bounds on the length are merged into other parts, and left out if another part implies
+    them."""
     for index, part in enumerate(parts):
         for bound, other in ((part, term), (term, part)):
             if not (bound.kind == "repeat" and bound.parts[0] is ANY_CHAR):
@@ -231,7 +231,7 @@ def _narrowed(parts: list[Term], term: Term) -> list[Term]:
 
 
 def of_length(term: Term, low: int, high: int | None, cases: int = MAX_CASES) -> Term | None:
-    """The texts of a language of a length in these bounds; None where that takes more than other counts, and this many alternatives."""
+    """The texts whose length is in these bounds; None if that takes more than changed counts and up to `cases` alternatives."""
     least, most = length_range(term)
     if least >= low and (high is None or (most is not None and most <= high)):
         return term
@@ -260,7 +260,7 @@ def of_length(term: Term, low: int, high: int | None, cases: int = MAX_CASES) ->
 
 
 def _by_length(term: Term, cases: int) -> dict[int, Term]:
-    """The texts of each length, if there are at most so many lengths; else none."""
+    """The texts of each length; empty if there may be more than `cases` lengths."""
     least, most = length_range(term)
     if most is None or most - least >= cases:
         return {}
@@ -269,14 +269,14 @@ def _by_length(term: Term, cases: int) -> dict[int, Term]:
 
 
 def complement(term: Term) -> Term:
-    """All texts that are not of the language."""
+    """All texts that are not in the language."""
     if term.kind == "not":
         return term.parts[0]
     return ANY_TEXT if term is NOTHING else NOTHING if term is ANY_TEXT else _term("not", (term,), ())
 
 
 def repeat(term: Term, low: int, high: int | None) -> Term:
-    """Texts that consist of `low` to `high` texts of the language; None: without a limit."""
+    """Texts that consist of `low` to `high` texts of the language; `high` None: no limit."""
     if high is not None and high < low:
         return NOTHING
     if high == 0 or term is EPSILON:
@@ -291,7 +291,7 @@ def repeat(term: Term, low: int, high: int | None) -> Term:
 
 
 def named(name: str, rule: str, parts: Sequence[Term], longest: int | None) -> Term:
-    """The texts of a rule, see `Term`. They are not empty texts where a longest one is known."""
+    """The texts of a rule, see `Term`. With `longest`, no text is empty."""
     return _term("named", tuple(parts), (name, rule, longest))
 
 
@@ -300,12 +300,12 @@ MARKED_TEXT = _term("repeat", (ANY_MARKED,), (0, None))
 
 
 def unmarked(term: Term) -> Term:
-    """The texts that are in the language with START once or several times before, and END after them."""
+    """The texts that are in the language if START is prepended once or several times, and END is appended."""
     return either(*(_term("end", (found,), ()) for found in _marked(term, START)))
 
 
 def _marked(term: Term, mark: int) -> dict[Term, None]:
-    """What follows the mark, once or several times."""
+    """The terms after the mark, once or several times."""
     found = dict[Term, None]()
     while (term := term.after(mark)) not in found and term is not NOTHING:
         found[term] = None
@@ -331,7 +331,7 @@ def _multiple_after(term: Term, char: int) -> Term:
 
 @functools.lru_cache(maxsize=4096)
 def length_range(term: Term) -> tuple[int, int | None]:
-    """Bounds of the length of a text; not always the best ones."""
+    """Bounds of the length of a text. They are correct, but not always the tightest."""
     ranges = [length_range(part) for part in term.parts]
     match term.kind:
         case "chars":

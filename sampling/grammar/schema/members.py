@@ -1,4 +1,4 @@
-"""The properties of an object as EBNF: declared ones in their order, then others."""
+"""The properties of an object as EBNF: declared properties in their order, then others."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from stepgraph.sampling.grammar.schema.language import Term, both, complement, m
 from stepgraph.sampling.grammar.schema.spelling import json_literal, optional, repeated
 
 MAX_ANY_ORDER = 8  # declared properties
-MAX_CASES = 512  # of witnesses with few names
+MAX_CASES = 512  # cases of the witnesses of one object
 MAX_INLINE = 60  # characters that are repeated instead of becoming a rule
 
 
 def members_texts(writer: Writer, item: Object) -> list[str]:
-    """What is between the braces, by case."""
+    """The texts between the braces, one for each case."""
     found = [_properties(writer, one, last) for one, last in _witnessed(writer, item)]
     return [text for text in found if text is not None]
 
 
 def _witnessed(writer: Writer, item: Object, undeclared: tuple[Keys, ...] = ()) -> Iterator[tuple[Object, tuple[Keys, ...]]]:
-    """The cases of an object by the declared properties that are its witnesses, with the properties that are the other ones, of which no
-    two have one name. `undeclared`: the other witnesses."""
+    """The cases of an object, by which declared properties satisfy its witnesses; with the undeclared properties that satisfy the other
+    witnesses, no two of which have the same name. `undeclared`: witnesses left for undeclared properties."""
     if not item.witnesses:
         cases = list(itertools.islice(_apart(writer, undeclared), MAX_CASES + 1))
         if len(cases) > MAX_CASES:
-            reject(writer.where, "not", f"asks for undeclared properties in more than {MAX_CASES} ways; declare them in properties")
+            reject(writer.where, "not", f"requires undeclared properties in more than {MAX_CASES} ways; declare them in properties")
         for last in cases:
             yield item, last
         return
@@ -54,7 +54,7 @@ def _witnessed(writer: Writer, item: Object, undeclared: tuple[Keys, ...] = ()) 
 
 
 def _apart(writer: Writer, witnesses: tuple[Keys, ...], last: tuple[Keys, ...] = ()) -> Iterator[tuple[Keys, ...]]:
-    """Properties without common names that are these witnesses, after `last`: one may be several of them."""
+    """Properties without common names that satisfy these witnesses, after `last`. One property may satisfy several witnesses."""
     if not witnesses:
         yield last
         return
@@ -65,8 +65,8 @@ def _apart(writer: Writer, witnesses: tuple[Keys, ...], last: tuple[Keys, ...] =
             yield from _apart(writer, rest, (*last[:index], common, *last[index + 1 :]))
     common_names = [listed_texts(both(keys.names, first.names)) for keys in last]
     if any(names is None or len(names) > 1 for names in common_names):
-        writer.narrow("not", "is enforced without two undeclared properties whose names both are among those that two of its parts ask for")
-    # As a property of its own: either it has a name that another one has not, or the other way round.
+        writer.narrow("not", "is enforced without texts in which two undeclared properties each have a name that the same two parts match")
+    # As a separate property: for each other property, one of the two has a name that the other cannot have.
     for chosen in itertools.product((True, False), repeat=len(last)):
         own, others = first, list(last)
         for index, keys in enumerate(last):
@@ -79,13 +79,13 @@ def _apart(writer: Writer, witnesses: tuple[Keys, ...], last: tuple[Keys, ...] =
 
 
 def _few_names(item: Object, witness: Keys) -> list[str] | None:
-    """The undeclared names of a witness where they are few, so that it is one of these properties; else None."""
+    """The undeclared names of a witness, to be declared, if they are few; else None."""
     names = listed_texts(both(witness.names, complement(words(item.values))))
     return names if names is not None and len(names) ** len(item.witnesses) <= MAX_CASES else None
 
 
 def _properties(writer: Writer, item: Object, witnesses: tuple[Keys, ...]) -> str | None:
-    """What is between the braces; None where no object is possible."""
+    """The text between the braces; None if no object is possible."""
     closed = writer.is_closed and item.closable
     declared = [(name, value) for name, value in item.declared if writer.is_alive(value)]
     excluded = complement(words(name for name, _ in item.declared))
@@ -104,7 +104,7 @@ def _properties(writer: Writer, item: Object, witnesses: tuple[Keys, ...]) -> st
 
 
 def _other_pairs(writer: Writer, classes: list[Keys], excluded: Term) -> str:
-    """A property with a name of one of the classes; empty where there is none."""
+    """A property with a name of one of the classes; empty if there is none."""
     found = list[str]()
     for keys in classes:
         names = both(keys.names, excluded)
@@ -119,7 +119,7 @@ def _pair(writer: Writer, key: str, value: Expr) -> str:
 
 
 class _Members:
-    """The properties of an object: declared ones in their order, then others. `ends`: the last ones of the others, which must be there."""
+    """The properties of an object: declared properties in their order, then others. `ends`: the last of the others, all required."""
 
     def __init__(self, writer: Writer, pairs: list[tuple[str, bool]], others: str, ends: list[str], low: int, high: int | None) -> None:
         self._writer, self._pairs, self._others, self._ends = writer, pairs, others, ends
@@ -143,7 +143,7 @@ class _Members:
         first_required = next((index for index, (_, is_required) in enumerate(self._pairs) if is_required), len(self._pairs))
         after: list[list[str] | None] = [self._end(count) for count in range(self._most + 1)]
         for index in range(len(self._pairs) - 1, -1, -1):
-            if counted or index < first_required:  # several rules lead to what follows
+            if counted or index < first_required:  # the rest is used several times
                 for count, cases in enumerate(after[1:], 1):
                     if cases and (len(cases) > 1 or len(cases[0]) > MAX_INLINE):
                         after[count] = [self._writer.rule(_cases(cases))]
@@ -152,7 +152,7 @@ class _Members:
         return None if found is None else _grouped(found)
 
     def _in_any_order(self) -> str | None:
-        """A state has the declared properties so far as bits."""
+        """A state is the set of declared properties so far, as bits."""
         if len(self._pairs) > MAX_ANY_ORDER:
             most = f"expected at most {MAX_ANY_ORDER} with property_order='any'"
             reject(self._writer.where, "properties", f"has {len(self._pairs)} names, {most}")
@@ -185,8 +185,8 @@ class _Members:
         return [*cases, *(skipped or [])] or None
 
     def _end(self, count: int) -> list[str] | None:
-        """The cases after all declared properties. Equal names may occur among the others, so no more than one of them is counted as
-        another property, but for those at the end."""
+        """The cases after all declared properties. Other properties may have equal names, so at most one of them is counted, except those
+        at the end."""
         needed, comma = max(self._low - count, 0), self._comma if count else self._writer.opening
         room, ends = None if self._high is None else self._high - count, len(self._ends)
         if needed > max(ends, 1) and self._others and count >= self._required:

@@ -1,4 +1,4 @@
-"""The canonical form of each schema of a document: what its keywords say together."""
+"""The canonical form of each schema of a document, from all its keywords."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from stepgraph.sampling.grammar.schema.numbers import Numbers
 from stepgraph.sampling.grammar.schema.patterns import PatternError, full, search
 from stepgraph.sampling.grammar.schema.reader import Document, Node, fraction, pointer, refuse_format, shown
 
-MAX_FORMS = 20_000  # schemas and conjunctions of schemas
+MAX_FORMS = 20_000  # forms of schemas and conjunctions of schemas
 MAX_PAIRS = 30_000  # intersections of alternatives
 
 _NUMBER_WORDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
@@ -57,19 +57,19 @@ _OF_TYPE = {
 
 @dataclass(frozen=True)
 class Conflict:
-    """Parts of a schema, or two schemas, that no value satisfies both of."""
+    """A schema whose parts contradict each other, or two schemas that do."""
 
     at: str  # JSON pointer
-    places: tuple[str, ...] = ()  # of the two schemas
+    places: tuple[str, ...] = ()  # JSON pointers of the two schemas
 
 
 class Normaliser:
-    """Finds forms on demand: a form refers to those of the values inside by expressions, so recursion ends there."""
+    """Computes forms on demand. A form contains expressions, not forms, for the values inside, so recursive schemas need no recursion."""
 
     def __init__(self, document: Document, unknown_formats: Literal["annotation", "refuse"] = "annotation") -> None:
         self.document, self._unknown_formats = document, unknown_formats
         self.conflicts = list[Conflict]()
-        self.narrowed = dict[Unsupported, None]()  # parts of which not all texts are generated
+        self.narrowed = dict[Unsupported, None]()  # parts not all of whose texts are generated
         self._forms: dict[Expr, Form] = {TRUE: ANYTHING, NEVER: NOTHING_AT_ALL}
         self._open = dict[Expr, None]()  # being computed
         self._simplified = dict[Expr, Expr]()
@@ -77,7 +77,7 @@ class Normaliser:
         self._canonical = dict[Form, Expr]()
 
     def form(self, part: Expr) -> Form:
-        """What an expression accepts; UnsupportedError."""
+        """The form of an expression; UnsupportedError if it cannot be enforced."""
         found = self._forms.get(part)
         if found is not None:
             return found
@@ -102,13 +102,13 @@ class Normaliser:
         return found
 
     def simplify(self, part: Expr) -> Expr:
-        """An expression of the same values, the same one for equal forms: NEVER where surely no value satisfies it. Contradictions between
-        schemas are found, not those inside one."""
+        """An equivalent expression, the same one for equal forms; NEVER if it is certain that no value satisfies it. Contradictions between
+        schemas are found, not those inside one schema."""
         if len(part) < 2 or part in self._open:
             return part
         if part not in self._simplified:
             self._simplified[part] = part  # for recursion
-            with contextlib.suppress(UnsupportedError):  # reported where the expression is reached
+            with contextlib.suppress(UnsupportedError):  # reported when the expression is written
                 form = self.form(part)
                 same = next(((literal,) for literal in part if self._forms.get((literal,)) == form), part)
                 self._simplified[part] = NEVER if form.is_nothing else self._canonical.setdefault(form, same)
@@ -121,7 +121,7 @@ class Normaliser:
         return meet(left, right, self.simplify, where)
 
     def _met(self, forms: list[Form], at: str, part: Expr = ()) -> Form:
-        """The intersection of the forms at a place, or of those of an expression. Contradictions are recorded."""
+        """The intersection of the forms at a place, or of the literals of an expression. Contradictions are recorded."""
         found = ANYTHING
         for index, form in enumerate(forms):
             met = self.meet(found, form, at)
@@ -136,7 +136,7 @@ class Normaliser:
             return ANYTHING if node.schema else NOTHING_AT_ALL
         words_of, child = node.keywords, self.document.child
         where = node.where
-        parts = list(self._simple(node))  # forms with their keywords
+        parts = list(self._simple(node))  # (keyword, form)
         for keyword in ("$ref", "$dynamicRef", "$recursiveRef"):
             if keyword in words_of:
                 parts.append((keyword, self.form(expr(self.document.target(node, keyword)))))
@@ -155,9 +155,9 @@ class Normaliser:
             parts.append(("oneOf", self._exactly_one([child(node, "oneOf", index) for index in range(len(words_of["oneOf"]))])))
         if "if" in words_of and {"then", "else"} & words_of.keys():
             parts.append(("if", self._conditional(node)))
-        order = {keyword: index for index, keyword in enumerate(node.schema)}  # also that of the properties
+        order = {keyword: index for index, keyword in enumerate(node.schema)}  # also determines the order of properties
         parts.sort(key=lambda part: order.get(part[0], 0))
-        parts.sort(key=lambda part: not any(item.closable for item in part[1].objects))  # names that are only required after described ones
+        parts.sort(key=lambda part: not any(item.closable for item in part[1].objects))  # names that are only required come last
         found = self._met([form for _, form in parts], where)
         for keyword in ("unevaluatedProperties", "unevaluatedItems"):
             if keyword in words_of:
@@ -165,7 +165,7 @@ class Normaliser:
         return found
 
     def _any_of(self, parts: list[Expr], known: int | None = None) -> Form:
-        """The values of any of these; with some, contradictions after those known before say nothing about all of them."""
+        """The union of these expressions. If it has values, the contradictions that were found in single expressions are dropped."""
         known, found = len(self.conflicts) if known is None else known, join(*map(self.form, parts))
         if not found.is_nothing:
             del self.conflicts[known:]
@@ -179,7 +179,7 @@ class Normaliser:
         return self._any_of(cases)
 
     def _exactly_one(self, branches: list[Node]) -> Form:
-        """Each branch without the others, as far as they have values in common."""
+        """Each branch without the other branches with which it has values in common."""
         parts, known = [expr(branch) for branch in branches], len(self.conflicts)
         cases = list[Expr]()
         for index, part in enumerate(parts):
@@ -262,7 +262,7 @@ class Normaliser:
         return replace(ANYTHING, numbers=(found,) if found else ())
 
     def _format(self, node: Node, name: str) -> Strings | None:
-        """The texts of a format; None where the format is only an annotation."""
+        """The texts of a format; None if the format is only an annotation."""
         draft = self.document.draft
         name = _OLDER_NAMES.get(name, name) if draft in (0, 3) else name
         if name in formats.FORMATS:
@@ -321,7 +321,7 @@ class Normaliser:
             classes = [keys for keys in (*inside, *outside) if not is_empty(keys.names)]
             declared = {name: all_of(before, value) if matches(term, name) else before for name, before in declared.items()}
             evaluated.append(term)
-        # Until here `is_default` marks the classes that a pattern describes.
+        # Up to here, `is_default` marks the classes that a pattern describes.
         additional = expr(child(node, "additionalProperties")) if "additionalProperties" in given else None
         if additional is not None:
             evaluated = [ANY_TEXT]
@@ -334,11 +334,11 @@ class Normaliser:
         required = dict.fromkeys((*given.get("required", ()), *self._required_children(node)))
         low, high = given.get("minProperties", 0), given.get("maxProperties")
         found = Object(tuple(declared.items()), frozenset(required), others, low, high, "properties" in given, (), either(*evaluated))
-        undeclared = ((name, found.value(name)) for name in required if name not in declared)  # in their order
+        undeclared = ((name, found.value(name)) for name in required if name not in declared)  # in the order of `required`
         return replace(found, declared=(*found.declared, *undeclared))
 
     def _dependent(self, node: Node) -> Iterator[tuple[str, Form]]:
-        """Properties that call for others, or for a schema of the whole object."""
+        """Properties that require others, or a schema of the whole object."""
         for keyword in ("dependencies", "dependentRequired", "dependentSchemas"):
             for name, value in node.keywords.get(keyword, {}).items():
                 absent = replace(ANYTHING, objects=(Object.single(name, NEVER, required=False),))
@@ -353,14 +353,14 @@ class Normaliser:
                 yield keyword, join(absent, present)
 
     def _without_unevaluated(self, form: Form, node: Node, keyword: str) -> Form:
-        """The alternatives, each with a rule for what its own keywords do not describe. A value may satisfy several alternatives, which
-        describe more of it together, so this is a part of what the schema accepts."""
+        """The alternatives, each with a rule for what its own keywords do not describe. If a value satisfies several alternatives, they
+        describe more of it together, so the result accepts only a part of what the schema accepts."""
         found: list[Any] = []
         value, several = expr(self.document.child(node, keyword)), bool(_IN_PLACE & node.keywords.keys())
         cases = form.objects if keyword == "unevaluatedProperties" else form.arrays
         has_contains = keyword == "unevaluatedItems" and any(array.contains for array in form.arrays)
         if has_contains or (several and (len(cases) > 1 or "if" in node.keywords)):
-            reason = "without values that several alternatives, or contains, describe together"
+            reason = "without values of which several alternatives, or contains, each describe a part"
             self.narrowed[Unsupported(node.where, keyword, reason)] = None
         if keyword == "unevaluatedProperties":
             for item in form.objects:
@@ -384,5 +384,5 @@ def _requiring(names: list[str]) -> Object:
 
 
 def text_keyword(node: Node) -> str:
-    """The keyword about texts or names that takes most states."""
+    """The keyword for texts or names that is likely to take most states."""
     return next((word for word in _TEXT_WORDS if word in node.keywords), "pattern")

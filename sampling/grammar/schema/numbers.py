@@ -12,8 +12,8 @@ from stepgraph.sampling.grammar.constraints.charset import charset
 from stepgraph.sampling.grammar.schema import language
 from stepgraph.sampling.grammar.schema.language import EPSILON, NOTHING, Term, both, cat, chars, complement, either, repeat, words
 
-MAX_MULTIPLE = 4_000  # states of an automaton over remainders
-MAX_LISTED = 1_000  # multiples that are listed instead
+MAX_MULTIPLE = 4_000  # remainders, which are states of an automaton
+MAX_LISTED = 1_000  # multiples that are listed instead of an automaton
 
 _ZERO, _DIGIT, _ONE_UP = words(["0"]), chars(charset((48, 57))), chars(charset((49, 57)))
 _DIGITS = repeat(_DIGIT, 0, None)
@@ -29,7 +29,7 @@ _MINUS = words(["-"])
 
 @dataclass(frozen=True)
 class Numbers:
-    """The numbers between two bounds that are multiples of one number and not of others. Integers are the multiples of 1."""
+    """The numbers between two bounds that are multiples of one number and not of some others. Integers are the multiples of 1."""
 
     low: Fraction | None = None
     high: Fraction | None = None
@@ -47,7 +47,7 @@ class Numbers:
         )
 
     def meet(self, other: Numbers) -> Numbers | None:
-        """The numbers in both sets; None where there are none."""
+        """The numbers in both sets; None if there are none."""
         low, low_open = max(((item.low, item.low_open) for item in (self, other) if item.low is not None), default=(None, False))
         highs = [(item.high, not item.high_open) for item in (self, other) if item.high is not None]
         high, high_closed = min(highs, default=(None, True))
@@ -86,7 +86,7 @@ class Numbers:
             yield Numbers(multiple=other)
 
     def language(self) -> Term:
-        """The texts of the numbers; those with an exponent only where the bounds are about the sign. ValueError where it is too large."""
+        """The texts of the numbers, with an exponent only if the bounds restrict only the sign. ValueError if the language is too large."""
         if None not in (self.multiple, self.low, self.high) and self._last_multiple() - self._first_multiple() < MAX_LISTED:
             assert self.multiple is not None
             values = (self.multiple * count for count in range(self._first_multiple(), self._last_multiple() + 1))
@@ -112,7 +112,7 @@ class Numbers:
         )
 
     def _signed(self) -> Term:
-        """Bounds at zero only, so that an exponent does not matter."""
+        """The texts if both bounds are zero or None: an exponent does not change whether a number is in them."""
         zero = not (self.low_open if self.low is not None else self.high_open)
         unsigned = cat(_UNSIGNED if zero else _POSITIVE, _EXPONENT)
         if self.low is not None:
@@ -122,7 +122,7 @@ class Numbers:
         return either(cat(_MINUS, _POSITIVE, _EXPONENT), _ZERO if zero else NOTHING)
 
     def _unsigned(self) -> Term:
-        """The texts of these numbers, none of them negative, without an exponent."""
+        """The texts of these numbers without an exponent. No number is negative."""
         assert self.low is not None and self.low >= 0
         found = _WHOLE if self.multiple is not None and self.multiple.denominator == 1 else _UNSIGNED
         if self.low > 0 or self.low_open:
@@ -147,7 +147,7 @@ def _scaled(value: Fraction) -> tuple[int, int]:
 
 
 def decimal(value: Fraction) -> str:
-    """The decimal text of a number that has one."""
+    """The text of a number that has finitely many decimals."""
     scaled, decimals = _scaled(abs(value))
     digits = str(scaled).rjust(decimals + 1, "0")
     text = f"{digits[: len(digits) - decimals]}.{digits[len(digits) - decimals :]}" if decimals else digits
@@ -156,7 +156,7 @@ def decimal(value: Fraction) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _at_least(bound: Fraction, is_open: bool) -> Term:
-    """Texts of unsigned numbers that are greater than the bound, or equal where it is not open."""
+    """Texts of unsigned numbers that are greater than the bound, or equal to it unless it is open."""
     whole, _, fraction = decimal(bound).partition(".")
     found = [cat(_ONE_UP, repeat(_DIGIT, len(whole), None), _FRACTION)]  # more digits
     for index, digit in enumerate(whole):

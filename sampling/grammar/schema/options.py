@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-LEFT_OUT = frozenset(  # keywords that are left out of an approximate grammar where they are not enforced
+LEFT_OUT = frozenset(  # keywords that an approximate grammar leaves out if they cannot be enforced
     "contains divisibleBy format if maxContains maxProperties minContains minProperties multipleOf not pattern patternProperties"
     " propertyNames unevaluatedItems unevaluatedProperties uniqueItems".split()
 )
@@ -16,7 +16,7 @@ PropertyOrder = Literal["declared", "any"]
 
 @dataclass(frozen=True)
 class Options:
-    """As in `Constraint.json_schema`, which describes them."""
+    """The options of `Constraint.json_schema`, described there."""
 
     any_whitespace: bool = False
     objects: Objects = "closed"

@@ -1,6 +1,6 @@
-"""The grammar of arguments as Qwen3-Coder writes them: `<parameter=NAME>`, a value, `</parameter>`, each on lines of their own.
+"""The grammar of arguments as Qwen3-Coder writes them: `<parameter=NAME>`, a value, `</parameter>`, each on its own line.
 
-A value that can only be a string is written as it is, without quotes and escapes, any other value as JSON.
+A value that can only be a string is written without quotes and escapes, any other value as JSON.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _NAME = re.compile(r"[^<>\n]+")
 
 
 def parameters_grammar(schema: Any, options: Options, prefix: str = "") -> str:
-    """The rules of the grammar, as those of `schema_grammar`. UnsupportedError where the schema is not that of an object."""
+    """The rules of the grammar, as in `schema_grammar`. UnsupportedError if the schema does not allow an object."""
     return schema_grammar(schema, options, prefix, _ParameterWriter)
 
 
 def text_parameters(schema: Any) -> frozenset[str]:
-    """The names of the parameters whose values are written as they are."""
+    """The names of the parameters whose values are written without quotes and escapes."""
     normaliser = Normaliser(Document(parsed(json.dumps(schema))), Options.unknown_formats)
     styles = written(normaliser, Options(), "", _ParameterWriter).styles
     return frozenset(name for name, is_text in styles.items() if is_text)
@@ -39,10 +39,10 @@ def text_parameters(schema: Any) -> frozenset[str]:
 
 class _ParameterWriter(GrammarWriter):
     def root(self, part: Expr) -> str:
-        self.styles = dict[str, bool]()  # by name, whether the value is written as it is
+        self.styles = dict[str, bool]()  # name -> whether the value is written without quotes
         cases = [self._parameters(item) for item in self.form(part).objects if self._object_has_value(item)]
         if not cases:
-            reject("#", "type", 'is that of no object, as which arguments written as parameters are sent; write type "object"')
+            reject("#", "type", 'does not allow an object, and parameters are written from an object; write type "object"')
         return " | ".join(cases)
 
     def _parameters(self, item: Object) -> str:
@@ -59,7 +59,7 @@ class _ParameterWriter(GrammarWriter):
             form = self.form(value)
             is_text = form == replace(NOTHING_AT_ALL, strings=form.strings) and not is_empty(form.strings.exact)
             if self.styles.setdefault(name, is_text) != is_text:
-                reject("#", "properties", f"has {name!r:.60}, a string only in one case, which parameters cannot express; write one case")
+                reject("#", "properties", f"has {name!r:.60}, a string in some cases only, which parameters cannot express; write one case")
             written = self._as_it_is(form) if is_text else self.value(value)
             text = f"{literal(f'<parameter={name}>{chr(10)}')} {written} {literal(f'{PARAMETER_END}{chr(10)}')}"
             texts.append(text if name in item.required else f"({text})?")

@@ -28,7 +28,7 @@ _SCRIPTS = {"Latin": "LATIN", "Greek": "GREEK", "Cyrillic": "CYRILLIC", "Han": "
 
 
 class PatternError(ValueError):
-    """A pattern that is malformed, or not a regular language."""
+    """A pattern that is malformed, or whose language is not regular."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ Pieces = list[Item]
 
 
 def check(pattern: str) -> None:
-    """PatternError for a malformed pattern. Not checked: long patterns, and those with Unicode properties, whose characters take a second
-    to find."""
+    """PatternError for a malformed pattern. Long patterns are not checked, nor those with Unicode properties, whose characters take a
+    second to find."""
     if len(pattern) <= MAX_CHECKED and not _PROPERTY.search(pattern):
         read(pattern)
 
@@ -84,15 +84,15 @@ def full(pattern: str) -> Term:
 
 
 def _searched(sequences: list[Pieces]) -> Term:
-    """The texts in which one of the sequences is found. All have the same anchors. Any text before and after is written once for all of
-    them: an automaton would have a state for each set of the sequences that were found."""
+    """The texts in which one of the sequences is found. All sequences have the same anchors. The text before and after is added once for
+    all of them; otherwise an automaton would have a state for each set of sequences found so far."""
     starts, ends = sequences[0][:1] == [START], sequences[0][-1:] == [END]
     sequence = sequences[0] if len(sequences) == 1 else [Group([inner[starts : len(inner) - ends] for inner in sequences])]
     return _anchored([*([] if starts else [_ANYTHING]), *sequence, *([] if ends else [_ANYTHING])])
 
 
 def _anchored(sequence: Pieces) -> Term:
-    """The texts of a sequence in which START and END are the ends of the text. Those in other places need terms with marks."""
+    """The texts of a sequence in which START and END are the ends of the text. START and END inside the sequence need terms with marks."""
     inner = list(sequence)
     while inner[:1] in ([START], [_STARTS]):
         del inner[0]
@@ -223,7 +223,7 @@ class _Parser:
             return item
         if isinstance(item, int):
             self._fail("no repetition of an anchor")
-        self._took("?")  # a lazy repetition matches the same texts
+        self._took("?")  # `?`: a lazy repetition matches the same texts
         if self._pattern[self._at : self._at + 1] in ("*", "+", "?") or _COUNT.match(self._pattern, self._at):
             self._fail("one repetition only")
         return Repeat(item, low, high)
@@ -278,7 +278,7 @@ class _Parser:
         return charset(name)
 
     def _character(self, code: int) -> CharSet:
-        if 0xD800 <= code < 0xDC00 and (low := _LOW_HALF.match(self._pattern, self._at)):  # of a character beyond 16 bits
+        if 0xD800 <= code < 0xDC00 and (low := _LOW_HALF.match(self._pattern, self._at)):  # a surrogate pair
             self._at = low.end()
             code = 0x10000 + ((code - 0xD800) << 10) + int(low[1], 16) - 0xDC00
         if not intersection(((code, code),), EVERY):
@@ -292,7 +292,7 @@ def _size(members: CharSet) -> int:
 
 @functools.lru_cache(maxsize=16)
 def _property(name: str) -> CharSet:
-    """The characters of a general category of Unicode, or of some scripts by the names of the characters."""
+    """The characters of a general category of Unicode, or of a script in _SCRIPTS, which is found by the names of the characters."""
     name = {"Letter": "L", "Number": "N", "Punctuation": "P", "Symbol": "S", "Mark": "M", "Separator": "Z"}.get(name, name)
     if name not in _SCRIPTS and not re.fullmatch("[LMNPSZC][a-z]?", name):
         return ()

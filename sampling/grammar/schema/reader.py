@@ -1,4 +1,4 @@
-"""A schema document as its draft reads it: references, identifiers, and each schema's keywords in the spelling of draft 2020-12."""
+"""A schema document, read by the rules of its draft: references, identifiers, and keywords, which are converted to draft 2020-12."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ ANNOTATIONS = frozenset(
 )
 MAX_COUNT = 10**9
 MAX_CHECKED = 3_000  # schemas of a document that `check_schema` reads
-MAX_DEPTH = 400  # objects and lists of a schema inside each other
-MAX_DIGITS = 400  # of a number, written without an exponent
+MAX_DEPTH = 400  # nesting of objects and lists of a schema
+MAX_DIGITS = 400  # digits of a number without an exponent
 MAX_SHOWN = 60  # characters of a value in a message
 _ENCODER = json.JSONEncoder(default=float)
 DRAFTS = {"3": 3, "4": 4, "6": 6, "7": 7, "2019-09": 8, "2020-12": 9}
@@ -39,7 +39,7 @@ _SINCE = {
     "if": 7,
     "then": 7,
     "else": 7,
-}  # drafts with new keywords that older schemas may contain
+}  # the first draft with a keyword that older schemas may contain as an annotation
 _DRAFT = re.compile(r"https?://json-schema\.org/draft[-/]0?(3|4|6|7|2019-09|2020-12)/(?:hyper-)?schema#?$")
 
 KNOWN = frozenset(
@@ -49,23 +49,23 @@ KNOWN = frozenset(
     " prefixItems properties propertyNames required then type unevaluatedItems unevaluatedProperties uniqueItems".split()
 )
 
-# Keywords with schemas as their value: by name, in a list, or one.
+# Keywords whose values are schemas: a dict (_TABLES), a list (_LISTS), or one schema (_SCHEMAS).
 _TABLES = frozenset("properties patternProperties dependencies dependentRequired dependentSchemas".split())
 _LISTS = frozenset("allOf anyOf oneOf prefixItems items extends type disallow".split())
-_WITH_NAMES = frozenset("dependencies dependentRequired type disallow".split())  # names or schemas
+_WITH_NAMES = frozenset("dependencies dependentRequired type disallow".split())  # their values may also be names
 _CONDITIONAL = frozenset(("if", "then", "else"))
 _SCHEMAS = frozenset("additionalProperties contains not propertyNames unevaluatedItems unevaluatedProperties".split()) | _CONDITIONAL
 
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """A schema at its place in a document. Nodes are compared by identity; `Document.node` returns the same one for the same place."""
+    """A schema at its place in a document. Nodes are compared by identity; `Document.node` returns the same node for the same place."""
 
     schema: Any
     where: str  # JSON pointer
     base: str  # URI that references are relative to
     number: int  # in the order of creation
-    keywords: dict[str, Any] = field(default_factory=dict)  # asserted ones, as of draft 2020-12
+    keywords: dict[str, Any] = field(default_factory=dict)  # assertions, in the spelling of draft 2020-12
 
 
 @dataclass
@@ -73,18 +73,18 @@ class Document:
     root: Any
     unknown_keywords: Literal["annotation", "refuse"] = "annotation"
     _nodes: dict[str, Node] = field(default_factory=dict)
-    _places: dict[str, str] = field(default_factory=dict)  # JSON pointer by URI, of identifiers and anchors
+    _places: dict[str, str] = field(default_factory=dict)  # URI of an identifier or anchor -> JSON pointer
 
     def __post_init__(self) -> None:
         schema = self.root.get("$schema") if isinstance(self.root, dict) else None
         found = _DRAFT.match(schema) if isinstance(schema, str) else None
-        self.draft = DRAFTS[found[1]] if found else 0  # 0: none is named, so every spelling is read
+        self.draft = DRAFTS[found[1]] if found else 0  # 0: $schema names no draft, so every spelling is read
         self._bases = {"#": ""}
         self._dynamic = Counter[str]()
         self._index(self.root, "#", "", 0)
 
     def _index(self, value: Any, where: str, base: str, depth: int) -> None:
-        """Find all identifiers, wherever a schema may be; also where none is, which no valid reference leads to."""
+        """Find all identifiers, wherever a schema may be. Identifiers outside schemas do no harm: no valid reference leads to them."""
         if depth > MAX_DEPTH:
             reject(where[:200].rpartition("/")[0], "nesting", f"has more than {MAX_DEPTH} levels; write fewer levels")
         if isinstance(value, list):
@@ -97,13 +97,13 @@ class Document:
                     self._index(child, pointer(where, name), base, depth + 1)
 
     def _register(self, value: dict[str, Any], where: str, base: str) -> str:
-        """Note the identifiers and anchors of a schema. Returns the URI that references inside it are relative to."""
+        """Record the identifiers and anchors of a schema. Returns the base URI of references inside it."""
         for name in ("$id", "id"):
             identifier = value.get(name)
             if not isinstance(identifier, str) or (name == "id" and self.draft not in (0, 3, 4)):
                 continue
             if where.rpartition("/")[2] in ("properties", "patternProperties", "definitions", "$defs"):
-                continue  # in a table of schemas, "id" is a name
+                continue  # `value` is a table of schemas: "id" is a name
             if 0 < self.draft < 8 and isinstance(value.get("$ref"), str):
                 continue  # the siblings of a reference are ignored
             if identifier.startswith("#"):
@@ -119,7 +119,7 @@ class Document:
         return base
 
     def node(self, where: str) -> Node:
-        """The schema at a JSON pointer of this document, which exists."""
+        """The schema at a JSON pointer that exists in this document."""
         found = self._nodes.get(where)
         if found is None:
             value: Any = self.root
@@ -137,7 +137,7 @@ class Document:
         return found
 
     def constant(self, value: Any, where: str) -> Node:
-        """A schema of this value only, which is at `where` or inside of the value there."""
+        """A schema of this value only. The value is at `where` or inside the value there."""
         key = f"= {json.dumps(value, default=str, sort_keys=True)}"
         if key not in self._nodes:
             self._nodes[key] = Node({"const": value}, where, "", len(self._nodes), {"const": value})
@@ -153,7 +153,7 @@ class Document:
             reject(node.where, keyword, f"got {shown(reference)}, expected a string")
         relative = reference.startswith("#")
         where = self._resolved(node.base.partition("#")[0] + reference if relative else urljoin(node.base, reference))
-        if where is None and relative:  # inside a schema with an identifier of its own, which generators write without meaning a document
+        if where is None and relative:  # inside a schema with an $id, which generators write without meaning a new document
             where = self._resolved(self._bases["#"].partition("#")[0] + reference)
         if keyword != "$ref" and self._dynamic[keyword if keyword == "$recursiveRef" else reference.rpartition("#")[2]] > 1:
             reject(node.where, keyword, f"got {shown(reference)}, to which several anchors of one name may apply; write $ref")
@@ -189,7 +189,7 @@ class Document:
         return where
 
     def _modern(self, schema: dict[str, Any], where: str) -> Iterator[tuple[str, Any]]:
-        """The keywords that assert something, each checked. Older spellings are replaced; a schema in a value stays where it is."""
+        """The assertions, each checked. Older spellings are replaced; JSON pointers to the schemas inside do not change."""
         draft = self.draft
         if "$ref" in schema and 0 < draft < 8 and isinstance(schema["$ref"], str):
             yield "$ref", schema["$ref"]  # its siblings are ignored
@@ -218,8 +218,8 @@ def pointer(where: str, *names: str | int) -> str:
 
 
 def check_schema(schema: Any, options: Options) -> None:
-    """UnsupportedError for a malformed keyword, type, pattern or reference, and for unknown keywords and formats that are refused; of
-    the first `MAX_CHECKED` schemas that the root leads to. What schemas say together is not checked."""
+    """UnsupportedError for a malformed keyword, type, pattern or reference, and for unknown keywords and formats that are refused, in
+    the first `MAX_CHECKED` schemas that the root leads to. Contradictions between schemas are not checked."""
     waiting = ["#"]
     known = set(waiting)
     with naming_values(schema):
@@ -241,7 +241,7 @@ def check_schema(schema: Any, options: Options) -> None:
 
 @contextlib.contextmanager
 def naming_values(schema: Any) -> Iterator[None]:
-    """An UnsupportedError that is raised inside names the value of its keyword, or the schema that it is about."""
+    """Add the value of the keyword, or the schema, to the message of an UnsupportedError that is raised inside."""
     try:
         yield
     except UnsupportedError as error:
@@ -253,7 +253,7 @@ def naming_values(schema: Any) -> Iterator[None]:
 
 
 def value_of(schema: Any, part: Unsupported) -> Any:
-    """What a keyword is given at its place; the schema there where the keyword is not written."""
+    """The value of the keyword of `part`, or the schema at its place if that does not have the keyword."""
     found = value_at(schema, part.where)
     return found.get(part.keyword, found) if isinstance(found, dict) else found
 
@@ -285,7 +285,7 @@ def _below(document: Document, node: Node) -> Iterator[str]:
         if keyword.endswith(("$ref", "Ref")):
             yield document.target(node, keyword).where
         elif keyword in _CONDITIONAL and not ("if" in given and {"then", "else"} & given.keys()):
-            continue  # without effect
+            continue  # `if` without `then` and `else`, or these without `if`, has no effect
         elif keyword in _TABLES or (keyword in _LISTS and isinstance(value, list)):
             children = value.items() if keyword in _TABLES else enumerate(value)
             names = (name for name, child in children if keyword not in _WITH_NAMES or isinstance(child, (dict, bool)))
@@ -332,7 +332,7 @@ def _is_number(value: Any) -> bool:
 
 
 def fraction(value: int | Decimal, where: str, keyword: str) -> Fraction:
-    """A number of a schema, exactly; rejected where it has too many digits."""
+    """A number of a schema as an exact fraction; rejected if it has too many digits."""
     exact = Decimal(value)
     if max(exact.adjusted(), 0) - min(int(exact.as_tuple().exponent), 0) >= MAX_DIGITS:
         reject(where, keyword, f"got {shown(value)}, expected a number of at most {MAX_DIGITS} digits")
@@ -340,11 +340,11 @@ def fraction(value: int | Decimal, where: str, keyword: str) -> Fraction:
 
 
 def shown(value: Any) -> str:
-    """A value in a message."""
+    """A value as JSON for a message, cut after MAX_SHOWN characters."""
     if isinstance(value, Decimal):
         return str(value)[:MAX_SHOWN]
     text = ""
-    for piece in _ENCODER.iterencode(value):  # not the whole of it, which may be long and deep
+    for piece in _ENCODER.iterencode(value):  # in pieces: the whole value may be long and deep
         text += piece
         if len(text) > MAX_SHOWN:
             return f"{text[: MAX_SHOWN - 3]}..."
@@ -352,7 +352,7 @@ def shown(value: Any) -> str:
 
 
 def value_at(schema: Any, where: str) -> Any:
-    """The value at a JSON pointer, which exists."""
+    """The value at a JSON pointer that exists."""
     return functools.reduce(_step, where.split("/")[1:], schema)
 
 
@@ -361,5 +361,5 @@ def _step(value: Any, step: str) -> Any:
 
 
 def parsed(text: str) -> Any:
-    """JSON with decimal numbers as they are written."""
+    """The value of a JSON text; numbers with a point or exponent become Decimal, so that they stay exact."""
     return json.loads(text, parse_float=Decimal)

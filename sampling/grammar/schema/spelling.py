@@ -1,4 +1,4 @@
-"""Languages of texts as EBNF of JSON strings and numbers: characters that JSON escapes are written with their shortest escape."""
+"""Languages of texts as EBNF of JSON strings and numbers. Characters that JSON must escape are written with their shortest escape."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from stepgraph.sampling.grammar.constraints.charset import IN_JSON, CharSet, cha
 from stepgraph.sampling.grammar.schema.automata import Automaton, TooComplexError, automaton, is_empty, split_length
 from stepgraph.sampling.grammar.schema.language import ANY_CHAR, Term, both, counts, either, repeat, texts_of
 
-MAX_PRINTED = 200  # texts of a finite language that are written out; more become an automaton, which shares what is equal
+MAX_PRINTED = 200  # texts of a finite language that are listed; more become an automaton, which shares equal parts
 _ESCAPED = complement(IN_JSON)
 _SHORT = {code: char for code, char in ((8, "b"), (9, "t"), (10, "n"), (12, "f"), (13, "r"), (34, '"'), (92, "\\"))}
 
 
 def literal(text: str) -> str:
-    """A text as it is, as a literal of EBNF."""
+    """A text as an EBNF literal."""
     return '"' + "".join(f"\\{char}" if char in '"\\' else char if " " <= char <= "~" else f"\\U{ord(char):08x}" for char in text) + '"'
 
 
 def json_literal(text: str) -> str:
-    """A JSON string, as a literal of EBNF."""
+    """A text as a JSON string, as an EBNF literal."""
     return literal(json.dumps(text, ensure_ascii=False))
 
 
@@ -39,7 +39,7 @@ def json_class(chars: CharSet) -> str:
 
 
 def generated(term: Term) -> Term:
-    """The language, or of one whose automaton is too large the texts up to a smaller length; TooComplexError."""
+    """The language; if its automaton is too large, its texts up to a smaller length. TooComplexError if that is too large too."""
     while True:
         try:
             is_empty(term)
@@ -52,7 +52,7 @@ def generated(term: Term) -> Term:
 
 
 class Speller:
-    """Writes languages; `rules` receives what is needed more than once."""
+    """Writes languages; adds rules to `rules` for parts that are used more than once."""
 
     def __init__(self, rules: dict[str, str], prefix: str) -> None:
         self._rules, self._prefix = rules, prefix
@@ -60,7 +60,7 @@ class Speller:
         self._classes = dict[CharSet, str]()
 
     def body(self, term: Term, in_string: bool) -> str:
-        """The texts of a language, inside a JSON string or as they are."""
+        """The texts of a language, escaped for a JSON string or unchanged."""
         key = term, in_string
         if key not in self._bodies and (wide := [part for part in _cases(term) if part.kind == "named"]):
             texts = [self._named(part, in_string) for part in wide]
@@ -145,5 +145,5 @@ def repeated(text: str, low: int, high: int | None) -> str:
 
 
 def bounds(low: int, high: int | None) -> str:
-    """The sign of a repetition."""
+    """The EBNF suffix of a repetition."""
     return {(0, None): "*", (1, None): "+", (0, 1): "?"}.get((low, high), f"{{{low},{'' if high is None else high}}}")

@@ -471,7 +471,7 @@ private:
     }
 
     // Second 60 is the last of a day in UTC, so the offset is the time plus a minute, or the rest of the day. The minute is on the stack
-    // from its last digit to the colon of the offset, or 12,000 states would be needed. No part ends at a digit: some tokens have many digits.
+    // from its last digit to the colon of the offset, or 12,000 states would be needed. Parts do not end at digits, which tokens may span.
     int32_t time(int32_t continuation) {
         int32_t start = state_before(continuation), any_digit = state_before(continuation), any_minute = state_before(continuation);
         auto number = [&](int value, int32_t to) { return byte_before('0' + value / 10, byte_before('0' + value % 10, to)); };
