@@ -36,29 +36,29 @@ LEXER_FULL = "too many states"
 class LLGuidanceMatcher:
     """`accept_token` never raises; `fill_next_token_bitmask` fails closed: after any failure the row is zero.
 
-    Stop tokens are not passed to the library, whose rollback miscounts them. The shared start is copied, never advanced.
+    Stop tokens are not passed to the library, whose rollback miscounts them. The shared start matcher is copied, never advanced.
     """
 
     def __init__(self, grammar: LLGuidanceGrammar) -> None:
         self._grammar, self._pristine = grammar, grammar.start
         self.library_matcher = self._pristine.deep_copy()
-        self.native_grammar = grammar.native  # for the native host link; this matcher does not see tokens accepted through it
+        self.native_grammar = grammar.native  # for the native host link, whose accepted tokens do not change this matcher
         self.vocabulary, self.fuel_seconds = grammar.vocabulary, grammar.fuel_seconds
         self.fault = ""  # why this matcher can no longer be used; empty while it works
         self._stop_ids = frozenset(self.vocabulary.stop_token_ids)
         self._scratch: npt.NDArray[np.int32] = np.zeros(self.vocabulary.mask_words, dtype=np.int32)
         self._history = list[int]()  # text tokens that the library has accepted
-        self._filled = 0  # its length when a mask was last computed
+        self._filled = 0  # length of the history when a mask was last computed
         self._ended = self._dead_end = False
 
     @property
     def accepted_tokens(self) -> tuple[int, ...]:
-        """Tokens accepted and not rolled back. The first stop token represents whichever was accepted."""
+        """Tokens accepted and not rolled back. Any accepted stop token is reported as the first stop token of the vocabulary."""
         return (*self._history, *self.vocabulary.stop_token_ids[: self._ended])
 
     @property
     def num_accepted(self) -> int:
-        """Tokens accepted and not rolled back, a stop token included."""
+        """Number of tokens accepted and not rolled back, including a stop token."""
         return len(self._history) + self._ended
 
     def accept_token(self, token_id: int) -> bool:
@@ -91,7 +91,7 @@ class LLGuidanceMatcher:
             self._compute(row)
             self._burn(start, "fill_next_token_bitmask")
         if self.fault or self._dead_end:
-            row.fill(0)  # an error leaves the stop tokens' bits set
+            row.fill(0)  # after an error the library leaves the bits of stop tokens set
             return MaskStatus.FAULT if self.fault else MaskStatus.DEAD_END
         return self.vocabulary.classify(row)
 
@@ -109,8 +109,8 @@ class LLGuidanceMatcher:
         start = time.thread_time()
         self.library_matcher.rollback(count)
         if not self._renewed_lexer() and len(self._history) < self._filled:
-            # The library caches its latest mask by the number of items and the lexer state, which another path may reach with other
-            # items. Only a mask computed here, where the paths diverge, replaces the cached one.
+            # The library caches its latest mask by the number of items and the lexer state. Another path may reach the same pair with
+            # other items. Computing a mask here, where the paths diverge, replaces the cached one.
             self._compute(self._scratch)
         self._burn(start, "rollback")
 
@@ -129,7 +129,7 @@ class LLGuidanceMatcher:
         return self.library_matcher.try_consume_tokens([token_id]) == 1
 
     def _renewed_lexer(self, rejected: int = -1) -> bool:
-        """Whether the lexer was full and a new one has accepted the text so far. A text that still fails exceeds the limit by itself.
+        """Whether the lexer was full and a new lexer has accepted the text so far. A text that still fails exceeds the limit by itself.
 
         A full lexer rejects tokens without an error. Only a copy that must consume the rejected token reports one.
         """
@@ -159,15 +159,15 @@ class LLGuidanceMatcher:
 class LLGuidanceGrammar:
     """A compiled grammar: a matcher at the start of a text, copied by each matcher.
 
-    The copies share its lexer, which stores the states that any of them reaches. A copy that finds the lexer full renews the start, and
-    later copies use the new one.
+    The copies share a lexer, which stores the states that any of them reaches. If the lexer is full, a copy replaces the start matcher,
+    and later copies use the new one.
     """
 
     def __init__(self, make: Callable[[], llguidance.LLMatcher], vocabulary: Vocabulary, fuel_seconds: float) -> None:
         self._make, self.start = make, make()
         self.vocabulary, self.fuel_seconds = vocabulary, fuel_seconds
         self.nbytes = 0
-        self.native: LLGuidanceNativeGrammar | None = None  # None where the library cannot be called from C
+        self.native: LLGuidanceNativeGrammar | None = None  # None if the library cannot be called from C
 
     def renewed(self) -> llguidance.LLMatcher:
         self.start = self._make()
@@ -184,12 +184,12 @@ class LLGuidanceBuilder:
         self._library = LLGuidance(vocabulary.for_llguidance, vocabulary.stop_token_ids, sorted(vocabulary.non_text_ids), self._fuel)
         try:
             api = llguidance_api()
-        except Unavailable:  # the host link is the Python one then, and reports why
+        except Unavailable:  # then the Python host link is used, which reports the reason
             api = None
         self._native = LLGuidanceTokenizer(api, vocabulary) if api else None
 
     def check(self, constraint: Constraint) -> None:
-        """ValueError, an UnsupportedError where the part is known, for what would not be enforced; without calling the library."""
+        """ValueError for what would not be enforced, an UnsupportedError if the part is known; does not call the library."""
         if constraint.kind == "lark":
             for schema in checked_lark(constraint.payload)[1]:
                 check_schema(schema, Options())
@@ -203,7 +203,7 @@ class LLGuidanceBuilder:
         compiled = LLGuidanceGrammar(lambda: self._library.matcher(grammar), self._vocabulary, self._limits.step_seconds)
         if compiled.start.is_error():
             lines = _NOISE.sub("", compiled.start.get_error()).strip().splitlines()
-            reject("#", constraint.kind, "\n".join(lines) if kind == "lark" else lines[0])  # of the user's grammar, with its lines
+            reject("#", constraint.kind, "\n".join(lines) if kind == "lark" else lines[0])  # lark: all lines, for the user
         compiled.nbytes = BYTES_PER_GRAMMAR + BYTES_PER_CHAR * len(grammar)
         compiled.native = LLGuidanceNativeGrammar(self._native, grammar, self._fuel) if self._native else None
         return compiled

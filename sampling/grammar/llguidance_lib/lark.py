@@ -33,7 +33,7 @@ PIECE = re.compile(
 _BLANKS = re.compile(r"[ \t\r\n]*")
 _REPEATS = re.compile(r"~[ \t]*[+-]?[0-9]")
 _DECODER = json.JSONDecoder(object_pairs_hook=unique_keys, parse_constant=no_constants, parse_float=Decimal)
-# Otherwise the library allows only one tokenization of forced bytes, by a tokenizer that it calls under the GIL.
+# Without no_forcing the library allows only one tokenization of forced bytes, from a tokenizer that it calls under the GIL.
 OPTIONS = {"no_forcing": True}
 _UNSUPPORTED = {
     "max_tokens": "is not enforced when drafts are rolled back",
@@ -48,7 +48,7 @@ def _head(options: dict[str, object]) -> str:
 
 
 def lark_text(kind: str, payload: str, options: Options) -> str:
-    """The constraint in Lark notation; UnsupportedError where it would not be enforced."""
+    """The constraint in Lark notation; UnsupportedError if it would not be enforced."""
     if kind == "lark":
         checked, schemas = checked_lark(payload)
         return "\n".join([checked, *(_schema_rules(schema, Options(), _prefix(payload, index)) for index, schema in enumerate(schemas))])
@@ -67,7 +67,7 @@ def lark_text(kind: str, payload: str, options: Options) -> str:
 
 
 def _tagged(groups: Sequence[TagGroup], options: Options) -> str:
-    """Free text with tags after each trigger, or tags only. The text after the last tag contains no trigger, which would lack its tag."""
+    """Free text with tags after each trigger, or tags only. The text after the last tag contains no trigger: it would begin another tag."""
     rules, triggers = list[str](), list[str]()
     for number, group in enumerate(groups):
         triggers.append("".join(regex_class(charset(char)) for char in group.trigger))
@@ -105,7 +105,7 @@ def _prefix(grammar: str, index: int) -> str:
 
 
 def checked_lark(grammar: str) -> tuple[str, list[object]]:
-    """The grammar with the options needed here, and its JSON schemas, each replaced by the name of its rule; UnsupportedError for what
+    """The grammar with OPTIONS and with each JSON schema replaced by the name of its rule, and the schemas. UnsupportedError for what
     cannot be enforced on text."""
     if "\0" in grammar:
         reject("#", "lark", "contains a NUL character; write \\x00 in a regular expression")
@@ -141,7 +141,7 @@ def _check(piece: str, before: str, repeats: bool) -> None:
 
 
 def _value(grammar: str, position: int, keyword: str) -> tuple[object, int]:
-    """The JSON value after a keyword, and its end."""
+    """The JSON value after a keyword, and its end position."""
     blanks = _BLANKS.match(grammar, position)
     try:
         return _DECODER.raw_decode(grammar, blanks.end() if blanks else position)

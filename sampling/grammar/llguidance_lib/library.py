@@ -17,14 +17,14 @@ FUEL = {  # the library's name of a count -> the field of GrammarLimits
 
 
 def fuel_of(limits: Mapping[str, float]) -> dict[str, int]:
-    """The counts among the fields of GrammarLimits, under the library's names."""
+    """The limits on llguidance's work in GrammarLimits, under the library's names."""
     return {name: int(limits[field]) for name, field in FUEL.items()}
 
 
 class TokenizerWrapper:
     """The token table in the form that the library expects.
 
-    The library's tokenizer keeps it in a reference that the garbage collector does not see, so it must not refer to the tokenizer.
+    The library's tokenizer refers to it in a way that the garbage collector does not see, so it must not refer to the tokenizer.
     """
 
     is_tokenizer_wrapper = True
@@ -43,9 +43,9 @@ class LLGuidance:
     def __init__(self, tokens: list[bytes], stop_token_ids: Sequence[int], non_text_ids: Sequence[int], fuel: Mapping[str, int]) -> None:
         wrapper = TokenizerWrapper(tokens, stop_token_ids[0], non_text_ids)
         self._tokenizer = llguidance.LLTokenizer(wrapper, eos_token=list(stop_token_ids))  # type: ignore[arg-type]
-        # Counted work limits a step before time does, so that the same text is rejected on every machine.
+        # The limits on counted work are reached before the time limit, so that the same text is rejected on every machine.
         self._limits = llguidance.LLParserLimits(verbose_errors=False, **fuel)  # type: ignore[arg-type]
 
     def matcher(self, grammar: str) -> llguidance.LLMatcher:
-        """A matcher at the start of a text; `is_error` where the grammar cannot be compiled."""
+        """A matcher at the start of a text; its `is_error()` is true if the grammar cannot be compiled."""
         return llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)

@@ -1,8 +1,8 @@
 """The grammar of a JSON schema in the Lark notation of llguidance, from the rules that `schema_grammar` writes.
 
-The library splits a text into terminals, each as long as possible, and parses these. So a string and a number become one terminal each.
-The states of an automaton inside of them are rules that refer to each other; as a terminal is not recursive, they are solved as a system
-of equations between regular expressions (Brzozowski and McCluskey 1963).
+The library splits a text into terminals, each as long as possible, and parses these. So each string and each number becomes one terminal.
+Automata inside strings and numbers are rules that refer to each other. A terminal cannot be recursive, so these rules are solved as a
+system of equations between regular expressions (Brzozowski and McCluskey 1963).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import NamedTuple
 from stepgraph.sampling.grammar.constraints.charset import CharSet, charset, class_members, intersection, regex_class, unescaped
 from stepgraph.sampling.grammar.constraints.unsupported import reject
 
-MAX_STATES = 20_000  # of all automata of a schema
-MAX_CHAIN = 1_000  # states of one of them: the library recurses into an expression, and a deep one overflows its stack
+MAX_STATES = 20_000  # states of all automata of a schema
+MAX_CHAIN = 1_000  # states of one automaton: the library recurses into an expression, and a deep one overflows its stack
 MAX_TERMINALS = 20_000
 MAX_SHARED = 30  # characters of an expression that is repeated instead of becoming a terminal
 
@@ -31,13 +31,13 @@ _QUOTE = "string_rest"  # the rule that ends a string of any characters
 
 class _Part(NamedTuple):
     kind: str  # text, chars, name, all, any, repeat
-    text: str = ""  # also the name, or the sign of a repetition
+    text: str = ""  # a text, a name, or the suffix of a repetition
     chars: CharSet = ()
     parts: tuple[_Part, ...] = ()
 
 
 def lark_rules(ebnf: str) -> str:
-    """The same rules, under the same names."""
+    """The rules of an EBNF grammar in Lark notation, under the same names."""
     rules = dict(line.split(" ::= ", 1) for line in ebnf.splitlines())
     rules |= {name.removesuffix("_fewer"): rule for name, rule in rules.items() if name.endswith("_fewer")}  # terminals do not recurse
     return _Translation({name: _Parser(rule).part() for name, rule in rules.items()}).text(next(iter(rules)))
@@ -49,7 +49,7 @@ class _Parser:
         self._at = 0
 
     def part(self) -> _Part:
-        """The alternatives up to a closing parenthesis, which is passed, or the end."""
+        """The alternatives up to and including a closing parenthesis, or up to the end."""
         cases: list[list[_Part]] = [[]]
         while self._at < len(self._pieces):
             piece = self._pieces[self._at]
@@ -64,7 +64,7 @@ class _Parser:
                     break
                 case "(":
                     cases[-1].append(self.part())
-                case "(=":  # a look-ahead, which holds wherever the rule is used
+                case "(=":  # drop the look-ahead: it always holds where the rule is used
                     self.part()
                 case "|":
                     cases.append([])
@@ -74,14 +74,14 @@ class _Parser:
         return found[0] if len(found) == 1 else _Part("any", parts=tuple(found))
 
 
-_Equation = dict[str, str]  # the expression before each rule that may follow, and at "" the one that ends
+_Equation = dict[str, str]  # next rule -> expression before it; "": no rule follows
 
 
 class _Translation:
     def __init__(self, rules: dict[str, _Part]) -> None:
         self._rules, self._prefix = rules, next(iter(rules)).removesuffix("root").upper()
-        self._terminals = dict[str, str]()  # names by expression
-        self._expressions = dict[str, str]()  # by name
+        self._terminals = dict[str, str]()  # expression -> name
+        self._expressions = dict[str, str]()  # name -> expression
         self._equations = dict[str, _Equation]()
         self._in_number = dict[str, bool]()
 
@@ -96,7 +96,7 @@ class _Translation:
         return "\n".join([*lines, *(f"{name}: {rule}" for name, rule in self._used(found.values()))]) + "\n"
 
     def _used(self, rules: Iterable[str]) -> Iterator[tuple[str, str]]:
-        """The terminals that the rules lead to."""
+        """The terminals that the rules use, directly or through other terminals."""
         seen, waiting = set[str](), list(rules)
         while waiting:
             for name in re.findall(r"\b[A-Z]\w*", re.sub(r'"(?:[^"\\]|\\.)*"|/(?:[^/\\]|\\.)*/', "", waiting.pop())):
@@ -147,7 +147,7 @@ class _Translation:
         return part.kind == "repeat" and part.parts[0].kind == "chars" and part.parts[0].chars[0][0] == ord("\t")
 
     def _is_number(self, part: _Part) -> bool:
-        """Whether all characters occur in numbers of JSON, so that it is a number or a part of one."""
+        """Whether all characters of the part occur in JSON numbers, so that it is a number or a part of one."""
         match part.kind:
             case "text":
                 return not part.text.strip("+-.0123456789eE")
@@ -160,7 +160,7 @@ class _Translation:
         return all(map(self._is_number, part.parts))
 
     def _leaves(self, name: str) -> Iterator[_Part]:
-        """The texts and classes of a rule and of those that it leads to."""
+        """The texts and classes of a rule and of the rules that it uses."""
         seen, waiting = {name}, [self._rules[name]]
         while waiting:
             part = waiting.pop()
@@ -182,7 +182,7 @@ class _Translation:
         return self._terminals[expression]
 
     def _expression(self, part: _Part) -> str:
-        """Of a terminal; empty for the empty text."""
+        """The expression of a part inside a terminal; empty for the empty text."""
         match part.kind:
             case "text":
                 return _literal(part.text)
@@ -198,7 +198,7 @@ class _Translation:
         return _either(*map(self._expression, part.parts))
 
     def _equate(self, name: str) -> None:
-        """Add the equations of a rule and of those that follow it."""
+        """Add the equations of a rule and of the rules that follow it."""
         waiting, before = [name], len(self._equations)
         while waiting:
             name = waiting.pop()
@@ -216,14 +216,14 @@ class _Translation:
             waiting += filter(None, cases)
 
     def _solve(self) -> None:
-        """Eliminate the rules one by one: first those that lead to few others from few."""
+        """Eliminate the rules one by one, rules with few successors and few users first."""
         equations = self._equations
         users = defaultdict[str, set[str]](set)
         for name, equation in equations.items():
             for follows in equation:
                 users[follows].add(name)
         numbers = {name: number for number, name in enumerate(equations)}
-        costs = dict[str, int]()  # of the rules that are left
+        costs = dict[str, int]()  # of the remaining rules
         queue = list[tuple[int, int, str]]()
 
         def enqueue(name: str) -> None:
@@ -235,14 +235,14 @@ class _Translation:
             enqueue(name)
         while queue:
             cost, _, name = heappop(queue)
-            if costs.get(name) != cost:  # eliminated before, or its cost has changed
+            if costs.get(name) != cost:  # an old entry: the rule was eliminated, or its cost has changed
                 continue
             del costs[name]
             for other in self._eliminate(name, users) & costs.keys():
                 enqueue(other)
 
     def _eliminate(self, name: str, users: dict[str, set[str]]) -> set[str]:
-        """Put the equation of a rule in the place of the rule. Returns the rules whose equations or users have changed."""
+        """Substitute the equation of a rule for the rule. Returns the rules whose equations or users have changed."""
         equations = self._equations
         equation = equations[name]
         if (loop := equation.pop(name, None)) is not None:
@@ -254,7 +254,7 @@ class _Translation:
             equation = {"": name.upper()}
         else:
             self._expressions[name.upper()] = _either(*(f"{text} {follows.upper()}".strip() for follows, text in equation.items()))
-        for user in sorted(users[name]):  # the order decides the names of shared expressions
+        for user in sorted(users[name]):  # sorted: the order determines the names of shared expressions
             before = equations[user].pop(name)
             for follows, text in equation.items():
                 text = f"{before} {text}".strip()

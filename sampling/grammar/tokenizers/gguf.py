@@ -90,7 +90,7 @@ class _HeaderReader:
         return count
 
     def _texts(self, count: int) -> list[str]:
-        """As so many calls of `_text`, of which a tokenizer would need a hundred thousand."""
+        """As `count` calls of `_text`, but faster: a tokenizer has a hundred thousand texts."""
         texts, data, unpack, size = list[str](), self._data, struct.Struct("<Q").unpack_from, len(self._data)
         while len(texts) < count:
             start = self._position + 8
@@ -126,7 +126,7 @@ class _HeaderReader:
 
 
 def table_of_metadata(metadata: Mapping[str, Any], path: Path, logits_width: int | None) -> TokenTable:
-    """The token table of a GGUF file whose metadata was read already."""
+    """The token table of a GGUF file, from its metadata."""
     kind, texts, types = (metadata.get(f"tokenizer.ggml.{name}") for name in ("model", "tokens", "token_type"))
     complete = isinstance(texts, list) and isinstance(types, list) and 0 < len(texts) == len(types)
     if kind not in ("gpt2", "llama") or not complete or not all(isinstance(text, str) for text in texts or ()):

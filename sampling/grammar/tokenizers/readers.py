@@ -1,6 +1,6 @@
 """Readers of tokenizers: tokenizer.json of the `tokenizers` library, with the token settings in the other files of a model folder; objects
 of `tokenizers`, `transformers` and `sentencepiece`, recognised by their methods without importing the libraries; and tables of tiktoken,
-in which a token is bytes with a rank, which is its id."""
+which map the bytes of a token to its rank, which is its id."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TIKTOKEN_STOPS = ("<|endoftext|>", "<|end_of_text|>", "<|return|>", "<|call|>")
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file; ValueError names the file."""
-    if path.exists() and not path.is_file():  # reading a pipe or a device might never end
+    if path.exists() and not path.is_file():  # reading from a pipe or a device may never end
         raise ValueError(f"{path}: expected a regular file")
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
@@ -40,7 +40,7 @@ def parse_object(text: str, where: str) -> dict[str, Any]:
             json.dumps(found, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise ValueError(f"{where}: not JSON: half of a surrogate pair in a string") from None
-    except (ValueError, RecursionError) as error:  # ValueError also for a number of thousands of digits
+    except (ValueError, RecursionError) as error:  # int() raises ValueError for thousands of digits
         raise ValueError(f"{where}: not JSON: {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{where}: got {type(found).__name__}, expected a JSON object")
@@ -121,7 +121,7 @@ def _optional(path: Path) -> dict[str, Any]:
 
 
 def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Multimodal models keep the text settings in a section of their own."""
+    """The text settings, which are in a separate section in multimodal models."""
     inner = config.get("text_config")
     return inner if isinstance(inner, dict) else config
 
@@ -165,7 +165,7 @@ def _piece_table(pieces: Any, where: str, logits_width: int | None) -> TokenTabl
 
 
 def _check_ids(tokenizer: Any, pieces: Any, where: str) -> None:
-    """ValueError where the tokenizer numbers tokens differently from its sentencepiece model (some insert ids before the pieces)."""
+    """ValueError if the ids of the tokenizer differ from those of its sentencepiece model (some insert ids before the pieces)."""
     if tokenizer is pieces:
         return
     for token_id in range(pieces.vocab_size()):

@@ -1,8 +1,8 @@
 """The token table that a tokenizer reader fills, and how tokenizers write bytes as text.
 
 Byte-level tables (GPT-2, Llama 3, Qwen) write each byte as a letter; sentencepiece tables (Llama 2, Mistral, Gemma) write a space as
-U+2581, and bytes that are not a character as <0x0A>. The bytes of a token are what the tokenizer's own decoder makes of it. A decoder
-that depends on adjacent tokens is rejected.
+U+2581, and bytes that are not a character as <0x0A>. The bytes of a token are the output of the tokenizer's decoder. A decoder whose
+output for a token depends on adjacent tokens is rejected.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from stepgraph.sampling.fields import clip_repr, is_int
 
 MAX_IDS = 1 << 21  # eight times the largest tokenizer; the table that a single wrong id creates takes half a second and 400 MB
-# Control tokens that only ever end a turn, whether or not the file lists them as stop tokens.
+# Control tokens that always end a turn, whether or not the file lists them as stop tokens.
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>")
 
 Spelling = Callable[[str], bytes]
@@ -37,7 +37,7 @@ class TokenTable:
         self._control_ids = set[int]()
 
     def add(self, token_id: object, text: bytes | None, name: str | None = None) -> None:
-        """Store the bytes of an id, or None for a control token; ValueError for an id that is no int or out of range."""
+        """Store the bytes of an id, or None for a control token; ValueError for an id that is not an int or out of range."""
         last = (MAX_IDS if self.logits_width is None else self.logits_width) - 1
         if not is_int(token_id) or not 0 <= token_id <= last:
             token = repr((text or b"").decode(errors="replace") if name is None else name)
@@ -51,8 +51,8 @@ class TokenTable:
         self.tokens[token_id] = text
 
     def fields(self, stop_token_ids: Sequence[Any] | None) -> tuple[list[bytes], list[Any], int | None, list[int]]:
-        """The arguments of Vocabulary: b"" for an id that is missing; by default the tokenizer's stop ids, and the control tokens that
-        always end a turn; without text are the control tokens besides the stop ids."""
+        """The arguments of Vocabulary: tokens, b"" for a missing id; stop ids, by default those of the tokenizer and the control tokens
+        that always end a turn; the width of the logits; and the control tokens that are not stop ids."""
         tokens = [self.tokens.get(token_id, b"") for token_id in range(max(self.tokens, default=-1) + 1)]
         ends = (self.control[name] for name in END_OF_TURN if name in self.control)
         stop_ids = list(dict.fromkeys([*self.stop_ids, *ends]) if stop_token_ids is None else stop_token_ids)
@@ -79,7 +79,7 @@ def decode_piece(piece: str, is_byte: bool) -> bytes:
 
 
 def spelling_of(decoder: object, pre_tokenizer: object, where: str) -> Spelling:
-    """The function that maps a token's text in tokenizer.json to bytes; ValueError where its decoder depends on adjacent tokens."""
+    """The function that maps a token's text in tokenizer.json to bytes; ValueError if the decoder depends on adjacent tokens."""
     steps = list(_steps(decoder))
     kinds = [step.get("type") for step in steps]
     if not steps and any(step.get("type") == "ByteLevel" for step in _steps(pre_tokenizer)):
@@ -98,7 +98,7 @@ def spelling_of(decoder: object, pre_tokenizer: object, where: str) -> Spelling:
             fallback = True
         elif kind == "Fuse":
             fused = True
-        elif kind != "Strip" or not fused:  # after Fuse it removes the space before the whole text
+        elif kind != "Strip" or not fused:  # Strip after Fuse removes the space before the whole text
             raise ValueError(f"{where}: decoder: got {kind!r:.60} in {kinds!r:.200}, {_EXPECTED}: a token's text may not depend on others")
 
     def spell(text: str) -> bytes:
@@ -130,8 +130,8 @@ def _replacement(step: Mapping[str, Any], where: str) -> tuple[str, str]:
 
 
 def _letter_bytes() -> dict[int, int]:
-    """For str.translate to characters of Latin-1. A byte that is printable there is its own letter; the others are mapped to letters from
-    256 on, in order, and what has their code is no letter."""
+    """A table for str.translate, from letters to the Latin-1 character of their byte. A printable Latin-1 character is the letter of its
+    byte; the other bytes have the letters from 256 on, in order, and the characters with their codes are not letters."""
     printing = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = [byte for byte in range(256) if byte not in printing]
     return dict.fromkeys(hidden, 0xFFFF) | {256 + index: byte for index, byte in enumerate(hidden)}

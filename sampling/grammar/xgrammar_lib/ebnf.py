@@ -1,7 +1,7 @@
 """The grammar of a constraint in xgrammar's EBNF notation, parsed and checked, ready to be compiled.
 
-Runs in the compile worker and in the process of the engine alike, so it imports neither torch nor the xgrammar package: `core` is
-the library's bindings. The library's own conversion of JSON schemas is not used: see `schema_grammar`.
+Also runs in the compile worker, so it imports neither torch nor the xgrammar package: `core` is the library's bindings. The library's own
+conversion of JSON schemas is not used: see `schema_grammar`.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from stepgraph.sampling.grammar.schema.reader import parsed
 from stepgraph.sampling.grammar.schema.spelling import literal
 
 _LITERAL_OR_CLASS = re.compile(r'"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]')  # a literal or a class of the printed grammar
-_MAYBE_WIDE = re.compile(r"[^\x00-\x7f]|\\[uUx]")  # a grammar may have a class beyond ASCII
+_MAYBE_WIDE = re.compile(r"[^\x00-\x7f]|\\[uUx]")  # if found, a grammar may have a class beyond ASCII
 
 
 def parsed_grammar(core: Any, kind: str, payload: str, options: Options, least_bytes: int) -> Any:
-    """The library's grammar object of a constraint that its builder has checked. UnsupportedError where a schema is not enforced.
+    """The library's grammar object of a constraint that its builder has checked. UnsupportedError if a schema is not enforced.
 
-    CompileAbortedError where the shortest text of a rule is longer than `least_bytes`; any other error is the library's.
+    CompileAbortedError if the shortest text of a rule is longer than `least_bytes`; any other error is from the library.
     """
     text, root = ebnf_text(core, kind, payload, options)
-    # In a first rule that other rules use too, the library forbids tokens that extend past its end.
+    # If other rules use the first rule, the library forbids tokens that extend past its end. So the first rule is a new one.
     first = "first"
     while first in text:
         first += "_"
@@ -59,7 +59,7 @@ def ebnf_text(core: Any, kind: str, payload: str, options: Options) -> tuple[str
     return json_grammar(kind, payload, options), "root"
 
 
-@functools.lru_cache(maxsize=1)  # the libraries are tried one after another
+@functools.lru_cache(maxsize=1)  # the libraries are tried one after another with the same constraint
 def json_grammar(kind: str, payload: str, options: Options) -> str:
     """The rules of a constraint of kind json_schema or json_object; the first one is `root`."""
     return schema_grammar({"type": "object"} if kind == "json_object" else parsed(payload), options)
@@ -85,7 +85,7 @@ def _tags_grammar(payload: str, options: Options) -> str:
 
 def _with_readable_classes(core: Any, text: str, root: str) -> tuple[str, str]:
     """A user's grammar with its classes beyond ASCII in the form that the library reads correctly, see `charset.readable_ebnf_class`, and
-    the name of its root rule; both unchanged where there is no such class."""
+    the name of its root rule; both are unchanged if there is no such class."""
     if "[" not in text or not _MAYBE_WIDE.search(text):
         return text, root
     printed = str(core.Grammar.from_ebnf(text, root).to_string())
@@ -107,11 +107,11 @@ def _fixed_width(char: re.Match[str]) -> str:
     return f"\\U{int(char[3], 16):08x}" if char[3] else char.group()
 
 
-# The length of the shortest text of each rule of a grammar, computed before it is compiled; some rules have no finite text.
+# The length of the shortest text of each rule of a grammar is computed before the grammar is compiled; some rules have no finite text.
 #
-# Forced drafts ask the library for the bytes that must come next, and it returns all of them. Their length is at most that of the
-# shortest completion: for each open rule, the rest of one of its alternatives. So the shortest text of every alternative is limited,
-# and with it the forced text per open rule. A matcher would find an endless rule too late: it may be reached from any state.
+# For forced drafts the library returns all bytes that must come next. Their number is at most the length of the shortest completion: for
+# each open rule, the rest of one of its alternatives. So the shortest text of every alternative is limited, and with it the forced text
+# per open rule. A matcher would detect an endless rule too late: it may be reached from any state.
 
 # The library's kinds of expressions, by number. A token, a set of tokens and a part of a text have a bounded length.
 _BYTES, _CLASS, _STAR, _EMPTY, _RULE, _SEQUENCE, _CHOICES, _TAGS, _REPEAT, _TOKEN, _OTHER_TOKENS, _TOKEN_TAGS, _REGEX, _PART = range(14)
@@ -121,11 +121,11 @@ _REGEX_PIECE = re.compile(rb"\{(\d+)[\d,]*\}|" + _ESCAPE + rb"|\[(?:" + _ESCAPE 
 
 @dataclass(slots=True)
 class _Alternative:
-    """One alternative of a rule: its own bytes, and the other rules it contains."""
+    """One alternative of a rule: its own bytes, and the rules that it contains."""
 
     rule: int
     num_bytes: int = 0
-    parts: dict[int, int] = field(default_factory=dict)  # how often a rule is required
+    parts: dict[int, int] = field(default_factory=dict)  # rule -> required number of occurrences
     optional: tuple[int, ...] = ()  # rules that may follow but need not
 
     def total(self, shortest: dict[int, int]) -> int:
@@ -186,7 +186,7 @@ class _SerialisedGrammar:
 
 
 def check_shortest_texts(serialised: str, least_bytes: int) -> None:
-    """CompileAbortedError naming a rule without a finite text, or with an alternative whose shortest text exceeds `least_bytes`.
+    """CompileAbortedError that names a rule without a finite text, or with an alternative whose shortest text exceeds `least_bytes`.
 
     Rules that the root rule does not reach are ignored.
     """
@@ -195,7 +195,7 @@ def check_shortest_texts(serialised: str, least_bytes: int) -> None:
     shortest, reached = _shortest(alternatives), _reached(grammar.root, alternatives)
     endless = reached - shortest.keys()
     if endless:
-        named = min(endless - {grammar.root} or endless)  # the root rule is endless too where it leads to another one
+        named = min(endless - {grammar.root} or endless)  # the root rule is also endless if it leads to an endless rule
         raise CompileAbortedError(f"rule {grammar.names[named]}: no text of finite length satisfies it")
     totals = [(alternative.total(shortest), alternative.rule) for alternative in alternatives if alternative.rule in reached]
     too_long = [found for found in totals if found[0] > least_bytes]
@@ -206,7 +206,7 @@ def check_shortest_texts(serialised: str, least_bytes: int) -> None:
 
 
 def _shortest(alternatives: Sequence[_Alternative]) -> dict[int, int]:
-    """The bytes of the shortest text of each rule that has a finite one, found in ascending order as in Dijkstra's algorithm."""
+    """The bytes of the shortest text of each rule that has a finite text, in ascending order as in Dijkstra's algorithm."""
     used_by = defaultdict[int, list[int]](list)
     for index, alternative in enumerate(alternatives):
         for part in alternative.parts:
@@ -240,7 +240,7 @@ def _reached(root: int, alternatives: Sequence[_Alternative]) -> set[int]:
 
 
 def _bound_of(pattern: bytes) -> int:
-    """An upper bound for the shortest text of a regular expression: all its characters times the product of all its counts."""
+    """An upper bound of the shortest text of a regular expression: the number of its characters times the product of its counts."""
     pieces = list(_REGEX_PIECE.finditer(pattern))
     counts = [int(piece[1][:9]) for piece in pieces if piece[1]]
     return (len(pieces) - len(counts)) * math.prod(max(count, 1) for count in counts)

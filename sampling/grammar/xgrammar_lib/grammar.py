@@ -20,30 +20,30 @@ from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.grammar.xgrammar_lib.ebnf import parsed_grammar
 
 if TYPE_CHECKING:
-    import xgrammar  # importing it takes a second, as it imports transformers, and grammars with tables do not need it here
+    import xgrammar  # the import takes a second, because xgrammar imports transformers, and automata do not need it here
 
-MAX_PARSED = 8_000  # characters of an EBNF grammar that is parsed before it is compiled: at most about 50 ms
+MAX_PARSED = 8_000  # characters of an EBNF grammar that `check` parses: at most about 50 ms
 
 
 class XGrammarMatcher:
     """`accept_token` never raises; `fill_next_token_bitmask` fails closed: after any failure the row is zero.
 
     `fuel_seconds` is the processor time that one call may take. Some patterns cost more with every token ("(a+a+)+b"); a call
-    that takes longer is the matcher's last one, so that the grammar of one request does not delay the rounds of the others.
+    that takes longer is the last call of the matcher, so that the grammar of one request does not delay the rounds of others.
     """
 
     def __init__(self, grammar: xgrammar.CompiledGrammar, vocabulary: Vocabulary, fuel_seconds: float) -> None:
-        # Without a limit on the number of tokens to roll back. The native host link uses it too; this object does not see its calls.
+        # The number of tokens to roll back is unlimited. The native host link uses the library's matcher too, without this object.
         import xgrammar
 
         self.library_matcher = xgrammar.GrammarMatcher(grammar)
         self.vocabulary, self.fuel_seconds = vocabulary, fuel_seconds
-        self.num_accepted = 0  # tokens accepted and not rolled back, a stop token included
+        self.num_accepted = 0  # tokens accepted and not rolled back, including a stop token
         self.fault = ""  # why this matcher can no longer be used; empty while it works
         self._hidden_ids = (vocabulary.non_text_ids | vocabulary.xgrammar_unsafe_ids) - set(vocabulary.stop_token_ids)
 
     def accept_token(self, token_id: int) -> bool:
-        # The library truncates ids to 32 bits (2**32 + 5 is read as 5) and logs each rejected id of these kinds to stderr.
+        # Ids are checked here: the library truncates them to 32 bits (2**32 + 5 is read as 5) and logs invalid ids to stderr.
         if not 0 <= token_id < len(self.vocabulary.tokens) or token_id in self._hidden_ids or self.fault or self.is_terminated():
             return False
         accepted = bool(self._called("accept_token", token_id))
@@ -77,11 +77,11 @@ class XGrammarMatcher:
         return bool(self.library_matcher.is_terminated())
 
     def _called(self, name: str, *arguments: Any) -> Any:
-        """What the library returns; None, and a fault, where it raises an error: that ends this request only."""
+        """The result of a call of the library. If it raises an error: None, and a fault, which ends only this request."""
         start = time.thread_time()
         try:
             result = getattr(self.library_matcher, name)(*arguments)
-        except UnicodeDecodeError as error:  # the text that it returns need not be UTF-8
+        except UnicodeDecodeError as error:  # the forced text need not be UTF-8
             result = bytes(error.object)
         except Exception as error:
             self.fault = f"{name}: {error}"
@@ -110,12 +110,12 @@ class XGrammar:
 
 def parse(constraint: Constraint, limits: GrammarLimits) -> Any:
     """The grammar of a checked constraint, parsed in this process."""
-    bindings: Any = importlib.import_module("xgrammar.base")._core  # as in the compile worker
+    bindings: Any = importlib.import_module("xgrammar.base")._core  # the same bindings as in the compile worker
     return parsed_grammar(bindings, constraint.kind, constraint.payload, constraint.schema_options, limits.least_bytes)
 
 
 def check_text(constraint: Constraint, limits: GrammarLimits) -> None:
-    """ValueError for a notation of another library, and for a malformed pattern or short grammar."""
+    """ValueError for a notation of another library, a malformed pattern, and a malformed grammar of at most MAX_PARSED characters."""
     kind, payload = constraint.kind, constraint.payload
     if kind == "lark":
         reject("#", "lark", "is a notation of llguidance; xgrammar expects ebnf")
