@@ -22,7 +22,7 @@ def agrees(result: Tensor, logits: list[float], temperature: float, top_k: float
     """Whether a result is the oracle's distribution, with thresholds moved by up to 1e-6, because rounding may move a token across one."""
     for near in (1, 1 - 1e-6, 1 + 1e-6):
         expected = torch.tensor(filtered(logits, temperature, top_k, top_p * near, min_p * near), dtype=torch.float64)
-        seen = expected > 1e-30  # less is 0 in float32
+        seen = expected > 1e-30  # not 0
         if torch.equal(result > 1e-30, seen) and torch.allclose(result.double(), expected, rtol=1e-5, atol=0):
             return True
     return False

@@ -1,4 +1,4 @@
-"""The parts of stepgraph that the tests here use: the only file to change when sources move."""
+"""The parts of stepgraph that most tests here use."""
 
 from __future__ import annotations
 

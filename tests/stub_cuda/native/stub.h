@@ -1,7 +1,7 @@
 // What the stub libraries share: streams, captures, graphs, the device queue, memory and counters.
 //
-// Everything here is internal. driver_api.cpp, runtime_api.cpp and cublas_api.cpp export the CUDA names, query.cpp the
-// functions that tests call. All of it but those last three lives in libcuda.so.1, which the others link against.
+// Everything here is internal. The files *_api.cpp export the CUDA names, query.cpp the functions that tests call. driver_api.cpp,
+// query.cpp and what is declared here are in libcuda.so.1, which the libraries of the other *_api.cpp link against.
 #pragma once
 
 #include <functional>

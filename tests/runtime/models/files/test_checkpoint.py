@@ -121,7 +121,7 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
     "config is a pipe": (lambda f: replace_by(f / "config.json", os.mkfifo), "config.json: expected a regular file"),
     "number with thousands of digits": (
         lambda f: (f / "config.json").write_text('{"hidden_size": ' + "9" * 5000 + "}"),
-        "config.json: not JSON: Exceeds|want ",  # a Python without a digit limit refuses the field
+        "config.json: not JSON: Exceeds|hidden_size: got ",  # a Python without a digit limit refuses the field
     ),
     "weights are a pipe": (lambda f: replace_by(f / "model.safetensors", os.mkfifo), "model.safetensors: expected a regular file"),
     "no weights": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "got neither model.safetensors nor"),

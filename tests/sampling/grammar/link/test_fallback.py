@@ -81,7 +81,7 @@ def test_the_report_names_the_native_link() -> None:
 
 
 @pytest.mark.skipif(COMPILER is None, reason="there is no C compiler")
-def test_with_a_compiler_the_library_is_built() -> None:
+def test_with_a_compiler_the_library_loads() -> None:
     assert load().node_address
 
 
