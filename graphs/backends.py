@@ -15,9 +15,9 @@ from stepgraph.graphs.errors import CaptureError, HostNodeError
 from stepgraph.graphs.spans import MakeRange, RecordedReport, nvtx_range
 from stepgraph.graphs.tape.backend import TapeBackend
 from stepgraph.sampling import fields
-from stepgraph.sampling.fields import BOOL, FUNCTION, check_members, check_value, clip_repr, instance_of, optional, takes
+from stepgraph.sampling.fields import BOOL, FUNCTION, callable_with, check_members, check_value, clip_repr, instance_of, optional
 
-_STEP = fields.Check(takes(None), "a function of one argument, the buffers")
+_STEP = fields.Check(callable_with(None), "a function of one argument, the buffers")
 _GENERATORS = fields.Check(
     lambda value: isinstance(value, (tuple, list)) and all(isinstance(each, torch.Generator) for each in value), "torch.Generators"
 )

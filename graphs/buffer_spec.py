@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from stepgraph.graphs.memory import check_memory
-from stepgraph.sampling.fields import clip_repr, is_int, is_series
+from stepgraph.sampling.fields import clip_repr, is_int, is_list_like
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class NamedTensors(dict[str, Tensor]):
 def checked_specs(specs: Iterable[BufferSpec], owner: type) -> dict[str, BufferSpec]:
     """The specs by name; the tensors become attributes of an object of type `owner`."""
     named = dict[str, BufferSpec]()
-    for spec in specs if is_series(specs) else (specs,):
+    for spec in specs if is_list_like(specs) else (specs,):
         if not isinstance(spec, BufferSpec):
             raise ValueError(f"StaticBuffers.specs: got {clip_repr(spec)}, expected BufferSpecs")
         if hasattr(owner, spec.name):

@@ -26,7 +26,7 @@ from stepgraph.sampling.fields import (
     clip_repr,
     instance_of,
     is_int,
-    is_series,
+    is_list_like,
     one_of,
     optional,
     whole,
@@ -45,7 +45,7 @@ def bucket_sizes(max_rows: int) -> tuple[int, ...]:
 
 def checked_buckets(buckets: Iterable[int], max_rows: int | None = None) -> tuple[int, ...]:
     """The buckets sorted; ValueError if there are none, or if the largest is not `max_rows`."""
-    sizes = tuple(buckets) if is_series(buckets) else ()
+    sizes = tuple(buckets) if is_list_like(buckets) else ()
     whole = sizes and all(is_int(size) and size >= 1 for size in sizes)
     if not whole or max(sizes) != (max_rows or max(sizes)):
         largest = "" if max_rows is None else f" of which the largest is max_rows={max_rows}"

@@ -28,7 +28,7 @@ from stepgraph.sampling.fields import FUNCTION, Check, check_fields, whole
 from stepgraph.sampling.kernels import GrammarMask, processors
 from stepgraph.sampling.kernels.operation import Contiguous, operation
 from stepgraph.sampling.kernels.processors import Processed, judge
-from stepgraph.sampling.sampler import Columns, from_units, portable_exp, units
+from stepgraph.sampling.sampler import VocabColumns, from_units, portable_exp, to_units
 
 MAX_ARGUMENTS = 64
 
@@ -119,7 +119,7 @@ def after_accepted(batch: Batch, accepted: Tensor, tokens: Tensor) -> Tensor:
 
 
 def apply_processors(
-    buffers: StaticBuffers, batch: Batch, logits: Tensor, processors: Sequence[LogitsProcessor], columns: Columns
+    buffers: StaticBuffers, batch: Batch, logits: Tensor, processors: Sequence[LogitsProcessor], columns: VocabColumns
 ) -> Tensor:
     """Logits [B, Q, V] after the processors that each row uses; the bits of other rows do not change. Functions get those of all tokens."""
     settings, first = buffers.row_processors[batch.rows], 0  # [B, sum of 1 + num_arguments]: whether it is used, then its arguments
@@ -134,7 +134,7 @@ def apply_processors(
     return columns.part(logits)
 
 
-def ban_words(buffers: StaticBuffers, batch: Batch, processed: Processed, columns: Columns) -> Processed:
+def ban_words(buffers: StaticBuffers, batch: Batch, processed: Processed, columns: VocabColumns) -> Processed:
     """Minus infinity for each token that would complete a bad word of its row: output and earlier drafts end with its other tokens."""
     words, recent = buffers.row_bad_words[batch.rows], buffers.row_recent[batch.rows]  # [B, N, L] -1 before a shorter word, [B, L - 1]
     ends = torch.cat([recent, batch.drafts], 1).unfold(1, recent.shape[1], 1)  # [B, Q, L - 1], the tokens before each position
@@ -153,7 +153,7 @@ def remember_output(rows: Tensor, tokens: Tensor, emitted: Tensor, row_recent: T
 
 
 def relax(
-    buffers: StaticBuffers, batch: Batch, processed: Processed, probs: Tensor, tokens: Tensor, accepted: Tensor, columns: Columns
+    buffers: StaticBuffers, batch: Batch, processed: Processed, probs: Tensor, tokens: Tensor, accepted: Tensor, columns: VocabColumns
 ) -> tuple[Tensor, Tensor]:
     """tokens [B, K + 1] and accepted [B] of rows with relaxed acceptance: a draft holds if it is one of the `relaxed_top_n` most probable
     legal tokens and at most `relaxed_delta` less probable than the first. Greedy rows only. Writes which drafts are not the target's."""
@@ -162,7 +162,7 @@ def relax(
     logits, best = processed.logits[:, :-1], columns.best(probs)[1][..., 0]
     weights = portable_exp(logits - columns.best(logits)[0])  # 1 for the most probable
     own = columns.pick(weights, batch.drafts.clamp(min=0)[..., None])
-    above, total = columns.total(torch.stack([(weights > own).to(torch.int64), units(weights)], -2).sum(-1)).unbind(-1)  # [B, K] each
+    above, total = columns.total(torch.stack([(weights > own).to(torch.int64), to_units(weights)], -2).sum(-1)).unbind(-1)  # [B, K] each
     near = (above < top_n) & ((1 - own[..., 0]) / from_units(total) <= delta) & (own[..., 0] > 0)
     holds = near & processed.finite[:, :-1] & may_accept(processed.status, batch.column(Column.DRAFT_COUNT))
     relaxed, held = top_n > 0, holds.to(torch.int64).cumprod(1)
@@ -184,7 +184,7 @@ class Choice(NamedTuple):
 
 def choose_sampled(buffers: StaticBuffers, batch: Batch, logits: Tensor, mask: GrammarMask | None, options: AcceptOptions) -> Choice:
     """Masks and logit processors, then rejection sampling against the distributions of the drafts."""
-    own, forced, ops, columns = logits, options.forced, options.shard or kernels, options.shard or sampler.ALL
+    own, forced, ops, columns = logits, options.forced, options.shard or kernels, options.shard or sampler.ALL_COLUMNS
     if options.processors:
         own = apply_processors(buffers, batch, logits, options.processors, columns)
     processed = ops.process(own, row_settings(buffers, batch), batch.rows, batch.drafts, mask=mask)

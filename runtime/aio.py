@@ -21,7 +21,7 @@ from stepgraph.runtime.request import NO_DRAFTS, EngineClosedError, Job, StepEve
 from stepgraph.runtime.request_queue import QueueFullError
 from stepgraph.runtime.validate import REQUEST_NAMES, Prompt, RequestOptions
 from stepgraph.sampling.fields import check_value, checked_keywords, instance_of
-from stepgraph.sampling.lifetimes import EXIT_SECONDS, ExitStage, OfOneProcess, close_at_exit
+from stepgraph.sampling.lifetimes import EXIT_SECONDS, BoundToProcess, ExitStage, close_at_exit
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -232,7 +232,7 @@ class JobStream:
         self._stepper.cancel_soon(self.job)
 
 
-class AsyncEngine(OfOneProcess):
+class AsyncEngine(BoundToProcess):
     """Serves the tasks of one event loop: `async with AsyncEngine(engine) as serving: async for event in serving.generate(ids): ...`
 
     While it is open, only its thread steps the engine; it sleeps if there is nothing to do. engine.submit() and engine.cancel() may

@@ -66,13 +66,13 @@ CHECKS = {
     "max_compiles": whole(1, MAX_COMPILES),
     "prefix_cache_pages": optional(whole(0)),
     "capture_bytes": optional(whole(1)),
-    "round_timeout_seconds": optional(number(0, MAX_SECONDS, above=True)),
+    "round_timeout_seconds": optional(number(0, MAX_SECONDS, low_open=True)),
     "look_up": whole(0, ANCHOR),
     "draft_length": Check(lambda value: value == "auto" or (is_int(value) and value >= 0), "'auto', or an integer >= 0"),
     "forced_drafts": optional(BOOL),
     "prompt_graphs": optional(BOOL),
 }
-OTHER_NAMES = {
+NAMES_ELSEWHERE = {
     **dict.fromkeys(("max_num_seqs", "max_batch", "max_batch_size", "batch_size", "n_parallel"), "max_rows"),
     **dict.fromkeys(("max_model_len", "max_seq_len", "max_seq_length", "n_ctx"), "max_length"),
     **dict.fromkeys(("max_num_batched_tokens", "n_batch", "prefill_chunk_size"), "prefill_chunk"),
@@ -88,7 +88,7 @@ OTHER_NAMES = {
 }  # in vLLM, llama-cpp-python and transformers
 
 
-@checked_fields(OTHER_NAMES)
+@checked_fields(NAMES_ELSEWHERE)
 @dataclass(frozen=True)
 class EngineConfig:
     """Sizes and modes of one engine. All static memory is allocated from it."""

@@ -32,7 +32,7 @@ from stepgraph.sampling.fields import Check, check_value, checked_keywords, clip
 from stepgraph.sampling.grammar.compile.compiler import CompiledConstraint
 from stepgraph.sampling.grammar.constraints.python_types import typed_constraint
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
-from stepgraph.sampling.lifetimes import OfOneProcess
+from stepgraph.sampling.lifetimes import BoundToProcess
 from stepgraph.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ _TOKENIZER = optional(Check(lambda value: isinstance(value, TextCodec) or callab
 _MADE_TOKENIZER = Check(lambda made: isinstance(made, TextCodec), "a TextCodec from the function")
 
 
-class Engine(EngineCore, OfOneProcess):
+class Engine(EngineCore, BoundToProcess):
     """Decodes requests in rounds, each one replay of a recorded graph.
 
     Any thread may call submit() and cancel() at any time; step() is for one thread at a time.

@@ -12,7 +12,7 @@ from stepgraph.runtime.profiled import read_range
 from stepgraph.runtime.request import EngineClosedError, FinishReason
 from stepgraph.runtime.step_lock import StepLock
 from stepgraph.sampling import kernels
-from stepgraph.sampling.lifetimes import FORKED, call_after_fork
+from stepgraph.sampling.lifetimes import FORKED_ERROR, call_after_fork
 
 
 class EngineState:
@@ -109,4 +109,4 @@ class EngineState:
 
     def _detach(self) -> None:
         """Called in a fork, in which every call raises EngineClosedError."""
-        self._closed, self.step_lock = FORKED, StepLock()
+        self._closed, self.step_lock = FORKED_ERROR, StepLock()

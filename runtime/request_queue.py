@@ -16,7 +16,7 @@ from stepgraph.sampling.fields import Check, check_value, is_int
 from stepgraph.sampling.grammar.compile.compiler import Claim, CompiledConstraint, GrammarCompiler
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
 from stepgraph.sampling.grammar.link.protocol import MatcherRow
-from stepgraph.sampling.lifetimes import FORKED, call_after_fork
+from stepgraph.sampling.lifetimes import FORKED_ERROR, call_after_fork
 
 PAUSE_SECONDS = 0.001
 _JOB_ID = Check(is_int, "a Job, or the id of one")
@@ -148,7 +148,7 @@ class RequestQueue:
         """Called in a fork: all jobs end with an error there."""
         self.lock = threading.Lock()
         for queued in self.unfinished.values():
-            queued.job.error, queued.job.finish_reason = FORKED, FinishReason.ERROR
+            queued.job.error, queued.job.finish_reason = FORKED_ERROR, FinishReason.ERROR
         self.unfinished = {}
 
 

@@ -12,15 +12,15 @@ from typing import Any
 
 from stepgraph.runtime.demo.pair import path_of
 from stepgraph.runtime.models.files.tokenizer import ChatTemplate, open_tokenizer
-from stepgraph.sampling.fields import Check, check_value, checked_path, clip_repr, instance_of, is_series, optional, takes
+from stepgraph.sampling.fields import Check, callable_with, check_value, checked_path, clip_repr, instance_of, is_list_like, optional
 from stepgraph.sampling.grammar.matchers.forced import token_table
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
-from stepgraph.sampling.lifetimes import OfOneProcess
+from stepgraph.sampling.lifetimes import BoundToProcess
 
 Message = Mapping[str, Any]
 
 
-class TextCodec(OfOneProcess):
+class TextCodec(BoundToProcess):
     """A model's tokenizer and chat template. Safe to share between threads; a stream belongs to one text."""
 
     def __init__(
@@ -31,7 +31,7 @@ class TextCodec(OfOneProcess):
     ) -> None:
         """encode(text, begins) returns the ids of a text; `begins` adds the tokens that the tokenizer puts before every text."""
         check_value("TextCodec.vocabulary", vocabulary, instance_of(Vocabulary, "a Vocabulary"))
-        check_value("TextCodec.encode", encode, Check(takes("text", True), "a function of (text, begins)"))
+        check_value("TextCodec.encode", encode, Check(callable_with("text", True), "a function of (text, begins)"))
         check_value("TextCodec.template", template, optional(instance_of(ChatTemplate, "a ChatTemplate")))
         self.vocabulary = vocabulary
         self._encode = encode
@@ -64,7 +64,7 @@ class TextCodec(OfOneProcess):
     def with_text(self, spellings: Iterable[str]) -> TextCodec:
         """The codec with a vocabulary in which these control tokens are text, so that answers and grammars contain their spellings.
         Stop tokens, and spellings of other tokens, are not changed."""
-        check_value("TextCodec.with_text.spellings", spellings, Check(is_series, "a sequence of texts"))
+        check_value("TextCodec.with_text.spellings", spellings, Check(is_list_like, "a sequence of texts"))
         old, texts = self.vocabulary, dict[int, bytes]()
         for spelling in spellings:
             ids = self.encode(spelling, begins=False)

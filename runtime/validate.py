@@ -18,7 +18,7 @@ from torch import Tensor
 
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelPair
-from stepgraph.runtime.config import OTHER_NAMES as CONFIG_NAMES
+from stepgraph.runtime.config import NAMES_ELSEWHERE as CONFIG_NAMES
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.request import Job, Lora
 from stepgraph.runtime.text import Message
@@ -27,7 +27,7 @@ from stepgraph.sampling.grammar.compile.compiler import CompiledConstraint
 from stepgraph.sampling.grammar.constraints.python_types import typed_constraint
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.params import GREEDY, SamplingParams
-from stepgraph.sampling.params import OTHER_NAMES as SAMPLING_NAMES
+from stepgraph.sampling.params import NAMES_ELSEWHERE as SAMPLING_NAMES
 
 TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]] | Tensor
 Prompt: TypeAlias = str | Sequence[Message] | TokenIds

@@ -33,11 +33,11 @@ def apply(logits: Tensor, masks: Tensor, constrained: Tensor, ids: Tensor | None
     ids [V] int64: the mask bit of each logit, for a draft model with its own vocabulary; None: the index of the logit.
     status [B, ...] int64 MaskStatus: a mask that is not OK forbids every token.
     """
-    free = ~constrained.view(-1, *[1] * (logits.dim() - 1))
-    allowed = unpack(masks, logits.shape[-1]) if ids is None else unpack(masks, masks.shape[-1] * BITS_PER_WORD)[..., ids]
+    unconstrained = ~constrained.view(-1, *[1] * (logits.dim() - 1))
+    legal = unpack(masks, logits.shape[-1]) if ids is None else unpack(masks, masks.shape[-1] * BITS_PER_WORD)[..., ids]
     if status is not None:
-        allowed = allowed & (status == int(MaskStatus.OK)).unsqueeze(-1)
-    return torch.where(allowed | free, logits, float("-inf"))
+        legal = legal & (status == int(MaskStatus.OK)).unsqueeze(-1)
+    return torch.where(legal | unconstrained, logits, float("-inf"))
 
 
 def allowed(tokens: Tensor, masks: Tensor, constrained: Tensor, status: Tensor, rows: Tensor | None = None) -> Tensor:

@@ -16,10 +16,10 @@ import torch
 
 # "thread_local": only unsafe calls of the capturing thread break a capture. With "global", a cudaMalloc or an event query in any
 # thread of the process would break it, and a server that embeds an engine has such threads.
-_MODE = "thread_local"
+_CAPTURE_ERROR_MODE = "thread_local"
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING, as torch's own streams
-_failed: list[torch.cuda.CUDAGraph] = []  # torch's allocators keep a pointer into the graph of a failed capture
-one_at_a_time = threading.RLock()  # torch allows one capture per process; each includes its warm-up: see CudaBackend
+_failed_captures: list[torch.cuda.CUDAGraph] = []  # torch's allocators keep a pointer into the graph of a failed capture
+capture_lock = threading.RLock()  # torch allows one capture per process; each includes its warm-up: see CudaBackend
 _taken_streams: set[int] = set()  # torch reuses streams round-robin; two captures must not share one
 _free_streams: defaultdict[int, list[torch.cuda.Stream]] = defaultdict(list)  # by device
 _free_capture_streams: defaultdict[tuple[int, int], list[torch.cuda.Stream]] = defaultdict(list)  # by device and cuBLAS handle
@@ -36,21 +36,21 @@ class GraphPool:
 
     def renew(self, generators: Sequence[torch.Generator] = ()) -> None:
         """Replace the pool by a new one; the old one is freed with its last graph."""
-        keeper, scratch = torch.cuda.CUDAGraph(), torch.zeros(1, device=self.stream.device)
+        anchor_graph, scratch = torch.cuda.CUDAGraph(), torch.zeros(1, device=self.stream.device)
         for generator in generators:
-            keeper.register_generator_state(generator)
-        with _alone(self.stream):
-            keeper.capture_begin(capture_error_mode=_MODE)
+            anchor_graph.register_generator_state(generator)
+        with _exclusive_capture(self.stream):
+            anchor_graph.capture_begin(capture_error_mode=_CAPTURE_ERROR_MODE)
             scratch.zero_()
-            keeper.capture_end()
-        self._keeper = keeper
+            anchor_graph.capture_end()
+        self._anchor_graph = anchor_graph
 
     @property
     def handle(self) -> torch.cuda._POOL_HANDLE:
-        return self._keeper.pool()
+        return self._anchor_graph.pool()
 
     def release(self) -> None:
-        self._keeper.reset()
+        self._anchor_graph.reset()
 
 
 @contextlib.contextmanager
@@ -58,20 +58,20 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: GraphPool, generators: Sequence
     """Capture the operations of the block into `graph`. After a failure torch can capture again."""
     for generator in generators:
         graph.register_generator_state(generator)
-    with _alone(pool.stream):
+    with _exclusive_capture(pool.stream):
         try:
-            graph.capture_begin(pool=pool.handle, capture_error_mode=_MODE)
+            graph.capture_begin(pool=pool.handle, capture_error_mode=_CAPTURE_ERROR_MODE)
             yield
         except BaseException:
             with contextlib.suppress(RuntimeError):  # the first error is raised
-                _end(graph, pool, generators)
+                _end_capture(graph, pool, generators)
                 graph.reset()
             raise
-        _end(graph, pool, generators)
+        _end_capture(graph, pool, generators)
 
 
 def take_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream, to be returned with `give_stream`. Streams are reused, because cuBLAS keeps a workspace for each."""
+    """A stream, to be returned with `return_stream`. Streams are reused, because cuBLAS keeps a workspace for each."""
     free = _free_streams[torch.cuda.current_device() if device.index is None else device.index]
     for _ in range(32):
         try:
@@ -85,31 +85,31 @@ def take_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def take_capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream for captures only, to be returned with `give_stream`. It is not from torch's pool, whose streams torch.cuda.Stream() hands
+    """A stream for captures only, to be returned with `return_stream`. It is not from torch's pool, whose streams torch.cuda.Stream() hands
     out in turn: eager matrix products of other code on it would use the cuBLAS workspace of a running graph.
 
     The stream is new, or was created with the cuBLAS handle of this thread: each further handle would need a further workspace.
     """
-    with torch.cuda.device(device), one_at_a_time:
+    with torch.cuda.device(device), capture_lock:
         index = torch.cuda.current_device()
         if index in _first_workspaces:
             free = _free_capture_streams[index, _first_workspaces[index].blas_handle()]
             if free:
                 return free.pop()
         torch.cuda.mem_get_info()  # creates a context for this thread; driver calls need one
-        made = ctypes.c_void_p()
-        if code := driver_library().cuStreamCreate(ctypes.byref(made), _NON_BLOCKING):
+        created = ctypes.c_void_p()
+        if code := driver_library().cuStreamCreate(ctypes.byref(created), _NON_BLOCKING):
             raise RuntimeError(f"cuStreamCreate failed: error {code}")
-        workspaces = _Workspaces(torch.cuda.ExternalStream(made.value, device))
+        workspaces = _Workspaces(torch.cuda.ExternalStream(created.value, device))
         _first_workspaces.setdefault(index, workspaces)
         _workspaces[workspaces.stream.cuda_stream] = workspaces
         return workspaces.stream
 
 
-def give_stream(stream: torch.cuda.Stream) -> None:
+def return_stream(stream: torch.cuda.Stream) -> None:
     _taken_streams.discard(stream.cuda_stream)
     workspaces, device = _workspaces.get(stream.cuda_stream), stream.device_index
-    (_free_streams[device] if workspaces is None else _free_capture_streams[device, workspaces.made_with]).append(stream)
+    (_free_streams[device] if workspaces is None else _free_capture_streams[device, workspaces.created_with_handle]).append(stream)
 
 
 class Streams(dict[str, torch.cuda.Stream]):
@@ -124,7 +124,7 @@ class Streams(dict[str, torch.cuda.Stream]):
 
     def release(self) -> None:
         while self:
-            give_stream(self.popitem()[1])
+            return_stream(self.popitem()[1])
 
 
 class CaptureStreams(Streams):
@@ -136,7 +136,7 @@ class CaptureStreams(Streams):
 
 def hold_workspaces(streams: Iterable[torch.cuda.Stream]) -> None:
     """Make matrix products of the next capture by this thread on these streams use workspaces that are never freed."""
-    with one_at_a_time:
+    with capture_lock:
         for stream in streams:
             _workspaces[stream.cuda_stream].hold()
 
@@ -150,7 +150,7 @@ class _Workspaces(GraphPool):
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         super().__init__(stream)
-        self.made_with, self._graph = self.blas_handle(), torch.cuda.CUDAGraph()
+        self.created_with_handle, self._graph = self.blas_handle(), torch.cuda.CUDAGraph()
         with self._allocating():
             self._bias, self._matrix, self._product = (
                 torch.zeros(size, dtype=torch.float16, device=stream.device) for size in ((16,), (16, 16), (16, 16))
@@ -160,7 +160,7 @@ class _Workspaces(GraphPool):
 
     def hold(self) -> None:
         """Make torch allocate the missing workspaces of the calling thread in this pool."""
-        keeper = self._keeper
+        anchor_graph = self._anchor_graph
         self._graph.reset()  # first: newer versions of torch free the workspaces of a stream with each graph that was captured on it
         graph = torch.cuda.CUDAGraph()
         try:
@@ -168,8 +168,8 @@ class _Workspaces(GraphPool):
             with capturing(graph, self):
                 self._multiply()
         finally:
-            if keeper is not self._keeper:
-                _failed.append(keeper)  # graphs use the memory of this pool
+            if anchor_graph is not self._anchor_graph:
+                _failed_captures.append(anchor_graph)  # graphs use the memory of this pool
         self._graph = graph
 
     def blas_handle(self) -> int:
@@ -201,18 +201,18 @@ def driver_library() -> ctypes.CDLL:
     return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
 
 
-def replayed(step: Callable[[], object], device: torch.device) -> Callable[[], object]:
+def capture_replay(step: Callable[[], object], device: torch.device) -> Callable[[], object]:
     """Run `step` once and capture it, on streams of its own; returns the replay function. On the CPU, returns `step`."""
     if device.type != "cuda":
         return step
     graph, stream = torch.cuda.CUDAGraph(), take_stream(device)
     with torch.cuda.device(device), contextlib.ExitStack() as after:
-        after.callback(give_stream, stream)
+        after.callback(return_stream, stream)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             step()
-        with one_at_a_time:
-            after.callback(give_stream, capture_stream := take_capture_stream(device))
+        with capture_lock:
+            after.callback(return_stream, capture_stream := take_capture_stream(device))
             pool = GraphPool(capture_stream)
             hold_workspaces([capture_stream])
             with capturing(graph, pool):
@@ -221,10 +221,10 @@ def replayed(step: Callable[[], object], device: torch.device) -> Callable[[], o
     return graph.replay
 
 
-def replay_us(replay: Callable[[], object], turns: int, before: Callable[[], object] = lambda: None) -> float:
+def replay_us(replay: Callable[[], object], repeats: int, before: Callable[[], object] = lambda: None) -> float:
     """The median time on the device, in microseconds. `before` is called before each replay."""
     times = list[float]()
-    for _ in range(turns):
+    for _ in range(repeats):
         before()
         begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begun.record()
@@ -237,11 +237,11 @@ def replay_us(replay: Callable[[], object], turns: int, before: Callable[[], obj
 
 def empty_cache() -> None:
     """torch.cuda.empty_cache() after any running capture: during a capture it fails."""
-    with one_at_a_time:
+    with capture_lock:
         torch.cuda.empty_cache()
 
 
-def _end(graph: torch.cuda.CUDAGraph, pool: GraphPool, generators: Sequence[torch.Generator]) -> None:
+def _end_capture(graph: torch.cuda.CUDAGraph, pool: GraphPool, generators: Sequence[torch.Generator]) -> None:
     """End the capture. If CUDA has invalidated it, reset torch's state: allocators that still use the pool, and random generators
     that are still in capture mode (only a successful capture resets those)."""
     try:
@@ -253,42 +253,42 @@ def _end(graph: torch.cuda.CUDAGraph, pool: GraphPool, generators: Sequence[torc
         except RuntimeError:  # newer versions of torch have ended it already; the reset releases the pool
             graph.reset()
         else:
-            _failed.append(graph)
+            _failed_captures.append(graph)
             torch._C._cuda_releasePool(device, handle)
         pool.renew(generators)  # the allocator of pinned memory still uses the old pool
         raise
 
 
 @contextlib.contextmanager
-def _alone(stream: torch.cuda.Stream) -> Iterator[None]:
+def _exclusive_capture(stream: torch.cuda.Stream) -> Iterator[None]:
     """Run the block on `stream` while no other capture runs."""
-    with one_at_a_time, torch.cuda.stream(stream), torch.no_grad(), without_collection:
+    with capture_lock, torch.cuda.stream(stream), torch.no_grad(), gc_paused:
         yield
 
 
-class _WithoutCollection:
+class _GcPaused:
     """A context without garbage collection in any thread, which could free graphs and events. For captures, and for host nodes, which
     must not call CUDA.
 
     `__exit__` creates no object after it enables collection: a new object could start a collection, also in a host node."""
 
     def __init__(self) -> None:
-        self._lock, self._blocks, self._enabled = threading.Lock(), 0, False
+        self._lock, self._depth, self._enabled = threading.Lock(), 0, False
 
     def __enter__(self) -> None:
         self._lock.acquire()
-        if not self._blocks:
+        if not self._depth:
             self._enabled = gc.isenabled()
             gc.disable()
-        self._blocks += 1
+        self._depth += 1
         self._lock.release()
 
     def __exit__(self, *_: object) -> None:
         self._lock.acquire()
-        self._blocks -= 1
-        if self._enabled and not self._blocks:
+        self._depth -= 1
+        if self._enabled and not self._depth:
             gc.enable()
         self._lock.release()
 
 
-without_collection = _WithoutCollection()
+gc_paused = _GcPaused()

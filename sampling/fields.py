@@ -15,7 +15,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 C = TypeVar("C", bound=type)
 
-MAX_CHARS = 100  # of a value in an error message
+MAX_REPR_CHARS = 100  # of a value in an error message
 
 
 def is_int(value: object) -> TypeGuard[int]:
@@ -34,16 +34,16 @@ def clip_repr(value: object) -> str:
         text = repr(value)
     except Exception:  # an int of thousands of digits, or an object of the caller whose __repr__ raises
         return f"a value of type {type(value).__name__}"
-    return text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}..."
+    return text if len(text) <= MAX_REPR_CHARS else f"{text[:MAX_REPR_CHARS]}..."
 
 
 def clip_error(error: BaseException) -> str:
     """str(error), cut after 5 * MAX_CHARS characters: a parser may repeat the whole file."""
     text = str(error)
-    return text if len(text) <= 5 * MAX_CHARS else f"{text[: 5 * MAX_CHARS]}..."
+    return text if len(text) <= 5 * MAX_REPR_CHARS else f"{text[: 5 * MAX_REPR_CHARS]}..."
 
 
-def reason(error: Exception) -> str:
+def error_summary(error: Exception) -> str:
     """Type and first line of an error, for a report."""
     lines = str(error).strip().splitlines() or ["no reason given"]
     return f"{type(error).__name__}: {lines[0]}"[:200]
@@ -51,7 +51,7 @@ def reason(error: Exception) -> str:
 
 def clip_name(name: object) -> str:
     """A field name read from a file or a request, for use in the path of an error message."""
-    return name[:MAX_CHARS] if isinstance(name, str) else clip_repr(name)
+    return name[:MAX_REPR_CHARS] if isinstance(name, str) else clip_repr(name)
 
 
 class Check(NamedTuple):
@@ -64,16 +64,16 @@ class Check(NamedTuple):
 BOOL = Check(lambda value: isinstance(value, bool), "True or False")
 
 
-def whole(least: int, most: int | None = None) -> Check:
-    """An int (not a bool) of at least `least` and, unless None, at most `most`."""
-    expected = f"a whole number >= {least}" if most is None else f"a whole number from {least} to {most}"
-    return Check(lambda value: is_int(value) and value >= least and (most is None or value <= most), expected)
+def whole(low: int, high: int | None = None) -> Check:
+    """An int (not a bool) of at least `low` and, unless None, at most `high`."""
+    expected = f"a whole number >= {low}" if high is None else f"a whole number from {low} to {high}"
+    return Check(lambda value: is_int(value) and value >= low and (high is None or value <= high), expected)
 
 
-def number(low: float, high: float, *, above: bool = False) -> Check:
-    """An int or float from `low` to `high`; with `above`, `low` itself is refused. NaN is always refused."""
-    expected = f"a number {'above' if above else 'from'} {low:g} {'and at most' if above else 'to'} {high:g}"
-    return Check(lambda value: is_number(value) and low <= value <= high and not (above and value == low), expected)
+def number(low: float, high: float, *, low_open: bool = False) -> Check:
+    """An int or float from `low` to `high`; with `low_open`, `low` itself is refused. NaN is always refused."""
+    expected = f"a number {'above' if low_open else 'from'} {low:g} {'and at most' if low_open else 'to'} {high:g}"
+    return Check(lambda value: is_number(value) and low <= value <= high and not (low_open and value == low), expected)
 
 
 def one_of(choices: Iterable[str]) -> Check:
@@ -92,7 +92,7 @@ def instance_of(kind: type, expected: str) -> Check:
 FUNCTION = Check(callable, "a function")
 
 
-def takes(*arguments: object) -> Callable[[object], bool]:
+def callable_with(*arguments: object) -> Callable[[object], bool]:
     """A check whether a value can be called with this number of arguments."""
 
     def check(value: object) -> bool:
@@ -109,12 +109,12 @@ def takes(*arguments: object) -> Callable[[object], bool]:
     return check
 
 
-def is_series(value: object) -> bool:
+def is_list_like(value: object) -> bool:
     """Whether `value` is iterable and not a str or bytes. Arrays and tensors without dimensions are not iterable."""
     return isinstance(value, Iterable) and not isinstance(value, (str, bytes)) and getattr(value, "ndim", 1) != 0
 
 
-IDS = Check(is_series, "a sequence of token ids")
+TOKEN_IDS = Check(is_list_like, "a sequence of token ids")
 
 
 def checked_path(name: str, path: object) -> Path:
@@ -160,14 +160,14 @@ def checked_keywords(names: Mapping[str, str], accepted: Iterable[str] = ()) -> 
     the parameters of the function."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        own = tuple(accepted) or tuple(inspect.signature(function).parameters)[1:]
-        title, known = function.__qualname__.removesuffix(".__init__"), frozenset((*inspect.signature(function).parameters, *own))
+        keywords = tuple(accepted) or tuple(inspect.signature(function).parameters)[1:]
+        title, known = function.__qualname__.removesuffix(".__init__"), frozenset((*inspect.signature(function).parameters, *keywords))
 
         @functools.wraps(function)
         def call(*arguments: P.args, **options: P.kwargs) -> R:
             if not options.keys() <= known:
                 name = next(name for name in options if name not in known)
-                close = difflib.get_close_matches(name, own, 1, 0.8) or [f"one of {', '.join(own)}"]
+                close = difflib.get_close_matches(name, keywords, 1, 0.8) or [f"one of {', '.join(keywords)}"]
                 raise TypeError(f"{title}(): got the keyword {name!r}, expected {names.get(name, close[0])}")
             return function(*arguments, **options)
 
@@ -179,9 +179,9 @@ def checked_keywords(names: Mapping[str, str], accepted: Iterable[str] = ()) -> 
 def checked_fields(names: Mapping[str, str]) -> Callable[[C], C]:
     """As checked_keywords, for the constructor of a dataclass."""
 
-    def decorate(kind: C) -> C:
-        made: Any = kind
-        made.__init__ = checked_keywords(names)(made.__init__)
-        return kind
+    def decorate(decorated: C) -> C:
+        cls: Any = decorated
+        cls.__init__ = checked_keywords(names)(cls.__init__)
+        return decorated
 
     return decorate

@@ -15,12 +15,12 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any, NoReturn, Protocol
 
-THREADS = "stepgraph-"  # prefix of thread names
+THREAD_NAME_PREFIX = "stepgraph-"  # prefix of thread names
 EXIT_SECONDS = 10.0  # how long the exiting interpreter waits for each resource
-FORKED = "the engine belongs to the parent process; call it there"
+FORKED_ERROR = "the engine belongs to the parent process; call it there"
 
 
-class OfOneProcess:
+class BoundToProcess:
     """Base of objects with threads, devices or pointers. A copy would share these, and in another process they do not exist."""
 
     def __reduce__(self) -> NoReturn:
@@ -40,13 +40,13 @@ class Closable(Protocol):
         """Close, and wait at most `seconds` until that is done."""
 
 
-_open: tuple[weakref.WeakSet[Closable], ...] = tuple(weakref.WeakSet() for _ in ExitStage)
+_closables: tuple[weakref.WeakSet[Closable], ...] = tuple(weakref.WeakSet() for _ in ExitStage)
 _fork_hooks: weakref.WeakKeyDictionary[object, Callable[[Any], None]] = weakref.WeakKeyDictionary()  # object -> method
 
 
 def close_at_exit(resource: Closable, stage: ExitStage = ExitStage.BACKGROUND) -> None:
     """Close `resource` when this interpreter exits, unless it was freed before. Not in forks."""
-    _open[stage].add(resource)
+    _closables[stage].add(resource)
 
 
 def call_after_fork(method: Callable[[], None]) -> None:
@@ -57,16 +57,16 @@ def call_after_fork(method: Callable[[], None]) -> None:
 
 @atexit.register
 def _close_all() -> None:
-    for resources in _open:
+    for resources in _closables:
         for resource in tuple(resources):
             resource.close(EXIT_SECONDS)
     for thread in threading.enumerate():  # their owners no longer exist, but the threads may release the last references to a model
-        if thread.name.startswith(THREADS) and thread is not threading.current_thread():
+        if thread.name.startswith(THREAD_NAME_PREFIX) and thread is not threading.current_thread():
             thread.join(EXIT_SECONDS)
 
 
 def _after_fork() -> None:
-    for resources in _open:
+    for resources in _closables:
         resources.clear()  # their threads do not exist in the child
     for owner, method in tuple(_fork_hooks.items()):
         method(owner)

@@ -73,7 +73,7 @@ def why_not() -> str:
 def kernel(name: str) -> ctypes._NamedFuncPointer | None:
     """The function stepgraph_`name` of packed arguments, which raises CallError for an index outside its table; None without library."""
     library = load()
-    return None if isinstance(library, Unavailable) else _declared(library, name)
+    return None if isinstance(library, Unavailable) else _kernel_function(library, name)
 
 
 @functools.lru_cache(maxsize=1)
@@ -85,9 +85,9 @@ def use_threads(count: int) -> None:
 
 
 @functools.cache
-def _declared(library: ctypes.CDLL, name: str) -> ctypes._NamedFuncPointer:
+def _kernel_function(library: ctypes.CDLL, name: str) -> ctypes._NamedFuncPointer:
     function = library[f"stepgraph_{name}"]
-    function.argtypes, function.restype = (c_char_p,), _Codes(name).__getitem__
+    function.argtypes, function.restype = (c_char_p,), _ReturnCodes(name).__getitem__
     return function
 
 
@@ -99,7 +99,7 @@ class CallError(IndexError):
         self.number = number
 
 
-class _Codes(dict[int, int]):
+class _ReturnCodes(dict[int, int]):
     """Return codes of a kernel: 0; any other raises CallError. A dict, because a Python function takes longer than some kernels."""
 
     def __init__(self, name: str) -> None:

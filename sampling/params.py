@@ -18,14 +18,14 @@ _BAD_WORD = Check(
     lambda word: _STOP.accepts(word) or (isinstance(word, (tuple, list)) and bool(word)),
     f"{_STOP.expected}, or a sequence of at least one token id",
 )
-BEYOND_ARGMAX = (
+FIELDS_BEYOND_ARGMAX = (
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_token_ids", "bad_words", "min_new_tokens"),
     *("logits_processors", "relaxed_top_n", "logprobs"),
 )
 CHECKS = {
     "temperature": optional(number(0.0, FLOAT32_MAX)),
     "min_p": number(0.0, 1.0),
-    "top_p": number(0.0, 1.0, above=True),
+    "top_p": number(0.0, 1.0, low_open=True),
     "repetition_penalty": number(0.01, 100.0),
     "presence_penalty": number(-2.0, 2.0),
     "frequency_penalty": number(-2.0, 2.0),
@@ -36,11 +36,11 @@ CHECKS = {
     "relaxed_top_n": whole(0, 2**24),
     "relaxed_delta": number(0.0, 1.0),
 }
-_IN_SUBMIT = "Engine.submit(max_new_tokens=)"
-_CONSTRAINT = "Engine.submit(constraint=)"
-OTHER_NAMES = {
-    **dict.fromkeys(("max_tokens", "max_new_tokens", "max_length", "n_predict"), _IN_SUBMIT),
-    **dict.fromkeys(("structured_outputs", "guided_decoding", "grammar", "response_format"), _CONSTRAINT),
+_USE_MAX_NEW_TOKENS = "Engine.submit(max_new_tokens=)"
+_USE_CONSTRAINT = "Engine.submit(constraint=)"
+NAMES_ELSEWHERE = {
+    **dict.fromkeys(("max_tokens", "max_new_tokens", "max_length", "n_predict"), _USE_MAX_NEW_TOKENS),
+    **dict.fromkeys(("structured_outputs", "guided_decoding", "grammar", "response_format"), _USE_CONSTRAINT),
     **dict.fromkeys(("n", "best_of"), "a list of equal prompts with different seeds"),
     **dict.fromkeys(("min_tokens", "min_length"), "min_new_tokens"),
     "repeat_penalty": "repetition_penalty",
@@ -52,7 +52,7 @@ OTHER_NAMES = {
 }  # in vLLM, llama-cpp-python and transformers
 
 
-@checked_fields(OTHER_NAMES)
+@checked_fields(NAMES_ELSEWHERE)
 @dataclass(frozen=True)
 class SamplingParams:
     """How a request chooses among the tokens that its grammar allows. Names, semantics and defaults are those of vLLM, except that
@@ -136,8 +136,8 @@ class SamplingParams:
                 raise ValueError(f"{field_name}: got {clip_repr(arguments)}, expected a sequence of numbers, and the name of a processor")
             for index, argument in enumerate(arguments):
                 check_value(f"{field_name}[{index}]", argument, number(-FLOAT32_MAX, FLOAT32_MAX))
-        named = {name: tuple(arguments) for name, arguments in self.logits_processors.items()}
-        object.__setattr__(self, "logits_processors", named)
+        arguments_by_name = {name: tuple(arguments) for name, arguments in self.logits_processors.items()}
+        object.__setattr__(self, "logits_processors", arguments_by_name)
 
     def _check_bias(self) -> None:
         if not isinstance(self.logit_bias, Mapping):
@@ -157,7 +157,7 @@ class SamplingParams:
         """The first field that requires more than a masked argmax; empty if there is none."""
         if not self.greedy:
             return "temperature"
-        return next((name for name in BEYOND_ARGMAX if getattr(self, name) != getattr(GREEDY, name)), "")
+        return next((name for name in FIELDS_BEYOND_ARGMAX if getattr(self, name) != getattr(GREEDY, name)), "")
 
     @property
     def plain(self) -> bool:

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 UNIT_BITS = 40  # a weight of 1 is 2**40 units; 2**22 of them fit an int64
-LOWEST = -86.0  # a weight with a smaller logarithm is 0; it would be less than 5e-38
+MIN_LOG_WEIGHT = -86.0  # a weight with a smaller logarithm is 0; it would be less than 5e-38
 LOG2_E = math.log2(math.e)
 LN2_HEAD = 0.693359375  # nine bits: its product with any exponent is exact
 LN2_TAIL = math.log(2) - LN2_HEAD
 # (exp(r) - 1 - r) / r**2 for |r| <= log(2) / 2, fitted at Chebyshev's points, each coefficient a float32.
-SERIES = (0.5, 0.16666576266288757, 0.04166646674275398, 0.008363181725144386, 0.0013933652080595493)
+EXP_COEFFICIENTS = (0.5, 0.16666576266288757, 0.04166646674275398, 0.008363181725144386, 0.0013933652080595493)
 
 
 class Param(IntEnum):
@@ -38,7 +38,7 @@ class Param(IntEnum):
     TOP_LOGPROBS = 8  # alternatives.py
 
 
-class Weighed(NamedTuple):
+class TokenWeights(NamedTuple):
     """Logits [B, ..., V] as weights, and the settings of their rows, [B, ..., 1] each."""
 
     weights: Tensor  # [B, ..., V] float32, 1 for the most probable token; zeros in a row whose largest logit is not finite
@@ -50,7 +50,7 @@ class Weighed(NamedTuple):
     min_p: Tensor
 
 
-class Columns:
+class VocabColumns:
     """The tokens of the last dimension of tensors [..., V]: here the whole vocabulary. A subclass may have a part of it."""
 
     def ids(self, values: Tensor) -> Tensor:
@@ -91,32 +91,32 @@ class Columns:
     def logsumexp(self, values: Tensor) -> Tensor:
         return values.logsumexp(-1, keepdim=True)
 
-    def least_kept(self, weighed: Weighed) -> Tensor:
+    def min_kept_weight(self, weighed: TokenWeights) -> Tensor:
         """[B, ..., 1]: the smallest weight that is kept."""
         weights, top_k, top_p = weighed.weights, weighed.top_k, weighed.top_p
         ordered, final = weights.sort(-1, descending=True).values, weights.shape[-1] - 1
         last = (top_k.to(torch.int64) - 1).clamp(0, final)
         least = torch.where(top_k > 0, ordered.gather(-1, last.expand(*weights.shape[:-1], 1)), 0.0)
         least = torch.maximum(least, weighed.min_p)
-        running = units(torch.where(ordered >= least, ordered, 0.0)).cumsum(-1)
+        running = to_units(torch.where(ordered >= least, ordered, 0.0)).cumsum(-1)
         enough = top_p.to(torch.float64) * running[..., -1:].to(torch.float64)
         short = (running.to(torch.float64) < enough).sum(-1, keepdim=True).clamp(max=final)  # tokens before the one that reaches top_p
         return torch.where(top_p < 1, torch.maximum(least, ordered.gather(-1, short)), least)
 
 
-ALL = Columns()
+ALL_COLUMNS = VocabColumns()
 
 
-def distribution(logits: Tensor, params: Tensor, columns: Columns = ALL) -> Tensor:
+def distribution(logits: Tensor, params: Tensor, columns: VocabColumns = ALL_COLUMNS) -> Tensor:
     """Probabilities [B, ..., V] float32 of masked logits [B, ..., V] under params [B, 4 or more], columns as in Param.
 
     All zeros if the largest logit of the row is not finite: no token can be drawn then.
     """
-    weighed = weigh(logits, params, columns)
-    return share(weighed, torch.where(weighed.weights >= columns.least_kept(weighed), weighed.weights, 0.0), columns)
+    weighed = token_weights(logits, params, columns)
+    return normalised(weighed, torch.where(weighed.weights >= columns.min_kept_weight(weighed), weighed.weights, 0.0), columns)
 
 
-def weigh(logits: Tensor, params: Tensor, columns: Columns = ALL) -> Weighed:
+def token_weights(logits: Tensor, params: Tensor, columns: VocabColumns = ALL_COLUMNS) -> TokenWeights:
     shape = (-1, *[1] * (logits.dim() - 1))
     temperature, top_k, top_p, min_p = (params[:, column].view(shape) for column in range(Param.MIN_P + 1))
     greedy = temperature <= 0
@@ -124,29 +124,29 @@ def weigh(logits: Tensor, params: Tensor, columns: Columns = ALL) -> Weighed:
     best, most_probable = columns.best(values)
     alive = torch.isfinite(best)
     scaled = (values - best) / torch.where(greedy, 1.0, temperature)  # subtract first: a quotient of a logit may be infinite
-    return Weighed(torch.where(alive, portable_exp(scaled), 0.0), most_probable, alive, greedy, top_k, top_p, min_p)
+    return TokenWeights(torch.where(alive, portable_exp(scaled), 0.0), most_probable, alive, greedy, top_k, top_p, min_p)
 
 
-def share(weighed: Weighed, kept: Tensor, columns: Columns = ALL) -> Tensor:
+def normalised(weighed: TokenWeights, kept: Tensor, columns: VocabColumns = ALL_COLUMNS) -> Tensor:
     """Probabilities [B, ..., V] of the kept weights, zeros elsewhere; in a greedy row 1 for the most probable token."""
-    probabilities = kept / from_units(columns.total(units(kept).sum(-1, keepdim=True)))
+    probabilities = kept / from_units(columns.total(to_units(kept).sum(-1, keepdim=True)))
     probabilities = torch.where(weighed.greedy, (columns.ids(kept) == weighed.most_probable).to(torch.float32), probabilities)
     return torch.where(weighed.alive, probabilities, 0.0)
 
 
 def portable_exp(values: Tensor) -> Tensor:
     """exp of float32 values <= 0, within 1.1 ulp, 0 below LOWEST. The same bits on every device."""
-    bounded = values.clamp(min=LOWEST)
+    bounded = values.clamp(min=MIN_LOG_WEIGHT)
     power = torch.floor(bounded * LOG2_E + 0.5)
     rest = (bounded - power * LN2_HEAD) - power * LN2_TAIL
-    series = torch.full_like(rest, SERIES[-1])
-    for coefficient in SERIES[-2::-1]:
+    series = torch.full_like(rest, EXP_COEFFICIENTS[-1])
+    for coefficient in EXP_COEFFICIENTS[-2::-1]:
         series = series * rest + coefficient
     scale = ((power.to(torch.int32) + 127) << 23).view(torch.float32)
-    return torch.where(values < LOWEST, 0.0, (series * rest * rest + rest + 1.0) * scale)
+    return torch.where(values < MIN_LOG_WEIGHT, 0.0, (series * rest * rest + rest + 1.0) * scale)
 
 
-def units(weights: Tensor) -> Tensor:
+def to_units(weights: Tensor) -> Tensor:
     """Weights up to 1 as integers, rounded down, whose sums are exact in any order."""
     return (weights * 2.0**UNIT_BITS).to(torch.int64)
 
@@ -156,6 +156,6 @@ def from_units(total: Tensor) -> Tensor:
     return total.to(torch.float32) * 2.0**-UNIT_BITS
 
 
-def race(weights: Tensor, noise: Tensor, columns: Columns = ALL) -> Tensor:
+def race(weights: Tensor, noise: Tensor, columns: VocabColumns = ALL_COLUMNS) -> Tensor:
     """Draw by exponential race: token t with probability weights[t] / weights.sum(). [..., V] each -> [...] int64."""
     return columns.best(weights / noise)[1].squeeze(-1)

@@ -19,8 +19,8 @@ from stepgraph.graphs.attention.paged import OPERATION, AttentionChoice, attenti
 from stepgraph.graphs.attention.reference import by_reference
 from stepgraph.graphs.model import AttentionShape
 from stepgraph.graphs.model_call import Attend, ModelInput
-from stepgraph.sampling.cuda_graphs import replayed
-from stepgraph.sampling.fields import reason
+from stepgraph.sampling.cuda_graphs import capture_replay
+from stepgraph.sampling.fields import error_summary
 from stepgraph.sampling.kernels import triton as programs
 from stepgraph.sampling.kernels.c_kernel import why_no_c
 
@@ -89,7 +89,7 @@ def _candidate(name: str, device: torch.device, shapes: tuple[AttentionShape, ..
         wrong = (differs(planned.rounds, planned.prompt, shape, page_size, device) for shape in dict.fromkeys(shapes))
         return _Candidate(next(filter(None, wrong), ""), planned.rounds, planned.prompt)
     except Exception as error:  # from a compiler, a loader or a driver
-        return _Candidate(reason(error))
+        return _Candidate(error_summary(error))
 
 
 def unfit(name: str, device: torch.device, shapes: tuple[AttentionShape, ...]) -> str:
@@ -178,7 +178,7 @@ def differs(rounds: Rounds, prompts: Prompts, shape: AttentionShape, page_size: 
         def step(query: Tensor = query, inputs: ModelInput = inputs, window: int | None = window, output: Tensor = output) -> None:
             output.copy_(attention(query, probe.cache[0], probe.cache[1], inputs._replace(attend=rounds()), window))
 
-        replay = replayed(step, device)
+        replay = capture_replay(step, device)
         for lengths in probe.rounds:
             probe.hold(lengths)
             replay()

@@ -17,7 +17,7 @@ from stepgraph.graphs.cuda.recorder import CudaRecorder, broken_rule
 from stepgraph.graphs.cuda.resources import checked_device
 from stepgraph.graphs.cuda.trace import CudaTracer
 from stepgraph.graphs.spans import MakeRange, RecordedReport, Span
-from stepgraph.sampling.cuda_graphs import one_at_a_time
+from stepgraph.sampling.cuda_graphs import capture_lock
 
 
 class CudaBackend(CudaLauncher):
@@ -73,7 +73,7 @@ class CudaBackend(CudaLauncher):
     def _recording(self, call: str) -> Iterator[None]:
         # Two threads that launch a Triton program for the first time both compile it, and the second result replaces the first: without
         # the lock, the capture might have to load a program although its warm-up had loaded it, which is not allowed.
-        with one_at_a_time, torch.cuda.device(self.device), self.on_main(call):
+        with capture_lock, torch.cuda.device(self.device), self.on_main(call):
             self._drain()
             self.errors.raise_first()
             with setting(self, "_capturing", True):

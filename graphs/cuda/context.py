@@ -17,7 +17,7 @@ from stepgraph.graphs.context import MAIN, NOTHING, StreamEvent, setting
 from stepgraph.graphs.cuda.driver import Driver
 from stepgraph.graphs.errors import HostErrors, Site, call_site, fail
 from stepgraph.graphs.spans import STEP, MakeRange, StageRun
-from stepgraph.sampling.cuda_graphs import Streams, without_collection
+from stepgraph.sampling.cuda_graphs import Streams, gc_paused
 
 
 class HostCallback:
@@ -35,7 +35,7 @@ class HostCallback:
 
             def enter(_: int | None) -> None:
                 try:
-                    with without_collection:  # a host node must not call CUDA
+                    with gc_paused:  # a host node must not call CUDA
                         function()
                 except BaseException as error:
                     errors.store(name, error)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from stepgraph.graphs.layers.quantised import TILE, has_packed_form, inner_size
 from stepgraph.graphs.layers.rank_sums import Exchange
-from stepgraph.sampling.cuda_graphs import empty_cache, replay_us, replayed
-from stepgraph.sampling.fields import reason
+from stepgraph.sampling.cuda_graphs import capture_replay, empty_cache, replay_us
+from stepgraph.sampling.fields import error_summary
 from stepgraph.sampling.kernels.triton import why_no_triton
 
 ROWS = (512, 256, 128)  # numbers of states; with fewer, the bits of a row never depend on the other rows
@@ -44,7 +44,7 @@ def choose_products(dtype: torch.dtype, weights: Iterable[Tensor], ranks: Exchan
                 found[key] = programs.library_rows[key] if key in programs.library_rows else _least_rows(weight, dtype)
         except Exception as error:  # from a compiler, the allocator or a capture, or for a wrong result
             found[key] = NEVER
-            reasons.append(f"not with {TILE * len(weight)} x {inner_size(weight)}: {reason(error)}")
+            reasons.append(f"not with {TILE * len(weight)} x {inner_size(weight)}: {error_summary(error)}")
     by_shape = {key[1:]: least for key, least in found.items()}  # without the device
     for other in ranks.exchange(by_shape) if ranks else ():
         found.update({key: max(least, other.get(key[1:], least)) for key, least in found.items()})
@@ -66,7 +66,7 @@ def _least_rows(weight: Tensor, dtype: torch.dtype) -> int:
         results, times = list[Tensor](), list[float]()
         for multiply in (programs.multiply_packed, programs.multiply_dequantised):
             results.append(states.new_empty(rows, len(weight) * TILE))
-            replay = replayed(functools.partial(multiply, states, weight, None, results[-1]), weight.device)
+            replay = capture_replay(functools.partial(multiply, states, weight, None, results[-1]), weight.device)
             times.append(replay_us(replay, TURNS))
         packed, dequantised = (each.float() for each in results)
         if not float((dequantised - packed).norm()) <= TOLERANCE * float(packed.norm()):  # also for NaN

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from stepgraph.graphs.layers.dense import Residual, add_rms_norm
 from stepgraph.graphs.layers.parallel import RankGroups, add_gathered, all_reduce, set_sums
-from stepgraph.sampling.cuda_graphs import replay_us, replayed
-from stepgraph.sampling.fields import reason
+from stepgraph.sampling.cuda_graphs import capture_replay, replay_us
+from stepgraph.sampling.fields import error_summary
 
 SUMS_IN_GRAPH, TURNS = 16, 7  # per measurement
 EPSILON, TOLERANCE = 1e-5, {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 1e-5}
@@ -141,7 +141,7 @@ def _attempt(ranks: Exchange, run: Callable[[Share], T]) -> tuple[T | None, str]
         except _Refused:
             raise
         except Exception as error:  # from a compiler, a loader or a driver, or for a wrong result
-            shared(str(error) if type(error) is RuntimeError else reason(error))
+            shared(str(error) if type(error) is RuntimeError else error_summary(error))
             raise
         shared("")
     except _Refused as refused:
@@ -171,7 +171,7 @@ def _made_and_measured(
             work.copy_(part)
             add(work)
 
-    taken = replay_us(replayed(step, like.device), TURNS, functools.partial(share, None))  # so that the ranks start together
+    taken = replay_us(capture_replay(step, like.device), TURNS, functools.partial(share, None))  # so that the ranks start together
     _require_close("a sum in a graph", work, _total(ranks.size, like), 0.0)
     slowest: float = max(share(taken / SUMS_IN_GRAPH))
     return both, slowest

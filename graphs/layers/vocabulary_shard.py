@@ -22,7 +22,7 @@ from stepgraph.sampling.kernels import GrammarMask, Processed
 from stepgraph.sampling.kernels.filters import drawn
 from stepgraph.sampling.kernels.processors import RowSettings, ranked_log_probabilities, write_log_probabilities, write_ranked
 from stepgraph.sampling.kernels.rejection import exact_rejection, offered
-from stepgraph.sampling.sampler import Columns, Weighed, distribution, units
+from stepgraph.sampling.sampler import TokenWeights, VocabColumns, distribution, to_units
 
 DIGIT_BITS, DIGITS = 10, 3  # of the bits of a weight from 0 to 1: weights have the order of their bits, and the bits of 1 are below 2**30
 Operations: TypeAlias = "VocabularyShard | ModuleType"  # the module: sampling.kernels
@@ -33,7 +33,7 @@ def part_of(total: int, rank: int, size: int) -> slice:
     return slice(total * rank // size, total * (rank + 1) // size)
 
 
-class VocabularyShard(Columns):
+class VocabularyShard(VocabColumns):
     """The functions of `sampling.kernels` that rounds use, as methods, over logits and probabilities [..., n] of these tokens.
 
     tokens: [n] int64, those of `part_of` as a buffer of the model. groups: of `size` ranks, which divide `total` tokens.
@@ -74,7 +74,7 @@ class VocabularyShard(Columns):
         return torch.where(own, index, 0), own
 
     def best(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        best, index = values.to(torch.float32).max(-1, keepdim=True)  # ids are exact in float32: `units` allows 2**22 tokens
+        best, index = values.to(torch.float32).max(-1, keepdim=True)  # ids are exact in float32: `to_units` allows 2**22 tokens
         found, tokens = self._gather(best, self.tokens[index].to(torch.float32)).unbind(1)
         largest, rank = found.max(0, keepdim=True)  # the first of equal ones, whose token is lower
         return largest[0], tokens.gather(0, rank)[0].to(torch.int64)
@@ -98,11 +98,11 @@ class VocabularyShard(Columns):
     def logsumexp(self, values: Tensor) -> Tensor:
         return self._gather(values.logsumexp(-1, keepdim=True)).squeeze(1).logsumexp(0)
 
-    def least_kept(self, weighed: Weighed) -> Tensor:
+    def min_kept_weight(self, weighed: TokenWeights) -> Tensor:
         weights, top_k, top_p = weighed.weights, weighed.top_k, weighed.top_p
         least = self._largest_reaching(weights, torch.ones_like(weights, dtype=torch.int64), top_k.to(torch.float64))
         least = torch.maximum(torch.where(top_k > 0, least, 0.0), weighed.min_p)
-        amounts = units(torch.where(weights >= least, weights, 0.0))
+        amounts = to_units(torch.where(weights >= least, weights, 0.0))
         enough = top_p.to(torch.float64) * self.total(amounts.sum(-1, keepdim=True)).to(torch.float64)
         return torch.where(top_p < 1, torch.maximum(least, self._largest_reaching(weights, amounts, enough)), least)
 

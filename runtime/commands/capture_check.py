@@ -19,7 +19,7 @@ from stepgraph.graphs.errors import CaptureError
 from stepgraph.graphs.tape.replay_ops import same_bits
 from stepgraph.runtime.commands import terminal
 from stepgraph.runtime.printing import print_error
-from stepgraph.sampling.fields import clip_repr, takes
+from stepgraph.sampling.fields import callable_with, clip_repr
 
 MODULE_AND_NAME = "a module and a name in it, such as my_step:make"
 FACTORY = "a function without arguments that returns (step, buffers); to pass the step itself, use --buffers"
@@ -85,7 +85,7 @@ def _step_and_buffers(options: argparse.Namespace) -> tuple[Step, StaticBuffers]
         step, buffers = target, _import("--buffers", options.buffers)
         if not isinstance(buffers, StaticBuffers):
             buffers = _call("--buffers", options.buffers, buffers, "StaticBuffers, or a function without arguments that returns them")
-    if not takes(None)(step):
+    if not callable_with(None)(step):
         raise ValueError(f"{options.target}: got {clip_repr(step)} as the step, expected a function of one argument, the buffers")
     if not isinstance(buffers, StaticBuffers):
         raise ValueError(f"{options.buffers or options.target}: got {type(buffers).__name__} as the buffers, expected StaticBuffers")

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from stepgraph.sampling.fields import IDS, Check, check_value, checked_path, clip_repr, instance_of, is_int, is_series, optional
+from stepgraph.sampling.fields import TOKEN_IDS, Check, check_value, checked_path, clip_repr, instance_of, is_int, is_list_like, optional
 from stepgraph.sampling.grammar.status import BITS_PER_WORD, MaskStatus
 from stepgraph.sampling.grammar.tokenizers.gguf import read_gguf_header, table_of_metadata
 from stepgraph.sampling.grammar.tokenizers.readers import read_object, read_tokenizer_json, table_of_ranks
@@ -55,7 +55,7 @@ class Vocabulary:
         if not is_int(width) or width < len(tokens):
             raise ValueError(f"Vocabulary.logits_width: got {clip_repr(width)}, expected an int >= {len(tokens)}, the number of tokens")
         for name, ids in (("stop_token_ids", stop_token_ids), ("control_token_ids", control_token_ids)):
-            check_value(f"Vocabulary.{name}", ids, IDS)
+            check_value(f"Vocabulary.{name}", ids, TOKEN_IDS)
             if name == "stop_token_ids" and len(tuple(ids)) == 0:
                 raise ValueError("Vocabulary.stop_token_ids: got none, expected at least one: a constrained text ends with a stop token")
             for token_id in ids:
@@ -70,7 +70,7 @@ class Vocabulary:
     def printable(cls, extra_tokens: Iterable[bytes] = (), logits_width: int | None = None) -> Vocabulary:
         """A small vocabulary for tests and demonstrations: printable ASCII, newline, tab, a few longer tokens, one stop token."""
         singles = [bytes([code]) for code in (*range(0x20, 0x7F), 0x0A, 0x09)]
-        check_value("Vocabulary.printable.extra_tokens", extra_tokens, Check(is_series, "bytes objects"))
+        check_value("Vocabulary.printable.extra_tokens", extra_tokens, Check(is_list_like, "bytes objects"))
         tokens = [*singles, *_DEMO_TOKENS, *extra_tokens, b"<eos>"]
         return cls(tokens, stop_token_ids=[len(tokens) - 1], logits_width=logits_width)
 
@@ -111,7 +111,7 @@ class Vocabulary:
     def from_table(cls, table: TokenTable, stop_token_ids: Sequence[int] | None = None) -> Vocabulary:
         """From the result of a reader of `tokenizers/`. A ValueError begins with the table's path or object name."""
         check_value("table", table, instance_of(TokenTable, "a TokenTable"))
-        check_value("stop_token_ids", stop_token_ids, optional(IDS))
+        check_value("stop_token_ids", stop_token_ids, optional(TOKEN_IDS))
         try:
             return cls(*table.fields(stop_token_ids))
         except TypeError:
@@ -219,7 +219,7 @@ class Vocabulary:
 
     def decode(self, ids: Iterable[int]) -> bytes:
         """The text of a token sequence; control and stop tokens add nothing."""
-        check_value("Vocabulary.decode", ids, IDS)
+        check_value("Vocabulary.decode", ids, TOKEN_IDS)
         pieces = []
         for token_id in ids:
             if not isinstance(token_id, (int, np.integer)) or not 0 <= token_id < len(self.tokens):

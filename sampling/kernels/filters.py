@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from stepgraph.sampling import rng, sampler
-from stepgraph.sampling.cuda_graphs import replayed
-from stepgraph.sampling.fields import reason
+from stepgraph.sampling.cuda_graphs import capture_replay
+from stepgraph.sampling.fields import error_summary
 from stepgraph.sampling.kernels import triton as programs
 from stepgraph.sampling.kernels.operation import Dense, DenseFloats, Longs, operation
-from stepgraph.sampling.sampler import Columns
+from stepgraph.sampling.sampler import VocabColumns
 
 FILTERS = ("auto", "triton", "flashinfer", "torch")
 MODULES = {
@@ -84,7 +84,7 @@ def why_not(name: str, device: torch.device) -> str:
         log.warning("building or loading FlashInfer's sampling kernels for %s; the first time takes a minute or two", device)
         return differs(module.distribution, device) or breaks_in_a_graph(module.distribution, device)
     except Exception as error:  # from a compiler, a loader or a driver
-        return reason(error)
+        return error_summary(error)
 
 
 def probes(device: torch.device) -> list[tuple[Tensor, Tensor]]:
@@ -126,7 +126,7 @@ def breaks_in_a_graph(run: Filter, device: torch.device) -> str:
     """How replays of a captured `run` differ from the reference, also after settings changed; empty if they do not."""
     logits, params = probes(device)[-1]
     probs = torch.empty(logits.shape, device=device)
-    replay = replayed(lambda: run(logits, params, probs), device)
+    replay = capture_replay(lambda: run(logits, params, probs), device)
     for _ in range(2):
         params.copy_(params.roll(1, 0))
         replay()
@@ -154,7 +154,7 @@ def race(weights: Dense, seed: Longs, position: Longs, purpose: int) -> Tensor:
     return drawn(weights, seed, position, purpose)
 
 
-def drawn(weights: Tensor, seed: Tensor, position: Tensor, purpose: int, columns: Columns = sampler.ALL) -> Tensor:
+def drawn(weights: Tensor, seed: Tensor, position: Tensor, purpose: int, columns: VocabColumns = sampler.ALL_COLUMNS) -> Tensor:
     """`race` over these columns."""
     noise = rng.exponential(seed[:, None], position[:, None], rng.Purpose(purpose), columns.ids(weights))
     return sampler.race(weights, noise, columns)

@@ -20,16 +20,16 @@ from stepgraph.sampling.kernels.filters import race
 def distribution(logits: Tensor, params: Tensor, probs: Tensor) -> None:
     batch, positions, width = logits.shape
     own = params[:, None].expand(batch, positions, params.shape[1]).reshape(batch * positions, -1)
-    weighed = sampler.weigh(logits.reshape(batch * positions, width), own)
+    weighed = sampler.token_weights(logits.reshape(batch * positions, width), own)
     weights, top_k, top_p = weighed.weights, weighed.top_k.squeeze(1), weighed.top_p.squeeze(1)
     most = torch.where((top_k > 0) & (top_k < width), top_k, width).to(torch.int32)
     highest = flashinfer.sampling.top_k_mask_logits(weights, most)  # minus infinity for weights that are dropped
     kept = torch.where((highest >= 0) & (weights >= weighed.min_p), weights, 0.0)
-    likely = kept / sampler.from_units(sampler.units(kept).sum(-1, keepdim=True)).clamp(min=1.0)
+    likely = kept / sampler.from_units(sampler.to_units(kept).sum(-1, keepdim=True)).clamp(min=1.0)
     share = torch.where(weighed.alive.squeeze(1), top_p, 1.0)
     stays = flashinfer.sampling.top_p_renorm_probs(likely, share) > 0
     kept = torch.where(stays | (weighed.top_p >= 1), kept, 0.0)
-    probs.copy_(sampler.share(weighed, kept).view(probs.shape))
+    probs.copy_(sampler.normalised(weighed, kept).view(probs.shape))
 
 
 def draw(logits: Tensor, params: Tensor, *others: Any) -> None:

@@ -18,7 +18,7 @@ from stepgraph.sampling import bitmask
 from stepgraph.sampling.grammar.status import BITS_PER_WORD, MaskStatus
 from stepgraph.sampling.kernels.choice import GrammarMask
 from stepgraph.sampling.kernels.operation import Contiguous, Dense, DenseFloats, Flags, Float32s, Ints, Longs, StridedLongs, operation
-from stepgraph.sampling.sampler import ALL, Columns, Param
+from stepgraph.sampling.sampler import ALL_COLUMNS, Param, VocabColumns
 
 MOST_BEFORE = 64  # drafts that the kernel in C has room for, as in processors.c
 
@@ -137,7 +137,7 @@ def apply_settings(logits: Tensor, rows: RowSettings, before: Tensor, first: int
     return result - frequency * counts - presence * emitted
 
 
-def judge(status: Tensor, finite: Tensor, logits: Tensor, columns: Columns = ALL) -> Processed:
+def judge(status: Tensor, finite: Tensor, logits: Tensor, columns: VocabColumns = ALL_COLUMNS) -> Processed:
     """Processed logits, with DEAD_END where a mask allows some token (finite [B, Q]) and the request's own bans forbid all of them."""
     largest = columns.best(logits)[0][..., 0]
     banned = finite & (largest == float("-inf")) & (status == int(MaskStatus.OK))
@@ -150,7 +150,7 @@ def log_probabilities(logits: Dense, probs: Dense, tokens: Contiguous, found: Te
     write_log_probabilities(logits, probs, tokens, found)
 
 
-def write_log_probabilities(logits: Tensor, probs: Tensor, tokens: Tensor, found: Tensor, columns: Columns = ALL) -> None:
+def write_log_probabilities(logits: Tensor, probs: Tensor, tokens: Tensor, found: Tensor, columns: VocabColumns = ALL_COLUMNS) -> None:
     own, chosen = logits.to(torch.float32), tokens[..., None]
     found[..., :1] = columns.pick(own, chosen) - columns.logsumexp(own)
     found[..., 1:] = columns.pick(probs, chosen).log()
@@ -190,7 +190,7 @@ def top_logprobs(
     write_ranked.reference(values, ids, rows, params, published, ids_ring, values_ring)
 
 
-def ranked_log_probabilities(logits: Tensor, probs: Tensor, count: int, columns: Columns = ALL) -> tuple[Tensor, Tensor]:
+def ranked_log_probabilities(logits: Tensor, probs: Tensor, count: int, columns: VocabColumns = ALL_COLUMNS) -> tuple[Tensor, Tensor]:
     """Values and ids [B, Q, 2 * count], as in the rings of top_logprobs."""
     own = logits.to(torch.float32)
     best, tokens = columns.ranked(torch.stack([own, probs], 2), count)

@@ -8,7 +8,7 @@ from torch import Tensor
 from stepgraph.sampling import rng, sampler
 from stepgraph.sampling.acceptance import may_accept
 from stepgraph.sampling.kernels.operation import Dense, Flags, Longs, operation
-from stepgraph.sampling.sampler import Columns
+from stepgraph.sampling.sampler import VocabColumns
 
 
 def _outputs(
@@ -46,7 +46,7 @@ def reject_sample(
 
 
 def offered(
-    draft_probs: Tensor, rows: Tensor, certain: Tensor, drafts: Tensor, target_probs: Tensor, columns: Columns = sampler.ALL
+    draft_probs: Tensor, rows: Tensor, certain: Tensor, drafts: Tensor, target_probs: Tensor, columns: VocabColumns = sampler.ALL_COLUMNS
 ) -> Tensor:
     """[B, K, V] the distribution of each draft: of a certain one 1 at its token, else draft_probs[rows]. Arguments as of reject_sample."""
     proposed = (columns.ids(target_probs) == drafts.clamp(min=0)[..., None]).to(torch.float32)
@@ -62,7 +62,7 @@ def exact_rejection(
     status: Tensor,
     seed: Tensor,
     length: Tensor,
-    columns: Columns = sampler.ALL,
+    columns: VocabColumns = sampler.ALL_COLUMNS,
 ) -> tuple[Tensor, Tensor]:
     """Exact rejection sampling: the result is distributed as target_probs for any draft_probs.
 

@@ -17,7 +17,7 @@ from stepgraph import Constraint, Engine, EngineConfig, Job
 from stepgraph.graphs import TapeBackend
 from stepgraph.runtime.extras.hidden_states import StatesWriter
 from stepgraph.runtime.extras.replay import read_recording
-from stepgraph.sampling.lifetimes import FORKED
+from stepgraph.sampling.lifetimes import FORKED_ERROR
 from tests.helpers.toy_engines import CONSTRAINTS, DRAFTERS, TARGET, VOCABULARY, plain
 from tools.train.saved_states import SavedStates
 
@@ -142,8 +142,8 @@ def test_fork_raises_and_changes_nothing_for_the_parent(tmp_path: Path) -> None:
             lambda: engine.stats().submitted,
             engine.close,
         )
-    refused = [f"EngineClosedError: Engine.{call}(): {FORKED}" for call in ("step", "wait", "submit", "capture", "trace", "compile")]
-    assert child.lines == [*refused, "[]", "False", str({("error", FORKED)}), "3", "None"]
+    refused = [f"EngineClosedError: Engine.{call}(): {FORKED_ERROR}" for call in ("step", "wait", "submit", "capture", "trace", "compile")]
+    assert child.lines == [*refused, "[]", "False", str({("error", FORKED_ERROR)}), "3", "None"]
     other = Child(vars(engine).clear, lambda: gc.collect() >= 0)  # collecting it in the child does not affect the parent
     assert (other.lines, other.release()) == (["None", "True"], 0)
     check_goes_on(engine, jobs, worker)

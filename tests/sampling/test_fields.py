@@ -30,7 +30,7 @@ def test_long_values_are_cut_and_failing_reprs_replaced() -> None:
         (fields.whole(1), [1, 10**30], [0, True, 1.0, "1", None], "a whole number >= 1"),
         (fields.whole(0, 8), [0, 8], [-1, 9, False], "a whole number from 0 to 8"),
         (fields.number(0, 1), [0, 1, 0.5], [-0.1, 1.1, float("nan"), True, "0", 10**400], "a number from 0 to 1"),
-        (fields.number(0, 60, above=True), [0.1, 60], [0, 61, None], "a number above 0 and at most 60"),
+        (fields.number(0, 60, low_open=True), [0.1, 60], [0, 61, None], "a number above 0 and at most 60"),
         (fields.one_of(("auto", "tape")), ["auto", "tape"], ["cuda", None, ["auto"]], "one of 'auto', 'tape'"),
         (fields.optional(fields.whole(1)), [None, 1], [0, "1"], "a whole number >= 1, or None"),
     ],

@@ -71,8 +71,8 @@ def test_names_of_other_libraries_map_to_existing_names() -> None:
     tables = {
         "submit": validate.REQUEST_NAMES,
         "load": validate.ENGINE_NAMES,
-        "sampling": params.OTHER_NAMES,
-        "config": config.OTHER_NAMES,
+        "sampling": params.NAMES_ELSEWHERE,
+        "config": config.NAMES_ELSEWHERE,
     }
     for kind, table in tables.items():
         foreign = table.keys() - (ours["config"] if kind == "load" else set())  # settings given to the engine instead of its config

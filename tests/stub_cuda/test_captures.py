@@ -13,7 +13,7 @@ import torch
 from stepgraph.graphs import BufferSpec, CaptureError, StaticBuffers
 from stepgraph.graphs.capture import Check
 from stepgraph.graphs.cuda.backend import CudaBackend
-from stepgraph.sampling.cuda_graphs import replayed
+from stepgraph.sampling.cuda_graphs import capture_replay
 from stepgraph.sampling.kernels.filters import breaks_in_a_graph
 from tests.stub_cuda import device
 from tests.stub_cuda.counters import counted
@@ -65,7 +65,7 @@ class Allocating:
         self.x.add_(1)
 
 
-@pytest.mark.parametrize("probe", [replayed, breaks_in_a_graph])
+@pytest.mark.parametrize("probe", [capture_replay, breaks_in_a_graph])
 def test_a_probe_and_a_thread_that_allocates_do_not_disturb_each_other(probe: Callable[..., object]) -> None:
     step = Allocating()
     probe(step, DEVICE)
@@ -93,7 +93,7 @@ def test_a_probe_waits_for_the_end_of_another_capture(backend: CudaBackend) -> N
 
     def probe() -> None:
         assert recording.wait(60)
-        replayed(probe_step, DEVICE)
+        capture_replay(probe_step, DEVICE)
 
     thread = threading.Thread(target=probe)
     thread.start()
@@ -105,8 +105,8 @@ def test_a_probe_waits_for_the_end_of_another_capture(backend: CudaBackend) -> N
 def test_a_probe_that_cannot_be_captured_leaves_torch_able_to_capture(backend: CudaBackend) -> None:
     x = torch.zeros(4, device=DEVICE)
     with pytest.raises(RuntimeError, match="CUDA error"):
-        replayed(lambda: x.sum().item(), DEVICE)
-    replayed(lambda: x.add_(1), DEVICE)()
+        capture_replay(lambda: x.sum().item(), DEVICE)
+    capture_replay(lambda: x.add_(1), DEVICE)()
     assert backend.capture(add, buffers()).report.nodes == {"kernel": 1, "copy": 1}
     with pytest.raises(CaptureError, match="cuda"):
         backend.capture(synchronises, buffers())

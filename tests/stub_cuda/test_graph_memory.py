@@ -12,7 +12,7 @@ from stepgraph.graphs.capture import Step
 from stepgraph.graphs.cuda.backend import CudaBackend
 from stepgraph.graphs.graph_key import GraphKey
 from stepgraph.graphs.graph_set import GraphSet
-from stepgraph.sampling.cuda_graphs import replayed
+from stepgraph.sampling.cuda_graphs import capture_replay
 
 pytestmark = pytest.mark.stub_cuda
 DEVICE = torch.device("cuda", 0)
@@ -134,7 +134,7 @@ def test_backends_one_after_the_other_take_the_same_streams_and_workspaces() -> 
         streams.add(tuple(stream.cuda_stream for stream in backend.resources.streams.values()))
         backend.close()
         del backend
-        replayed(lambda: static.x.copy_(static.x @ static.x), DEVICE)()
+        capture_replay(lambda: static.x.copy_(static.x @ static.x), DEVICE)()
         gc.collect()
         allocated.add(torch.cuda.memory_allocated())
     assert len(streams) == 1 and len(allocated) == 1

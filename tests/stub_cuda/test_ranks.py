@@ -20,7 +20,7 @@ from stepgraph.graphs.layers.parallel import RankGroups, register_group, sum_ove
 from stepgraph.runtime.models.llama_config import LlamaConfig
 from stepgraph.runtime.parallel.llama import ShardedLlama
 from stepgraph.runtime.parallel.ranks import Ranks, process_group
-from stepgraph.sampling.cuda_graphs import replayed
+from stepgraph.sampling.cuda_graphs import capture_replay
 from tests.stub_cuda.counters import Node, counted, graph_nodes, live_graphs, take_messages
 
 pytestmark = pytest.mark.stub_cuda
@@ -77,7 +77,7 @@ def test_a_communicator_that_is_first_used_in_a_capture_breaks_it() -> None:
             sum_over_ranks.out(x, number)
 
     with pytest.raises(RuntimeError, match="NCCL"):
-        replayed(step, DEVICE)
+        capture_replay(step, DEVICE)
     assert any("ncclCommInitRankConfig" in message for message in take_messages())
 
 

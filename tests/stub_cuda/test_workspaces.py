@@ -12,7 +12,7 @@ import torch
 from stepgraph.graphs import BufferSpec, StaticBuffers, current_context
 from stepgraph.graphs.cuda.backend import CudaBackend
 from stepgraph.graphs.cuda.launcher import CudaGraph
-from stepgraph.sampling.cuda_graphs import replayed
+from stepgraph.sampling.cuda_graphs import capture_replay
 from tests.stub_cuda.counters import counted, graph_nodes
 
 pytestmark = pytest.mark.stub_cuda
@@ -166,7 +166,7 @@ def test_workspaces_outlive_the_thread_that_captured(backend: CudaBackend) -> No
 
 def test_a_replayed_probe_outlives_a_clear() -> None:
     static = buffers()
-    replay = replayed(lambda: products(static), DEVICE)
+    replay = capture_replay(lambda: products(static), DEVICE)
     clear()
     assert illegal_addresses(replay) == 0
 

@@ -22,7 +22,7 @@ from stepgraph.runtime.models.files.config_fields import DTYPES, MTP_COUNT, Unsu
 from stepgraph.runtime.models.files.draft_layouts import MAX_DRAFTS, mtp_layers
 from stepgraph.runtime.models.files.weights import SafetensorsSource, check_stored, read_finite, read_json, require_finite
 from stepgraph.runtime.models.mtp import TransformersMtp
-from stepgraph.sampling.fields import check_value, checked_path, clip_error, clip_repr, one_of, reason
+from stepgraph.sampling.fields import check_value, checked_path, clip_error, clip_repr, error_summary, one_of
 from stepgraph.sampling.grammar.tokenizers.readers import read_folder
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
@@ -116,7 +116,7 @@ def open_transformers(path: Path, dtype: torch.dtype | None = None) -> Transform
     try:
         config = kind.config_class.from_dict(dict(fields))
     except Exception as error:  # transformers checks some fields, with exceptions of several packages
-        raise ValueError(f"{path / 'config.json'}: {kind.__name__}: {reason(error)}") from None
+        raise ValueError(f"{path / 'config.json'}: {kind.__name__}: {error_summary(error)}") from None
     _check_config(path, config)
     stated = config.get_text_config().dtype or torch.float32
     dtype = dtype or (getattr(torch, stated) if isinstance(stated, str) else stated)

@@ -25,7 +25,7 @@ from stepgraph.sampling.grammar.matchers.checked import CheckedMatcher
 from stepgraph.sampling.grammar.matchers.marker import Marker, MarkerMatcher, check_marker
 from stepgraph.sampling.grammar.matchers.protocol import Matcher
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
-from stepgraph.sampling.lifetimes import OfOneProcess, close_at_exit
+from stepgraph.sampling.lifetimes import BoundToProcess, close_at_exit
 
 Isolation = Literal["process", "none"]
 
@@ -34,7 +34,7 @@ MAX_COMPILES = 256  # at a time; also the maximum number of threads of one compi
 
 
 @dataclass(frozen=True, eq=False)
-class CompiledConstraint(OfOneProcess):
+class CompiledConstraint(BoundToProcess):
     """Immutable, shared by any number of matchers; each matcher keeps it alive after the cache has dropped it."""
 
     constraint: Constraint

@@ -27,7 +27,7 @@ _SIGNS = {  # part of a message of llguidance, or of either matcher -> the limit
 _COUNT = whole(1, 2**62)
 _AT_MOST = {
     **dict.fromkeys(("max_chars", "max_schema_chars"), whole(1, MAX_PAYLOAD_CHARS)),
-    "compile_seconds": number(0, 3600, above=True),
+    "compile_seconds": number(0, 3600, low_open=True),
     "automaton_depth": whole(1, MAX_DEPTH),
 }
 _SECONDS = Check(lambda value: is_number(value) and 0 < value < math.inf, "a number > 0")

@@ -8,7 +8,7 @@ import logging
 
 import torch
 
-from stepgraph.sampling.fields import reason
+from stepgraph.sampling.fields import error_summary
 
 log = logging.getLogger(__name__)
 
@@ -19,6 +19,6 @@ def why_no_triton(device: torch.device) -> str:
     try:
         importlib.import_module("stepgraph.sampling.kernels.triton.probe").launch(device)
     except Exception as error:  # from Triton, the C compiler, the loader or the driver
-        log.warning("Triton cannot launch on %s, so kernels run as plain torch: %s", device, reason(error))
-        return reason(error)
+        log.warning("Triton cannot launch on %s, so kernels run as plain torch: %s", device, error_summary(error))
+        return error_summary(error)
     return ""

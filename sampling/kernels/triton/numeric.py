@@ -8,11 +8,11 @@ import triton.language as tl
 from stepgraph.sampling import sampler
 from stepgraph.sampling.rng import BELOW_ONE, GOLDEN, MIX_1, MIX_2
 
-_LOWEST = tl.constexpr(sampler.LOWEST)
+_LOWEST = tl.constexpr(sampler.MIN_LOG_WEIGHT)
 _LOG2_E = tl.constexpr(sampler.LOG2_E)
 _LN2_HEAD = tl.constexpr(sampler.LN2_HEAD)
 _LN2_TAIL = tl.constexpr(sampler.LN2_TAIL)
-_SERIES_0, _SERIES_1, _SERIES_2, _SERIES_3, _SERIES_4 = (tl.constexpr(coefficient) for coefficient in sampler.SERIES)
+_SERIES_0, _SERIES_1, _SERIES_2, _SERIES_3, _SERIES_4 = (tl.constexpr(coefficient) for coefficient in sampler.EXP_COEFFICIENTS)
 _GOLDEN = tl.constexpr(GOLDEN)
 _MIX_1 = tl.constexpr(MIX_1)
 _MIX_2 = tl.constexpr(MIX_2)

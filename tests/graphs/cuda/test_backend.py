@@ -20,7 +20,7 @@ from stepgraph.graphs.cuda.recorder import as_capture_error, difference
 from stepgraph.graphs.cuda.resources import open_driver
 from stepgraph.graphs.errors import HostErrors, Site, site_of
 from stepgraph.graphs.spans import GraphNode
-from stepgraph.sampling.cuda_graphs import without_collection
+from stepgraph.sampling.cuda_graphs import gc_paused
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tests the messages on a machine without a GPU")
 C_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -130,7 +130,7 @@ def test_a_python_callback_collects_no_garbage() -> None:
 
 
 def test_collection_is_off_until_the_last_thread_ends_its_block() -> None:
-    with without_collection:
+    with gc_paused:
         call_from_foreign_thread(HostCallback("node", lambda: None, HostErrors()))
         assert not gc.isenabled()
     assert gc.isenabled()
