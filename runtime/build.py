@@ -61,7 +61,7 @@ from stepgraph.runtime.watchdog import Watchdog
 from stepgraph.sampling.fields import check_members, check_value, instance_of, optional
 from stepgraph.sampling.grammar.automaton.grammar import SplitTensors, TokenTensors, split_tensors, token_tensors
 from stepgraph.sampling.grammar.link.native import open_host_link
-from stepgraph.sampling.grammar.matchers.forced import Forcing, token_table
+from stepgraph.sampling.grammar.matchers.forced import Forcing, token_lookup
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.kernels.triton import why_no_triton
 
@@ -95,7 +95,7 @@ class EngineParts:
         split = split_tensors(vocabulary, device) if tables and vocabulary and forced else None
         self.buffers = buffers = make_buffers(self, saved, forced, tables, split)
         self.attention, self.products = attention_for(device, config, models), products_for(models, self.ranks)
-        forcing = Forcing(token_table(vocabulary), buffers.forced_host) if vocabulary and forced else None
+        forcing = Forcing(token_lookup(vocabulary), buffers.forced_host) if vocabulary and forced else None
         pinned, contents = (buffers.state_host, buffers.drafts_host, buffers.masks_host, buffers.tags_host), buffers.contents_host
         self.host_link = open_host_link(config.host_link, *pinned, limits.ring_depth, forcing, config.check_masks, contents)
         self.grammars = DeviceGrammars(no_tables, config, self.host_link)

@@ -17,7 +17,7 @@ from stepgraph.runtime.extras.record import Recorder
 from stepgraph.runtime.request import NO_DRAFTS, ActiveRequest, DraftCounts, FinishReason, Job, StepEvent, TokenLogprob, origins_of
 from stepgraph.runtime.request_queue import QueuedRequest, RequestQueue
 from stepgraph.runtime.slots import PrefixSharing, RowTable
-from stepgraph.sampling.grammar.compile.limits import TOO_DEEP, named
+from stepgraph.sampling.grammar.compile.limits import TOO_DEEP, with_limit_name
 from stepgraph.sampling.grammar.status import FinishCode, MaskStatus
 
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
@@ -261,6 +261,6 @@ def _is_exact(request: ActiveRequest) -> bool:
 def _error(code: FinishCode, request: ActiveRequest, status: int) -> str:
     """The error message of a job that a round ended, at a mask of this status."""
     if code == FinishCode.MASK_FAULT:
-        fault = named((request.matcher.fault if request.matcher else "") or (TOO_DEEP if status == MaskStatus.FAULT else ""))
+        fault = with_limit_name((request.matcher.fault if request.matcher else "") or (TOO_DEEP if status == MaskStatus.FAULT else ""))
         return f"no valid grammar mask: {fault or 'its tag names another request, history or position'}"
     return "the target's best legal logit is not finite" if code == FinishCode.LOGITS_FAULT else ""

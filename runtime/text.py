@@ -13,7 +13,7 @@ from typing import Any
 from stepgraph.runtime.demo.pair import path_of
 from stepgraph.runtime.models.files.tokenizer import ChatTemplate, open_tokenizer
 from stepgraph.sampling.fields import Check, callable_with, check_value, checked_path, clip_repr, instance_of, is_list_like, optional
-from stepgraph.sampling.grammar.matchers.forced import token_table
+from stepgraph.sampling.grammar.matchers.forced import token_lookup
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.lifetimes import BoundToProcess
 
@@ -54,7 +54,7 @@ class TextCodec(BoundToProcess):
         """
 
         def encode(text: str, begins: bool) -> list[int]:
-            content, ids = text.encode(), token_table(vocabulary).split_longest(text.encode())
+            content, ids = text.encode(), token_lookup(vocabulary).split_longest(text.encode())
             if rest := content[len(vocabulary.decode(ids)) :]:
                 raise ValueError(f"text: got the byte 0x{rest[0]:02x}, for which the vocabulary has no token")
             return ids

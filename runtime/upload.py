@@ -101,15 +101,15 @@ class Uploader:
         The copies run beside the rounds. Rounds in flight may still read the grammar that had this memory before.
         """
         block, images = request.block, self._images
-        while block is not None and images is not None and block.copied < len(block.image):
+        while block is not None and images is not None and block.num_copied < len(block.image):
             if not images.ready:
                 return False
-            part = block.image[block.copied : block.copied + images.width]
-            start = block.offset + block.copied
+            part = block.image[block.num_copied : block.num_copied + images.width]
+            start = block.offset + block.num_copied
             copy = functools.partial(_copy_start, self._buffers.grammar_arena[start : start + len(part)])
-            launch = functools.partial(self._backend.copy_aside, after_launched=not block.copied)
+            launch = functools.partial(self._backend.copy_aside, after_launched=not block.num_copied)
             self._copied[block] = images.send(part, copy, launch)
-            block.copied += len(part)
+            block.num_copied += len(part)
         return True
 
     def prefill(self, request: ActiveRequest, budget: int) -> int:

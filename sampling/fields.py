@@ -29,7 +29,7 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 def clip_repr(value: object) -> str:
-    """repr(value), cut after MAX_CHARS characters; the type's name if repr fails."""
+    """repr(value), cut after MAX_REPR_CHARS characters; the type's name if repr fails."""
     try:
         text = repr(value)
     except Exception:  # an int of thousands of digits, or an object of the caller whose __repr__ raises
@@ -38,7 +38,7 @@ def clip_repr(value: object) -> str:
 
 
 def clip_error(error: BaseException) -> str:
-    """str(error), cut after 5 * MAX_CHARS characters: a parser may repeat the whole file."""
+    """str(error), cut after 5 * MAX_REPR_CHARS characters: a parser may repeat the whole file."""
     text = str(error)
     return text if len(text) <= 5 * MAX_REPR_CHARS else f"{text[: 5 * MAX_REPR_CHARS]}..."
 

@@ -135,7 +135,7 @@ def normalised(weighed: TokenWeights, kept: Tensor, columns: VocabColumns = ALL_
 
 
 def portable_exp(values: Tensor) -> Tensor:
-    """exp of float32 values <= 0, within 1.1 ulp, 0 below LOWEST. The same bits on every device."""
+    """exp of float32 values <= 0, within 1.1 ulp, 0 below MIN_LOG_WEIGHT. The same bits on every device."""
     bounded = values.clamp(min=MIN_LOG_WEIGHT)
     power = torch.floor(bounded * LOG2_E + 0.5)
     rest = (bounded - power * LN2_HEAD) - power * LN2_TAIL

@@ -28,8 +28,8 @@ from tqdm import tqdm
 
 from stepgraph.runtime.demo.pair import target_path
 from stepgraph.sampling.grammar import Constraint, GrammarCompiler, GrammarLimits, Vocabulary
-from stepgraph.sampling.grammar.automaton.grammar import AutomatonGrammar, token_table
-from stepgraph.sampling.grammar.automaton.library import Field, TokenTable, UnfitError, limits_of
+from stepgraph.sampling.grammar.automaton.grammar import AutomatonGrammar, automaton_vocabulary
+from stepgraph.sampling.grammar.automaton.library import AutomatonVocabulary, Field, UnfitError, limits_of
 from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammar, XGrammarBuilder, parse
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # for tools.*
@@ -94,7 +94,7 @@ def cases(names: Sequence[str], folder: Path, schemas: int, seed: int) -> list[C
 def compare(case: Case, tokens: Vocabulary) -> dict[str, Any]:
     """Compares every state of a case "states", and random texts of other cases. The automaton is compiled from xgrammar's grammar, since
     the grammar that the automaton compiler otherwise writes out allows more host names."""
-    limits, table = GrammarLimits(), token_table(tokens)
+    limits, table = GrammarLimits(), automaton_vocabulary(tokens)
     try:
         library = GrammarCompiler(tokens, backend="xgrammar").compile(case.constraint).grammar
         image = table.compile(str(parse(case.constraint, limits).serialize_json()), limits_of(asdict(limits)))
@@ -140,7 +140,7 @@ def summarise(values: Sequence[float]) -> dict[str, float]:
 def measure(paths: Sequence[Path], tokens: Vocabulary, repeats: int) -> dict[str, Any]:
     limits = GrammarLimits()
     library, bounds = XGrammarBuilder(tokens, limits, 1), limits_of(asdict(limits))
-    table = TokenTable(tokens.for_xgrammar, tokens.stop_token_ids, tokens.mask_words)
+    table = AutomatonVocabulary(tokens.for_xgrammar, tokens.stop_token_ids, tokens.mask_words)
     figures: dict[str, list[float]] = {name: [] for name in ("parse_ms", "compile_ms", "kilobytes", "states")}
     unfit, refused = dict[str, str](), 0
     for path in tqdm(paths, unit="schema", disable=not sys.stderr.isatty()):

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from stepgraph.sampling.fields import TOKEN_IDS, Check, check_value, checked_path, clip_repr, instance_of, is_int, is_list_like, optional
 from stepgraph.sampling.grammar.status import BITS_PER_WORD, MaskStatus
-from stepgraph.sampling.grammar.tokenizers.gguf import read_gguf_header, table_of_metadata
-from stepgraph.sampling.grammar.tokenizers.readers import read_object, read_tokenizer_json, table_of_ranks
+from stepgraph.sampling.grammar.tokenizers.gguf import read_gguf_header, table_of_gguf_metadata
+from stepgraph.sampling.grammar.tokenizers.readers import read_tokenizer_json, read_tokenizer_object, table_of_ranks
 from stepgraph.sampling.grammar.tokenizers.table import TokenTable
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class Vocabulary:
     @classmethod
     def from_tokenizer(cls, tokenizer: Any, logits_width: int | None = None, stop_token_ids: Sequence[int] | None = None) -> Vocabulary:
         """From a tokenizer object of `transformers` (fast, or based on sentencepiece), `tokenizers` or `sentencepiece`."""
-        return cls.from_table(read_object(tokenizer, logits_width), stop_token_ids)
+        return cls.from_table(read_tokenizer_object(tokenizer, logits_width), stop_token_ids)
 
     @classmethod
     def from_tiktoken(
@@ -105,7 +105,7 @@ class Vocabulary:
     def from_gguf(cls, path: str | Path, logits_width: int | None = None, stop_token_ids: Sequence[int] | None = None) -> Vocabulary:
         """From the tokenizer inside a GGUF file."""
         path = checked_path("path", path)
-        return cls.from_table(table_of_metadata(read_gguf_header(path).metadata, path, logits_width), stop_token_ids)
+        return cls.from_table(table_of_gguf_metadata(read_gguf_header(path).metadata, path, logits_width), stop_token_ids)
 
     @classmethod
     def from_table(cls, table: TokenTable, stop_token_ids: Sequence[int] | None = None) -> Vocabulary:

@@ -93,7 +93,7 @@ def advance_fill(
     the row continues without the draft. fill_new: also mask 0, before the others, of rows that do not have it yet.
 
     With forced tokens: row_forced_text [R, TEXT_INTS] int32, the forced text of each row as matchers.forced.ForcedText keeps it;
-    token_slots [n, 2] int64, merges: of the vocabulary's TokenTable. batch_forced [K, >= B] int64: written, the token that is forced
+    token_slots [n, 2] int64, merges: of the vocabulary's TokenLookup. batch_forced [K, >= B] int64: written, the token that is forced
     after each of these masks, -1 where none is, of rows with an image; None: forced tokens are not searched. takes_forced: a token that
     is forced after mask i - 1 replaces draft i.
 

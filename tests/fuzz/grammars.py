@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from stepgraph.sampling.grammar import Constraint, GrammarCompiler, MaskStatus
-from stepgraph.sampling.grammar.compile.limits import named as limit_named
+from stepgraph.sampling.grammar.compile.limits import with_limit_name as limit_named
 from tests.fuzz.loop import Door
 from tests.fuzz.requests import LIMITS, WORKER
 from tests.fuzz.values import Value, written

@@ -9,7 +9,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from stepgraph.sampling.grammar.automaton.library import IMAGE_VERSION, MOVE_INTS, Field, next_entries
-from stepgraph.sampling.grammar.matchers.forced import FORCED_BYTES, KEY_FACTOR, ForcedText, TokenTable, first_slot
+from stepgraph.sampling.grammar.matchers.forced import FORCED_BYTES, KEY_FACTOR, ForcedText, TokenLookup, first_slot
 from stepgraph.sampling.grammar.status import FinishCode, HostColumn, MaskStatus
 from stepgraph.sampling.kernels.advance import ENDED, FORCED_PUSHES, HEADER_INTS, TEXT_COLUMNS, TOO_DEEP, PlaceColumn
 
@@ -39,17 +39,17 @@ def advance_reference(*arguments: Tensor | int | None) -> None:
 
 
 def text_key(text: bytes) -> int:
-    """The key of a text in the slots of a TokenTable, as an int64."""
+    """The key of a text in the slots of a TokenLookup, as an int64."""
     key = sum((byte + 1) * pow(KEY_FACTOR, index + 1, 1 << 64) for index, byte in enumerate(text)) % (1 << 64)
     return key - (key >> 63 << 64)
 
 
-class Tokens(TokenTable):
+class Tokens(TokenLookup):
     """The token table of a vocabulary in device memory."""
 
     def __init__(self, text: npt.NDArray[np.uint8], starts: Ints, slots: Longs, merges: bool) -> None:
         self.bytes, self.starts, self.slots, self.merges = text, starts, slots, merges
-        self.num_tokens, self.longest = len(starts) - 1, FORCED_BYTES
+        self.num_tokens, self.max_token_bytes = len(starts) - 1, FORCED_BYTES
 
     def find(self, text: bytes) -> int:
         key = text_key(text)
@@ -64,7 +64,7 @@ class Forced:
     """The forced text of one row of the reference."""
 
     ints: Ints
-    table: TokenTable
+    table: TokenLookup
     tokens: Longs | None  # after each mask
     takes: bool
 

@@ -16,7 +16,7 @@ from stepgraph.sampling.grammar.automaton.grammar import AutomatonGrammar, token
 from stepgraph.sampling.grammar.automaton.library import Field
 from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, HostStep, MatcherRow, advance, fill_next, follow
 from stepgraph.sampling.grammar.link.python import PythonLink
-from stepgraph.sampling.grammar.matchers.forced import Forcing, token_table
+from stepgraph.sampling.grammar.matchers.forced import Forcing, token_lookup
 from stepgraph.sampling.grammar.status import TAG_FIELDS, FinishCode, HostColumn, MaskStatus
 from stepgraph.sampling.kernels.advance import PLACE_INTS, TEXT_INTS
 
@@ -113,7 +113,7 @@ class World:
         forcing = None
         self.split: tuple[Tensor | None, int] = None, 0
         if forced:
-            table = token_table(grammars[0].vocabulary)
+            table = token_lookup(grammars[0].vocabulary)
             forcing, self.split = Forcing(table, self.forced_host), (torch.from_numpy(table.slots), int(table.merges))
             self.texts = [noise(slots + 1, TEXT_INTS) for _ in programs]
             self.forced = [torch.full((drafts, slots + 1), -1) for _ in programs]

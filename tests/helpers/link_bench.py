@@ -17,7 +17,7 @@ from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCo
 from stepgraph.sampling.grammar.link.native import NativeLink, NativeRow, load
 from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, HostLink, HostStep, MatcherRow, advance, fill_next
 from stepgraph.sampling.grammar.link.python import PythonLink, PythonRow
-from stepgraph.sampling.grammar.matchers.forced import Forcing, token_table
+from stepgraph.sampling.grammar.matchers.forced import Forcing, token_lookup
 from stepgraph.sampling.grammar.status import TAG_FIELDS, FinishCode, HostColumn
 from tests.helpers.toy_engines import CONSTRAINTS, VOCABULARY
 
@@ -58,7 +58,7 @@ class Memory:
 
     @property
     def forcing(self) -> Forcing | None:
-        return None if self.forced is None else Forcing(token_table(self.vocabulary), self.forced)
+        return None if self.forced is None else Forcing(token_lookup(self.vocabulary), self.forced)
 
 
 def native_link(memory: Memory, depth: int = 4, threads: int | None = None) -> NativeLink:

@@ -18,7 +18,7 @@ from typing import Any
 
 from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, Vocabulary
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
-from stepgraph.sampling.grammar.schema.options import Objects
+from stepgraph.sampling.grammar.schema.options import ObjectsMode
 
 DATA = Path(__file__).parent.parent / "data"
 SUITE = DATA / "json_schema_test_suite.jsonl"
@@ -94,7 +94,7 @@ def takes(compiled: CompiledConstraint, text: str) -> bool:
     return all(matcher.accept_token(byte) for byte in text.encode("utf-8", "surrogatepass")) and matcher.accept_token(256)
 
 
-def classed(group: Group, compiler: GrammarCompiler, objects: Objects = "closed") -> str:
+def classed(group: Group, compiler: GrammarCompiler, objects: ObjectsMode = "closed") -> str:
     """One letter per case, or the reason why the schema is rejected."""
     try:
         compiled = compiler.compile(Constraint.json_schema(group.schema, objects=objects))

@@ -22,8 +22,8 @@ from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.files.config_fields import _MAX_PARAMETERS, read_config
 from stepgraph.runtime.serve.http import Bounds, HttpError, read_json
 from stepgraph.sampling.grammar import GrammarCompiler, GrammarLimits, MaskStatus
-from stepgraph.sampling.grammar.compile.limits import named
-from stepgraph.sampling.grammar.constraints.constraint import MAX_GIVEN_CHARS, MAX_MARKER
+from stepgraph.sampling.grammar.compile.limits import with_limit_name
+from stepgraph.sampling.grammar.constraints.constraint import MAX_JSON_CHARS, MAX_MARKER
 from stepgraph.sampling.grammar.schema.grammar import MAX_WHITESPACE
 from stepgraph.sampling.grammar.schema.patterns import MAX_COUNT
 from stepgraph.sampling.grammar.schema.reader import MAX_DEPTH
@@ -42,7 +42,7 @@ ROWS = re.findall(r"^\| ([^|]+?) \| (`\w+\.\w+`|\*fixed\*) \| ([^|]+?) \|$", DOC
 PROMISES = [int(number) for number in re.findall(r"^(\d+)\. ", DOCUMENT, re.MULTILINE)]
 UNITS = {"MiB": 1 << 20, "GiB": 1 << 30}
 FIXED = {
-    "JSON text of a schema as given, including whitespace": MAX_GIVEN_CHARS,
+    "JSON text of a schema as given, including whitespace": MAX_JSON_CHARS,
     "levels of a schema": MAX_DEPTH,
     "repetitions in a pattern": MAX_COUNT,
     "characters or ids of a marker": MAX_MARKER,
@@ -84,7 +84,7 @@ def compiled(constraint: Constraint, isolation: Any = "none", **limits: Any) -> 
         matcher = compiler.compile(constraint).matcher()
         for token in encode(b"aaaa"):
             if filled(matcher)[0] == MaskStatus.FAULT or not matcher.accept_token(token):
-                raise ValueError(named(matcher.fault))
+                raise ValueError(with_limit_name(matcher.fault))
     finally:
         compiler.close()
 
@@ -155,7 +155,7 @@ def wide_tokenizer(path: Path) -> None:
 
 HUGE = {"hidden_size": 1 << 17, "intermediate_size": 1 << 20, "num_hidden_layers": 4096, "num_attention_heads": 128, "vocab_size": 9}
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
-    "given": (lambda folder: Constraint.json_schema("{" + " " * MAX_GIVEN_CHARS + "}"), f"expected at most {MAX_GIVEN_CHARS}"),
+    "given": (lambda folder: Constraint.json_schema("{" + " " * MAX_JSON_CHARS + "}"), f"expected at most {MAX_JSON_CHARS}"),
     "levels": (lambda folder: COMPILER.compile(Constraint.json_schema(nested(MAX_DEPTH + 1))), f"more than {MAX_DEPTH} levels"),
     "repetitions": (lambda folder: COMPILER.check(Constraint.regex(f"a{{{MAX_COUNT + 1}}}")), f"at most {MAX_COUNT} repetitions"),
     "marker": (lambda folder: Constraint.json_object().after("x" * (MAX_MARKER + 1)), f"expected at most {MAX_MARKER}"),

@@ -16,7 +16,7 @@ from stepgraph.sampling.grammar import CompiledConstraint, Vocabulary, XGrammarM
 from stepgraph.sampling.grammar.link.layout import structs
 from stepgraph.sampling.grammar.link.native import NativeLink, NativeNode, available_processors, load
 from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, HostLink, MatcherRow, advance
-from stepgraph.sampling.grammar.matchers.forced import Forcing, token_table
+from stepgraph.sampling.grammar.matchers.forced import Forcing, token_lookup
 from stepgraph.sampling.grammar.status import TAG_FIELDS, FinishCode, HostColumn
 from stepgraph.sampling.native import Unavailable
 from tools.bench.grammar_documents import RowRound
@@ -131,7 +131,7 @@ class Linked:
     def seconds(self) -> float:
         if not self._from_c:
             return wall_us(self.run) / 1e6
-        load().waiting.stepgraph_run_calls(addressof(self.call_list))
+        load().without_gil.stepgraph_run_calls(addressof(self.call_list))
         return float(self.calls[1].finished - self.calls[0].finished)
 
 
@@ -143,7 +143,7 @@ def native_forcing(table: Vocabulary) -> Callable[..., HostLink]:
     """The native link, which also finds forced drafts."""
 
     def make(state: Tensor, drafts: Tensor, masks: Tensor, tags: Tensor) -> HostLink:
-        return NativeLink(load(), state, drafts, masks, tags, depth=2, forcing=Forcing(token_table(table), torch.full_like(drafts, -1)))
+        return NativeLink(load(), state, drafts, masks, tags, depth=2, forcing=Forcing(token_lookup(table), torch.full_like(drafts, -1)))
 
     return make
 

@@ -19,7 +19,7 @@ from stepgraph.runtime.models.files.weights import FLOATS, SafetensorsSource, So
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import LlamaConfig
 from stepgraph.sampling.fields import checked_path, clip_repr
-from stepgraph.sampling.grammar.tokenizers.gguf import table_of_metadata
+from stepgraph.sampling.grammar.tokenizers.gguf import table_of_gguf_metadata
 from stepgraph.sampling.grammar.tokenizers.readers import read_folder
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.kernels.c_kernel import why_no_c
@@ -88,7 +88,7 @@ def open_checkpoint(path: str | Path, dtype: torch.dtype | None = None, weights:
     if path.suffix == ".gguf" and path.is_file():
         source = gguf = GgufSource(path)
         config = read_config(gguf.config)
-        table = table_of_metadata(gguf.metadata, path, config.vocab_size)
+        table = table_of_gguf_metadata(gguf.metadata, path, config.vocab_size)
     elif path.is_dir():
         fields = read_json(path / "config.json")
         config = read_config(without_scheme(fields))

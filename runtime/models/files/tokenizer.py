@@ -18,7 +18,7 @@ from jinja2 import nodes
 from jinja2.parser import Parser
 
 from stepgraph.sampling.fields import clip_repr
-from stepgraph.sampling.grammar.tokenizers.gguf import read_gguf_header, table_of_metadata
+from stepgraph.sampling.grammar.tokenizers.gguf import read_gguf_header, table_of_gguf_metadata
 from stepgraph.sampling.grammar.tokenizers.readers import read_json
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
@@ -200,7 +200,7 @@ def _open_gguf(path: Path) -> OpenedTokenizer:
         ids["bos_token"],
         adds_begin_id if isinstance(adds_begin_id, bool) else None,
         ChatTemplate(template, special) if isinstance(template, str) else None,
-        lambda: Vocabulary.from_table(table_of_metadata(metadata, path, None)),
+        lambda: Vocabulary.from_table(table_of_gguf_metadata(metadata, path, None)),
     )
 
 

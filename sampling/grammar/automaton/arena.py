@@ -21,7 +21,7 @@ class ArenaBlock:
     image: Image
     offset: int  # in int32
     users: int = 0
-    copied: int = 0  # leading int32 of the image that the caller has copied
+    num_copied: int = 0  # leading int32 of the image that the caller has copied
 
     @property
     def end(self) -> int:

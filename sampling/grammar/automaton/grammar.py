@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from stepgraph.sampling.grammar.automaton.library import Field, Image, TokenTable, functions, limits_of, next_entries
+from stepgraph.sampling.grammar.automaton.library import AutomatonVocabulary, Field, Image, functions, limits_of, next_entries
 from stepgraph.sampling.grammar.compile.limits import GrammarLimits
 from stepgraph.sampling.grammar.compile.worker_process import CompileWorker, library_errors
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
@@ -23,14 +23,14 @@ from stepgraph.sampling.grammar.matchers import forced
 from stepgraph.sampling.grammar.matchers.marker import Marker
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.vocabulary import MASK_DTYPE, Vocabulary
-from stepgraph.sampling.grammar.xgrammar_lib.grammar import check_text, parse
+from stepgraph.sampling.grammar.xgrammar_lib.grammar import check_payload, parse
 
 ERROR_BYTES, WRITTEN = 480, 32  # FAULT_BYTES and WRITTEN of host_link.h
 MAX_FORCED = 128
 STATUSES = tuple(MaskStatus)
 
 
-class Functions(ctypes.Structure):
+class MatcherFunctions(ctypes.Structure):
     """matcher_library of host_link.h."""
 
     _fields_ = (
@@ -49,7 +49,7 @@ class AutomatonMatcher:
         library, self.grammar = functions(), grammar
         self.vocabulary = grammar.vocabulary
         self.fault = ""
-        self.functions = Functions.in_dll(library, "stepgraph_automaton_functions")
+        self.functions = MatcherFunctions.in_dll(library, "stepgraph_automaton_functions")
         self._fill = self.functions.fill  # stored, because each access creates an object
         self.handle: int | None = library.stepgraph_open_automaton(
             grammar.image.ctypes.data, addressof(grammar.table.view), grammar.crossing
@@ -103,11 +103,11 @@ class AutomatonGrammar:
     """A compiled grammar, shared by its matchers."""
 
     image: Image
-    table: TokenTable
+    table: AutomatonVocabulary
     vocabulary: Vocabulary
 
     @functools.cached_property
-    def number(self) -> int:
+    def image_id(self) -> int:
         """A positive number that identifies the image. It is a hash, so that equal engines write equal buffers."""
         return int.from_bytes(hashlib.blake2b(self.image.tobytes(), digest_size=8).digest(), "little") >> 1 or 1
 
@@ -130,15 +130,15 @@ class AutomatonGrammar:
         return AutomatonMatcher(self)
 
 
-_tables: weakref.WeakKeyDictionary[Vocabulary, TokenTable] = weakref.WeakKeyDictionary()
+_tables: weakref.WeakKeyDictionary[Vocabulary, AutomatonVocabulary] = weakref.WeakKeyDictionary()
 
 
-def token_table(vocabulary: Vocabulary) -> TokenTable:
+def automaton_vocabulary(vocabulary: Vocabulary) -> AutomatonVocabulary:
     """The tokens of a vocabulary, prepared once for all its grammars."""
     table = _tables.get(vocabulary)
     if table is None:
         tokens, hidden = vocabulary.for_llguidance[: len(vocabulary.tokens)], sorted(vocabulary.xgrammar_unsafe_ids)
-        table = _tables[vocabulary] = TokenTable(tokens, vocabulary.stop_token_ids, vocabulary.mask_words, hidden)
+        table = _tables[vocabulary] = AutomatonVocabulary(tokens, vocabulary.stop_token_ids, vocabulary.mask_words, hidden)
     return table
 
 
@@ -151,7 +151,7 @@ class AutomatonBuilder:
     def check(self, constraint: Constraint) -> None:
         """ValueError for what would not be enforced, an UnsupportedError if the part is known; does not compile."""
         if constraint.kind in ("regex", "ebnf", "lark"):
-            check_text(constraint, self._limits)
+            check_payload(constraint, self._limits)
 
     def build(self, constraint: Constraint, worker: CompileWorker | None = None) -> AutomatonGrammar:
         """UnfitError if the automaton exceeds the limits or does not exist; other errors as in `XGrammarBuilder.build`."""
@@ -160,11 +160,11 @@ class AutomatonBuilder:
         with library_errors():
             if worker is None:
                 parsed = str(parse(constraint, self._limits).serialize_json())
-                image = token_table(self._vocabulary).compile(parsed, limits_of(asdict(self._limits)), constraint.kind != "ebnf")
+                image = automaton_vocabulary(self._vocabulary).compile(parsed, limits_of(asdict(self._limits)), constraint.kind != "ebnf")
             else:
-                found = worker.call("automaton", constraint.kind, constraint.payload, asdict(constraint.schema_options))
-                image = np.frombuffer(found, np.int32)
-        return AutomatonGrammar(image, token_table(self._vocabulary), self._vocabulary)
+                serialised = worker.call("automaton", constraint.kind, constraint.payload, asdict(constraint.schema_options))
+                image = np.frombuffer(serialised, np.int32)
+        return AutomatonGrammar(image, automaton_vocabulary(self._vocabulary), self._vocabulary)
 
 
 class TokenTensors(NamedTuple):
@@ -177,20 +177,20 @@ class TokenTensors(NamedTuple):
 
 
 class SplitTensors(NamedTuple):
-    """The data with which a device splits text into tokens, from the vocabulary's `forced.TokenTable`."""
+    """The data with which a device splits text into tokens, from the vocabulary's `forced.TokenLookup`."""
 
     token_slots: Tensor  # [n, 2] int64
     merges: bool
 
 
 def split_tensors(vocabulary: Vocabulary, device: torch.device) -> SplitTensors:
-    table = forced.token_table(vocabulary)
+    table = forced.token_lookup(vocabulary)
     return SplitTensors(torch.from_numpy(table.slots).to(device), table.merges)
 
 
 def token_tensors(vocabulary: Vocabulary, device: torch.device) -> TokenTensors:
     """Copies of the tables with which the grammars of this vocabulary are compiled."""
-    view = token_table(vocabulary).view
+    view = automaton_vocabulary(vocabulary).view
     plain = np.ctypeslib.as_array((c_int32 * (view.plain_rows * view.words)).from_address(view.plain)).reshape(-1, view.words)
     text, starts = vocabulary.texts
     tables = np.pad(text, (0, -len(text) % 4)), starts, plain, vocabulary.stop_words  # kernels load words of text
@@ -203,38 +203,38 @@ def token_tensors(vocabulary: Vocabulary, device: torch.device) -> TokenTensors:
 
 Ints = npt.NDArray[np.int32]
 Tables = dict[Field, npt.NDArray[Any]]
-TABLES = tuple(field for field in Field if field >= Field.CLASS_OF)
+TABLE_FIELDS = tuple(field for field in Field if field >= Field.CLASS_OF)
 NO_LIMIT = np.iinfo(np.int32).max
-OTHER = 256  # stands for all bytes that do not occur in the marker
+OTHER_BYTES = 256  # stands for all bytes that do not occur in the marker
 
 
 def with_marker(image: Image, marker: Marker) -> Image:
     """The image of the same grammar after a text marker. The new states follow those of the grammar, from Field.FREE on."""
-    added, words = len(marker.mask_index), marker.vocabulary.mask_words
+    num_added, words = len(marker.mask_index), marker.vocabulary.mask_words
     states, rows = int(image[Field.STATES]), int(image[Field.ROWS])
     text, tables = marker.vocabulary.text_words, _tables_of(image)
     # Every byte of the marker gets its own class.
-    pairs = np.where(np.isin(np.arange(256), marker.symbols), np.arange(256), OTHER) + tables[Field.CLASS_OF] * (OTHER + 1)
-    found, class_of, counts = np.unique(pairs, return_inverse=True, return_counts=True)
-    byte_of = np.full(len(found), -1)
+    byte_keys = np.where(np.isin(np.arange(256), marker.symbols), np.arange(256), OTHER_BYTES) + tables[Field.CLASS_OF] * (OTHER_BYTES + 1)
+    class_keys, class_of, counts = np.unique(byte_keys, return_inverse=True, return_counts=True)
+    byte_of = np.full(len(class_keys), -1)
     byte_of[class_of[counts[class_of] == 1]] = np.flatnonzero(counts[class_of] == 1)
-    next_states = next_entries(image)[:, found // (OTHER + 1)]
-    free = np.full((added, len(found)), states)
-    for state in range(added):
+    next_states = next_entries(image)[:, class_keys // (OTHER_BYTES + 1)]
+    free_states = np.full((num_added, len(class_keys)), states)
+    for state in range(num_added):
         symbol = state % marker.complete
-        free[state] = -1 if state >= marker.complete else free[marker.fallback[symbol]] if symbol else states
+        free_states[state] = -1 if state >= marker.complete else free_states[marker.fallback[symbol]] if symbol else states
         following = states + state + 1 if symbol + 1 < marker.complete else image[Field.START]
-        free[state, class_of[marker.symbols[symbol]]] = following
+        free_states[state, class_of[marker.symbols[symbol]]] = following
     # The masks of free text are text_words with some bits changed; the masks at the limit have few bits.
     is_free = np.arange(len(marker.masks)) < marker.free_masks
-    bases = [text if free_row else np.zeros_like(text) for free_row in is_free]
-    places = [np.flatnonzero(mask != base) for mask, base in zip(marker.masks, bases, strict=True)]
+    base_rows = [text if free_row else np.zeros_like(text) for free_row in is_free]
+    places = [np.flatnonzero(mask != base) for mask, base in zip(marker.masks, base_rows, strict=True)]
     values = [mask[place] for mask, place in zip(marker.masks, places, strict=True)]
     status = np.where(marker.masks.any(1), MaskStatus.OK, MaskStatus.DEAD_END)
     changes = tables[Field.CHANGE_START][-1] + np.cumsum([len(place) for place in places])
-    crossing = np.repeat(tables[Field.CROSS_START][-1:], added)
+    crossing = np.repeat(tables[Field.CROSS_START][-1:], num_added)
     appended: dict[Field, list[npt.NDArray[Any]]] = {
-        Field.LEAVE: [np.full(added, -1)],
+        Field.LEAVE: [np.full(num_added, -1)],
         Field.ROW_OF: [rows + marker.mask_index],
         Field.BASE_OF: [np.where(is_free, len(tables[Field.DENSE]) // words, -1)],
         Field.STATUS_OF: [status],
@@ -245,15 +245,15 @@ def with_marker(image: Image, marker: Marker) -> Image:
         Field.CROSS_START: [crossing],
     }
     tables |= {field: np.concatenate([tables[field], *more]) for field, more in appended.items()}
-    entries = np.concatenate([next_states, free]).astype(np.int32).ravel()
+    entries = np.concatenate([next_states, free_states]).astype(np.int32).ravel()
     narrow = entries.min() >= -(1 << 15) and entries.max() < 1 << 15
     if narrow:
         entries = np.append(entries, np.zeros(entries.size % 2)).astype(np.int16).view(np.int32)
     tables |= {Field.CLASS_OF: class_of, Field.BYTE_OF: byte_of, Field.NEXT: entries}
     header = image[: Field.CLASS_OF].copy()
     for field, value in (
-        (Field.STATES, states + added),
-        (Field.CLASSES, len(found)),
+        (Field.STATES, states + num_added),
+        (Field.CLASSES, len(class_keys)),
         (Field.START, states),
         (Field.ROWS, rows + len(marker.masks)),
         (Field.FREE, states),
@@ -267,9 +267,9 @@ def with_marker(image: Image, marker: Marker) -> Image:
 
 def _tables_of(image: Image) -> Tables:
     """The tables of an image. Each ends where the next one begins; the compiler writes DENSE before the others."""
-    others = [field for field in TABLES if field is not Field.DENSE]
+    others = [field for field in TABLE_FIELDS if field is not Field.DENSE]
     ends = {field: image[after] for field, after in zip([Field.DENSE, *others], [*others, Field.SIZE], strict=True)}
-    return {field: image[image[field] : ends[field]] for field in TABLES}
+    return {field: image[image[field] : ends[field]] for field in TABLE_FIELDS}
 
 
 def _assembled(header: Ints, tables: Tables) -> Image:

@@ -95,7 +95,7 @@ def functions() -> ctypes.CDLL:
     return library
 
 
-class TokenTable:
+class AutomatonVocabulary:
     """The tokens of a vocabulary, prepared for compiling and matching.
 
     `tokens`: bytes of each id, empty for ids that are not text. `hidden_ids`: ids that are text only before the end of a marker.
@@ -110,7 +110,7 @@ class TokenTable:
             text.ctypes.data, starts.ctypes.data, len(tokens), stops.ctypes.data, len(stops), hidden.ctypes.data, len(hidden), mask_words
         )
         if not self.handle:
-            raise MemoryError("TokenTable: out of memory")
+            raise MemoryError("AutomatonVocabulary: out of memory")
         weakref.finalize(self, library.stepgraph_automaton_free_vocabulary, self.handle).atexit = False
         self.view = VocabularyStruct()
         library.stepgraph_automaton_view_vocabulary(self.handle, byref(self.view))

@@ -17,12 +17,12 @@ import torch
 from stepgraph.sampling.fields import clip_repr
 from stepgraph.sampling.grammar.automaton.grammar import AutomatonBuilder
 from stepgraph.sampling.grammar.automaton.library import UnfitError
-from stepgraph.sampling.grammar.compile.limits import CompileAbortedError, GrammarLimits, named, over
+from stepgraph.sampling.grammar.compile.limits import CompileAbortedError, GrammarLimits, limit_exceeded, with_limit_name
 from stepgraph.sampling.grammar.compile.worker_process import CompileWorker
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice, Constraint
 from stepgraph.sampling.grammar.constraints.structural_tag import tag_groups
 from stepgraph.sampling.grammar.constraints.unsupported import Unsupported, UnsupportedError
-from stepgraph.sampling.grammar.llguidance_lib.lark import PIECE
+from stepgraph.sampling.grammar.llguidance_lib.lark import LARK_TOKEN
 from stepgraph.sampling.grammar.matchers.protocol import Matcher
 from stepgraph.sampling.grammar.schema.grammar import narrowed_parts, without
 from stepgraph.sampling.grammar.schema.reader import check_schema, parsed
@@ -31,32 +31,32 @@ from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammarBuilder
 from stepgraph.sampling.native import why_not
 
-# "auto" tries them in this order, except for schemas that do not fit in an automaton: see `by_cost`. An automaton accepts the same texts as
+# "auto" tries them in this order, except for schemas without an automaton: see `order_by_cost`. An automaton accepts the same texts as
 # xgrammar's grammar and costs least. xgrammar stores the masks of most states. llguidance computes every mask when it is needed.
 BACKENDS = ("automaton", "xgrammar", "llguidance")
 SCHEMA_KINDS = ("json_schema", "json_object", "structural_tag")
-MAX_REASON = 600  # characters of a library's reason in an error message
-MAX_UNSUPPORTED = 100
+MAX_REASON_CHARS = 600  # characters of a library's reason in an error message
+MAX_UNSUPPORTED_PARTS = 100
 
 _STRING, _CLASS = r'"(?:[^"\\]|\\.)*"', r"\[(?:[^\]\\]|\\.)*\]"
 # The pieces of a text, for counting brackets. Brackets in a regular expression inside a Lark grammar are counted separately.
-_PIECES = {
+_BRACKET_PATTERNS = {
     "regex": re.compile(rf"\\.|{_CLASS}|[()]", re.DOTALL),
     "ebnf": re.compile(rf"{_STRING}|{_CLASS}|[()]", re.DOTALL),
-    "lark": PIECE,
+    "lark": LARK_TOKEN,
 }
 
 Result = TypeVar("Result")
 
 
 class Cost(NamedTuple):
-    seconds_per_size: float  # of a compile, per character of the parsed grammar
-    nested_micros: float  # a slow mask, if the automaton did not fit because of nested parts
-    other_micros: float
+    compile_seconds_per_char: float  # of a compile, per character of the parsed grammar
+    nested_mask_us: float  # a slow mask, if the automaton did not fit because of nested parts
+    mask_us: float
 
 
 # Over 131,072 tokens, medians of 26 schemas of MaskBench that do not fit in an automaton ("libraries" in the record under tools/results):
-# processor time of a compile, and p99 of a mask. `nested_micros` is from an earlier profile, because no
+# processor time of a compile, and p99 of a mask. `nested_mask_us` is from an earlier profile, because no
 # schema of MaskBench lacks an automaton for that reason now.
 COSTS = {"xgrammar": Cost(5.4e-5, 55_000, 13), "llguidance": Cost(5.1e-7, 1_200, 1_000)}
 MAX_COMPILE_SECONDS = 1.0
@@ -81,43 +81,43 @@ class Builder(Protocol):
         """Compile in the worker, or in this process if there is none. ValueError as in `check`, or with the library's message."""
 
 
-def installed(name: str) -> bool:
+def is_installed(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
 
 
 def backends_for(constraint: Constraint, default: BackendChoice) -> tuple[str, ...]:
     """The libraries to try, in order of preference."""
     choice = constraint.backend if constraint.backend != "auto" else default
-    return available() if choice == "auto" else (choice,)
+    return available_backends() if choice == "auto" else (choice,)
 
 
 @functools.cache
-def available() -> tuple[str, ...]:
+def available_backends() -> tuple[str, ...]:
     """The libraries that "auto" tries in this installation. Without the C library there is no automaton; xgrammar then replaces it."""
     return BACKENDS[1:] if why_not() else BACKENDS
 
 
-def by_cost(names: Sequence[str], kind: str, unfit: UnfitError) -> tuple[dict[str, str], list[str]]:
+def order_by_cost(names: Sequence[str], kind: str, unfit: UnfitError) -> tuple[dict[str, str], list[str]]:
     """The libraries for a grammar that does not fit in an automaton, in the order to try: by whether they compile it in time, then by the
     time of a mask. Also, why each library that precedes the new first one in `names` is tried later."""
     if kind not in SCHEMA_KINDS:
         return {}, list(names)
     nested = "nested part" in str(unfit)
-    seconds = {name: COSTS[name].seconds_per_size * unfit.size for name in names}
-    micros = {name: COSTS[name].nested_micros if nested else COSTS[name].other_micros for name in names}
-    slow = {name: f"compiling is expected to take {spent:.0f} s" for name, spent in seconds.items() if spent > MAX_COMPILE_SECONDS}
-    order = sorted(names, key=lambda name: (name in slow, micros[name]))
-    earlier = names[: names.index(order[0])] if names else ()
-    return {name: slow.get(name, f"a mask is expected to take up to {micros[name] / 1e3:g} ms") for name in earlier}, order
+    seconds = {name: COSTS[name].compile_seconds_per_char * unfit.size for name in names}
+    mask_us = {name: COSTS[name].nested_mask_us if nested else COSTS[name].mask_us for name in names}
+    too_slow = {name: f"compiling is expected to take {spent:.0f} s" for name, spent in seconds.items() if spent > MAX_COMPILE_SECONDS}
+    order = sorted(names, key=lambda name: (name in too_slow, mask_us[name]))
+    preceding = names[: names.index(order[0])] if names else ()
+    return {name: too_slow.get(name, f"a mask is expected to take up to {mask_us[name] / 1e3:g} ms") for name in preceding}, order
 
 
-def builder(name: str, vocabulary: Vocabulary, limits: GrammarLimits, max_threads: int) -> Builder:
+def make_builder(name: str, vocabulary: Vocabulary, limits: GrammarLimits, max_threads: int) -> Builder:
     """ValueError if the library is not installed."""
-    if name == "automaton" and name not in available():
+    if name == "automaton" and name not in available_backends():
         raise ValueError(f"there is no C library: {why_not()}")
     if name in ("automaton", "xgrammar"):
         return AutomatonBuilder(vocabulary, limits) if name == "automaton" else XGrammarBuilder(vocabulary, limits, max_threads)
-    if not installed(name):
+    if not is_installed(name):
         raise ValueError(f"{name} is not installed; pip install 'stepgraph[{name}]'")
     from stepgraph.sampling.grammar.llguidance_lib.grammar import LLGuidanceBuilder  # an optional library
 
@@ -131,7 +131,7 @@ class Backends:
         self._vocabulary, self._choice, self._limits, self._max_threads = vocabulary, choice, limits, max_threads
         self._builders: dict[str, Builder] = {}
         self._lock = threading.Lock()
-        available()  # loads the C library before the first constraint
+        available_backends()  # loads the C library before the first constraint
 
     def check(self, constraint: Constraint) -> None:
         """ValueError with the kind and the reasons of all libraries, as far as they are known without compiling."""
@@ -140,7 +140,7 @@ class Backends:
             check_schemas(constraint)
             self._builder(name).check(constraint)
 
-        self._first(constraint, attempt)
+        self._first_success(constraint, attempt)
 
     def build(self, constraint: Constraint, worker: CompileWorker | None) -> tuple[Grammar, str, str]:
         """The grammar, the name of its library, and why earlier ones rejected it; ValueError with the kind and all reasons."""
@@ -150,9 +150,9 @@ class Backends:
             check_first_mask(grammar, constraint, self._vocabulary)
             return grammar
 
-        return self._first(constraint, attempt)
+        return self._first_success(constraint, attempt)
 
-    def _first(self, constraint: Constraint, attempt: Callable[[str], Result]) -> tuple[Result, str, str]:
+    def _first_success(self, constraint: Constraint, attempt: Callable[[str], Result]) -> tuple[Result, str, str]:
         reasons, later = dict[str, str](), dict[str, str]()
         try:
             check_size(constraint, self._limits)
@@ -167,7 +167,7 @@ class Backends:
                         raise
                     reasons[name] = reason_of(error)
                     if isinstance(error, UnfitError):
-                        later, names = by_cost(names, constraint.kind, error)
+                        later, names = order_by_cost(names, constraint.kind, error)
                     continue
                 return result, name, _joined({**reasons, **later})
         except ValueError as error:
@@ -179,7 +179,7 @@ class Backends:
     def _builder(self, name: str) -> Builder:
         with self._lock:  # a token table is slow to build, so build it once
             if name not in self._builders:
-                self._builders[name] = builder(name, self._vocabulary, self._limits, self._max_threads)
+                self._builders[name] = make_builder(name, self._vocabulary, self._limits, self._max_threads)
         return self._builders[name]
 
 
@@ -198,10 +198,10 @@ def check_size(constraint: Constraint, limits: GrammarLimits) -> None:
     kind, payload = constraint.kind, constraint.payload
     field, most = ("max_schema_chars", limits.max_schema_chars) if kind in SCHEMA_KINDS else ("max_chars", limits.max_chars)
     if len(payload) > most:
-        raise ValueError(over(field, f"{len(payload)} characters", most))
+        raise ValueError(limit_exceeded(field, f"{len(payload)} characters", most))
     text = _grammar_of(payload) if kind == "ebnf" else payload
-    if kind in _PIECES and (depth := _depth(kind, text)) > limits.max_nesting:
-        raise ValueError(over("max_nesting", f"{depth} brackets open at once", limits.max_nesting))
+    if kind in _BRACKET_PATTERNS and (depth := _depth(kind, text)) > limits.max_nesting:
+        raise ValueError(limit_exceeded("max_nesting", f"{depth} brackets open at once", limits.max_nesting))
 
 
 def check_schemas(constraint: Constraint) -> None:
@@ -224,10 +224,10 @@ def _grammar_of(payload: str) -> str:
 
 def _depth(kind: str, text: str) -> int:
     depth = deepest = 0
-    for found in _PIECES[kind].finditer(text):
-        piece = found.group()
+    for token in _BRACKET_PATTERNS[kind].finditer(text):
+        piece = token.group()
         depth += {"(": 1, "[": 1, ")": -1, "]": -1}.get(piece, 0)
-        deepest = max(deepest, depth + (_depth("regex", piece[1:-1]) if found.lastgroup == "regex" else 0))
+        deepest = max(deepest, depth + (_depth("regex", piece[1:-1]) if token.lastgroup == "regex" else 0))
     return deepest
 
 
@@ -241,19 +241,19 @@ def is_final(error: Exception, name: str, kind: str) -> bool:
 
 def _joined(reasons: dict[str, str]) -> str:
     """All reasons as one text. The automaton and xgrammar have the same checks, so a reason of both is reported once."""
-    shown = {name: reason for name, reason in reasons.items() if name != "automaton" or reason != reasons.get("xgrammar")}
-    return "; ".join(f"{name}: {reason}" for name, reason in shown.items())
+    distinct = {name: reason for name, reason in reasons.items() if name != "automaton" or reason != reasons.get("xgrammar")}
+    return "; ".join(f"{name}: {reason}" for name, reason in distinct.items())
 
 
 def reason_of(error: Exception) -> str:
     """The message of an error, shortened: the libraries repeat the whole input."""
-    reason = named(str(error)) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-    return reason if len(reason) <= MAX_REASON else f"{reason[: MAX_REASON // 2]} ... {reason[-MAX_REASON // 2 :]}"
+    reason = with_limit_name(str(error)) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+    return reason if len(reason) <= MAX_REASON_CHARS else f"{reason[: MAX_REASON_CHARS // 2]} ... {reason[-MAX_REASON_CHARS // 2 :]}"
 
 
 # Coverage is found by compiling, under the usual limits, in a worker process that ends with the call.
 
-_BYTES = Vocabulary([*(bytes([code]) for code in range(256)), b""], stop_token_ids=[256])
+_BYTE_VOCABULARY = Vocabulary([*(bytes([code]) for code in range(256)), b""], stop_token_ids=[256])
 
 
 @dataclass(frozen=True)
@@ -289,19 +289,19 @@ def coverage(constraint: Constraint, limits: GrammarLimits | None = None) -> Cov
         check_size(constraint, limits)
     except ValueError as error:
         return Coverage(None, dict.fromkeys(names, (Unsupported("#", constraint.kind, str(error)),)))
-    worker, unsupported, backend = CompileWorker(_BYTES, limits, max_threads=1), dict[str, tuple[Unsupported, ...]](), None
+    worker, unsupported, backend = CompileWorker(_BYTE_VOCABULARY, limits, max_threads=1), dict[str, tuple[Unsupported, ...]](), None
     later, pending = dict[str, str](), list(names)
     exact = replace(constraint, approximate=False)
     try:
         while pending:
             name = pending.pop(0)
-            found, final, unfit = _unsupported(name, exact, limits, worker)
+            found, same_for_all, unfit = _unsupported(name, exact, limits, worker)
             unsupported[name] = found
             if unfit:
-                later, pending = by_cost(pending, constraint.kind, unfit)
+                later, pending = order_by_cost(pending, constraint.kind, unfit)
             if not found and backend is None:
                 backend = name
-            if final and backend is None:
+            if same_for_all and backend is None:
                 unsupported |= dict.fromkeys(names, found)
                 break
         if backend is None and constraint.approximate:
@@ -317,10 +317,10 @@ def coverage(constraint: Constraint, limits: GrammarLimits | None = None) -> Cov
 def check_constraints(constraints: Iterable[Constraint]) -> None:
     """ValueError, as from a compile, for a constraint that fails with any vocabulary: it is compiled for a vocabulary of the 256 bytes."""
     limits = GrammarLimits()
-    worker = CompileWorker(_BYTES, limits, max_threads=1)
+    worker = CompileWorker(_BYTE_VOCABULARY, limits, max_threads=1)
     try:
         for constraint in dict.fromkeys(constraints):
-            Backends(_BYTES, "auto", limits, max_threads=1).build(constraint, worker)
+            Backends(_BYTE_VOCABULARY, "auto", limits, max_threads=1).build(constraint, worker)
     finally:
         worker.close()
 
@@ -330,20 +330,20 @@ def _unsupported(
 ) -> tuple[tuple[Unsupported, ...], bool, UnfitError | None]:
     """The unsupported parts found in the time of one compile, by removing each from the schema and compiling the rest again; whether
     they are the same for every library; and why the rest does not fit in an automaton."""
-    found, kind, end, final = list[Unsupported](), constraint.kind, time.monotonic() + limits.compile_seconds, False
-    library: Builder | None = None
-    while not found or (len(found) < MAX_UNSUPPORTED and time.monotonic() < end):
+    parts, kind, deadline, same_for_all = list[Unsupported](), constraint.kind, time.monotonic() + limits.compile_seconds, False
+    backend_builder: Builder | None = None
+    while not parts or (len(parts) < MAX_UNSUPPORTED_PARTS and time.monotonic() < deadline):
         try:
-            library = library or builder(name, _BYTES, limits, max_threads=1)
-            check_first_mask(library.build(constraint, worker), constraint, _BYTES)
+            backend_builder = backend_builder or make_builder(name, _BYTE_VOCABULARY, limits, max_threads=1)
+            check_first_mask(backend_builder.build(constraint, worker), constraint, _BYTE_VOCABULARY)
         except Exception as error:  # a library's error is a property of the constraint
             part = error.unsupported if isinstance(error, UnsupportedError) else None
-            found.append(part or Unsupported("#", kind, reason_of(error)))
-            final = final or ((part is not None or len(found) == 1) and is_final(error, name, kind))
+            parts.append(part or Unsupported("#", kind, reason_of(error)))
+            same_for_all = same_for_all or ((part is not None or len(parts) == 1) and is_final(error, name, kind))
             rest = without(json.loads(constraint.payload), part) if part and kind == "json_schema" else None
             if rest is None:
-                return tuple(found), final, error if isinstance(error, UnfitError) else None
+                return tuple(parts), same_for_all, error if isinstance(error, UnfitError) else None
             constraint = replace(constraint, payload=json.dumps(rest, separators=(",", ":")))
         else:
             break
-    return tuple(found), final, None
+    return tuple(parts), same_for_all, None

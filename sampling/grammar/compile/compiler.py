@@ -89,7 +89,7 @@ class CacheEntry:
     nbytes: int = 0
     result: Future[CompiledConstraint] = field(default_factory=Future)
 
-    def settle(self, compiled: CompiledConstraint | ValueError) -> None:
+    def resolve(self, compiled: CompiledConstraint | ValueError) -> None:
         """Set the result. A Future keeps its callbacks and thereby their matchers alive, so the entry then gets a new Future."""
         if isinstance(compiled, ValueError):
             self.result.set_exception(compiled)
@@ -148,7 +148,7 @@ class GrammarCache:
         self._idle: OrderedDict[CacheEntry, None] = OrderedDict()  # compiled, without claims
         self.counts = dict.fromkeys(("hits", "misses", "grammars", "nbytes", "dropped"), 0)  # as in CompileStats
 
-    def hold(self, claim: Claim) -> bool:
+    def claim_existing(self, claim: Claim) -> bool:
         """Claim the entry of a constraint, if there is one."""
         entry = claim.entry = self._entries.get(claim.constraint)
         if entry is not None:
@@ -164,7 +164,7 @@ class GrammarCache:
         entry.claims.add(claim)
         self._entries[entry.constraint] = entry
 
-    def keep(self, entry: CacheEntry, nbytes: int) -> None:
+    def record_compiled(self, entry: CacheEntry, nbytes: int) -> None:
         """Record that an entry was compiled."""
         if self._entries.get(entry.constraint) is not entry:
             return  # removed in the meantime
@@ -175,12 +175,12 @@ class GrammarCache:
             self._idle[entry] = None
         self._shrink()
 
-    def forget(self, entry: CacheEntry) -> bool:
+    def remove_entry(self, entry: CacheEntry) -> bool:
         """Remove an entry that will not be compiled; False if it was removed before."""
-        known = self._entries.get(entry.constraint) is entry
-        if known:
+        present = self._entries.get(entry.constraint) is entry
+        if present:
             del self._entries[entry.constraint]
-        return known
+        return present
 
     def release(self, entry: CacheEntry, claim: Claim) -> bool:
         """Remove a claim; True if that removes an entry that is not compiled yet."""
@@ -188,7 +188,7 @@ class GrammarCache:
         if entry.claims or self._entries.get(entry.constraint) is not entry:
             return False
         if not entry.compiled:
-            return self.forget(entry)
+            return self.remove_entry(entry)
         self._idle[entry] = None
         self._shrink()
         return False
@@ -264,7 +264,7 @@ class GrammarCompiler:
             return CompileStats(
                 running=len(self._running),
                 waiting=len(self._waiting),
-                workers_started=sum(worker.started for worker in self._workers if worker),
+                workers_started=sum(worker.processes_started for worker in self._workers if worker),
                 **self._cache.counts,
                 **self._counts,  # type: ignore[arg-type]
             )
@@ -300,7 +300,7 @@ class GrammarCompiler:
             idle, self._idle_workers = self._idle_workers, []
             self._cache.clear()
         for entry in waiting:
-            entry.settle(ValueError(f"constraint {entry.constraint.kind}: cannot be compiled: the compiler was closed"))
+            entry.resolve(ValueError(f"constraint {entry.constraint.kind}: cannot be compiled: the compiler was closed"))
         for worker in filter(None, idle):
             worker.close()
         for thread in tuple(self._threads) if seconds else ():
@@ -309,13 +309,13 @@ class GrammarCompiler:
     def take(self, claim: Claim) -> None:
         constraint, entry = claim.constraint, CacheEntry(claim.constraint)
         with self._lock:
-            if isinstance(constraint, Constraint) and self._cache.hold(claim):
+            if isinstance(constraint, Constraint) and self._cache.claim_existing(claim):
                 return
         self.check(constraint)
         with self._lock:
             if self._closed:
                 raise RuntimeError("GrammarCompiler: it is closed")
-            if not self._cache.hold(claim):  # another thread may have added it meanwhile
+            if not self._cache.claim_existing(claim):  # another thread may have added it meanwhile
                 self._ensure_thread()
                 claim.entry = entry
                 self._waiting.append(entry)  # before adding to the cache: each entry of the cache must be queued
@@ -352,29 +352,29 @@ class GrammarCompiler:
                 entry = self._waiting.popleft()
                 worker = self._running[entry] = self._idle_workers.pop()
                 if worker:
-                    worker.begin()
-            compiled = self._compiled(entry.constraint, worker)
+                    worker.begin_compile()
+            result = self._compile_entry(entry.constraint, worker)
             with self._lock:
                 del self._running[entry]
-                if isinstance(compiled, ValueError):
-                    self._counts["failures"] += self._cache.forget(entry)
+                if isinstance(result, ValueError):
+                    self._counts["failures"] += self._cache.remove_entry(entry)
                 else:
-                    self._cache.keep(entry, compiled.nbytes)
+                    self._cache.record_compiled(entry, result.nbytes)
                     self._counts["compiles"] += 1
-                    self._counts["compile_seconds"] += compiled.seconds
-                    self._counts["longest_compile_seconds"] = max(self._counts["longest_compile_seconds"], compiled.seconds)
+                    self._counts["compile_seconds"] += result.seconds
+                    self._counts["longest_compile_seconds"] = max(self._counts["longest_compile_seconds"], result.seconds)
                 if not self._closed:
                     self._idle_workers.append(worker)
             if worker is not None and self._closed:
                 worker.close()
-            entry.settle(compiled)
+            entry.resolve(result)
 
-    def _compiled(self, constraint: Constraint, worker: CompileWorker | None) -> CompiledConstraint | ValueError:
+    def _compile_entry(self, constraint: Constraint, worker: CompileWorker | None) -> CompiledConstraint | ValueError:
         start = time.perf_counter()
         try:
             grammar, name, why = self._backends.build(constraint, worker)
             marker = None if constraint.marker is None else Marker(constraint.marker, self.vocabulary, constraint.marker_limit)
-            if marker and marker.of_text and isinstance(grammar, AutomatonGrammar):
+            if marker and marker.is_text and isinstance(grammar, AutomatonGrammar):
                 after = grammar.after(marker)
                 if after.nbytes <= self.limits.automaton_bytes:
                     grammar, marker = after, None

@@ -12,7 +12,7 @@ MIB = 1 << 20
 MAX_DEPTH = 1 << 16
 
 TOO_DEEP = "the text nests deeper than the stack of its automaton"
-_SIGNS = {  # part of a message of llguidance, or of either matcher -> the limit that was reached
+_MESSAGE_PARTS = {  # part of a message of llguidance, or of either matcher -> the limit that was reached
     "one step of the grammar took": "step_seconds",
     TOO_DEEP: "automaton_depth",
     "initial lexer configuration": "compile_fuel",
@@ -25,7 +25,7 @@ _SIGNS = {  # part of a message of llguidance, or of either matcher -> the limit
 
 
 _COUNT = whole(1, 2**62)
-_AT_MOST = {
+_SPECIFIC_CHECKS = {
     **dict.fromkeys(("max_chars", "max_schema_chars"), whole(1, MAX_PAYLOAD_CHARS)),
     "compile_seconds": number(0, 3600, low_open=True),
     "automaton_depth": whole(1, MAX_DEPTH),
@@ -73,18 +73,18 @@ class GrammarLimits:
     row_items: int = 2_000  # llguidance: parser items of one byte
 
     def __post_init__(self) -> None:
-        check_fields(self, {field.name: _SECONDS if field.type == "float" else _COUNT for field in fields(self)} | _AT_MOST)
+        check_fields(self, {field.name: _SECONDS if field.type == "float" else _COUNT for field in fields(self)} | _SPECIFIC_CHECKS)
 
 
 DEFAULTS = GrammarLimits()
 
 
-def over(field: str, got: str, limit: float, unit: str = "") -> str:
+def limit_exceeded(field: str, got: str, limit: float, unit: str = "") -> str:
     """The message for an exceeded limit."""
     return f"GrammarLimits.{field}: got {got}, expected at most {limit:,}{unit and ' ' + unit}"
 
 
-def named(message: str) -> str:
+def with_limit_name(message: str) -> str:
     """A message of a library or a matcher; if a limit was reached, with its name appended."""
-    field = next((field for sign, field in _SIGNS.items() if sign in message), "")
+    field = next((field for sign, field in _MESSAGE_PARTS.items() if sign in message), "")
     return f"{message} (GrammarLimits.{field})" if field and "GrammarLimits." not in message else message

@@ -69,15 +69,15 @@ class Libraries:
     def prepare(self, name: str) -> bool:
         """Load the library of a call; True if it was loaded now, as its memory should not count against the limit of the call."""
         if name == "automaton" and self._table is None:
-            from stepgraph.sampling.grammar.automaton.library import TokenTable
+            from stepgraph.sampling.grammar.automaton.library import AutomatonVocabulary
 
-            self._table = TokenTable(self._for_xgrammar, self._options["stop_token_ids"], self._mask.shape[1])
+            self._table = AutomatonVocabulary(self._for_xgrammar, self._options["stop_token_ids"], self._mask.shape[1])
             return True
         if name != "lark" or self._llguidance is not None:
             return False
-        from stepgraph.sampling.grammar.llguidance_lib.library import LLGuidance, fuel_of
+        from stepgraph.sampling.grammar.llguidance_lib.library import LLGuidance, library_limits
 
-        options, fuel = self._options, fuel_of(self._options["limits"])
+        options, fuel = self._options, library_limits(self._options["limits"])
         self._llguidance = LLGuidance(self._for_llguidance, options["stop_token_ids"], options["non_text_ids"], fuel)
         return True
 
@@ -137,7 +137,7 @@ def _memory_bytes() -> int:
         return 0
 
 
-def _answer(call: Any, arguments: Sequence[Any], result_bytes: int) -> tuple[str, bytes]:
+def _run_call(call: Any, arguments: Sequence[Any], result_bytes: int) -> tuple[str, bytes]:
     from stepgraph.sampling.grammar.automaton.library import UnfitError
     from stepgraph.sampling.grammar.compile.limits import CompileAbortedError
     from stepgraph.sampling.grammar.constraints.unsupported import UnsupportedError
@@ -188,7 +188,7 @@ def main() -> None:
         if idle_bytes:
             resource.setrlimit(resource.RLIMIT_AS, (idle_bytes + compile_bytes, resource.getrlimit(resource.RLIMIT_AS)[1]))
         signal.setitimer(signal.ITIMER_REAL, limits["compile_seconds"])  # SIGALRM ends this process even without the parent
-        status, result = _answer(getattr(libraries, name), arguments, limits["result_bytes"])
+        status, result = _run_call(getattr(libraries, name), arguments, limits["result_bytes"])
         signal.setitimer(signal.ITIMER_REAL, 0)
         send(connection, status, _memory_bytes() > idle_bytes + compile_bytes // 2, body=result)
 

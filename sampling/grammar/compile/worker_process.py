@@ -23,7 +23,7 @@ from typing import Any
 
 from stepgraph.sampling.grammar.automaton.library import UnfitError
 from stepgraph.sampling.grammar.compile import worker as compile_worker
-from stepgraph.sampling.grammar.compile.limits import MIB, CompileAbortedError, GrammarLimits, over
+from stepgraph.sampling.grammar.compile.limits import MIB, CompileAbortedError, GrammarLimits, limit_exceeded
 from stepgraph.sampling.grammar.compile.worker import ABORTED, DONE, NO_MEMORY, TOO_LARGE, UNFIT, UNSUPPORTED, receive, send
 from stepgraph.sampling.grammar.constraints.unsupported import Unsupported, UnsupportedError
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
@@ -34,7 +34,7 @@ START_SECONDS = 60.0
 GRACE_SECONDS = 1.0  # beyond the worker's own timer, for a process that is stopped (SIGSTOP)
 STDERR_TAIL = 600
 _SOURCE_PREFIX = re.compile(r"^(\[[\d:]+\] )?\S*\.(cc|h|cpp):\d+: (Check failed: \(.*?\) is false: )?")
-NO_MEMORY_SIGNS = ("bad_alloc", "memory allocation", "annot allocate memory")  # messages of C++, Rust, and the dynamic loader
+NO_MEMORY_MESSAGES = ("bad_alloc", "memory allocation", "annot allocate memory")  # messages of C++, Rust, and the dynamic loader
 
 
 @contextlib.contextmanager
@@ -60,15 +60,15 @@ class _Process:
         environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
         self.owner = os.getpid()
         with contextlib.ExitStack() as undo:
-            self.connection, theirs = map(undo.enter_context, socket.socketpair())
+            self.connection, worker_socket = map(undo.enter_context, socket.socketpair())
             self.stderr = undo.enter_context(tempfile.TemporaryFile())
-            streams: dict[str, Any] = {"stdin": theirs.fileno(), "stdout": subprocess.DEVNULL, "stderr": self.stderr}
+            streams: dict[str, Any] = {"stdin": worker_socket.fileno(), "stdout": subprocess.DEVNULL, "stderr": self.stderr}
             try:
                 self.popen = subprocess.Popen(command, env=environment, start_new_session=True, **streams)
             except (OSError, ValueError) as error:
                 raise CompileAbortedError(f"the compile worker did not start: {error}") from error
             undo.pop_all()
-            theirs.close()
+            worker_socket.close()
         self.answers = self.connection.makefile("rb")
 
     def end(self) -> None:
@@ -99,7 +99,7 @@ class CompileWorker:
         self._process: _Process | None = None
         self._finalizer: weakref.finalize[..., CompileWorker] | None = None
         self._cancelled = self._kill_pending = False
-        self.started = 0  # processes
+        self.processes_started = 0
         call_after_fork(self._detach)
 
     def _detach(self) -> None:
@@ -111,7 +111,7 @@ class CompileWorker:
     def pid(self) -> int | None:
         return self._process.popen.pid if self._process else None
 
-    def begin(self) -> None:
+    def begin_compile(self) -> None:
         """Start another compile. An earlier `kill` was for the previous compile; if it came too late, `call` replaces the process."""
         self._kill_pending |= self._cancelled
         self._cancelled = False
@@ -123,13 +123,13 @@ class CompileWorker:
         if process is None or self._kill_pending or process.owner != os.getpid() or process.popen.poll() is not None:
             self._start()
         limits = self._limits
-        status, bloated, result = self._exchange([name, *arguments], limits.compile_seconds + GRACE_SECONDS)
-        if bloated or status == NO_MEMORY:
+        status, needs_restart, result = self._exchange([name, *arguments], limits.compile_seconds + GRACE_SECONDS)
+        if needs_restart or status == NO_MEMORY:
             self.close()
         if status == NO_MEMORY:
-            raise CompileAbortedError(self._no_memory())
+            raise CompileAbortedError(self._no_memory_message())
         if status == TOO_LARGE:
-            raise CompileAbortedError(over("result_bytes", f"{int(result):,} bytes of compiled grammar", limits.result_bytes))
+            raise CompileAbortedError(limit_exceeded("result_bytes", f"{int(result):,} bytes of compiled grammar", limits.result_bytes))
         if status == UNSUPPORTED:
             raise UnsupportedError(Unsupported(*json.loads(result)))
         if status == UNFIT:
@@ -164,7 +164,7 @@ class CompileWorker:
         }
         self._process = process = _Process()
         self._finalizer = weakref.finalize(self, process.end)
-        self.started += 1
+        self.processes_started += 1
         self._exchange([options], START_SECONDS, marshal.dumps([vocabulary.for_xgrammar, vocabulary.for_llguidance]))
 
     def _exchange(self, parts: list[Any], seconds: float, tables: bytes = b"") -> tuple[str, bool, bytes]:
@@ -176,31 +176,31 @@ class CompileWorker:
                 raise EOFError  # `kill` may have come before the process existed
             process.connection.settimeout(seconds)
             send(process.connection, *parts, body=tables)
-            (status, bloated), result = receive(process.answers)
+            (status, needs_restart), result = receive(process.answers)
         except (OSError, EOFError) as error:  # a time-out is an OSError
-            message = self._failure(process, error)
+            message = self._failure_message(process, error)
             if tables:
                 message += f", before it was ready: {process.stderr_tail()}".removesuffix(": ")
             self.close()
             raise CompileAbortedError(message) from None
-        return status, bloated, result
+        return status, needs_restart, result
 
-    def _failure(self, process: _Process, error: BaseException) -> str:
+    def _failure_message(self, process: _Process, error: BaseException) -> str:
         """Why a call did not return."""
         limits = self._limits
         if self._cancelled:
             return "the compile was cancelled"
         if isinstance(error, TimeoutError):
-            return over("compile_seconds", "no answer from the compile worker", limits.compile_seconds, "s")
+            return limit_exceeded("compile_seconds", "no answer from the compile worker", limits.compile_seconds, "s")
         code = process.exit_code()
         if code == -signal.SIGALRM:
-            return over("compile_seconds", "a compile that takes longer", limits.compile_seconds, "s")
-        if any(sign in process.stderr_tail() for sign in NO_MEMORY_SIGNS):
-            return self._no_memory()
+            return limit_exceeded("compile_seconds", "a compile that takes longer", limits.compile_seconds, "s")
+        if any(sign in process.stderr_tail() for sign in NO_MEMORY_MESSAGES):
+            return self._no_memory_message()
         if code >= 0:
             return f"the compile worker ended with exit code {code}"
         memory = ", which may mean that the system is out of memory" if code == -signal.SIGKILL else ""
         return f"the compile worker died of {signal.Signals(-code).name}{memory}"
 
-    def _no_memory(self) -> str:
-        return over("compile_bytes", "a compile that takes more", self._limits.compile_bytes // MIB, "MiB of memory")
+    def _no_memory_message(self) -> str:
+        return limit_exceeded("compile_bytes", "a compile that takes more", self._limits.compile_bytes // MIB, "MiB of memory")

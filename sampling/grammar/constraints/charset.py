@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 CharSet = tuple[tuple[int, int], ...]  # first and last code points of ranges, ascending, not adjacent
 
-LAST, LAST_ASCII = 0x10FFFF, 0x7F
+LAST_CODE_POINT, LAST_ASCII = 0x10FFFF, 0x7F
 _SURROGATES = (0xD800, 0xDFFF)
 EBNF_CHAR = re.compile(r"\\U([0-9a-fA-F]{8})|\\u([0-9a-fA-F]{4})|\\x([0-9a-fA-F]{2})|\\(.)|(.)", re.DOTALL)
 _ESCAPES = {"0": "\0", "n": "\n", "r": "\r", "t": "\t", "a": "\a", "b": "\b", "e": "\x1b", "f": "\f", "v": "\v"}
@@ -34,7 +34,7 @@ def union(pairs: Iterable[tuple[int, int]]) -> CharSet:
 def complement(chars: CharSet) -> CharSet:
     """All other characters of Unicode, without surrogates, which UTF-8 cannot encode."""
     gaps, start = list[tuple[int, int]](), 0
-    for first, last in (*union((*chars, _SURROGATES)), (LAST + 1, LAST + 1)):
+    for first, last in (*union((*chars, _SURROGATES)), (LAST_CODE_POINT + 1, LAST_CODE_POINT + 1)):
         if start < first:
             gaps.append((start, first - 1))
         start = last + 1
@@ -50,7 +50,7 @@ def ebnf_class(chars: CharSet) -> str:
     return f"[{''.join(map(_code_range, chars))}]"
 
 
-def readable_ebnf_class(chars: CharSet) -> str:
+def xgrammar_safe_class(chars: CharSet) -> str:
     """As `ebnf_class`, for a class that may follow any element or be repeated, in a form that xgrammar reads correctly.
 
     xgrammar's look-ahead compares only the last bytes of both ends of a range: U+0430 to U+044F would include "0" to "O". So ranges are
@@ -58,10 +58,10 @@ def readable_ebnf_class(chars: CharSet) -> str:
     alternative, to which the look-ahead does not apply; this is slow in a repetition, so U+E000, the start of a range, is left out.
     """
     has_nul = bool(chars) and chars[0][0] == 0
-    pieces = tuple(piece for first, last in chars for piece in _cut(first, last, has_nul))
-    own = {code for first, last in pieces for code in range(first, min(last, LAST_ASCII) + 1)}
-    taken = {code for first, last in pieces for code in range(first & 0xFF, min(last & 0xFF, LAST_ASCII) + 1)}
-    if taken <= own:
+    pieces = tuple(piece for first, last in chars for piece in _split_range(first, last, has_nul))
+    ascii_chars = {code for first, last in pieces for code in range(first, min(last, LAST_ASCII) + 1)}
+    ascii_last_bytes = {code for first, last in pieces for code in range(first & 0xFF, min(last & 0xFF, LAST_ASCII) + 1)}
+    if ascii_last_bytes <= ascii_chars:
         return ebnf_class(pieces)
     if len(pieces) == 1:
         (first, last), *_ = pieces
@@ -69,7 +69,7 @@ def readable_ebnf_class(chars: CharSet) -> str:
     return f"({ebnf_class(pieces[:1])} | {ebnf_class(pieces[1:])})"
 
 
-def _cut(first: int, last: int, has_nul: bool) -> Iterator[tuple[int, int]]:
+def _split_range(first: int, last: int, has_nul: bool) -> Iterator[tuple[int, int]]:
     """Split a range into several, which may overlap: ASCII, and the rest with as little ASCII in its last bytes as possible."""
     if first <= LAST_ASCII:
         yield first, min(last, LAST_ASCII)
@@ -94,12 +94,12 @@ def regex_class(chars: CharSet) -> str:
 
 def class_members(members: str) -> CharSet:
     """The characters of an EBNF class as xgrammar prints it: a literal hyphen has a backslash."""
-    found, pairs = list(EBNF_CHAR.finditer(members)), list[tuple[int, int]]()
+    chars, pairs = list(EBNF_CHAR.finditer(members)), list[tuple[int, int]]()
     index = 0
-    while index < len(found):
-        first = last = _code(found[index])
-        if index + 2 < len(found) and found[index + 1].group() == "-":
-            last = _code(found[index + 2])
+    while index < len(chars):
+        first = last = _code(chars[index])
+        if index + 2 < len(chars) and chars[index + 1].group() == "-":
+            last = _code(chars[index + 2])
             index += 2
         pairs.append((first, last))
         index += 1
@@ -121,5 +121,5 @@ def _code_range(piece: tuple[int, int]) -> str:
     return f"\\U{first:08x}-\\U{last:08x}" if last > first else f"\\U{first:08x}"
 
 
-EVERY = complement(())
-IN_JSON = complement(charset((0, 0x1F), '"\\'))  # characters of a JSON string that need no escape
+ALL_CHARS = complement(())
+JSON_UNESCAPED = complement(charset((0, 0x1F), '"\\'))  # characters of a JSON string that need no escape

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 from stepgraph.sampling.fields import Check, check_fields, check_value, clip_name, clip_repr, instance_of, is_int, one_of, optional, whole
 from stepgraph.sampling.grammar.constraints.structural_tag import checked_tag
-from stepgraph.sampling.grammar.schema.options import Objects, Options, PropertyOrder, Unknown
+from stepgraph.sampling.grammar.schema.options import ObjectsMode, Options, PropertyOrder, UnknownMode
 
 ConstraintKind = Literal["json_schema", "json_object", "regex", "choice", "ebnf", "lark", "structural_tag"]
 BackendChoice = Literal["auto", "automaton", "xgrammar", "llguidance"]
@@ -22,7 +22,7 @@ BackendChoice = Literal["auto", "automaton", "xgrammar", "llguidance"]
 MAX_PAYLOAD_CHARS = 1_000_000
 MAX_MARKER = 1000  # characters or ids
 MAX_MARKER_LIMIT = (1 << 31) - 2  # tokens
-MAX_GIVEN_CHARS = 1_000_000  # of JSON text, before its blanks are removed
+MAX_JSON_CHARS = 1_000_000  # of JSON text, before its blanks are removed
 
 _FORMATS = {  # the fields of response_format by its type
     "text": {"type"},
@@ -32,17 +32,17 @@ _FORMATS = {  # the fields of response_format by its type
 }
 _STRING = instance_of(str, "a string")
 _NON_BLANK = Check(lambda value: isinstance(value, str) and bool(value.strip()), "a non-blank string")
-_FIELDS = {
+_FIELD_CHECKS = {
     "kind": one_of(get_args(ConstraintKind)),
     "backend": one_of(get_args(BackendChoice)),
     "marker_limit": optional(whole(1, MAX_MARKER_LIMIT)),
-    "objects": one_of(get_args(Objects)),
-    "unknown_keywords": one_of(get_args(Unknown)),
-    "unknown_formats": one_of(get_args(Unknown)),
+    "objects": one_of(get_args(ObjectsMode)),
+    "unknown_keywords": one_of(get_args(UnknownMode)),
+    "unknown_formats": one_of(get_args(UnknownMode)),
     "property_order": one_of(get_args(PropertyOrder)),
 }
 _NON_EMPTY = Check(lambda value: isinstance(value, str) and bool(value), "a non-empty string")
-_SCHEMA_FORMAT = {  # the fields of its json_schema
+_JSON_SCHEMA_FIELDS = {  # the fields of its json_schema
     "name": _NON_EMPTY,
     "description": _STRING,
     "strict": Check(lambda value: value is None or isinstance(value, bool), "true, false or null"),
@@ -68,32 +68,32 @@ class Constraint:
     backend: BackendChoice = "auto"
     marker: str | tuple[int, ...] | None = None
     marker_limit: int | None = None
-    objects: Objects = "closed"
-    unknown_keywords: Unknown = "annotation"
-    unknown_formats: Unknown = "annotation"
+    objects: ObjectsMode = "closed"
+    unknown_keywords: UnknownMode = "annotation"
+    unknown_formats: UnknownMode = "annotation"
     property_order: PropertyOrder = "declared"
     approximate: bool = False
 
     def __post_init__(self) -> None:
-        check_fields(self, _FIELDS)
+        check_fields(self, _FIELD_CHECKS)
         if not isinstance(self.payload, str):
             raise ValueError(f"Constraint.payload: got {type(self.payload).__name__}, expected str")
         if len(self.payload) > MAX_PAYLOAD_CHARS:
             raise ValueError(f"Constraint.payload of {self.kind}: got {len(self.payload)} characters, expected at most {MAX_PAYLOAD_CHARS}")
-        _check_text(f"Constraint.payload of {self.kind}", self.payload)
+        _check_surrogates(f"Constraint.payload of {self.kind}", self.payload)
         if self.any_whitespace and self.kind not in ("json_schema", "json_object", "structural_tag"):
             raise ValueError(f"Constraint.any_whitespace: got True for {self.kind}, expected False: for kinds with JSON only")
         for option in fields(Options)[1:]:  # except any_whitespace, which other kinds have too
             value, default = getattr(self, option.name), option.default
             if value != default and self.kind != "json_schema":
                 raise ValueError(f"Constraint.{option.name}: got {value} for {self.kind}, expected {default}: for json_schema only")
-        of_ids = isinstance(self.marker, tuple) and all(is_int(token_id) and token_id >= 0 for token_id in self.marker)
-        if self.marker is not None and (not (of_ids or isinstance(self.marker, str)) or not self.marker):
+        is_token_ids = isinstance(self.marker, tuple) and all(is_int(token_id) and token_id >= 0 for token_id in self.marker)
+        if self.marker is not None and (not (is_token_ids or isinstance(self.marker, str)) or not self.marker):
             raise ValueError(f"Constraint.marker: got {clip_repr(self.marker)}, expected a text or token ids, at least one")
         if len(self.marker or ()) > MAX_MARKER:
             raise ValueError(f"Constraint.marker: got {len(self.marker or ())} characters or ids, expected at most {MAX_MARKER}")
         if isinstance(self.marker, str):
-            _check_text("Constraint.marker", self.marker)
+            _check_surrogates("Constraint.marker", self.marker)
         if self.marker_limit is not None and self.marker is None:
             raise ValueError(f"Constraint.marker_limit: got {self.marker_limit} without a marker, expected None")
 
@@ -109,9 +109,9 @@ class Constraint:
         any_whitespace: bool = False,
         backend: BackendChoice = "auto",
         *,
-        objects: Objects = "closed",
-        unknown_keywords: Unknown = "annotation",
-        unknown_formats: Unknown = "annotation",
+        objects: ObjectsMode = "closed",
+        unknown_keywords: UnknownMode = "annotation",
+        unknown_formats: UnknownMode = "annotation",
         property_order: PropertyOrder = "declared",
         approximate: bool = False,
     ) -> Constraint:
@@ -128,7 +128,7 @@ class Constraint:
         may violate them. `coverage` lists them."""
         if not isinstance(schema, (dict, bool, str)):
             raise ValueError(f"Constraint.json_schema: got {type(schema).__name__}, expected a dict, a bool or JSON text")
-        canonical = _canonical(schema, "Constraint.json_schema")
+        canonical = _canonical_json(schema, "Constraint.json_schema")
         if canonical not in ("true", "false") and not canonical.startswith("{"):
             raise ValueError(f"Constraint.json_schema: got {canonical[:40]}, expected a JSON object, true or false")
         return cls(
@@ -157,7 +157,7 @@ class Constraint:
             raise ValueError(f"{name}: got {type(value).__name__}, expected a dict with a type")
         kind: Any = value.get("type")
         check_value(f"{name}.type", kind, Check(lambda kind: isinstance(kind, str) and kind in _FORMATS, f"one of {', '.join(_FORMATS)}"))
-        _check_known(value, _FORMATS[kind], name)
+        _check_no_other_fields(value, _FORMATS[kind], name)
         if kind == "text":
             return None
         if kind == "json_object":
@@ -167,8 +167,8 @@ class Constraint:
         inner: Any = value.get("json_schema")
         name += ".json_schema"
         check_value(name, inner, instance_of(dict, "an object with a name and a schema"))
-        _check_known(inner, _SCHEMA_FORMAT, name)
-        for field, check in _SCHEMA_FORMAT.items():
+        _check_no_other_fields(inner, _JSON_SCHEMA_FIELDS, name)
+        for field, check in _JSON_SCHEMA_FIELDS.items():
             check_value(f"{name}.{field}", ({"description": ""} | inner).get(field), check)
         return cls.json_schema(inner["schema"], any_whitespace, backend)
 
@@ -187,7 +187,7 @@ class Constraint:
             raise ValueError(f"Constraint.choice: got {clip_repr(options)}, expected a sequence of at least one string")
         for index, option in enumerate(options):
             check_value(f"Constraint.choice[{index}]", option, _NON_EMPTY)
-            _check_text(f"Constraint.choice[{index}]", option)
+            _check_surrogates(f"Constraint.choice[{index}]", option)
         return cls("choice", json.dumps(list(dict.fromkeys(options))), backend=backend)
 
     @classmethod
@@ -195,7 +195,7 @@ class Constraint:
         """A text of a grammar in the GBNF notation of llama.cpp: `root ::= "a" | "b" root`. Enforced by an automaton or xgrammar."""
         for name, value in (("grammar", grammar), ("root", root)):
             check_value(f"Constraint.ebnf.{name}", value, _NON_BLANK)
-            _check_text(f"Constraint.ebnf.{name}", value)
+            _check_surrogates(f"Constraint.ebnf.{name}", value)
         return cls("ebnf", json.dumps([root, grammar]))
 
     @classmethod
@@ -216,7 +216,7 @@ class Constraint:
         `closing`. Without `triggers` the text is one structure or list. A structure with `style: qwen_xml` writes each property of an
         object as `<parameter=NAME>`, value, `</parameter>`, each on its own line; strings are written without quotes and escapes."""
         name = "Constraint.structural_tag"
-        return cls("structural_tag", _canonical(checked_tag(tag, name), name), any_whitespace, backend)
+        return cls("structural_tag", _canonical_json(checked_tag(tag, name), name), any_whitespace, backend)
 
     def after(self, marker: str | Sequence[int], *, limit: int | None = None) -> Constraint:
         """The same constraint, beginning after the marker: `Constraint.json_object().after("</think>")`.
@@ -231,32 +231,32 @@ class Constraint:
             raise ValueError(f"Constraint.marker: got {clip_repr(marker)}, expected a text or token ids, at least one") from None
 
 
-def _check_known(value: dict[str, Any], known: Iterable[str], name: str) -> None:
+def _check_no_other_fields(value: dict[str, Any], known: Iterable[str], name: str) -> None:
     """ValueError for a field that would be ignored."""
     if unknown := [field for field in value if field not in known]:
         raise ValueError(f"{name}.{clip_name(unknown[0])}: got an unknown field, expected {', '.join(sorted(known))}")
 
 
-def _canonical(value: Any, name: str) -> str:
+def _canonical_json(value: Any, name: str) -> str:
     """Compact JSON of a value or of JSON text. Keys are not sorted, because the order of properties is part of a constraint."""
-    chars = _least_chars(value)
+    chars = _min_json_chars(value)
     try:
-        if chars <= MAX_GIVEN_CHARS:
+        if chars <= MAX_JSON_CHARS:
             text = value if isinstance(value, str) else json.dumps(value, allow_nan=False)
-            parsed = json.loads(text, object_pairs_hook=unique_keys, parse_constant=no_constants)
-            _check_text("a string", json.dumps(parsed, ensure_ascii=False))
+            parsed = json.loads(text, object_pairs_hook=reject_repeated_keys, parse_constant=reject_constant)
+            _check_surrogates("a string", json.dumps(parsed, ensure_ascii=False))
             return json.dumps(parsed, separators=(",", ":"), allow_nan=False)  # allow_nan: 1e999 is parsed as infinity
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{name}: got a schema that is not JSON ({error}), expected a JSON object") from error
-    raise ValueError(f"{name}: got {chars} characters{'' if isinstance(value, str) else ' or more'}, expected at most {MAX_GIVEN_CHARS}")
+    raise ValueError(f"{name}: got {chars} characters{'' if isinstance(value, str) else ' or more'}, expected at most {MAX_JSON_CHARS}")
 
 
-def _least_chars(value: Any) -> int:
-    """A lower bound of the length as JSON text, counted up to MAX_GIVEN_CHARS: a small value with shared parts may be a long text."""
+def _min_json_chars(value: Any) -> int:
+    """A lower bound of the length as JSON text, counted up to MAX_JSON_CHARS: a small value with shared parts may be a long text."""
     if isinstance(value, str):
         return len(value)
     parts, chars = [value], 0
-    while parts and chars <= MAX_GIVEN_CHARS:
+    while parts and chars <= MAX_JSON_CHARS:
         part = parts.pop()
         if isinstance(part, dict):
             parts += part.keys()
@@ -267,14 +267,14 @@ def _least_chars(value: Any) -> int:
     return chars
 
 
-def _check_text(name: str, text: str) -> None:
+def _check_surrogates(name: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"{name}: got half of a surrogate pair at position {error.start}, expected text") from None
 
 
-def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def reject_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """object_pairs_hook of json: ValueError for a repeated key."""
     if len(dict(pairs)) < len(pairs):
         repeated = min(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
@@ -282,6 +282,6 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def no_constants(name: str) -> None:
+def reject_constant(name: str) -> None:
     """parse_constant of json: ValueError for NaN and Infinity."""
     raise ValueError(f"{name} is not a JSON value")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from stepgraph.sampling.grammar.constraints.charset import EVERY, CharSet, intersection, readable_ebnf_class, regex_class
+from stepgraph.sampling.grammar.constraints.charset import ALL_CHARS, CharSet, intersection, regex_class, xgrammar_safe_class
 from stepgraph.sampling.grammar.schema.language import END, START
 from stepgraph.sampling.grammar.schema.patterns import Group, Item, Look, PatternError, Pieces, Repeat, read
 from stepgraph.sampling.grammar.schema.spelling import bounds
@@ -16,32 +16,32 @@ from stepgraph.sampling.grammar.schema.spelling import bounds
 
 def pattern_to_ebnf(pattern: str) -> str:
     """The right-hand side of a rule for the texts that the pattern matches; ValueError for what cannot be enforced."""
-    return _rewritten(pattern, readable_ebnf_class, "(", '""', " ")
+    return _translate(pattern, xgrammar_safe_class, "(", '""', " ")
 
 
 def pattern_to_regex(pattern: str) -> str:
     """As `pattern_to_ebnf`, as a regular expression. Classes are written as code points, so that all regex engines read them alike."""
-    return _rewritten(pattern, regex_class, "(?:", "", "")
+    return _translate(pattern, regex_class, "(?:", "", "")
 
 
-def _rewritten(pattern: str, spell: Callable[[CharSet], str], opening: str, empty: str, blank: str) -> str:
-    known = dict[CharSet, str]()
+def _translate(pattern: str, write_class: Callable[[CharSet], str], opening: str, empty: str, separator: str) -> str:
+    classes = dict[CharSet, str]()
 
     def alternatives(sequences: list[Pieces]) -> str:
-        return f"{blank}|{blank}".join(blank.join([empty, *map(text, sequence)]) for sequence in sequences)
+        return f"{separator}|{separator}".join(separator.join([empty, *map(text, sequence)]) for sequence in sequences)
 
     def text(item: Item) -> str:
         if isinstance(item, Group):
-            return f"{opening}{blank}{alternatives(item.alternatives)}{blank})"
+            return f"{opening}{separator}{alternatives(item.alternatives)}{separator})"
         if isinstance(item, Repeat):
             return text(item.item) + bounds(item.low, item.high)
         if isinstance(item, (int, Look)):
             raise PatternError(f"has {pattern[:40]!r}, expected anchors at its ends only, and no look-around")
-        if item not in known:
-            if not intersection(item, EVERY):
+        if item not in classes:
+            if not intersection(item, ALL_CHARS):
                 raise PatternError(f"has {pattern[:40]!r}, expected classes of at least one character")
-            known[item] = spell(intersection(item, EVERY))
-        return known[item]
+            classes[item] = write_class(intersection(item, ALL_CHARS))
+        return classes[item]
 
     try:
         return alternatives([inner[inner[:1] == [START] : len(inner) - (inner[-1:] == [END])] for inner in read(pattern)])

@@ -72,12 +72,12 @@ def _json_type(value: Any) -> TypedConstraint:
     import pydantic  # imported here: takes as long to load as all of stepgraph without torch
 
     with _type_errors(value):
-        adapter = pydantic.TypeAdapter(_with_known_keys(value))
+        adapter = pydantic.TypeAdapter(_with_extension_typed_dicts(value))
         schema = adapter.json_schema()
     return TypedConstraint(Constraint.json_schema(schema), adapter.validate_json)
 
 
-def _with_known_keys(value: Any, outer: tuple[Any, ...] = ()) -> Any:
+def _with_extension_typed_dicts(value: Any, outer: tuple[Any, ...] = ()) -> Any:
     """The type with TypedDicts of `typing` replaced by those of typing_extensions, which pydantic requires before Python 3.12."""
     if sys.version_info >= (3, 12) or value in outer:
         return value
@@ -89,11 +89,11 @@ def _with_known_keys(value: Any, outer: tuple[Any, ...] = ()) -> Any:
             by_class = NotRequired if name in value.__optional_keys__ else Required  # __optional_keys__ ignores string annotations
             is_marked = get_origin(hint) in (Required, NotRequired)
             bare, mark = (get_args(hint)[0], get_origin(hint)) if is_marked else (hint, by_class)
-            fields[name] = mark[_with_known_keys(bare, (*outer, value))]
+            fields[name] = mark[_with_extension_typed_dicts(bare, (*outer, value))]
         return TypedDict(value.__name__, fields)  # type: ignore[operator]
     if not arguments or get_origin(value) is Literal:
         return value
-    known = tuple(_with_known_keys(argument, outer) for argument in arguments)
+    known = tuple(_with_extension_typed_dicts(argument, outer) for argument in arguments)
     if known == arguments:
         return value
     origin: Any = typing.Union if isinstance(value, types.UnionType) else get_origin(value)

@@ -82,9 +82,9 @@ def tag_groups(payload: str) -> list[TagGroup]:
     value = parsed(payload)
     opening, groups = value.get("opening", ""), []
     for trigger in value["triggers"] or [""]:
-        skipped = 0 if opening else len(trigger)
+        trigger_chars = 0 if opening else len(trigger)
         tags = tuple(
-            Tag(tag["begin"][skipped:], tag["schema"], tag["end"], tag.get("style", "json"))
+            Tag(tag["begin"][trigger_chars:], tag["schema"], tag["end"], tag.get("style", "json"))
             for tag in value["structures"]
             if opening or tag["begin"].startswith(trigger)
         )

@@ -29,12 +29,12 @@ def _sum(text: str, known: dict[str, int]) -> int:
 
 
 def _constants(text: str) -> dict[str, int]:
-    found: dict[str, int] = {}
+    values_by_name: dict[str, int] = {}
     for names in re.findall(r"enum \{ (.*?) \}", text):
         value = -1
-        for name, _, given in (entry.partition(" = ") for entry in names.split(", ")):
-            value = found[name] = _sum(given, found) if given else value + 1
-    return found
+        for name, _, expression in (entry.partition(" = ") for entry in names.split(", ")):
+            value = values_by_name[name] = _sum(expression, values_by_name) if expression else value + 1
+    return values_by_name
 
 
 def _fields(body: str) -> Iterator[tuple[str, Any]]:
@@ -69,7 +69,7 @@ def _functions(text: str) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
 _text = _read_headers()
 constants = SimpleNamespace(**_constants(_text))
 structs = SimpleNamespace(**dict(_structs(_text)))
-OWN_LAYOUT = (constants.LAYOUT_VERSION, *map(sizeof, vars(structs).values()))
+EXPECTED_LAYOUT = (constants.LAYOUT_VERSION, *map(sizeof, vars(structs).values()))
 
 
 def declare(library: ctypes.CDLL) -> None:
@@ -80,7 +80,7 @@ def declare(library: ctypes.CDLL) -> None:
 
 
 def layout_of(library: ctypes.CDLL) -> tuple[int, ...]:
-    """The layout with which the library was compiled, in the form of OWN_LAYOUT."""
+    """The layout with which the library was compiled, in the form of EXPECTED_LAYOUT."""
     values = (c_int64 * 64)()
     count = library.stepgraph_layout(values, len(values))
     return tuple(values[:count])

@@ -25,10 +25,10 @@ SYMBOLS = {  # called by host nodes
     **{name: f"llg_matcher_{name}" for name, _ in structs.llguidance_library._fields_[1:]},
     **{"clone": "llg_clone_matcher", "free": "llg_free_matcher"},
 }
-VERSION = re.compile(rb"llguidance@1\.9\.([1-9]\d*)(?!\S)")
-_MARK = b"\xff"  # prefix of tokens that are not text
+VERSION_PATTERN = re.compile(rb"llguidance@1\.9\.([1-9]\d*)(?!\S)")
+_NON_TEXT_PREFIX = b"\xff"  # prefix of tokens that are not text
 _ERROR_BYTES = 1000
-_UNTOUCHED = 0xA5
+_FILL_BYTE = 0xA5
 MAX_LEXER_UPDATES = 8
 
 
@@ -104,18 +104,18 @@ class LLGuidanceApi:
         except (OSError, AttributeError) as error:
             raise Unavailable(f"llguidance's module does not export its C API: {error}") from error
         version: bytes = self.library.llg_get_version()
-        if VERSION.match(version) is None:
+        if VERSION_PATTERN.match(version) is None:
             raise Unavailable(f"llguidance's C API: got {version.decode(errors='replace')}, expected llguidance@1.9.1 or a later 1.9")
         self._check_layout()
 
     def _check_layout(self) -> None:
         """LlgConstraintInit has no version field. Its layout is inferred from where the library writes the default values."""
-        room = (c_uint8 * (2 * ctypes.sizeof(ConstraintStruct)))(*[_UNTOUCHED] * (2 * ctypes.sizeof(ConstraintStruct)))
-        self.library.llg_constraint_init_set_defaults(room, room)
-        filled = ConstraintStruct.from_buffer(room)
+        buffer = (c_uint8 * (2 * ctypes.sizeof(ConstraintStruct)))(*[_FILL_BYTE] * (2 * ctypes.sizeof(ConstraintStruct)))
+        self.library.llg_constraint_init_set_defaults(buffer, buffer)
+        filled = ConstraintStruct.from_buffer(buffer)
         limits = {name: getattr(filled.limits, name) for name in DEFAULTS}
-        beyond = bytes(room)[ctypes.sizeof(ConstraintStruct) :]
-        if filled.tokenizer != ctypes.addressof(room) or limits != DEFAULTS or set(beyond) != {_UNTOUCHED}:
+        beyond = bytes(buffer)[ctypes.sizeof(ConstraintStruct) :]
+        if filled.tokenizer != ctypes.addressof(buffer) or limits != DEFAULTS or set(beyond) != {_FILL_BYTE}:
             raise Unavailable(f"llguidance's LlgConstraintInit has another layout: got limits {limits}, expected {DEFAULTS}")
 
 
@@ -124,11 +124,11 @@ class LLGuidanceTokenizer:
 
     def __init__(self, api: LLGuidanceApi, vocabulary: Vocabulary) -> None:
         self.api, self.mask_bytes = api, vocabulary.mask_words * np.dtype(np.int32).itemsize
-        tokens = [_MARK if index in vocabulary.non_text_ids else token for index, token in enumerate(vocabulary.tokens)]
+        tokens = [_NON_TEXT_PREFIX if index in vocabulary.non_text_ids else token for index, token in enumerate(vocabulary.tokens)]
         tokens += [b""] * (vocabulary.logits_width - len(tokens))
         lengths = (c_uint32 * len(tokens))(*map(len, tokens))
         first, *others = vocabulary.stop_token_ids
-        more = (c_uint32 * len(others))(*others)
+        other_stop_ids = (c_uint32 * len(others))(*others)
         config = TokenizerStruct(
             struct_size=ctypes.sizeof(TokenizerStruct),
             vocab_size=len(tokens),
@@ -136,7 +136,7 @@ class LLGuidanceTokenizer:
             token_lens=lengths,
             token_bytes=b"".join(tokens),
             use_approximate_greedy_tokenize_fn=True,  # never used: `no_forcing` in llguidance_lib/lark.py
-            tok_eos_extra=more,
+            tok_eos_extra=other_stop_ids,
             tok_eos_extra_count=len(others),
         )
         error = ctypes.create_string_buffer(_ERROR_BYTES)

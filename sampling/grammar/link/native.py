@@ -26,13 +26,13 @@ import torch
 from torch import Tensor
 
 from stepgraph.sampling.grammar.automaton.grammar import AutomatonMatcher
-from stepgraph.sampling.grammar.compile.backends import installed
-from stepgraph.sampling.grammar.link.layout import OWN_LAYOUT, constants, declare, layout_of, structs
+from stepgraph.sampling.grammar.compile.backends import is_installed
+from stepgraph.sampling.grammar.link.layout import EXPECTED_LAYOUT, constants, declare, layout_of, structs
 from stepgraph.sampling.grammar.link.llguidance_binding import LLGuidanceBinding, llguidance_api
 from stepgraph.sampling.grammar.link.protocol import NODE_BOUNDS_NS, HostAction, HostLink, HostStats, HostStep, MatcherRow
 from stepgraph.sampling.grammar.link.python import PythonLink
-from stepgraph.sampling.grammar.link.xgrammar_binding import XGrammarBinding, check_versions, versions_are_known
-from stepgraph.sampling.grammar.matchers.forced import Forcing, TokenTable
+from stepgraph.sampling.grammar.link.xgrammar_binding import XGrammarBinding, check_versions, versions_are_tested
+from stepgraph.sampling.grammar.matchers.forced import Forcing, TokenLookup
 from stepgraph.sampling.grammar.matchers.marker import MarkerMatcher
 from stepgraph.sampling.grammar.matchers.protocol import Matcher
 from stepgraph.sampling.grammar.status import CONTENT_FIELDS, TAG_FIELDS, HostColumn
@@ -42,35 +42,35 @@ from stepgraph.sampling.native import Unavailable, find_library
 
 HOST_LINKS = ("auto", "native", "python")
 NO_LIMIT = (1 << 63) - 1
-_warned: set[str] = set()
+_warnings_given: set[str] = set()
 
 
 class NativeLibrary:
     """The loaded library, and the grammar libraries that it calls; Unavailable if one of them is installed and cannot be called.
 
-    Functions called on `quick` keep the GIL because they only access a few words; `waiting` releases it.
+    Functions called on `with_gil` keep the GIL because they only access a few words; `without_gil` releases it.
     """
 
     def __init__(self, path: Path) -> None:
         try:
-            self.quick, self.waiting = ctypes.PyDLL(str(path)), ctypes.CDLL(str(path))
-            declare(self.quick)
-            declare(self.waiting)
+            self.with_gil, self.without_gil = ctypes.PyDLL(str(path)), ctypes.CDLL(str(path))
+            declare(self.with_gil)
+            declare(self.without_gil)
         except (OSError, AttributeError) as error:
             raise Unavailable(f"{path.name} cannot be loaded: {error}") from error
-        if layout_of(self.quick) != OWN_LAYOUT:
+        if layout_of(self.with_gil) != EXPECTED_LAYOUT:
             raise Unavailable(f"{path.name} was built from other sources; install stepgraph again")
         check_versions()
-        if not versions_are_known():
+        if not versions_are_tested():
             _ = self.xgrammar
-        self.llguidance = LLGuidanceBinding(self.waiting, llguidance_api()) if installed("llguidance") else None
-        self.node_address = int(ctypes.cast(self.waiting.stepgraph_node, c_void_p).value or 0)
-        self.run_calls_address = int(ctypes.cast(self.waiting.stepgraph_run_calls, c_void_p).value or 0)
+        self.llguidance = LLGuidanceBinding(self.without_gil, llguidance_api()) if is_installed("llguidance") else None
+        self.node_address = int(ctypes.cast(self.without_gil.stepgraph_node, c_void_p).value or 0)
+        self.run_calls_address = int(ctypes.cast(self.without_gil.stepgraph_run_calls, c_void_p).value or 0)
 
     @functools.cached_property
     def xgrammar(self) -> XGrammarBinding:
         """Bound when a grammar first needs it, because xgrammar imports transformers; bound at once if its version is not a known one."""
-        return XGrammarBinding(self.quick)
+        return XGrammarBinding(self.with_gil)
 
 
 def available_processors() -> int:
@@ -100,19 +100,19 @@ class NativeRow:
         if isinstance(matcher, AutomatonMatcher):
             self._require_width(matcher.vocabulary, masks_host)
             self.struct.library, self.struct.matcher = addressof(matcher.functions), matcher.handle
-            self.struct.grammar = matcher.grammar.number
+            self.struct.grammar = matcher.grammar.image_id
             self.struct.fuel_seconds = math.inf  # a step is a look-up, so no limit is needed
         elif isinstance(matcher, XGrammarMatcher):
             self._set_vocabulary(matcher.vocabulary, matcher.fuel_seconds, masks_host)
             xgrammar = library.xgrammar
             self.struct.library, self.struct.matcher = addressof(xgrammar.struct), int(matcher.library_matcher._handle.__chandle__())
         elif (grammar := getattr(matcher, "native_grammar", None)) is not None:
-            copied: Any = matcher  # an LLGuidanceMatcher, whose module may be missing. It has no pointer to the library's matcher
-            self._set_vocabulary(copied.vocabulary, copied.fuel_seconds, masks_host)
+            llguidance_matcher: Any = matcher  # an LLGuidanceMatcher; its module may be missing. It has no pointer to the library's matcher
+            self._set_vocabulary(llguidance_matcher.vocabulary, llguidance_matcher.fuel_seconds, masks_host)
             llguidance, stop_words = library.llguidance, self.struct.stop_words
             assert llguidance is not None
             self.struct.library = llguidance.address
-            self.struct.matcher = llguidance.open_matcher(self, grammar, copied.accepted_tokens, stop_words)
+            self.struct.matcher = llguidance.open_matcher(self, grammar, llguidance_matcher.accepted_tokens, stop_words)
         else:
             raise ValueError(f"row.matcher: got {type(matcher).__name__}, expected one of a grammar library; the Python link drives others")
 
@@ -125,7 +125,7 @@ class NativeRow:
         self._table = structs.marker_table(**arrays, num_tokens=len(vocabulary.tokens), complete=marker.complete)
         self._table.words, self._table.limit = vocabulary.mask_words, NO_LIMIT if marker.limit is None else marker.limit
         self._table.text_words = vocabulary.text_words.ctypes.data
-        if marker.of_text:
+        if marker.is_text:
             self._table.bytes, self._table.starts = (array.ctypes.data for array in vocabulary.texts)
         self.struct.marker = structs.marker_progress(table=addressof(self._table), states=self._states.ctypes.data, room=len(masks_host))
         self.struct.marker.num_free = matcher.num_free
@@ -144,11 +144,11 @@ class NativeRow:
 
     @property
     def fault(self) -> str:
-        text: bytes = self._library.quick.stepgraph_fault(byref(self.struct))
+        text: bytes = self._library.with_gil.stepgraph_fault(byref(self.struct))
         return text.decode(errors="replace")
 
 
-def token_struct(table: TokenTable) -> Any:
+def token_table_struct(table: TokenLookup) -> Any:
     """The C struct of a table. Does not keep the arrays of the table alive."""
     arrays = {"text": table.bytes.ctypes.data, "starts": table.starts.ctypes.data, "slots": table.slots.ctypes.data}
     return structs.token_table(**arrays, num_tokens=table.num_tokens, num_slots=len(table.slots), merges=table.merges)
@@ -158,7 +158,7 @@ class NativeNode:
     """A host node: the addresses of a C function and its data, and everything that the data refers to."""
 
     def __init__(self, link: NativeLink, library: NativeLibrary, address: int, steps: Sequence[HostStep]) -> None:
-        self._link, self._call = link, library.waiting.stepgraph_node
+        self._link, self._call = link, library.without_gil.stepgraph_node
         self._steps = (structs.host_step * len(steps))(*steps)
         self._data = structs.host_node(address, addressof(self._steps), len(steps))
         self.native_address = library.node_address
@@ -210,15 +210,15 @@ class NativeLink:
         threads = min(slots, threads or available_processors())
         self.name = f"native, {threads} thread{'s' if threads > 1 else ''}, no GIL"
         self._library, self._slots, self._stages = library, slots, stages
-        self._tokens, self._forcing = token_struct(forcing.table) if forcing else None, forcing
+        self._tokens, self._forcing = token_table_struct(forcing.table) if forcing else None, forcing
         pointers = {name.removesuffix("_host"): tensor.data_ptr() for name, (tensor, _, _) in self._tensors.items()}
         sizes = {"slots": slots, "stages": stages, "words": words, "depth": depth, "helpers": threads - 1}
         shape_struct = structs.link_shape(**pointers, **sizes, node_bounds_ns=NODE_BOUNDS_NS)
         shape_struct.tokens = addressof(self._tokens) if self._tokens else None
-        self._address = library.quick.stepgraph_open(byref(shape_struct))
+        self._address = library.with_gil.stepgraph_open(byref(shape_struct))
         if not self._address:
             raise MemoryError("NativeLink: out of memory")
-        self._finalizer = weakref.finalize(self, library.waiting.stepgraph_close, self._address)
+        self._finalizer = weakref.finalize(self, library.without_gil.stepgraph_close, self._address)
         self._finalizer.atexit = False  # a node may still be running at exit
         self._pushed: collections.deque[tuple[NativeRow | None, ...]] = collections.deque()
         self._released = 0  # pushed rounds whose rows were released
@@ -232,7 +232,7 @@ class NativeLink:
         with self._closing:  # any thread may read the counters, also while another thread closes the link
             if self._finalizer.alive:
                 counts = _new_counts()
-                self._library.quick.stepgraph_counts(self._address, counts)
+                self._library.with_gil.stepgraph_counts(self._address, counts)
                 fills, accepts, rollbacks, looks, node_ns, longest_ns, *nodes = counts[constants.FILLS :]
                 self._last_stats = HostStats(fills, accepts, rollbacks, looks, node_ns, longest_ns, tuple(nodes))
             return self._last_stats
@@ -258,14 +258,14 @@ class NativeLink:
         rows = tuple(row for row in batch if row is None or isinstance(row, NativeRow))
         assert len(rows) == len(batch) <= self._slots, "rows of another link, or more rows than slots"
         addresses = (c_void_p * len(rows))(*(addressof(row.struct) if row else None for row in rows))
-        if self._library.quick.stepgraph_push_batch(self._address, addresses, len(rows)):
+        if self._library.with_gil.stepgraph_push_batch(self._address, addresses, len(rows)):
             raise RuntimeError(f"NativeLink.push_batch: {len(self._pushed)} rounds are pushed and have not ended, which is the maximum")
         self._pushed.append(rows)
 
     def release_finished(self) -> None:
         self._require_open()
         counts = self._counts
-        self._library.quick.stepgraph_counts(self._address, counts)
+        self._library.with_gil.stepgraph_counts(self._address, counts)
         if missed := counts[constants.MISSED]:
             raise RuntimeError(f"NativeLink: {missed} rounds began without a pushed batch")
         while self._released < counts[constants.ENDED]:
@@ -275,7 +275,7 @@ class NativeLink:
     def log_nodes(self, log: npt.NDArray[np.int64] | None) -> None:
         self._require_open()
         self._log = log  # C writes to its memory
-        self._library.quick.stepgraph_log(self._address, *(None, 0) if log is None else (log.ctypes.data, len(log) - 1))
+        self._library.with_gil.stepgraph_log(self._address, *(None, 0) if log is None else (log.ctypes.data, len(log) - 1))
 
     def close(self) -> None:
         self._last_stats = self.stats
@@ -324,6 +324,6 @@ def open_host_link(
 
 
 def _warn_once(message: str) -> None:
-    if message not in _warned:
-        _warned.add(message)
+    if message not in _warnings_given:
+        _warnings_given.add(message)
         warnings.warn(message, RuntimeWarning, stacklevel=6)  # the caller of Engine(...), which has one wrapper

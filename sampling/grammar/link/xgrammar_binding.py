@@ -16,17 +16,17 @@ from typing import Any
 from stepgraph.sampling.grammar.link.layout import structs
 from stepgraph.sampling.native import Unavailable
 
-MATCHER = "xgrammar.tvm_ffi_binding.GrammarMatcher"
+MATCHER_TYPE_KEY = "xgrammar.tvm_ffi_binding.GrammarMatcher"
 SIGNATURES: dict[str, tuple[str, ...]] = {  # result type, then argument types
-    "accept_token": ("bool", MATCHER, "int", "bool"),
-    "fill_next_token_bitmask": ("bool", MATCHER, "Any", "int", "bool"),
-    "rollback": ("None", MATCHER, "int"),
-    "is_terminated": ("bool", MATCHER),
-    "find_jump_forward_string": ("ffi.String", MATCHER),
+    "accept_token": ("bool", MATCHER_TYPE_KEY, "int", "bool"),
+    "fill_next_token_bitmask": ("bool", MATCHER_TYPE_KEY, "Any", "int", "bool"),
+    "rollback": ("None", MATCHER_TYPE_KEY, "int"),
+    "is_terminated": ("bool", MATCHER_TYPE_KEY),
+    "find_jump_forward_string": ("ffi.String", MATCHER_TYPE_KEY),
 }
 SYMBOLS = {"call": "TVMFFIFunctionCall", "take_error": "TVMFFIErrorMoveFromRaised", "release": "TVMFFIObjectDecRef"}
 TVM_VERSION = (0, 1)
-KNOWN = {"xgrammar": "0.2.8", "apache-tvm-ffi": "0.1.15.post2"}
+TESTED_VERSIONS = {"xgrammar": "0.2.8", "apache-tvm-ffi": "0.1.15.post2"}
 TVM_FUNCTION = 68  # type index of function objects
 
 
@@ -45,9 +45,9 @@ class XGrammarBinding:
             setattr(self.struct, name, function.__chandle__())
 
 
-def versions_are_known() -> bool:
+def versions_are_tested() -> bool:
     """Whether the installed versions are those that the tests bind, so that a later binding succeeds."""
-    return tuple(map(importlib.metadata.version, KNOWN)) == tuple(KNOWN.values())
+    return tuple(map(importlib.metadata.version, TESTED_VERSIONS)) == tuple(TESTED_VERSIONS.values())
 
 
 def check_versions() -> None:
@@ -80,8 +80,8 @@ def _matcher_type() -> Any:
         info = matcher_class.__tvm_ffi_type_info__
     except Exception as error:
         raise Unavailable(f"xgrammar's matcher is not in tvm-ffi's type table: {error}") from error
-    if info.type_key != MATCHER:
-        raise Unavailable(f"xgrammar's matcher type: got {info.type_key!r}, expected {MATCHER!r}")
+    if info.type_key != MATCHER_TYPE_KEY:
+        raise Unavailable(f"xgrammar's matcher type: got {info.type_key!r}, expected {MATCHER_TYPE_KEY!r}")
     return info
 
 

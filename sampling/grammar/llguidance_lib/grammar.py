@@ -18,7 +18,7 @@ from stepgraph.sampling.grammar.constraints.constraint import Constraint
 from stepgraph.sampling.grammar.constraints.unsupported import reject
 from stepgraph.sampling.grammar.link.llguidance_binding import LLGuidanceNativeGrammar, LLGuidanceTokenizer, llguidance_api
 from stepgraph.sampling.grammar.llguidance_lib.lark import checked_lark, lark_text
-from stepgraph.sampling.grammar.llguidance_lib.library import LLGuidance, fuel_of
+from stepgraph.sampling.grammar.llguidance_lib.library import LLGuidance, library_limits
 from stepgraph.sampling.grammar.schema.options import Options
 from stepgraph.sampling.grammar.schema.reader import check_schema
 from stepgraph.sampling.grammar.status import MaskStatus
@@ -40,15 +40,15 @@ class LLGuidanceMatcher:
     """
 
     def __init__(self, grammar: LLGuidanceGrammar) -> None:
-        self._grammar, self._pristine = grammar, grammar.start
-        self.library_matcher = self._pristine.deep_copy()
+        self._grammar, self._start_matcher = grammar, grammar.start
+        self.library_matcher = self._start_matcher.deep_copy()
         self.native_grammar = grammar.native  # for the native host link, whose accepted tokens do not change this matcher
         self.vocabulary, self.fuel_seconds = grammar.vocabulary, grammar.fuel_seconds
         self.fault = ""  # why this matcher can no longer be used; empty while it works
         self._stop_ids = frozenset(self.vocabulary.stop_token_ids)
         self._scratch: npt.NDArray[np.int32] = np.zeros(self.vocabulary.mask_words, dtype=np.int32)
         self._history = list[int]()  # text tokens that the library has accepted
-        self._filled = 0  # length of the history when a mask was last computed
+        self._mask_position = 0  # length of the history when a mask was last computed
         self._ended = self._dead_end = False
 
     @property
@@ -71,12 +71,12 @@ class LLGuidanceMatcher:
         if token_id in vocabulary.non_text_ids:
             return False
         start = time.thread_time()
-        accepted = self._consumed(token_id)
-        if not accepted and self._renewed_lexer(token_id):
-            accepted = self._consumed(token_id)
+        accepted = self._consume(token_id)
+        if not accepted and self._replaced_full_lexer(token_id):
+            accepted = self._consume(token_id)
         if accepted:
             self._history.append(token_id)
-        self._burn(start, "accept_token")
+        self._check_call(start, "accept_token")
         return accepted
 
     def fill_next_token_bitmask(self, masks: Tensor, index: int) -> MaskStatus:
@@ -89,7 +89,7 @@ class LLGuidanceMatcher:
         if not self._dead_end:
             start = time.thread_time()
             self._compute(row)
-            self._burn(start, "fill_next_token_bitmask")
+            self._check_call(start, "fill_next_token_bitmask")
         if self.fault or self._dead_end:
             row.fill(0)  # after an error the library leaves the bits of stop tokens set
             return MaskStatus.FAULT if self.fault else MaskStatus.DEAD_END
@@ -108,27 +108,27 @@ class LLGuidanceMatcher:
             return
         start = time.thread_time()
         self.library_matcher.rollback(count)
-        if not self._renewed_lexer() and len(self._history) < self._filled:
+        if not self._replaced_full_lexer() and len(self._history) < self._mask_position:
             # The library caches its latest mask by the number of items and the lexer state. Another path may reach the same pair with
             # other items. Computing a mask here, where the paths diverge, replaces the cached one.
             self._compute(self._scratch)
-        self._burn(start, "rollback")
+        self._check_call(start, "rollback")
 
     def is_terminated(self) -> bool:
         return self._ended
 
     def _compute(self, row: npt.NDArray[np.int32]) -> None:
         self.library_matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-        if self._renewed_lexer():
+        if self._replaced_full_lexer():
             self.library_matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-        self._filled = len(self._history)
+        self._mask_position = len(self._history)
         # The library reports a dead end as a permanent error; here it only ends one draft.
         self._dead_end = self.library_matcher.is_error() and self.library_matcher.get_error().startswith("NoExtensionBias")
 
-    def _consumed(self, token_id: int) -> bool:
+    def _consume(self, token_id: int) -> bool:
         return self.library_matcher.try_consume_tokens([token_id]) == 1
 
-    def _renewed_lexer(self, rejected: int = -1) -> bool:
+    def _replaced_full_lexer(self, rejected: int = -1) -> bool:
         """Whether the lexer was full and a new lexer has accepted the text so far. A text that still fails exceeds the limit by itself.
 
         A full lexer rejects tokens without an error. Only a copy that must consume the rejected token reports one.
@@ -139,16 +139,16 @@ class LLGuidanceMatcher:
             probe.consume_token(rejected)
         if not probe.is_error() or LEXER_FULL not in probe.get_error():
             return False
-        self._pristine = self._grammar.renewed()
+        self._start_matcher = self._grammar.replace_start()
         self._restart()
         return not self.fault
 
     def _restart(self) -> None:
-        self.library_matcher, self._dead_end, self._filled = self._pristine.deep_copy(), False, 0
+        self.library_matcher, self._dead_end, self._mask_position = self._start_matcher.deep_copy(), False, 0
         if self.library_matcher.try_consume_tokens(self._history) != len(self._history):
             self.fault = "rollback: the accepted tokens are not accepted again"
 
-    def _burn(self, start: float, call: str) -> None:
+    def _check_call(self, start: float, call: str) -> None:
         seconds = time.thread_time() - start
         if self.library_matcher.is_error() and not self._dead_end:
             self.fault = f"{call}: {self.library_matcher.get_error().splitlines()[0]}"
@@ -163,14 +163,14 @@ class LLGuidanceGrammar:
     and later copies use the new one.
     """
 
-    def __init__(self, make: Callable[[], llguidance.LLMatcher], vocabulary: Vocabulary, fuel_seconds: float) -> None:
-        self._make, self.start = make, make()
+    def __init__(self, new_matcher: Callable[[], llguidance.LLMatcher], vocabulary: Vocabulary, fuel_seconds: float) -> None:
+        self._new_matcher, self.start = new_matcher, new_matcher()
         self.vocabulary, self.fuel_seconds = vocabulary, fuel_seconds
         self.nbytes = 0
         self.native: LLGuidanceNativeGrammar | None = None  # None if the library cannot be called from C
 
-    def renewed(self) -> llguidance.LLMatcher:
-        self.start = self._make()
+    def replace_start(self) -> llguidance.LLMatcher:
+        self.start = self._new_matcher()
         return self.start
 
     def matcher(self) -> LLGuidanceMatcher:
@@ -180,7 +180,7 @@ class LLGuidanceGrammar:
 class LLGuidanceBuilder:
     def __init__(self, vocabulary: Vocabulary, limits: GrammarLimits) -> None:
         self._vocabulary, self._limits = vocabulary, limits
-        self._fuel = fuel_of(asdict(limits))
+        self._fuel = library_limits(asdict(limits))
         self._library = LLGuidance(vocabulary.for_llguidance, vocabulary.stop_token_ids, sorted(vocabulary.non_text_ids), self._fuel)
         try:
             api = llguidance_api()

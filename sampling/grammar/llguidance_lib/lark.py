@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from decimal import Decimal
 
 from stepgraph.sampling.grammar.constraints.charset import charset, regex_class
-from stepgraph.sampling.grammar.constraints.constraint import no_constants, unique_keys
+from stepgraph.sampling.grammar.constraints.constraint import reject_constant, reject_repeated_keys
 from stepgraph.sampling.grammar.constraints.pattern import pattern_to_regex
 from stepgraph.sampling.grammar.constraints.structural_tag import TagGroup, tag_groups
 from stepgraph.sampling.grammar.constraints.unsupported import reject
@@ -18,7 +18,7 @@ from stepgraph.sampling.grammar.schema.options import Options
 from stepgraph.sampling.grammar.schema.reader import naming_values, parsed
 from stepgraph.sampling.grammar.xgrammar_lib.ebnf import json_grammar
 
-PIECE = re.compile(
+LARK_TOKEN = re.compile(
     r"""
     (?P<blank> [ \t]+ | (?:\#|//)[^\n]* )
     | (?P<text> "(?:\\(?:["\\/bfnrt]|u[a-fA-F0-9]{4}|x[a-fA-F0-9]{2})|[^"\\\x00-\x1f\x7f])*" )
@@ -32,9 +32,9 @@ PIECE = re.compile(
 )
 _BLANKS = re.compile(r"[ \t\r\n]*")
 _REPEATS = re.compile(r"~[ \t]*[+-]?[0-9]")
-_DECODER = json.JSONDecoder(object_pairs_hook=unique_keys, parse_constant=no_constants, parse_float=Decimal)
+_DECODER = json.JSONDecoder(object_pairs_hook=reject_repeated_keys, parse_constant=reject_constant, parse_float=Decimal)
 # Without no_forcing the library allows only one tokenization of forced bytes, from a tokenizer that it calls under the GIL.
-OPTIONS = {"no_forcing": True}
+LLGUIDANCE_OPTIONS = {"no_forcing": True}
 _UNSUPPORTED = {
     "max_tokens": "is not enforced when drafts are rolled back",
     "stop": "is not enforced when drafts are rolled back; suffix= is",
@@ -42,9 +42,9 @@ _UNSUPPORTED = {
 }
 
 
-def _head(options: dict[str, object]) -> str:
+def _header(options: dict[str, object]) -> str:
     """The first line of a grammar."""
-    return f"%llguidance {json.dumps({**options, **OPTIONS}, default=float)}\n"
+    return f"%llguidance {json.dumps({**options, **LLGUIDANCE_OPTIONS}, default=float)}\n"
 
 
 def lark_text(kind: str, payload: str, options: Options) -> str:
@@ -59,14 +59,14 @@ def lark_text(kind: str, payload: str, options: Options) -> str:
     elif kind == "choice":
         text = f"start: {' | '.join(json.dumps(option) for option in json.loads(payload))}\n"
     elif kind == "structural_tag":
-        text = _tagged(tag_groups(payload), options)
+        text = _tags_grammar(tag_groups(payload), options)
     else:
         with naming_values(parsed(payload) if kind == "json_schema" else {}):
             text = f"start: root\n{lark_rules(json_grammar(kind, payload, options))}"
-    return _head({}) + text
+    return _header({}) + text
 
 
-def _tagged(groups: Sequence[TagGroup], options: Options) -> str:
+def _tags_grammar(groups: Sequence[TagGroup], options: Options) -> str:
     """Free text with tags after each trigger, or tags only. The text after the last tag contains no trigger: it would begin another tag."""
     rules, triggers = list[str](), list[str]()
     for number, group in enumerate(groups):
@@ -105,16 +105,16 @@ def _prefix(grammar: str, index: int) -> str:
 
 
 def checked_lark(grammar: str) -> tuple[str, list[object]]:
-    """The grammar with OPTIONS and with each JSON schema replaced by the name of its rule, and the schemas. UnsupportedError for what
+    """The grammar with LLGUIDANCE_OPTIONS, and each JSON schema replaced by the name of its rule; the schemas. UnsupportedError for what
     cannot be enforced on text."""
     if "\0" in grammar:
         reject("#", "lark", "contains a NUL character; write \\x00 in a regular expression")
     options: dict[str, object] | None = None
-    written, schemas, before, position = list[str](), list[object](), "", 0
-    while found := PIECE.match(grammar, position):
+    output, schemas, previous, position = list[str](), list[object](), "", 0
+    while found := LARK_TOKEN.match(grammar, position):
         kind, piece, position = found.lastgroup, found.group(), found.end()
         if kind == "json":
-            value, end = _value(grammar, position, piece)
+            value, end = _json_value(grammar, position, piece)
             if piece == "%llguidance":
                 options, piece = _checked_options(value, options), ""
             elif piece == "%json":
@@ -124,23 +124,23 @@ def checked_lark(grammar: str) -> tuple[str, list[object]]:
                 piece += grammar[position:end]
             position = end
         elif kind != "blank":
-            _check(piece, before, bool(_REPEATS.match(grammar, found.start())))
-            before = piece
-        written.append(piece)
-    return _head(options or {}) + "".join(written), schemas
+            _check_token(piece, previous, bool(_REPEATS.match(grammar, found.start())))
+            previous = piece
+        output.append(piece)
+    return _header(options or {}) + "".join(output), schemas
 
 
-def _check(piece: str, before: str, repeats: bool) -> None:
+def _check_token(piece: str, previous: str, repeats: bool) -> None:
     """Check a token, given the previous one."""
     if piece[0] == "<" and len(piece) > 1:
         reject("#", piece[:40], "names tokens; a grammar describes text")
-    if piece == "~" and not repeats and before != "&":
+    if piece == "~" and not repeats and previous != "&":
         reject("#", "~", "allows bytes that are not text, unless it follows &: /(?s:.*)/ & ~NAME")
-    if piece == "=" and before in _UNSUPPORTED:
-        reject("#", f"{before}=", _UNSUPPORTED[before])
+    if piece == "=" and previous in _UNSUPPORTED:
+        reject("#", f"{previous}=", _UNSUPPORTED[previous])
 
 
-def _value(grammar: str, position: int, keyword: str) -> tuple[object, int]:
+def _json_value(grammar: str, position: int, keyword: str) -> tuple[object, int]:
     """The JSON value after a keyword, and its end position."""
     blanks = _BLANKS.match(grammar, position)
     try:
@@ -149,8 +149,8 @@ def _value(grammar: str, position: int, keyword: str) -> tuple[object, int]:
         reject("#", "lark", f"the text after {keyword} is not JSON ({error})")
 
 
-def _checked_options(options: object, before: object) -> dict[str, object]:
-    if not isinstance(options, dict) or before is not None:
+def _checked_options(options: object, previous: object) -> dict[str, object]:
+    if not isinstance(options, dict) or previous is not None:
         reject("#", "lark", "its %llguidance line is not one JSON object")
     if options.get("allow_invalid_utf8"):
         reject("#", "allow_invalid_utf8", "allows bytes that are not text")

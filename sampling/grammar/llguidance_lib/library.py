@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import llguidance
 
-FUEL = {  # the library's name of a count -> the field of GrammarLimits
+LIMIT_FIELDS = {  # the library's name of a count -> the field of GrammarLimits
     "initial_lexer_fuel": "compile_fuel",
     "max_grammar_size": "grammar_symbols",
     "max_lexer_states": "lexer_states",
@@ -16,9 +16,9 @@ FUEL = {  # the library's name of a count -> the field of GrammarLimits
 }
 
 
-def fuel_of(limits: Mapping[str, float]) -> dict[str, int]:
+def library_limits(limits: Mapping[str, float]) -> dict[str, int]:
     """The limits on llguidance's work in GrammarLimits, under the library's names."""
-    return {name: int(limits[field]) for name, field in FUEL.items()}
+    return {name: int(limits[field]) for name, field in LIMIT_FIELDS.items()}
 
 
 class TokenizerWrapper:

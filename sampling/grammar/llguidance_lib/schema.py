@@ -18,22 +18,22 @@ from stepgraph.sampling.grammar.constraints.charset import CharSet, charset, cla
 from stepgraph.sampling.grammar.constraints.unsupported import reject
 
 MAX_STATES = 20_000  # states of all automata of a schema
-MAX_CHAIN = 1_000  # states of one automaton: the library recurses into an expression, and a deep one overflows its stack
+MAX_AUTOMATON_STATES = 1_000  # states of one automaton: the library recurses into an expression, and a deep one overflows its stack
 MAX_TERMINALS = 20_000
-MAX_SHARED = 30  # characters of an expression that is repeated instead of becoming a terminal
+MAX_INLINE_CHARS = 30  # characters of an expression that is repeated instead of becoming a terminal
 
-_PIECE = re.compile(
+_EBNF_TOKEN = re.compile(
     r' *(?:"(?P<text>(?:[^"\\]|\\.)*)"|\[(?P<chars>(?:[^\]\\]|\\.)*)\]|(?P<name>\w+)|(?P<sign>[*+?]|\{\d+,?\d*\}|\(=|.))', re.S
 )
 _IN_NUMBERS = charset("+-.0123456789eE")
-_QUOTE = "string_rest"  # the rule that ends a string of any characters
+_STRING_END_RULE = "string_rest"  # the rule that ends a string of any characters
 
 
-class _Part(NamedTuple):
+class _Element(NamedTuple):
     kind: str  # text, chars, name, all, any, repeat
     text: str = ""  # a text, a name, or the suffix of a repetition
     chars: CharSet = ()
-    parts: tuple[_Part, ...] = ()
+    parts: tuple[_Element, ...] = ()
 
 
 def lark_rules(ebnf: str) -> str:
@@ -45,21 +45,21 @@ def lark_rules(ebnf: str) -> str:
 
 class _Parser:
     def __init__(self, rule: str) -> None:
-        self._pieces = list(_PIECE.finditer(rule.rstrip()))
-        self._at = 0
+        self._pieces = list(_EBNF_TOKEN.finditer(rule.rstrip()))
+        self._index = 0
 
-    def part(self) -> _Part:
+    def part(self) -> _Element:
         """The alternatives up to and including a closing parenthesis, or up to the end."""
-        cases: list[list[_Part]] = [[]]
-        while self._at < len(self._pieces):
-            piece = self._pieces[self._at]
-            self._at += 1
+        cases: list[list[_Element]] = [[]]
+        while self._index < len(self._pieces):
+            piece = self._pieces[self._index]
+            self._index += 1
             match piece["sign"]:
                 case None:
                     kind = piece.lastgroup or ""
                     chars = class_members(piece[kind]) if kind == "chars" else ()
                     if kind != "text" or piece[kind]:
-                        cases[-1].append(_Part(kind, "" if chars else unescaped(piece[kind]), chars))
+                        cases[-1].append(_Element(kind, "" if chars else unescaped(piece[kind]), chars))
                 case ")":
                     break
                 case "(":
@@ -69,16 +69,16 @@ class _Parser:
                 case "|":
                     cases.append([])
                 case sign:
-                    cases[-1][-1] = _Part("repeat", sign, parts=(cases[-1][-1],))
-        found = [case[0] if len(case) == 1 else _Part("all", parts=tuple(case)) for case in cases]
-        return found[0] if len(found) == 1 else _Part("any", parts=tuple(found))
+                    cases[-1][-1] = _Element("repeat", sign, parts=(cases[-1][-1],))
+        alternatives = [case[0] if len(case) == 1 else _Element("all", parts=tuple(case)) for case in cases]
+        return alternatives[0] if len(alternatives) == 1 else _Element("any", parts=tuple(alternatives))
 
 
 _Equation = dict[str, str]  # next rule -> expression before it; "": no rule follows
 
 
 class _Translation:
-    def __init__(self, rules: dict[str, _Part]) -> None:
+    def __init__(self, rules: dict[str, _Element]) -> None:
         self._rules, self._prefix = rules, next(iter(rules)).removesuffix("root").upper()
         self._terminals = dict[str, str]()  # expression -> name
         self._expressions = dict[str, str]()  # name -> expression
@@ -86,16 +86,16 @@ class _Translation:
         self._in_number = dict[str, bool]()
 
     def text(self, root: str) -> str:
-        found, waiting = dict[str, str](), [root]
+        rules, waiting = dict[str, str](), [root]
         while waiting:
             name = waiting.pop()
-            if name not in found:
-                found[name] = self._written(self._rules[name], waiting)
+            if name not in rules:
+                rules[name] = self._write_element(self._rules[name], waiting)
         self._solve()
-        lines = [f"{name}: {rule}" for name, rule in found.items()]
-        return "\n".join([*lines, *(f"{name}: {rule}" for name, rule in self._used(found.values()))]) + "\n"
+        lines = [f"{name}: {rule}" for name, rule in rules.items()]
+        return "\n".join([*lines, *(f"{name}: {rule}" for name, rule in self._used_terminals(rules.values()))]) + "\n"
 
-    def _used(self, rules: Iterable[str]) -> Iterator[tuple[str, str]]:
+    def _used_terminals(self, rules: Iterable[str]) -> Iterator[tuple[str, str]]:
         """The terminals that the rules use, directly or through other terminals."""
         seen, waiting = set[str](), list(rules)
         while waiting:
@@ -107,24 +107,24 @@ class _Translation:
 
     # Rules
 
-    def _written(self, part: _Part, waiting: list[str]) -> str:
+    def _write_element(self, part: _Element, waiting: list[str]) -> str:
         """A rule's element; the names of other rules are added to `waiting`."""
         match part.kind:
             case "any":
-                return f"({' | '.join(self._written(case, waiting) for case in part.parts)})"
+                return f"({' | '.join(self._write_element(case, waiting) for case in part.parts)})"
             case "repeat" if not self._is_blank(part):
-                return f"({self._written(part.parts[0], waiting)}){part.text}"
+                return f"({self._write_element(part.parts[0], waiting)}){part.text}"
             case "name" if not self._is_number(part):
                 waiting.append(part.text)
                 return part.text
         return " ".join(self._sequence(part.parts if part.kind == "all" else (part,), waiting)) or '""'
 
-    def _sequence(self, parts: tuple[_Part, ...], waiting: list[str]) -> Iterator[str]:
-        at = 0
-        while at < len(parts):
-            first, end = parts[at], at + 1
-            if first == _Part("text", '"'):
-                while parts[end] != first and not parts[end].text.endswith(_QUOTE):
+    def _sequence(self, parts: tuple[_Element, ...], waiting: list[str]) -> Iterator[str]:
+        index = 0
+        while index < len(parts):
+            first, end = parts[index], index + 1
+            if first == _Element("text", '"'):
+                while parts[end] != first and not parts[end].text.endswith(_STRING_END_RULE):
                     end += 1
                 end += 1
             elif self._is_number(first):
@@ -132,21 +132,21 @@ class _Translation:
                     end += 1
             if self._is_blank(first):
                 low, _, high = first.text[1:-1].partition(",")
-                yield f"{self._named(f'{_class(first.parts[0].chars)}{{{max(1, int(low))},{high}}}')}{'' if int(low) else '?'}"
-            elif first.kind == "text" and end == at + 1:
+                yield f"{self._terminal_name(f'{_class(first.parts[0].chars)}{{{max(1, int(low))},{high}}}')}{'' if int(low) else '?'}"
+            elif first.kind == "text" and end == index + 1:
                 yield _literal(first.text)
-            elif end > at + 1 or self._is_number(first):
-                yield self._named(self._expression(_Part("all", parts=parts[at:end])))
+            elif end > index + 1 or self._is_number(first):
+                yield self._terminal_name(self._expression(_Element("all", parts=parts[index:end])))
             else:
-                yield self._written(first, waiting)
-            at = end
+                yield self._write_element(first, waiting)
+            index = end
 
     @staticmethod
-    def _is_blank(part: _Part) -> bool:
+    def _is_blank(part: _Element) -> bool:
         """White space between the tokens of JSON."""
         return part.kind == "repeat" and part.parts[0].kind == "chars" and part.parts[0].chars[0][0] == ord("\t")
 
-    def _is_number(self, part: _Part) -> bool:
+    def _is_number(self, part: _Element) -> bool:
         """Whether all characters of the part occur in JSON numbers, so that it is a number or a part of one."""
         match part.kind:
             case "text":
@@ -159,7 +159,7 @@ class _Translation:
                 return self._in_number[part.text]
         return all(map(self._is_number, part.parts))
 
-    def _leaves(self, name: str) -> Iterator[_Part]:
+    def _leaves(self, name: str) -> Iterator[_Element]:
         """The texts and classes of a rule and of the rules that it uses."""
         seen, waiting = {name}, [self._rules[name]]
         while waiting:
@@ -173,7 +173,7 @@ class _Translation:
 
     # Terminals
 
-    def _named(self, expression: str) -> str:
+    def _terminal_name(self, expression: str) -> str:
         if expression not in self._terminals:
             if len(self._terminals) >= MAX_TERMINALS:
                 reject("#", "schema", f"takes more than {MAX_TERMINALS} terminals of llguidance; use another backend")
@@ -181,7 +181,7 @@ class _Translation:
             self._expressions[name] = expression
         return self._terminals[expression]
 
-    def _expression(self, part: _Part) -> str:
+    def _expression(self, part: _Element) -> str:
         """The expression of a part inside a terminal; empty for the empty text."""
         match part.kind:
             case "text":
@@ -189,30 +189,30 @@ class _Translation:
             case "chars":
                 return _class(part.chars)
             case "name":
-                self._equate(part.text)
+                self._add_equations(part.text)
                 return part.text.upper()
             case "repeat":
                 return f"({self._expression(part.parts[0])}){part.text}"
             case "all":
                 return " ".join(filter(None, map(self._expression, part.parts)))
-        return _either(*map(self._expression, part.parts))
+        return _alternation(*map(self._expression, part.parts))
 
-    def _equate(self, name: str) -> None:
+    def _add_equations(self, name: str) -> None:
         """Add the equations of a rule and of the rules that follow it."""
         waiting, before = [name], len(self._equations)
         while waiting:
             name = waiting.pop()
             if name in self._equations:
                 continue
-            most = min(MAX_STATES, before + MAX_CHAIN)
-            if len(self._equations) >= most:
-                reject("#", "schema", f"takes more than {most - before} states of an automaton; use another backend than llguidance")
+            limit = min(MAX_STATES, before + MAX_AUTOMATON_STATES)
+            if len(self._equations) >= limit:
+                reject("#", "schema", f"takes more than {limit - before} states of an automaton; use another backend than llguidance")
             cases, rule = defaultdict[str, list[str]](list), self._rules[name]
             for case in rule.parts if rule.kind == "any" else (rule,):
                 parts = case.parts if case.kind == "all" else (case,)
-                follows = parts[-1].text if parts and parts[-1].kind == "name" else ""
-                cases[follows].append(self._expression(_Part("all", parts=parts[:-1] if follows else parts)))
-            self._equations[name] = {follows: _either(*before) for follows, before in cases.items()}
+                next_rule = parts[-1].text if parts and parts[-1].kind == "name" else ""
+                cases[next_rule].append(self._expression(_Element("all", parts=parts[:-1] if next_rule else parts)))
+            self._equations[name] = {next_rule: _alternation(*before) for next_rule, before in cases.items()}
             waiting += filter(None, cases)
 
     def _solve(self) -> None:
@@ -220,8 +220,8 @@ class _Translation:
         equations = self._equations
         users = defaultdict[str, set[str]](set)
         for name, equation in equations.items():
-            for follows in equation:
-                users[follows].add(name)
+            for next_rule in equation:
+                users[next_rule].add(name)
         numbers = {name: number for number, name in enumerate(equations)}
         costs = dict[str, int]()  # of the remaining rules
         queue = list[tuple[int, int, str]]()
@@ -247,32 +247,32 @@ class _Translation:
         equation = equations[name]
         if (loop := equation.pop(name, None)) is not None:
             users[name].discard(name)
-            for follows, text in equation.items():
-                equation[follows] = f"({loop})* {text}".strip()
+            for next_rule, text in equation.items():
+                equation[next_rule] = f"({loop})* {text}".strip()
         if equation.keys() == {""}:
             self._expressions[name.upper()] = equation[""]
             equation = {"": name.upper()}
         else:
-            self._expressions[name.upper()] = _either(*(f"{text} {follows.upper()}".strip() for follows, text in equation.items()))
+            self._expressions[name.upper()] = _alternation(*(f"{text} {next_rule.upper()}".strip() for next_rule, text in equation.items()))
         for user in sorted(users[name]):  # sorted: the order determines the names of shared expressions
             before = equations[user].pop(name)
-            for follows, text in equation.items():
+            for next_rule, text in equation.items():
                 text = f"{before} {text}".strip()
-                other = equations[user].get(follows)
-                equations[user][follows] = self._shared(text if other is None else _either(other, text))
-                users[follows].add(user)
-        for follows in equation:
-            users[follows].discard(name)
+                other = equations[user].get(next_rule)
+                equations[user][next_rule] = self._shorten(text if other is None else _alternation(other, text))
+                users[next_rule].add(user)
+        for next_rule in equation:
+            users[next_rule].discard(name)
         return users[name] | equation.keys()
 
-    def _shared(self, text: str) -> str:
-        return text if len(text) <= MAX_SHARED else self._named(text)
+    def _shorten(self, text: str) -> str:
+        return text if len(text) <= MAX_INLINE_CHARS else self._terminal_name(text)
 
 
-def _either(*texts: str) -> str:
-    found = list(dict.fromkeys(filter(None, texts)))
-    text = found[0] if len(found) == 1 else f"({' | '.join(found)})"
-    return text if "" not in texts else f"({text})?" if found else ""
+def _alternation(*texts: str) -> str:
+    distinct = list(dict.fromkeys(filter(None, texts)))
+    text = distinct[0] if len(distinct) == 1 else f"({' | '.join(distinct)})"
+    return text if "" not in texts else f"({text})?" if distinct else ""
 
 
 def _class(chars: CharSet) -> str:

@@ -10,7 +10,7 @@ from stepgraph.sampling.grammar.matchers.forced import forced_bytes
 from stepgraph.sampling.grammar.matchers.protocol import Matcher
 from stepgraph.sampling.grammar.status import BITS_PER_WORD, MaskStatus
 
-MASKS_KEPT = 16  # more than the drafts of a round: after a rollback a token is compared with the mask of an earlier position
+MAX_KEPT_MASKS = 16  # more than the drafts of a round: after a rollback a token is compared with the mask of an earlier position
 
 
 class CheckedMatcher:
@@ -43,7 +43,7 @@ class CheckedMatcher:
             mask.fill(0)
             return MaskStatus.FAULT
         self._masks[self._num_accepted] = mask.copy()
-        self._masks.pop(self._num_accepted - MASKS_KEPT, None)
+        self._masks.pop(self._num_accepted - MAX_KEPT_MASKS, None)
         return status
 
     def rollback(self, num_tokens: int) -> None:

@@ -22,14 +22,14 @@ from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
 FORCED_BYTES = 128  # bytes of a forced text that are tokenized together
 TAIL_BYTES = 32  # at the end of a text of FORCED_BYTES, not proposed: its tokenization depends on the bytes that follow
-SAMPLE = 1000  # texts of a vocabulary that are examined for merges
-MERGED_SHARE = 0.9
+MAX_SAMPLED_TEXTS = 1000  # texts of a vocabulary that are examined for merges
+MIN_MERGED_SHARE = 0.9
 MAX_LEGAL = 64  # a position with more legal tokens is not forced: they cannot all be prefixes of one text
 
 KEY_FACTOR = 0x9E3779B97F4A7C15  # for the keys of texts; must be odd
 
 Int32s = npt.NDArray[np.int32]
-_tables: weakref.WeakKeyDictionary[Vocabulary, TokenTable] = weakref.WeakKeyDictionary()
+_tables: weakref.WeakKeyDictionary[Vocabulary, TokenLookup] = weakref.WeakKeyDictionary()
 
 
 @runtime_checkable
@@ -44,7 +44,7 @@ def forced_bytes(matcher: Matcher | ForcingMatcher) -> bytes:
     return matcher.forced_bytes() if isinstance(matcher, ForcingMatcher) else b""
 
 
-class TokenTable:
+class TokenLookup:
     """The texts of a vocabulary, for look-up by id and by text. The native link and devices read the same arrays.
 
     bytes, starts: of all tokens; tokens that are not text have no bytes. slots [n, 2]: a hash table with open addressing, n a power of
@@ -59,17 +59,17 @@ class TokenTable:
             if token and (len(token) == 1 or token not in self.token_of):
                 self.token_of[token] = token_id
         self.bytes, self.starts = vocabulary.texts
-        self.slots = _slots(self.token_of)
+        self.slots = _hash_slots(self.token_of)
         self.num_tokens = len(tokens)
-        self.longest = max(map(len, tokens))
+        self.max_token_bytes = max(map(len, tokens))
         self.merges = self._has_merges(sorted(self.token_of))
 
     def _has_merges(self, texts: Sequence[bytes]) -> bool:
         """Whether nearly all longer texts are the concatenation of two others, as after byte-pair encoding."""
         longer = [text for text in texts if len(text) > 1]
-        sample = longer[:: len(longer) // SAMPLE + 1]
+        sample = longer[:: len(longer) // MAX_SAMPLED_TEXTS + 1]
         merged = sum(any(text[:cut] in self.token_of and text[cut:] in self.token_of for cut in range(1, len(text))) for text in sample)
-        return merged >= MERGED_SHARE * len(sample)
+        return merged >= MIN_MERGED_SHARE * len(sample)
 
     def text(self, token_id: int) -> bytes:
         return self.bytes[self.starts[token_id] : self.starts[token_id + 1]].tobytes()
@@ -87,7 +87,7 @@ class TokenTable:
     def split_longest(self, text: bytes) -> list[int]:
         """The longest token at each position, up to the first byte that no token begins with."""
         tokens = []
-        while size := next((size for size in range(min(len(text), self.longest), 0, -1) if self.find(text[:size]) >= 0), 0):
+        while size := next((size for size in range(min(len(text), self.max_token_bytes), 0, -1) if self.find(text[:size]) >= 0), 0):
             tokens.append(self.find(text[:size]))
             text = text[size:]
         return tokens
@@ -113,7 +113,7 @@ def first_slot(key: int, slots: int) -> int:
     return key % (1 << 64) >> 65 - slots.bit_length()
 
 
-def _slots(token_of: Mapping[bytes, int]) -> npt.NDArray[np.int64]:
+def _hash_slots(token_of: Mapping[bytes, int]) -> npt.NDArray[np.int64]:
     text, lengths = np.frombuffer(b"".join(token_of), np.uint8), np.array([*map(len, token_of)])
     starts, powers = np.cumsum(lengths) - lengths, np.full(lengths.max(initial=1), KEY_FACTOR, np.uint64).cumprod(dtype=np.uint64)
     weighted = (text.astype(np.uint64) + np.uint64(1)) * powers[np.arange(len(text)) - np.repeat(starts, lengths)]
@@ -129,16 +129,16 @@ def _slots(token_of: Mapping[bytes, int]) -> npt.NDArray[np.int64]:
     return slots
 
 
-def token_table(vocabulary: Vocabulary) -> TokenTable:
+def token_lookup(vocabulary: Vocabulary) -> TokenLookup:
     if vocabulary not in _tables:
-        _tables[vocabulary] = TokenTable(vocabulary)
+        _tables[vocabulary] = TokenLookup(vocabulary)
     return _tables[vocabulary]
 
 
 class Forcing(NamedTuple):
     """The buffer into which a host link writes forced tokens, and the table that it needs to find them."""
 
-    table: TokenTable
+    table: TokenLookup
     forced_host: Tensor  # [K, B] int64 pinned: the token forced after mask i of slot b, -1: none
 
 
@@ -158,9 +158,9 @@ class ForcedText:
         if index < 0 or (index < len(self.tokens) and self.tokens[index] != token):
             del self.tokens[max(index, 0) :]
 
-    def propose(self, position: int, mask: Int32s, table: TokenTable, matcher: Matcher | ForcingMatcher) -> int:
+    def propose(self, position: int, mask: Int32s, table: TokenLookup, matcher: Matcher | ForcingMatcher) -> int:
         """The token that is forced at `position`, given its mask [words]; -1 if none is."""
-        legal = _legal(mask)
+        legal = _legal_tokens(mask)
         if not legal or len(legal) > MAX_LEGAL or max(legal) >= table.num_tokens:
             return -1
         if len(legal) == 1:
@@ -170,7 +170,7 @@ class ForcedText:
             return -1
         index = position - self.start
         if not 0 <= index < len(self.tokens):
-            self._look(position, matcher)
+            self._search(position, matcher)
             index = 0
         rest = self.text[self.ends[index - 1] if index else 0 :]
         if not all(rest.startswith(text) for text in texts):
@@ -180,12 +180,12 @@ class ForcedText:
         token = self.tokens[index] if self.tokens else -1
         return token if token in legal else -1
 
-    def _look(self, position: int, matcher: Matcher | ForcingMatcher) -> None:
+    def _search(self, position: int, matcher: Matcher | ForcingMatcher) -> None:
         self.looks += 1
         self.start, self.text, self.tokens, self.ends = position, b"", [], []
         self.text = bytes(forced_bytes(matcher)[:FORCED_BYTES])  # may raise: the state is consistent until then
 
-    def _split(self, table: TokenTable) -> None:
+    def _split(self, table: TokenLookup) -> None:
         limit = len(self.text) if len(self.text) < FORCED_BYTES else FORCED_BYTES - TAIL_BYTES
         end = 0
         for token in table.split(self.text):
@@ -196,7 +196,7 @@ class ForcedText:
             self.ends.append(end)
 
 
-def _legal(mask: Int32s) -> list[int]:
+def _legal_tokens(mask: Int32s) -> list[int]:
     """The legal tokens in order; stops soon after MAX_LEGAL."""
     legal: list[int] = []
     for word in np.flatnonzero(mask).tolist():

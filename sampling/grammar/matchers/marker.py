@@ -44,31 +44,31 @@ class Marker:
         return len(self.symbols)
 
     @property
-    def of_text(self) -> bool:
+    def is_text(self) -> bool:
         return bool(self._text)
 
     @property
     def nbytes(self) -> int:
         return self.masks.nbytes + self.mask_index.nbytes + self.fallback.nbytes + self.symbols.nbytes
 
-    def rest(self, state: int) -> bytes:
+    def remaining_bytes(self, state: int) -> bytes:
         """The bytes of a text marker that remain in a state."""
         return self._text[state:]
 
-    def after(self, state: int, token_id: int) -> int | None:
+    def next_state(self, state: int, token_id: int) -> int | None:
         """The state after one more token; None if the token is not legal, for example a stop token before the end of the marker."""
         if self._ids:
             legal = token_id not in self.vocabulary.non_text_ids or token_id in (self._ids[state], self._ids[0])
-            return _overlap((*self._ids[:state], token_id), self._ids) if legal else None
+            return _prefix_length((*self._ids[:state], token_id), self._ids) if legal else None
         if token_id in self.vocabulary.non_text_ids:
             return None
         text = self._text[:state] + self.vocabulary.tokens[token_id]
         found = text.find(self._text)
         if found < 0:
-            return _overlap(text, self._text)
+            return _prefix_length(text, self._text)
         return self.complete if found + len(self._text) == len(text) else None
 
-    def allowed(self, state: int, tokens: int) -> Int32s:
+    def mask(self, state: int, tokens: int) -> Int32s:
         """[mask_words] the legal tokens in a state after this number of tokens."""
         limited = self.limit is not None and tokens >= self.limit
         mask: Int32s = self.masks[self.mask_index[state + limited * self.complete]]
@@ -77,11 +77,11 @@ class Marker:
     def _make_masks(self) -> None:
         """mask_index [complete, or 2 * complete with a limit]: the mask of each state, then of each state at the limit.
         masks [rows, mask_words]: the distinct masks, those of free text first; most states share a mask."""
-        exceptions = [frozenset(tokens) for tokens in (self._added() if self._ids else self._forbidden())]
-        continued = [] if self.limit is None else [frozenset(tokens) for tokens in self._continuing()]
-        free, few = dict.fromkeys(exceptions), dict.fromkeys(continued)
-        rows, self.free_masks = [*free, *few], len(free)
-        index = [[*free].index(tokens) for tokens in exceptions] + [len(free) + [*few].index(tokens) for tokens in continued]
+        exceptions = [frozenset(tokens) for tokens in (self._legal_non_text_ids() if self._ids else self._tokens_beyond_end())]
+        continued = [] if self.limit is None else [frozenset(tokens) for tokens in self._continuing_tokens()]
+        free, limited = dict.fromkeys(exceptions), dict.fromkeys(continued)
+        rows, self.free_masks = [*free, *limited], len(free)
+        index = [[*free].index(tokens) for tokens in exceptions] + [len(free) + [*limited].index(tokens) for tokens in continued]
         masks = np.zeros((len(rows), self.vocabulary.mask_words), np.uint32)
         masks[: len(free)] = self.vocabulary.text_words.view(np.uint32)
         for mask, tokens in zip(masks, rows, strict=True):
@@ -90,28 +90,28 @@ class Marker:
         masks.setflags(write=False)
         self.mask_index, self.masks = np.array(index, np.int32), masks.view(np.int32)
 
-    def _continuing(self) -> list[set[int]]:
+    def _continuing_tokens(self) -> list[set[int]]:
         """For each state, the tokens that continue the marker and do not extend beyond its end."""
         if self._ids:
             return [{token_id} for token_id in self._ids]
-        found: list[set[int]] = [set() for _ in range(self.complete)]
+        continuing: list[set[int]] = [set() for _ in range(self.complete)]
         for token_id, token in enumerate(self.vocabulary.tokens):
             if token and token_id not in self.vocabulary.non_text_ids:
                 state = self._text.find(token)
                 while state >= 0:
-                    found[state].add(token_id)
+                    continuing[state].add(token_id)
                     state = self._text.find(token, state + 1)
-        for state, tokens in enumerate(found):
+        for state, tokens in enumerate(continuing):
             if not tokens:
                 expected = f"a marker that tokens can write from each of its bytes on; none begins with byte {state}"
                 raise ValueError(f"Constraint.marker: got {clip_repr(self._text)} with a limit, expected {expected}")
-        return found
+        return continuing
 
-    def _added(self) -> list[set[int]]:
+    def _legal_non_text_ids(self) -> list[set[int]]:
         """For each state, the non-text ids that are legal: the marker's next id and its first id."""
         return [{self._ids[0], token_id} & self.vocabulary.non_text_ids for token_id in self._ids]
 
-    def _forbidden(self) -> list[set[int]]:
+    def _tokens_beyond_end(self) -> list[set[int]]:
         """For each state, the tokens that extend beyond the marker's end.
 
         A token is forbidden in the state from which its prefix completes the marker, and in every state that falls back to that one.
@@ -151,42 +151,42 @@ class MarkerMatcher:
         return len(self._states) - 1
 
     @property
-    def begun(self) -> bool:
+    def past_marker(self) -> bool:
         """Whether the marker is complete and the grammar applies."""
         return self.state == self.marker.complete
 
     def accept_token(self, token_id: int) -> bool:
-        if self.begun:
+        if self.past_marker:
             accepted = self.inner.accept_token(token_id)
             self._num_inner += accepted
             return accepted
         in_range = 0 <= token_id < len(self.marker.vocabulary.tokens)
-        known = in_range and not self.fault and (not self._at_limit or self._continues(token_id))
-        state = self.marker.after(self.state, token_id) if known else None
+        may_continue = in_range and not self.fault and (not self._at_limit or self._continues_marker(token_id))
+        state = self.marker.next_state(self.state, token_id) if may_continue else None
         if state is None:
             return False
         self._states.append(state)
         return True
 
     def fill_next_token_bitmask(self, masks: Tensor, index: int) -> MaskStatus:
-        if self.begun:
+        if self.past_marker:
             return self.inner.fill_next_token_bitmask(masks, index)
         row = self.marker.vocabulary.mask_row(masks, index)
-        row[:] = self.marker.allowed(self.state, self.num_free) if not self.fault else 0
+        row[:] = self.marker.mask(self.state, self.num_free) if not self.fault else 0
         return MaskStatus.FAULT if self.fault else MaskStatus.OK if row.any() else MaskStatus.DEAD_END
 
     def forced_bytes(self) -> bytes:
-        if self.begun:
+        if self.past_marker:
             return forced_bytes(self.inner)
-        rest = self.marker.rest(self.state) if self._at_limit else b""
+        rest = self.marker.remaining_bytes(self.state) if self._at_limit else b""
         return (rest + forced_bytes(self.inner))[:FORCED_BYTES] if rest else b""
 
     @property
     def _at_limit(self) -> bool:
         return self.marker.limit is not None and self.num_free >= self.marker.limit
 
-    def _continues(self, token_id: int) -> bool:
-        mask = self.marker.allowed(self.state, self.num_free)
+    def _continues_marker(self, token_id: int) -> bool:
+        mask = self.marker.mask(self.state, self.num_free)
         return bool(mask[token_id // BITS_PER_WORD] >> token_id % BITS_PER_WORD & 1)
 
     def rollback(self, num_tokens: int) -> None:
@@ -219,6 +219,6 @@ def _fallback(symbols: list[int]) -> Int32s:
     return np.array(fallback, np.int32)
 
 
-def _overlap(text: bytes | tuple[int, ...], marker: bytes | tuple[int, ...]) -> int:
+def _prefix_length(text: bytes | tuple[int, ...], marker: bytes | tuple[int, ...]) -> int:
     """The length of the longest suffix of `text` that is a prefix of the marker."""
     return next(size for size in range(min(len(text), len(marker)), -1, -1) if text[len(text) - size :] == marker[:size])

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from stepgraph.sampling.grammar.constraints.charset import EVERY, CharSet, union
+from stepgraph.sampling.grammar.constraints.charset import ALL_CHARS, CharSet, union
 
 SURROGATES = 0xD800, 0xDFFF
 MAX_CASES = 8  # alternatives, one for each length, into which `of_length` may split a term
@@ -157,8 +157,8 @@ def words(texts: Iterable[str]) -> Term:
 
 NOTHING, EPSILON = words(()), words(("",))
 _SENTINELS: CharSet = ((START, END),)
-ANY_CHAR = chars(EVERY)
-ANY_MARKED = chars(union((*EVERY, *_SENTINELS)))  # also START and END
+ANY_CHAR = chars(ALL_CHARS)
+ANY_MARKED = chars(union((*ALL_CHARS, *_SENTINELS)))  # also START and END
 
 
 def cat(first: Term, *rest: Term) -> Term:

@@ -9,8 +9,8 @@ LEFT_OUT = frozenset(  # keywords that an approximate grammar leaves out if they
     "contains divisibleBy format if maxContains maxProperties minContains minProperties multipleOf not pattern patternProperties"
     " propertyNames unevaluatedItems unevaluatedProperties uniqueItems".split()
 )
-Objects = Literal["closed", "standard"]
-Unknown = Literal["annotation", "refuse"]
+ObjectsMode = Literal["closed", "standard"]
+UnknownMode = Literal["annotation", "refuse"]
 PropertyOrder = Literal["declared", "any"]
 
 
@@ -19,8 +19,8 @@ class Options:
     """The options of `Constraint.json_schema`, described there."""
 
     any_whitespace: bool = False
-    objects: Objects = "closed"
-    unknown_keywords: Unknown = "annotation"
-    unknown_formats: Unknown = "annotation"
+    objects: ObjectsMode = "closed"
+    unknown_keywords: UnknownMode = "annotation"
+    unknown_formats: UnknownMode = "annotation"
     property_order: PropertyOrder = "declared"
     approximate: bool = False

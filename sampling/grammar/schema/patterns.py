@@ -9,7 +9,7 @@ import unicodedata
 from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 
-from stepgraph.sampling.grammar.constraints.charset import EVERY, CharSet, charset, complement, intersection, union
+from stepgraph.sampling.grammar.constraints.charset import ALL_CHARS, CharSet, charset, complement, intersection, union
 from stepgraph.sampling.grammar.schema import language
 from stepgraph.sampling.grammar.schema.language import ANY_TEXT, END, EPSILON, MARKED_TEXT, START, Term, both, cat, chars, either
 
@@ -140,9 +140,9 @@ def _term(sequence: Pieces, then: Term, anything: Term) -> Term:
     return then
 
 
-_ANYTHING = Repeat(EVERY, 0, None)
+_ANYTHING = Repeat(ALL_CHARS, 0, None)
 _STARTS, _ENDS = Repeat(((START, START),), 0, None), Repeat(((END, END),), 0, None)
-_MARKED = Repeat(union((*EVERY, (START, END))), 0, None)
+_MARKED = Repeat(union((*ALL_CHARS, (START, END))), 0, None)
 
 
 class _Parser:
@@ -245,7 +245,7 @@ class _Parser:
             else:
                 self._at = dash
                 found += first
-        return complement(union(found)) if negated else intersection(union(found), EVERY)
+        return complement(union(found)) if negated else intersection(union(found), ALL_CHARS)
 
     def _member(self) -> CharSet:
         if self._at >= len(self._pattern):
@@ -281,7 +281,7 @@ class _Parser:
         if 0xD800 <= code < 0xDC00 and (low := _LOW_HALF.match(self._pattern, self._at)):  # a surrogate pair
             self._at = low.end()
             code = 0x10000 + ((code - 0xD800) << 10) + int(low[1], 16) - 0xDC00
-        if not intersection(((code, code),), EVERY):
+        if not intersection(((code, code),), ALL_CHARS):
             self._fail("a Unicode character other than a surrogate")
         return ((code, code),)
 
@@ -301,4 +301,4 @@ def _property(name: str) -> CharSet:
         char = chr(code)
         if unicodedata.name(char, "").startswith(_SCRIPTS[name]) if name in _SCRIPTS else unicodedata.category(char).startswith(name):
             found.append((code, code))
-    return intersection(union(found), EVERY)
+    return intersection(union(found), ALL_CHARS)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 
-from stepgraph.sampling.grammar.constraints.charset import IN_JSON, CharSet, charset, complement, intersection, readable_ebnf_class
+from stepgraph.sampling.grammar.constraints.charset import JSON_UNESCAPED, CharSet, charset, complement, intersection, xgrammar_safe_class
 from stepgraph.sampling.grammar.schema.automata import Automaton, TooComplexError, automaton, is_empty, split_length
 from stepgraph.sampling.grammar.schema.language import ANY_CHAR, Term, both, counts, either, repeat, texts_of
 
 MAX_PRINTED = 200  # texts of a finite language that are listed; more become an automaton, which shares equal parts
-_ESCAPED = complement(IN_JSON)
+_ESCAPED = complement(JSON_UNESCAPED)
 _SHORT = {code: char for code, char in ((8, "b"), (9, "t"), (10, "n"), (12, "f"), (13, "r"), (34, '"'), (92, "\\"))}
 
 
@@ -26,15 +26,15 @@ def json_literal(text: str) -> str:
 def json_class(chars: CharSet) -> str:
     """One of these characters inside a JSON string."""
     found = []
-    if raw := intersection(chars, IN_JSON):
-        found.append(readable_ebnf_class(raw))
+    if raw := intersection(chars, JSON_UNESCAPED):
+        found.append(xgrammar_safe_class(raw))
     escaped = [code for first, last in intersection(chars, _ESCAPED) for code in range(first, last + 1)]
     if short := [_SHORT[code] for code in escaped if code in _SHORT]:
-        found.append(f'"\\\\" {readable_ebnf_class(charset("".join(short)))}')
+        found.append(f'"\\\\" {xgrammar_safe_class(charset("".join(short)))}')
     for high in (0, 1):
         digits = [f"{code % 16:x}" for code in escaped if code not in _SHORT and code // 16 == high]
         if digits:
-            found.append(f'"\\\\u00{high}" {readable_ebnf_class(charset("".join(digits), "".join(digits).upper()))}')
+            found.append(f'"\\\\u00{high}" {xgrammar_safe_class(charset("".join(digits), "".join(digits).upper()))}')
     return found[0] if len(found) == 1 and " " not in found[0] else f"({' | '.join(found)})"
 
 
@@ -82,7 +82,7 @@ class Speller:
 
     def _class(self, chars: CharSet, in_string: bool) -> str:
         if not in_string:
-            return readable_ebnf_class(chars)
+            return xgrammar_safe_class(chars)
         if chars not in self._classes:
             text = json_class(chars)
             if len(text) > 60:

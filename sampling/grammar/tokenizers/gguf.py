@@ -72,10 +72,10 @@ class _HeaderReader:
             return self._text()
         if kind != _ARRAY:
             return self._number(self._format(kind))
-        inner, count = self._number("I"), self._count()
-        if inner == _STRING:
+        item_kind, count = self._number("I"), self._count()
+        if item_kind == _STRING:
             return self._texts(count)
-        return list(self._unpack(f"{count}{self._format(inner)}"))
+        return list(self._unpack(f"{count}{self._format(item_kind)}"))
 
     def _format(self, kind: int) -> str:
         if kind not in _NUMBERS:
@@ -111,11 +111,11 @@ class _HeaderReader:
         except UnicodeDecodeError as error:
             raise ValueError(f"the text at byte {start} is not UTF-8 ({error.reason})") from None
 
-    def _number(self, form: str) -> Any:
-        return self._unpack(form)[0]
+    def _number(self, struct_format: str) -> Any:
+        return self._unpack(struct_format)[0]
 
-    def _unpack(self, form: str) -> tuple[Any, ...]:
-        return struct.unpack("<" + form, self._bytes(struct.calcsize("<" + form)))
+    def _unpack(self, struct_format: str) -> tuple[Any, ...]:
+        return struct.unpack("<" + struct_format, self._bytes(struct.calcsize("<" + struct_format)))
 
     def _bytes(self, size: int) -> bytes:
         start = self._position
@@ -125,7 +125,7 @@ class _HeaderReader:
         return self._data[start : self._position]
 
 
-def table_of_metadata(metadata: Mapping[str, Any], path: Path, logits_width: int | None) -> TokenTable:
+def table_of_gguf_metadata(metadata: Mapping[str, Any], path: Path, logits_width: int | None) -> TokenTable:
     """The token table of a GGUF file, from its metadata."""
     kind, texts, types = (metadata.get(f"tokenizer.ggml.{name}") for name in ("model", "tokens", "token_type"))
     complete = isinstance(texts, list) and isinstance(types, list) and 0 < len(texts) == len(types)

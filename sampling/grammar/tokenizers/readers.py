@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from stepgraph.sampling.fields import check_value, checked_path, clip_repr, instance_of, is_int, optional
-from stepgraph.sampling.grammar.tokenizers.table import TokenTable, decode_piece, spelling_of
+from stepgraph.sampling.grammar.tokenizers.table import TokenTable, decode_piece, token_decoder
 
 MAX_JSON_BYTES = 256 << 20
 _TIKTOKEN_STOPS = ("<|endoftext|>", "<|end_of_text|>", "<|return|>", "<|call|>")
@@ -26,61 +26,61 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
             raise ValueError(f"{path}: got {path.stat().st_size} bytes, expected at most {MAX_JSON_BYTES}")
-        return parse_object(path.read_text(encoding="utf-8"), str(path))
+        return parse_json_object(path.read_text(encoding="utf-8"), str(path))
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not JSON: {error}") from None
 
 
-def parse_object(text: str, where: str) -> dict[str, Any]:
+def parse_json_object(text: str, where: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        value = json.loads(text)
         if re.search(r"\\u[dD][89a-fA-F]", text):
-            json.dumps(found, ensure_ascii=False).encode()
+            json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise ValueError(f"{where}: not JSON: half of a surrogate pair in a string") from None
     except (ValueError, RecursionError) as error:  # int() raises ValueError for thousands of digits
         raise ValueError(f"{where}: not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{where}: got {type(found).__name__}, expected a JSON object")
-    return found
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}: got {type(value).__name__}, expected a JSON object")
+    return value
 
 
 def read_tokenizer_json(path: Path, logits_width: int | None) -> TokenTable:
     """A tokenizer.json, or a folder with one, whose other files name the stop tokens and the width of the logits."""
     if not path.is_dir():
-        return table_of_json(read_json(path), str(path), logits_width)
-    config = _optional(path / "config.json")
-    return read_folder(path, config, _width(config) if logits_width is None else logits_width)
+        return table_of_tokenizer_json(read_json(path), str(path), logits_width)
+    config = _read_json_if_exists(path / "config.json")
+    return read_folder(path, config, _vocab_size(config) if logits_width is None else logits_width)
 
 
 def read_folder(folder: Path, config: Mapping[str, Any], logits_width: int | None) -> TokenTable:
     """tokenizer.json of a model folder; the stop tokens from generation_config.json, else `config`, else tokenizer_config.json."""
     path = folder / "tokenizer.json"
-    table = table_of_json(read_json(path), str(path), logits_width)
-    named = _optional(folder / "generation_config.json").get("eos_token_id")
-    stop_ids = _listed(_text_part(config).get("eos_token_id", config.get("eos_token_id")) if named is None else named)
+    table = table_of_tokenizer_json(read_json(path), str(path), logits_width)
+    eos_token_id = _read_json_if_exists(folder / "generation_config.json").get("eos_token_id")
+    stop_ids = _as_list(_text_config(config).get("eos_token_id", config.get("eos_token_id")) if eos_token_id is None else eos_token_id)
     if not stop_ids:
-        written = _optional(folder / "tokenizer_config.json").get("eos_token")
-        stop_ids = _listed(table.control.get(str(written.get("content") if isinstance(written, dict) else written)))
+        eos_token = _read_json_if_exists(folder / "tokenizer_config.json").get("eos_token")
+        stop_ids = _as_list(table.control_ids_by_name.get(str(eos_token.get("content") if isinstance(eos_token, dict) else eos_token)))
     table.stop_ids = stop_ids
     return table
 
 
-def table_of_json(tokenizer: Mapping[str, Any], where: str, logits_width: int | None) -> TokenTable:
+def table_of_tokenizer_json(tokenizer: Mapping[str, Any], where: str, logits_width: int | None) -> TokenTable:
     """The table of a parsed tokenizer.json."""
-    spell = spelling_of(tokenizer.get("decoder"), tokenizer.get("pre_tokenizer"), where)
+    decode = token_decoder(tokenizer.get("decoder"), tokenizer.get("pre_tokenizer"), where)
     table = TokenTable(where, logits_width)
     texts: dict[object, str] = {}
     for text, token_id in _model_tokens(tokenizer.get("model"), where):
-        table.add(token_id, spell(text), text)
+        table.add(token_id, decode(text), text)
         _record_text(texts, token_id, text, f"{where}: model.vocab")
-    for entry in _added(tokenizer.get("added_tokens"), where):
+    for entry in _added_tokens(tokenizer.get("added_tokens"), where):
         text, token_id = entry["content"], entry.get("id")
-        table.add(token_id, None if entry.get("special") else spell(text), text)
+        table.add(token_id, None if entry.get("special") else decode(text), text)
         _record_text(texts, token_id, text, f"{where}: added_tokens")
-    for token_id, name in _unknown(tokenizer["model"]):
+    for token_id, name in _unknown_token(tokenizer["model"]):
         table.add(token_id, None, name)
     return table
 
@@ -90,7 +90,7 @@ def _record_text(texts: dict[object, str], token_id: object, text: str, where: s
         raise ValueError(f"{where}: got two texts for the id {token_id}, {texts[token_id]!r:.60} and {text!r:.60}")
 
 
-def _unknown(model: Mapping[str, Any]) -> list[tuple[object, str]]:
+def _unknown_token(model: Mapping[str, Any]) -> list[tuple[object, str]]:
     """The token for unknown input, which represents no text whether or not it is also an added token."""
     vocab, name, token_id = model["vocab"], model.get("unk_token"), model.get("unk_id")
     if isinstance(vocab, dict):
@@ -109,39 +109,39 @@ def _model_tokens(model: object, where: str) -> list[tuple[str, object]]:
     raise ValueError(f"{where}: model: got the type {kind!r:.60}, {expected}")
 
 
-def _added(entries: object, where: str) -> list[dict[str, Any]]:
+def _added_tokens(entries: object, where: str) -> list[dict[str, Any]]:
     entries = entries or []
     if not isinstance(entries, list) or not all(isinstance(entry, dict) and isinstance(entry.get("content"), str) for entry in entries):
         raise ValueError(f"{where}: added_tokens: got {clip_repr(entries)}, expected a list of objects with a content")
     return entries
 
 
-def _optional(path: Path) -> dict[str, Any]:
+def _read_json_if_exists(path: Path) -> dict[str, Any]:
     return read_json(path) if path.exists() else {}
 
 
-def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The text settings, which are in a separate section in multimodal models."""
     inner = config.get("text_config")
     return inner if isinstance(inner, dict) else config
 
 
-def _width(config: Mapping[str, Any]) -> int | None:
-    width = _text_part(config).get("vocab_size")
+def _vocab_size(config: Mapping[str, Any]) -> int | None:
+    width = _text_config(config).get("vocab_size")
     return width if is_int(width) else None
 
 
-def _listed(named: object) -> list[object]:
-    return named if isinstance(named, list) else [] if named is None else [named]
+def _as_list(value: object) -> list[object]:
+    return value if isinstance(value, list) else [] if value is None else [value]
 
 
-def read_object(tokenizer: Any, logits_width: int | None) -> TokenTable:
+def read_tokenizer_object(tokenizer: Any, logits_width: int | None) -> TokenTable:
     """The table of a tokenizer object; ValueError for an object of another kind."""
     where = f"{type(tokenizer).__module__.partition('.')[0]}.{type(tokenizer).__name__}"
     backend = getattr(tokenizer, "backend_tokenizer", None) or tokenizer
     pieces = getattr(tokenizer, "sp_model", None) or tokenizer
     if hasattr(backend, "to_str") and hasattr(backend, "get_added_tokens_decoder"):
-        table = table_of_json(parse_object(backend.to_str(), where), where, logits_width)
+        table = table_of_tokenizer_json(parse_json_object(backend.to_str(), where), where, logits_width)
     elif hasattr(pieces, "id_to_piece") and hasattr(pieces, "is_byte"):
         table = _piece_table(pieces, where, logits_width)
         _check_ids(tokenizer, pieces, where)
@@ -189,35 +189,35 @@ def table_of_ranks(ranks: Any, special_tokens: Mapping[str, int] | None, logits_
     """The table of a .tiktoken file, of a dict of tokens and ranks, or of a tiktoken.Encoding."""
     check_value("special_tokens", special_tokens, optional(instance_of(Mapping, "a mapping of texts to ids")))
     if isinstance(ranks, (str, Path)):
-        where, found = str(ranks), read_ranks(checked_path("ranks", ranks))
+        where, ranks_by_token = str(ranks), read_ranks(checked_path("ranks", ranks))
     elif isinstance(ranks, Mapping):
-        where, found = "Vocabulary.from_tiktoken", dict(ranks)
+        where, ranks_by_token = "Vocabulary.from_tiktoken", dict(ranks)
     elif hasattr(ranks, "token_byte_values") and hasattr(ranks, "encode_single_token"):
         if special_tokens is not None:
             raise ValueError("Vocabulary.from_tiktoken.special_tokens: got a value beside an Encoding, expected None")
         where = f"tiktoken.{ranks.name}"
         special_tokens = {name: ranks.encode_single_token(name) for name in ranks.special_tokens_set}
-        found = {token: ranks.encode_single_token(token) for token in ranks.token_byte_values()}
+        ranks_by_token = {token: ranks.encode_single_token(token) for token in ranks.token_byte_values()}
     else:
         raise ValueError(f"Vocabulary.from_tiktoken: got {type(ranks).__name__}, expected a .tiktoken file, its ranks, or an Encoding")
     table = TokenTable(where, logits_width)
-    for token, rank in found.items():
+    for token, rank in ranks_by_token.items():
         if not isinstance(token, bytes):
             raise ValueError(f"{where}: got the token {token!r:.60}, expected bytes")
         table.add(rank, token)
     for name, token_id in (special_tokens or {}).items():
         if not isinstance(name, str) or any("\ud800" <= letter <= "\udfff" for letter in name):
             raise ValueError(f"{where}: got the special token {name!r:.60}, expected text without surrogates")
-        if is_int(token_id) and token_id in table.tokens and token_id not in table.control.values():
+        if is_int(token_id) and token_id in table.tokens and token_id not in table.control_ids_by_name.values():
             raise ValueError(f"{where}: special token {name!r:.60} has the id {token_id}, also that of {table.tokens[token_id]!r:.60}")
         table.add(token_id, None, name)
-    table.stop_ids = [table.control[name] for name in _TIKTOKEN_STOPS if name in table.control]
+    table.stop_ids = [table.control_ids_by_name[name] for name in _TIKTOKEN_STOPS if name in table.control_ids_by_name]
     return table
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
     """A .tiktoken file: one token in base64 and its rank per line."""
-    found = dict[bytes, int]()
+    ranks = dict[bytes, int]()
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
@@ -230,6 +230,6 @@ def read_ranks(path: Path) -> dict[bytes, int]:
             token, token_id = base64.b64decode(text, validate=True), int(rank)
         except (ValueError, binascii.Error):
             raise ValueError(f"{path}: line {number}: got {line[:60]!r}, expected a token in base64 and its rank") from None
-        if found.setdefault(token, token_id) != token_id:
+        if ranks.setdefault(token, token_id) != token_id:
             raise ValueError(f"{path}: line {number}: got {token!r:.60} a second time, with the rank {token_id}, expected it once")
-    return found
+    return ranks

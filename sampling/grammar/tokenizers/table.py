@@ -17,10 +17,10 @@ MAX_IDS = 1 << 21  # eight times the largest tokenizer; the table that a single 
 # Control tokens that always end a turn, whether or not the file lists them as stop tokens.
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>")
 
-Spelling = Callable[[str], bytes]
+TokenDecoder = Callable[[str], bytes]
 
 SPACE_MARK = "\u2581"
-_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_BYTE_ESCAPE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _EXPECTED = "expected ByteLevel, or a Sequence of Replace, ByteFallback, Fuse and Strip, or Metaspace"
 
 
@@ -32,7 +32,7 @@ class TokenTable:
             raise ValueError(f"{where}: logits_width: got {clip_repr(logits_width)}, expected a whole number from 1 to {MAX_IDS}, or None")
         self.where, self.logits_width = where, logits_width
         self.tokens = dict[int, bytes]()
-        self.control = dict[str, int]()  # ids without text, by name
+        self.control_ids_by_name = dict[str, int]()  # ids without text, by name
         self.stop_ids = list[object]()  # as the tokenizer names them, unchecked
         self._control_ids = set[int]()
 
@@ -45,7 +45,7 @@ class TokenTable:
             raise ValueError(f"{self.where}: token {token:.60} has the id {token_id!r:.40}, expected one from 0 to {last}{within}")
         if text is None:
             assert name is not None
-            self.control.setdefault(name, token_id)
+            self.control_ids_by_name.setdefault(name, token_id)
             self._control_ids.add(token_id)
             text = name.encode()
         self.tokens[token_id] = text
@@ -54,7 +54,7 @@ class TokenTable:
         """The arguments of Vocabulary: tokens, b"" for a missing id; stop ids, by default those of the tokenizer and the control tokens
         that always end a turn; the width of the logits; and the control tokens that are not stop ids."""
         tokens = [self.tokens.get(token_id, b"") for token_id in range(max(self.tokens, default=-1) + 1)]
-        ends = (self.control[name] for name in END_OF_TURN if name in self.control)
+        ends = (self.control_ids_by_name[name] for name in END_OF_TURN if name in self.control_ids_by_name)
         stop_ids = list(dict.fromkeys([*self.stop_ids, *ends]) if stop_token_ids is None else stop_token_ids)
         return tokens, stop_ids, self.logits_width, sorted(self._control_ids - set(stop_ids))
 
@@ -69,7 +69,7 @@ def decode_byte_letters(text: str) -> bytes:
 
 def decode_byte_escape(text: str) -> bytes:
     """The byte that a text such as <0x0A> denotes; empty for any other text."""
-    found = _BYTE.fullmatch(text)
+    found = _BYTE_ESCAPE.fullmatch(text)
     return bytes([int(found[1], 16)]) if found else b""
 
 
@@ -78,7 +78,7 @@ def decode_piece(piece: str, is_byte: bool) -> bytes:
     return decode_byte_escape(piece) if is_byte else piece.replace(SPACE_MARK, " ").encode()
 
 
-def spelling_of(decoder: object, pre_tokenizer: object, where: str) -> Spelling:
+def token_decoder(decoder: object, pre_tokenizer: object, where: str) -> TokenDecoder:
     """The function that maps a token's text in tokenizer.json to bytes; ValueError if the decoder depends on adjacent tokens."""
     steps = list(_steps(decoder))
     kinds = [step.get("type") for step in steps]
@@ -88,25 +88,25 @@ def spelling_of(decoder: object, pre_tokenizer: object, where: str) -> Spelling:
         raise ValueError(f"{where}: decoder: got none, which joins tokens with spaces, {_EXPECTED}")
     if kinds.count("ByteLevel") and set(kinds) <= {"ByteLevel", "Fuse"}:
         return decode_byte_letters
-    replaced, fallback, fused = list[tuple[str, str]](), False, False
+    replacements, byte_fallback, fused = list[tuple[str, str]](), False, False
     for step, kind in zip(steps, kinds, strict=True):
         if kind == "Replace" and not fused:
-            replaced.append(_replacement(step, where))
+            replacements.append(_replacement(step, where))
         elif kind == "Metaspace" and not fused and isinstance(step.get("replacement", SPACE_MARK), str):
-            replaced.append((step.get("replacement", SPACE_MARK), " "))
+            replacements.append((step.get("replacement", SPACE_MARK), " "))
         elif kind == "ByteFallback" and not fused:
-            fallback = True
+            byte_fallback = True
         elif kind == "Fuse":
             fused = True
         elif kind != "Strip" or not fused:  # Strip after Fuse removes the space before the whole text
             raise ValueError(f"{where}: decoder: got {kind!r:.60} in {kinds!r:.200}, {_EXPECTED}: a token's text may not depend on others")
 
-    def spell(text: str) -> bytes:
-        for old, new in replaced:
+    def decode(text: str) -> bytes:
+        for old, new in replacements:
             text = text.replace(old, new)
-        return (decode_byte_escape(text) if fallback else b"") or text.encode()
+        return (decode_byte_escape(text) if byte_fallback else b"") or text.encode()
 
-    return spell
+    return decode
 
 
 def _steps(part: object) -> Iterator[Mapping[str, Any]]:

@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from stepgraph.sampling.grammar.compile.limits import CompileAbortedError, over
-from stepgraph.sampling.grammar.constraints.charset import EBNF_CHAR, LAST_ASCII, class_members, complement, readable_ebnf_class
+from stepgraph.sampling.grammar.compile.limits import CompileAbortedError, limit_exceeded
+from stepgraph.sampling.grammar.constraints.charset import EBNF_CHAR, LAST_ASCII, class_members, complement, xgrammar_safe_class
 from stepgraph.sampling.grammar.constraints.pattern import pattern_to_ebnf
 from stepgraph.sampling.grammar.constraints.structural_tag import tag_groups
 from stepgraph.sampling.grammar.schema.grammar import schema_grammar
@@ -27,7 +27,7 @@ from stepgraph.sampling.grammar.schema.reader import parsed
 from stepgraph.sampling.grammar.schema.spelling import literal
 
 _LITERAL_OR_CLASS = re.compile(r'"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]')  # a literal or a class of the printed grammar
-_MAYBE_WIDE = re.compile(r"[^\x00-\x7f]|\\[uUx]")  # if found, a grammar may have a class beyond ASCII
+_MAYBE_NON_ASCII = re.compile(r"[^\x00-\x7f]|\\[uUx]")  # if found, a grammar may have a class beyond ASCII
 
 
 def parsed_grammar(core: Any, kind: str, payload: str, options: Options, least_bytes: int) -> Any:
@@ -49,7 +49,7 @@ def ebnf_text(core: Any, kind: str, payload: str, options: Options) -> tuple[str
     """The constraint in the library's notation, and the name of its root rule."""
     if kind == "ebnf":
         root, grammar = json.loads(payload)
-        return _with_readable_classes(core, grammar, root)
+        return _with_safe_classes(core, grammar, root)
     if kind == "regex":
         return f"root ::= {pattern_to_ebnf(payload)}", "root"
     if kind == "choice":
@@ -83,23 +83,23 @@ def _tags_grammar(payload: str, options: Options) -> str:
     return "\n".join([*rules, f"root ::= {free if groups[0].trigger else 'group_0'}"])
 
 
-def _with_readable_classes(core: Any, text: str, root: str) -> tuple[str, str]:
-    """A user's grammar with its classes beyond ASCII in the form that the library reads correctly, see `charset.readable_ebnf_class`, and
+def _with_safe_classes(core: Any, text: str, root: str) -> tuple[str, str]:
+    """A user's grammar with its classes beyond ASCII in the form that the library reads correctly, see `charset.xgrammar_safe_class`, and
     the name of its root rule; both are unchanged if there is no such class."""
-    if "[" not in text or not _MAYBE_WIDE.search(text):
+    if "[" not in text or not _MAYBE_NON_ASCII.search(text):
         return text, root
     printed = str(core.Grammar.from_ebnf(text, root).to_string())
-    changed = _LITERAL_OR_CLASS.sub(_readable_token, printed)
+    changed = _LITERAL_OR_CLASS.sub(_safe_token, printed)
     return (text, root) if changed == printed else (changed, "root")  # the library prints the root rule under this name
 
 
-def _readable_token(token: re.Match[str]) -> str:
+def _safe_token(token: re.Match[str]) -> str:
     text = token.group()
     negated = text.startswith("[^")
     chars = class_members(text[1 + negated : -1]) if text[0] == "[" else ()
     if not chars or chars[-1][1] <= LAST_ASCII:
         return EBNF_CHAR.sub(_fixed_width, text)
-    return readable_ebnf_class(complement(chars) if negated else chars)
+    return xgrammar_safe_class(complement(chars) if negated else chars)
 
 
 def _fixed_width(char: re.Match[str]) -> str:
@@ -180,7 +180,7 @@ class _SerialisedGrammar:
         elif kind == _TOKEN_TAGS:
             alternative.optional += tuple(content[2 : 1 + 2 * content[0] : 2])
         elif kind == _REGEX:
-            alternative.num_bytes += _bound_of(bytes(content[1:]))
+            alternative.num_bytes += _max_shortest_bytes(bytes(content[1:]))
         elif kind not in (_STAR, _EMPTY, _TOKEN, _OTHER_TOKENS, _PART):
             raise ValueError(f"the library's grammar has an expression of the unknown kind {kind}")
 
@@ -202,7 +202,7 @@ def check_shortest_texts(serialised: str, least_bytes: int) -> None:
     if too_long:
         size, rule = min(too_long)
         got = f"{size:,}" if size < 10**18 else "more than 10^18"
-        raise CompileAbortedError(over("least_bytes", f"{got} bytes that rule {grammar.names[rule]} leads to", least_bytes))
+        raise CompileAbortedError(limit_exceeded("least_bytes", f"{got} bytes that rule {grammar.names[rule]} leads to", least_bytes))
 
 
 def _shortest(alternatives: Sequence[_Alternative]) -> dict[int, int]:
@@ -239,7 +239,7 @@ def _reached(root: int, alternatives: Sequence[_Alternative]) -> set[int]:
     return reached
 
 
-def _bound_of(pattern: bytes) -> int:
+def _max_shortest_bytes(pattern: bytes) -> int:
     """An upper bound of the shortest text of a regular expression: the number of its characters times the product of its counts."""
     pieces = list(_REGEX_PIECE.finditer(pattern))
     counts = [int(piece[1][:9]) for piece in pieces if piece[1]]

@@ -22,7 +22,7 @@ from stepgraph.sampling.grammar.xgrammar_lib.ebnf import parsed_grammar
 if TYPE_CHECKING:
     import xgrammar  # the import takes a second, because xgrammar imports transformers, and automata do not need it here
 
-MAX_PARSED = 8_000  # characters of an EBNF grammar that `check` parses: at most about 50 ms
+MAX_PARSED_CHARS = 8_000  # characters of an EBNF grammar that `check` parses: at most about 50 ms
 
 
 class XGrammarMatcher:
@@ -46,7 +46,7 @@ class XGrammarMatcher:
         # Ids are checked here: the library truncates them to 32 bits (2**32 + 5 is read as 5) and logs invalid ids to stderr.
         if not 0 <= token_id < len(self.vocabulary.tokens) or token_id in self._hidden_ids or self.fault or self.is_terminated():
             return False
-        accepted = bool(self._called("accept_token", token_id))
+        accepted = bool(self._call_library("accept_token", token_id))
         self.num_accepted += accepted
         return accepted
 
@@ -56,7 +56,7 @@ class XGrammarMatcher:
             row.fill(0)
             return MaskStatus.TERMINATED
         if not self.fault:
-            self._called("fill_next_token_bitmask", masks, index)
+            self._call_library("fill_next_token_bitmask", masks, index)
         if self.fault:
             row.fill(0)
             return MaskStatus.FAULT
@@ -66,17 +66,17 @@ class XGrammarMatcher:
         if not 0 <= num_tokens <= self.num_accepted:
             raise ValueError(f"rollback.num_tokens: got {num_tokens}, expected 0..{self.num_accepted}, the number of accepted tokens")
         if num_tokens:
-            self._called("rollback", num_tokens)
+            self._call_library("rollback", num_tokens)
             self.num_accepted -= num_tokens
 
     def forced_bytes(self) -> bytes:
-        found: str | bytes | None = None if self.fault or self.is_terminated() else self._called("find_jump_forward_string")
+        found: str | bytes | None = None if self.fault or self.is_terminated() else self._call_library("find_jump_forward_string")
         return b"" if self.fault or found is None else found.encode() if isinstance(found, str) else found
 
     def is_terminated(self) -> bool:
         return bool(self.library_matcher.is_terminated())
 
-    def _called(self, name: str, *arguments: Any) -> Any:
+    def _call_library(self, name: str, *arguments: Any) -> Any:
         """The result of a call of the library. If it raises an error: None, and a fault, which ends only this request."""
         start = time.thread_time()
         try:
@@ -114,14 +114,14 @@ def parse(constraint: Constraint, limits: GrammarLimits) -> Any:
     return parsed_grammar(bindings, constraint.kind, constraint.payload, constraint.schema_options, limits.least_bytes)
 
 
-def check_text(constraint: Constraint, limits: GrammarLimits) -> None:
-    """ValueError for a notation of another library, a malformed pattern, and a malformed grammar of at most MAX_PARSED characters."""
+def check_payload(constraint: Constraint, limits: GrammarLimits) -> None:
+    """ValueError for a notation of another library, a malformed pattern, and a malformed grammar of at most MAX_PARSED_CHARS characters."""
     kind, payload = constraint.kind, constraint.payload
     if kind == "lark":
         reject("#", "lark", "is a notation of llguidance; xgrammar expects ebnf")
     elif kind == "regex":
         pattern_to_ebnf(payload)
-    elif kind == "ebnf" and len(payload) <= MAX_PARSED:
+    elif kind == "ebnf" and len(payload) <= MAX_PARSED_CHARS:
         with library_errors():
             parse(constraint, limits)
 
@@ -131,23 +131,23 @@ class XGrammarBuilder:
         self._vocabulary, self._limits, self._max_threads = vocabulary, limits, max_threads
 
     def check(self, constraint: Constraint) -> None:
-        check_text(constraint, self._limits)
+        check_payload(constraint, self._limits)
 
     def build(self, constraint: Constraint, worker: CompileWorker | None = None) -> XGrammar:
         if constraint.kind == "lark":
             self.check(constraint)
         with library_errors():
-            compiled = self._compiled_here(constraint) if worker is None else self._compiled_by(worker, constraint)
+            compiled = self._compile_here(constraint) if worker is None else self._compile_in_worker(worker, constraint)
         return XGrammar(compiled, self._vocabulary, self._limits.step_seconds)
 
-    def _compiled_here(self, constraint: Constraint) -> xgrammar.CompiledGrammar:
+    def _compile_here(self, constraint: Constraint) -> xgrammar.CompiledGrammar:
         import xgrammar
 
         grammar: Any = xgrammar.Grammar._create_from_handle(parse(constraint, self._limits))
         compiled: xgrammar.CompiledGrammar = self._compiler.compile_grammar(grammar)
         return compiled
 
-    def _compiled_by(self, worker: CompileWorker, constraint: Constraint) -> xgrammar.CompiledGrammar:
+    def _compile_in_worker(self, worker: CompileWorker, constraint: Constraint) -> xgrammar.CompiledGrammar:
         serialised = worker.call("xgrammar", constraint.kind, constraint.payload, asdict(constraint.schema_options))
         import xgrammar
 

@@ -21,14 +21,14 @@ from stepgraph.runtime.serve.calls import call_style
 from stepgraph.runtime.serve.http import Bounds
 from stepgraph.runtime.serve.reasoning import with_markers
 from stepgraph.runtime.text import TextCodec
-from stepgraph.sampling.grammar.matchers.forced import token_table
+from stepgraph.sampling.grammar.matchers.forced import token_lookup
 from tests.helpers.running_server import ASK, FORMAT, SCHEMA, TOOLS, Running, running
 from tests.runtime.serve.test_server import calls_of
 
 MARKERS = "<tool_call> </tool_call> [TOOL_CALLS] [ARGS] <|start|> <|channel|> <|message|> <|constrain|> <|end|> <|ask|>".split()
 TOKENS = [*(bytes([value]) for value in range(256)), *map(str.encode, MARKERS), b"<|stop|>"]
 STOP = len(TOKENS) - 1
-SPELLED = token_table(Vocabulary(TOKENS, [STOP]))
+SPELLED = token_lookup(Vocabulary(TOKENS, [STOP]))
 CALL = ("look_up", {"name": "ada", "age": 36})
 GPT_OSS = "<|start|>assistant to=functions.{{ call.name }}<|channel|>commentary json<|message|>{{ call.arguments|tojson }}"
 PAST = {  # how chat templates write earlier calls

@@ -25,7 +25,7 @@ from stepgraph.sampling.grammar.automaton.library import Field, Image
 from stepgraph.sampling.grammar.compile.limits import DEFAULTS
 from stepgraph.sampling.grammar.link.native import open_host_link
 from stepgraph.sampling.grammar.link.protocol import MatcherRow
-from stepgraph.sampling.grammar.matchers.forced import Forcing, token_table
+from stepgraph.sampling.grammar.matchers.forced import Forcing, token_lookup
 from stepgraph.sampling.kernels.advance import PlaceColumn
 from stepgraph.sampling.sampler import Param
 from tools.gpu.checks.context import VOCABULARY, compiled, toy_target
@@ -90,7 +90,7 @@ class RoundBench:
         constants |= {"token_slots": split.token_slots} if split else {}
         self.buffers = StaticBuffers(specs, backend.device, constants=constants)
         b = self.buffers
-        forcing = Forcing(token_table(VOCABULARY), b.forced_host) if forced_drafts else None
+        forcing = Forcing(token_lookup(VOCABULARY), b.forced_host) if forced_drafts else None
         pinned = b.state_host, b.drafts_host, b.masks_host, b.tags_host
         self.host = open_host_link(host_link, *pinned, depth=256, forcing=forcing, contents_host=b.contents_host)
         self.round = Round(self.limits, self.models, self.host, draft_masks, tables=tables, split=split)

@@ -4,7 +4,7 @@
 
 #include <string.h>
 
-enum { MOST_LEGAL = 64, TAIL_BYTES = 32, BLOCK = 64 };
+enum { MAX_LEGAL = 64, TAIL_BYTES = 32, BLOCK = 64 };
 #define KEY_FACTOR UINT64_C(0x9E3779B97F4A7C15) /* forced.KEY_FACTOR */
 
 /* Bytes that it does not own. */
@@ -44,7 +44,7 @@ static int64_t legal_tokens(const token_table *table, const int32_t *mask, int64
         for (int64_t word = block; some && word < end; word++) {
             for (uint32_t bits = (uint32_t)mask[word]; bits; bits &= bits - 1) {
                 int64_t token = word * 32 + __builtin_ctz(bits);
-                if (count == MOST_LEGAL || token >= table->num_tokens) return 0;
+                if (count == MAX_LEGAL || token >= table->num_tokens) return 0;
                 legal[count++] = (int32_t)token;
                 if (count == 1) continue;
                 span first = text_of(table, legal[0]), text = text_of(table, token);
@@ -113,7 +113,7 @@ void follow_forced(forced_text *forced, int64_t position, int64_t token) {
 
 int64_t forced_token(forced_text *forced, const token_table *table, int64_t position, const int32_t *mask, int64_t words,
                      forced_source source, void *context) {
-    int32_t legal[MOST_LEGAL];
+    int32_t legal[MAX_LEGAL];
     int64_t count = legal_tokens(table, mask, words, legal);
     if (count <= 1) return count ? legal[0] : -1;
     int64_t index = position - forced->start;

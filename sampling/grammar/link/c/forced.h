@@ -6,7 +6,7 @@
 
 enum { FORCED_BYTES = 128 };
 
-/* The texts of a vocabulary: forced.TokenTable. */
+/* The texts of a vocabulary: forced.TokenLookup. */
 typedef struct {
     const uint8_t *text;   /* the bytes of all tokens; tokens that are not text have none */
     const int32_t *starts; /* [num_tokens + 1] */

@@ -11,7 +11,7 @@
 #include <string.h>
 
 /* Rows that look up masks, per item of the pool: with fewer rows the hand-off to another thread costs more than it saves. */
-enum { LOOK_UPS = 8 };
+enum { LOOK_UP_ROWS = 8 };
 
 struct host_link {
     link_shape shape;
@@ -44,14 +44,14 @@ static void tag(host_link *link, int64_t slot, matcher_row *row, int64_t index, 
 typedef struct {
     host_link *link;
     matcher_row *row;
-} search;
+} search_context;
 
 /* The rest of a marker at its limit, then the forced text of the row's library. Sets a fault and returns -1 if the library fails. */
 static int64_t find_forced(void *context, uint8_t *text) {
-    search *of = context;
-    matcher_row *row = of->row;
+    search_context *search = context;
+    matcher_row *row = search->row;
     char error[FAULT_BYTES];
-    count(of->link, LOOKS, 1);
+    count(search->link, LOOKS, 1);
     int64_t before = before_marker_end(&row->marker) ? forced_marker_text(&row->marker, text, FORCED_BYTES) : 0;
     if (before_marker_end(&row->marker) && !before) return 0;
     double start = start_of_call(row);
@@ -70,7 +70,7 @@ static void fill(host_link *link, int64_t slot, matcher_row *row, int64_t index,
     row->last_mask_status = status;
     tag(link, slot, row, index, stage);
     if (!link->shape.forced || status != OK || stage != index || index + 1 == link->shape.stages) return;
-    search context = {link, row};
+    search_context context = {link, row};
     link->shape.forced[index * link->shape.slots + slot] =
         forced_token(&row->forced, link->shape.tokens, row->committed + index, mask, link->shape.words, find_forced, &context);
 }
@@ -197,7 +197,7 @@ static void process_item(void *context, unsigned item) {
         process_row(node, link->active[item]);
         return;
     }
-    unsigned first = link->computing + (item - link->computing) * LOOK_UPS, last = first + LOOK_UPS;
+    unsigned first = link->computing + (item - link->computing) * LOOK_UP_ROWS, last = first + LOOK_UP_ROWS;
     if (last > link->num_active) last = link->num_active;
     for (unsigned row = first; row < last; row++) expect_tokens(node, link->active[row]);
     for (unsigned row = first; row < last; row++) process_row(node, link->active[row]);
@@ -218,7 +218,7 @@ static unsigned find_active(host_link *link) {
             link->active[place] = (int32_t)slot;
         }
     }
-    return link->computing + (link->num_active - link->computing + LOOK_UPS - 1) / LOOK_UPS;
+    return link->computing + (link->num_active - link->computing + LOOK_UP_ROWS - 1) / LOOK_UP_ROWS;
 }
 
 static void count_time(host_link *link, int64_t taken) {
@@ -305,7 +305,7 @@ void stepgraph_run_calls(void *data) {
     }
 }
 
-/* Writes the values of layout.OWN_LAYOUT, if there is room for them, and returns their number. */
+/* Writes the values of layout.EXPECTED_LAYOUT, if there is room for them, and returns their number. */
 int64_t stepgraph_layout(int64_t *values, int64_t room) {
     const int64_t own[] = {
         LAYOUT_VERSION, sizeof(token_table), sizeof(forced_text), sizeof(marker_table), sizeof(marker_progress),

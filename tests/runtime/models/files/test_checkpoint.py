@@ -19,7 +19,7 @@ from stepgraph.runtime.models.files import checkpoint
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.files.config_fields import read_config
 from stepgraph.runtime.models.llama import Llama
-from stepgraph.sampling.grammar.tokenizers.table import decode_byte_letters, spelling_of
+from stepgraph.sampling.grammar.tokenizers.table import decode_byte_letters, token_decoder
 from tests.helpers.families import Cached, folder_of, judge, refused_when_damaged, save
 
 FAMILY = "llama-3.1"
@@ -80,7 +80,7 @@ def test_vocabulary_of_a_folder(folder: Path) -> None:
     assert open_checkpoint(folder).vocabulary.stop_token_ids == (2, 1)
     assert decode_byte_letters("\u0120caf\u00c3\u00a9\u010a") == " caf\u00e9\n".encode()
     replace = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
-    spell = spelling_of({"type": "Sequence", "decoders": [replace, {"type": "ByteFallback"}, {"type": "Fuse"}]}, None, "sentencepiece")
+    spell = token_decoder({"type": "Sequence", "decoders": [replace, {"type": "ByteFallback"}, {"type": "Fuse"}]}, None, "sentencepiece")
     assert spell("\u2581caf\u00e9") == " caf\u00e9".encode() and spell("<0x0A>") == b"\n"
 
 

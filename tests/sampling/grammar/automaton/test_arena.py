@@ -43,12 +43,12 @@ class ArenaMachine(RuleBasedStateMachine):
             return
         assert block.image is wanted
         if block in before.values():
-            assert not gone and block.copied == len(wanted), "an image in the arena needs no eviction and no copy"
+            assert not gone and block.num_copied == len(wanted), "an image in the arena needs no eviction and no copy"
         else:
-            assert block.copied == 0
+            assert block.num_copied == 0
             assert not gone or not self.fits(wanted, [old for old in before.values() if old not in idle[: len(gone) - 1]]), "extra eviction"
             self.memory[block.offset : block.offset + len(wanted)] = wanted
-            block.copied = len(wanted)
+            block.num_copied = len(wanted)
         self.last_use = [old for old in self.last_use if old not in gone and old is not block]
         self.uses.append(block)
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from stepgraph import Vocabulary
 from stepgraph.sampling.grammar import Constraint
-from stepgraph.sampling.grammar.automaton.grammar import token_table
+from stepgraph.sampling.grammar.automaton.grammar import automaton_vocabulary
 from stepgraph.sampling.grammar.automaton.library import limits_of
 from stepgraph.sampling.grammar.compile.limits import GrammarLimits
 from stepgraph.sampling.grammar.xgrammar_lib.grammar import parse
@@ -20,7 +20,7 @@ BOUNDS = limits_of(asdict(LIMITS))
 
 
 def test_compiling_images_of_new_sizes_defines_no_types() -> None:
-    table = token_table(Vocabulary.printable(logits_width=128))
+    table = automaton_vocabulary(Vocabulary.printable(logits_width=128))
 
     def num_types_after(lengths: range) -> int:
         images = [table.compile(str(parse(Constraint.regex("a" * length), LIMITS).serialize_json()), BOUNDS) for length in lengths]

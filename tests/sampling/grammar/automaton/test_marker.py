@@ -65,11 +65,11 @@ def compare(grammars: Pair, marker: Marker, draw: Random, texts: int, length: in
                 break
             # In half of the steps, a token that continues the marker, so that the marker ends.
             state = expected.state
-            closer = [token for token in legal if state < marker.complete and (marker.after(state, token) or 0) > state]
-            assert closer or marker.limit is None or expected.begun or expected.num_free < marker.limit, "only marker tokens are legal"
+            closer = [token for token in legal if state < marker.complete and (marker.next_state(state, token) or 0) > state]
+            assert closer or marker.limit is None or expected.past_marker or expected.num_free < marker.limit, "only the marker is legal"
             token = draw.choice(closer if closer and draw.random() < 0.5 else legal)
             assert ours.accept_token(token) and expected.accept_token(token)
-        ends += expected.begun
+        ends += expected.past_marker
     return ends
 
 

@@ -79,9 +79,9 @@ def test_schema_without_an_automaton_goes_to_the_library_that_is_expected_to_be_
 
 def test_nested_parts_without_an_automaton_go_to_the_library_with_fast_masks() -> None:
     unfit = UnfitError("it may begin a nested part or continue, with the same text", 1000)
-    reasons, order = backends.by_cost(("xgrammar", "llguidance"), "json_schema", unfit)
+    reasons, order = backends.order_by_cost(("xgrammar", "llguidance"), "json_schema", unfit)
     assert order == ["llguidance", "xgrammar"] and reasons == {"xgrammar": "a mask is expected to take up to 55 ms"}
-    assert backends.by_cost(("xgrammar", "llguidance"), "json_schema", UnfitError("another reason", 1000))[1][0] == "xgrammar"
+    assert backends.order_by_cost(("xgrammar", "llguidance"), "json_schema", UnfitError("another reason", 1000))[1][0] == "xgrammar"
 
 
 @needs_c
@@ -180,7 +180,7 @@ def test_coverage_stops_after_the_time_of_one_compile() -> None:
 
 @needs_c
 def test_missing_llguidance_is_named_in_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "installed", lambda name: False)
+    monkeypatch.setattr(backends, "is_installed", lambda name: False)
     alone = GrammarCompiler(BYTES, max_threads=1)
     assert alone.compile(Constraint.json_schema({"type": "integer"})).backend == "automaton"
     with pytest.raises(ValueError, match=r"llguidance: llguidance is not installed; pip install 'stepgraph\[llguidance\]'"):

@@ -213,11 +213,11 @@ worker = compiler._idle_workers[-1]
 first, child = worker.pid, os.fork()
 if child == 0:
     compiler.compile(Constraint.regex("b+"))  # with a worker of its own
-    assert worker.pid != first and worker.started == 2
+    assert worker.pid != first and worker.processes_started == 2
     sys.exit(7)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 compiler.compile(Constraint.regex("c+"))
-assert worker.pid == first and worker.started == 1, "the fork ended its parent's worker"
+assert worker.pid == first and worker.processes_started == 1, "the fork ended its parent's worker"
 print(worker.pid)
 """
 
@@ -258,7 +258,7 @@ def test_late_kill_does_not_cancel_the_next_compile(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(popen, "kill", lambda: kill() if dying else dying.append(popen.pid))
     worker.kill()
     assert compiler.compile(Constraint.regex("b")).backend == "automaton"
-    assert worker.started == 2 and gone(dying[0])
+    assert worker.processes_started == 2 and gone(dying[0])
     compiler.close()
 
 

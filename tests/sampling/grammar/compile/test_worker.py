@@ -120,7 +120,7 @@ def test_stopped_worker_is_replaced(worker: CompileWorker) -> None:
     message = r"GrammarLimits\.compile_seconds: got no answer from the compile worker, expected at most 1\.0 s"
     with pytest.raises(CompileAbortedError, match=message):
         worker.call(*A)
-    assert worker.pid is None and worker.call(*A) == first and worker.started == 2
+    assert worker.pid is None and worker.call(*A) == first and worker.processes_started == 2
 
 
 def test_kill_before_the_process_exists_cancels_the_compile(worker: CompileWorker) -> None:

@@ -24,7 +24,7 @@ NOT_BUILT = "it was not built: there was no C compiler when stepgraph was instal
 @pytest.fixture
 def no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(native, "load", lambda: NativeLibrary(find_library(tmp_path)))
-    monkeypatch.setattr(native, "_warned", set())
+    monkeypatch.setattr(native, "_warnings_given", set())
 
 
 @pytest.mark.usefixtures("no_library")
@@ -93,11 +93,11 @@ def test_a_file_that_is_not_a_library_is_reported(tmp_path: Path) -> None:
 
 
 DIFFERENCES: list[tuple[Any, str, Any, str]] = [
-    (native, "OWN_LAYOUT", (2,), r"_native.*so was built from other sources; install stepgraph again"),
+    (native, "EXPECTED_LAYOUT", (2,), r"_native.*so was built from other sources; install stepgraph again"),
     (importlib.metadata, "version", lambda name: "0.3.0", "xgrammar: got 0.3.0, expected 0.2.8 or a later 0.2"),
     (importlib.metadata, "version", lambda name: "0.2.7", "xgrammar: got 0.2.7, expected 0.2.8 or a later 0.2"),
     (xgrammar_binding, "TVM_VERSION", (9, 9), r"tvm-ffi: got 0\.1\.\d+, expected 9\.9"),
-    (xgrammar_binding, "MATCHER", "xgrammar.Matcher", "xgrammar's matcher type: got 'xgrammar.tvm_ffi_binding.GrammarMatcher'"),
+    (xgrammar_binding, "MATCHER_TYPE_KEY", "xgrammar.Matcher", "xgrammar's matcher type: got 'xgrammar.tvm_ffi_binding.GrammarMatcher'"),
     (xgrammar_binding, "SIGNATURES", {"accept_tokens": ("bool",)}, "xgrammar's matcher has no method 'accept_tokens'"),
     (xgrammar_binding, "SIGNATURES", {"rollback": ("None",)}, "xgrammar's rollback: got None xgrammar.*GrammarMatcher int, expected None"),
     (xgrammar_binding, "SYMBOLS", {"call": "TVMFFICall"}, "tvm-ffi has no TVMFFICall"),
@@ -111,12 +111,12 @@ DIFFERENCES: list[tuple[Any, str, Any, str]] = [
 def test_a_library_that_differs_is_not_called(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, value: Any, message: str) -> None:
     path = find_library()
     monkeypatch.setattr(module, name, value)
-    monkeypatch.setattr(xgrammar_binding, "KNOWN", {"xgrammar": "another"})
+    monkeypatch.setattr(xgrammar_binding, "TESTED_VERSIONS", {"xgrammar": "another"})
     with pytest.raises(Unavailable, match=message):
         NativeLibrary(path)
 
 
 @needs_native
 def test_the_installed_versions_are_known_and_bound() -> None:
-    assert xgrammar_binding.versions_are_known(), "update KNOWN: otherwise every engine imports xgrammar, and with it transformers"
+    assert xgrammar_binding.versions_are_tested(), "update TESTED_VERSIONS, or every engine imports xgrammar, and with it transformers"
     assert NativeLibrary(find_library()).xgrammar.struct.call

@@ -227,7 +227,7 @@ def test_a_lexer_filled_by_other_texts_ends_no_text(link: str) -> None:
 
 
 DIFFERENCES: list[tuple[str, Any, str]] = [
-    ("VERSION", re.compile(rb"llguidance@2"), r"C API: got llguidance@1\.9\.\d+ .*, expected llguidance@1.9.1 or a later 1.9"),
+    ("VERSION_PATTERN", re.compile(rb"llguidance@2"), r"C API: got llguidance@1\.9\.\d+ .*, expected llguidance@1.9.1 or a later 1.9"),
     ("SYMBOLS", {"free": "llg_drop_matcher"}, "does not export its C API: .*llg_drop_matcher"),
     ("DEFAULTS", {**llguidance_binding.DEFAULTS, "max_items_in_row": 1}, "LlgConstraintInit has another layout: got .*, expected .* 1,"),
 ]
@@ -241,7 +241,7 @@ def test_a_library_that_differs_is_not_called(monkeypatch: pytest.MonkeyPatch, n
 
 
 def test_an_unknown_llguidance_is_driven_from_python_with_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llguidance_binding, "VERSION", re.compile(b"llguidance@2"))
+    monkeypatch.setattr(llguidance_binding, "VERSION_PATTERN", re.compile(b"llguidance@2"))
     monkeypatch.setattr(native, "load", lambda: NativeLibrary(find_library()))
     llguidance_binding.llguidance_api.cache_clear()
     constraint = Constraint.regex("[a-c]{3,6}x", backend="llguidance")

@@ -56,7 +56,7 @@ class MarkerPair(LinkPair):
     def __init__(self, *arguments: Any, bug: Callable[[NativeRow], None] | None = None, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self.bug, self.statuses = bug, set[int]()
-        self.begun, self.num_taken_back = set[int](), 0  # requests past their marker; markers that were rolled back
+        self.past_marker, self.num_taken_back = set[int](), 0  # requests past their marker; markers that were rolled back
 
     def admit_random(self, slot: int) -> None:
         random, vocabulary = self.random, self.vocabulary
@@ -75,11 +75,11 @@ class MarkerPair(LinkPair):
         legal, marker = super().legal(request, drafts), request.grammar.marker
         state = 0
         for token in [*request.history, *request.drafts[:drafts]]:
-            after = marker.after(state, token) if marker and state < marker.complete and token < len(self.vocabulary.tokens) else None
+            after = marker.next_state(state, token) if marker and state < marker.complete and token < len(self.vocabulary.tokens) else None
             state = state if after is None else after
         if marker is None or state == marker.complete or self.random.random() < 0.5:
             return legal
-        return [token for token in legal if (marker.after(state, token) or 0) > state] or legal
+        return [token for token in legal if (marker.next_state(state, token) or 0) > state] or legal
 
     def check(self) -> None:
         super().check()
@@ -87,8 +87,8 @@ class MarkerPair(LinkPair):
         for request in filter(None, self.requests):
             matcher = request.rows[0].matcher
             if isinstance(matcher, MarkerMatcher):
-                self.num_taken_back += request.owner in self.begun and not matcher.begun
-                (self.begun.add if matcher.begun else self.begun.discard)(request.owner)
+                self.num_taken_back += request.owner in self.past_marker and not matcher.past_marker
+                (self.past_marker.add if matcher.past_marker else self.past_marker.discard)(request.owner)
 
 
 schedules = st.tuples(
@@ -177,7 +177,7 @@ def test_every_token_in_every_marker_state_equals_the_python_link(marker: str | 
             link.node((BEGIN_ROUND, COMMIT, advance(1), END_ROUND))()
             written.append((memory.tags.tolist(), memory.masks[0].tolist(), [row.fault for row in rows]))
             legal = memory.tags[1, :, 3] == MaskStatus.OK
-            assert legal.tolist() == [token < 12 and grammar.marker.after(state, token) is not None for token in range(40)]
+            assert legal.tolist() == [token < 12 and grammar.marker.next_state(state, token) is not None for token in range(40)]
         assert written[0] == written[1]
 
 

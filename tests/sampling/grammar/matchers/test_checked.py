@@ -12,7 +12,7 @@ from stepgraph import Engine, EngineConfig, FinishReason
 from stepgraph.runtime.models.toy import ToyDraft
 from stepgraph.sampling.grammar import Constraint, GrammarCompiler, MaskStatus, Matcher
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
-from stepgraph.sampling.grammar.matchers.checked import MASKS_KEPT, CheckedMatcher
+from stepgraph.sampling.grammar.matchers.checked import MAX_KEPT_MASKS, CheckedMatcher
 from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammarMatcher
 from tests.helpers.c_library import EACH_BACKEND
 from tests.helpers.grammar_texts import EXAMPLES, PRINTABLE, STOP, encode, filled
@@ -120,7 +120,7 @@ def test_a_bounded_number_of_masks_is_kept() -> None:
     for _ in range(100):
         filled(matcher)
         assert matcher.accept_token(A)
-    assert len(matcher._masks) <= MASKS_KEPT
+    assert len(matcher._masks) <= MAX_KEPT_MASKS
 
 
 @pytest.mark.parametrize("check", [True, False])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, MaskStatus, Matcher, Vocabulary
 from stepgraph.sampling.grammar.matchers import forced as module
-from stepgraph.sampling.grammar.matchers.forced import FORCED_BYTES, MAX_LEGAL, ForcedText, TokenTable, forced_bytes, token_table
+from stepgraph.sampling.grammar.matchers.forced import FORCED_BYTES, MAX_LEGAL, ForcedText, TokenLookup, forced_bytes, token_lookup
 from tests.helpers.toy_engines import COMPILER, CONSTRAINTS, VOCABULARY
 
 NAMES = ["name", "email_address", "HTTPStatusCode", "isActive", "postal_code", "übersetzung", "created_at", "x1"]
@@ -49,12 +49,12 @@ class Walk:
 
     def __init__(self, grammar: CompiledConstraint) -> None:
         self.grammar, self.matcher = grammar, grammar.matcher()
-        self.table, self.text, self.history = token_table(grammar.vocabulary), ForcedText(), list[int]()
+        self.table, self.text, self.history = token_lookup(grammar.vocabulary), ForcedText(), list[int]()
         self.masks = torch.zeros(1, grammar.vocabulary.mask_words, dtype=torch.int32)
 
     def fill(self) -> list[int]:
         status = self.matcher.fill_next_token_bitmask(self.masks, 0)
-        return module._legal(self.masks[0].numpy()) if status == MaskStatus.OK else []
+        return module._legal_tokens(self.masks[0].numpy()) if status == MaskStatus.OK else []
 
     def forced(self, fresh: bool = False) -> int:
         text = ForcedText() if fresh else self.text
@@ -106,7 +106,7 @@ def test_proposals_are_the_tokens_of_the_tokenizer() -> None:
                 num_forced += 1
                 num_not_longest += max(legal, key=lambda legal_id: len(compiler.vocabulary.tokens[legal_id])) != token
             walk.accept(token)
-    assert token_table(compiler.vocabulary).merges and num_forced > 200 and num_not_longest > 5, (num_forced, num_not_longest)
+    assert token_lookup(compiler.vocabulary).merges and num_forced > 200 and num_not_longest > 5, (num_forced, num_not_longest)
 
 
 def test_nothing_is_proposed_if_a_longer_token_is_legal() -> None:
@@ -136,12 +136,12 @@ def test_of_tokens_with_equal_text_the_tokenizers_choice_is_proposed(ids: str) -
     duplicate = b"a" if ids == "highest" else b"name"
     vocabulary = Vocabulary([*base.tokens[:-1], duplicate, base.tokens[-1]], [len(base.tokens)])
     found = [index for index, token in enumerate(vocabulary.tokens) if token == duplicate]
-    assert len(found) == 2 and TokenTable(vocabulary).split(duplicate) == [found[-1] if ids == "highest" else found[0]]
+    assert len(found) == 2 and TokenLookup(vocabulary).split(duplicate) == [found[-1] if ids == "highest" else found[0]]
 
 
 def test_the_only_legal_token_is_forced_without_calling_the_matcher() -> None:
     """Also a token without text, such as the control token of a marker."""
-    table, masks = token_table(VOCABULARY), torch.zeros(1, VOCABULARY.mask_words, dtype=torch.int32)
+    table, masks = token_lookup(VOCABULARY), torch.zeros(1, VOCABULARY.mask_words, dtype=torch.int32)
     text = ForcedText()
     no_matcher: Any = None
     for token in (0, 31, 112):
@@ -219,7 +219,7 @@ def test_forced_bytes_leaves_the_matcher_unchanged(constraint: Constraint) -> No
         statuses = [matcher.fill_next_token_bitmask(masks, row) for row, matcher in enumerate((queried, reference))]
         forced_bytes(queried)
         assert statuses[0] == statuses[1] and torch.equal(masks[0], masks[1])
-        legal = module._legal(masks[1].numpy())
+        legal = module._legal_tokens(masks[1].numpy())
         if legal and random.random() < 0.75:
             token = random.choice(legal)
             assert queried.accept_token(token) and reference.accept_token(token)
@@ -273,5 +273,5 @@ def test_a_matcher_out_of_fuel_forces_nothing() -> None:
 
 
 def test_text_with_a_byte_that_no_token_has_is_not_split() -> None:
-    table = TokenTable(Vocabulary([b"a", b"ab", b"b", b""], stop_token_ids=[3]))
+    table = TokenLookup(Vocabulary([b"a", b"ab", b"b", b""], stop_token_ids=[3]))
     assert table.split(b"aba") == [1, 0] and table.split(b"abc") == []

@@ -138,11 +138,11 @@ def test_masks_after_rollbacks_are_those_of_a_fresh_matcher(marker: Any, backend
         assert matcher.accept_token(token_id) == (token_id in legal)
         history += [token_id] if token_id in legal else []
         if random.random() < 0.4 or not legal:
-            begun = matcher.begun if isinstance(matcher, MarkerMatcher) else False
+            begun = matcher.past_marker if isinstance(matcher, MarkerMatcher) else False
             count = random.randint(0, min(len(history), 6))
             matcher.rollback(count)
             del history[len(history) - count :]
-            num_taken_back += begun and not (isinstance(matcher, MarkerMatcher) and matcher.begun)
+            num_taken_back += begun and not (isinstance(matcher, MarkerMatcher) and matcher.past_marker)
         fresh = constraint.matcher()
         assert all(fresh.accept_token(token) for token in history)
         assert filled(matcher, 2) == filled(fresh, 2)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepgraph.sampling.grammar.constraints.charset import EVERY, charset
+from stepgraph.sampling.grammar.constraints.charset import ALL_CHARS, charset
 from stepgraph.sampling.grammar.schema import automata, patterns
 from stepgraph.sampling.grammar.schema.automata import MAX_STATES, TooComplexError, automaton, is_empty
 from stepgraph.sampling.grammar.schema.language import (
@@ -161,7 +161,7 @@ def test_terms_are_simplified() -> None:
     assert either(words(["b"]), words(["a"])) is words(["a", "b"]) and complement(complement(words(["a"]))) is words(["a"])
     assert both(repeat(ANY_CHAR, 2, 9), repeat(chars(charset("x")), 1, 4)) is repeat(chars(charset("x")), 2, 4)
     assert both(repeat(ANY_CHAR, 0, 3), cat(words(["abcd"]), ANY_TEXT)) is NOTHING
-    assert length_range(patterns.full("a{2,3}(bc|d)")) == (3, 5) and chars(EVERY) is ANY_CHAR
+    assert length_range(patterns.full("a{2,3}(bc|d)")) == (3, 5) and chars(ALL_CHARS) is ANY_CHAR
 
 
 @pytest.mark.parametrize("pattern", ["^(a|bb)(1|a1)[ab]*$", "(a|bb|b1b)a*(1|bb)", "^[ab]{1,2}(1|11)b*$", "^(ab|1a)*(a|b1)$"])
