@@ -9,7 +9,7 @@ from typing import Any
 from stepgraph.runtime.commands import terminal
 from stepgraph.sampling.grammar import Constraint, coverage
 from stepgraph.sampling.grammar.constraints.unsupported import Unsupported
-from stepgraph.sampling.grammar.schema.reader import shown, value_of
+from stepgraph.sampling.grammar.schema.reader import clip_json, value_of
 
 HEAD = ("place", "keyword", "value", "result", "reason", "suggestion")
 MAX_VALUE = 40  # characters of a value in the table
@@ -39,7 +39,7 @@ def _row(part: Unsupported, schema: dict[str, Any], result: str) -> dict[str, An
     reason, suggestion = part.split
     suggestion = suggestion or ("nothing to do" if result == "narrowed" else "remove it, and check it in the finished text")
     value = None if part.where == "#" and part.keyword not in schema else value_of(schema, part)  # None: the whole document
-    reason = reason.removeprefix(f"got {shown(value)}").removeprefix(", which ").removeprefix(": ") or "is not accepted"
+    reason = reason.removeprefix(f"got {clip_json(value)}").removeprefix(", which ").removeprefix(": ") or "is not accepted"
     return dict(zip(HEAD, (part.where, part.keyword, value, result, reason, suggestion), strict=True))
 
 

@@ -24,8 +24,8 @@ from stepgraph.sampling.grammar.constraints.structural_tag import tag_groups
 from stepgraph.sampling.grammar.constraints.unsupported import Unsupported, UnsupportedError
 from stepgraph.sampling.grammar.llguidance_lib.lark import LARK_TOKEN
 from stepgraph.sampling.grammar.matchers.protocol import Matcher
-from stepgraph.sampling.grammar.schema.grammar import narrowed_parts, without
-from stepgraph.sampling.grammar.schema.reader import check_schema, parsed
+from stepgraph.sampling.grammar.schema.grammar import narrowed_parts, without_keyword
+from stepgraph.sampling.grammar.schema.reader import check_schema, parse_json
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammarBuilder
@@ -207,7 +207,7 @@ def check_size(constraint: Constraint, limits: GrammarLimits) -> None:
 def check_schemas(constraint: Constraint) -> None:
     """UnsupportedError for a schema with an error that `check_schema` finds: the same for all libraries."""
     if constraint.kind == "json_schema":
-        check_schema(parsed(constraint.payload), constraint.schema_options)
+        check_schema(parse_json(constraint.payload), constraint.schema_options)
     elif constraint.kind == "structural_tag":
         for group in tag_groups(constraint.payload):
             for tag in group.tags:
@@ -310,7 +310,7 @@ def coverage(constraint: Constraint, limits: GrammarLimits | None = None) -> Cov
         worker.close()
     later = {name: why for name, why in later.items() if name != backend and not unsupported[name]}
     is_schema = backend is not None and constraint.kind == "json_schema"  # it compiled within the limits, so narrowed_parts returns in time
-    narrowed = narrowed_parts(parsed(constraint.payload), constraint.schema_options) if is_schema else ()
+    narrowed = narrowed_parts(parse_json(constraint.payload), constraint.schema_options) if is_schema else ()
     return Coverage(backend, unsupported, "; ".join(f"{name}: {why}" for name, why in later.items()), narrowed)
 
 
@@ -340,7 +340,7 @@ def _unsupported(
             part = error.unsupported if isinstance(error, UnsupportedError) else None
             parts.append(part or Unsupported("#", kind, reason_of(error)))
             same_for_all = same_for_all or ((part is not None or len(parts) == 1) and is_final(error, name, kind))
-            rest = without(json.loads(constraint.payload), part) if part and kind == "json_schema" else None
+            rest = without_keyword(json.loads(constraint.payload), part) if part and kind == "json_schema" else None
             if rest is None:
                 return tuple(parts), same_for_all, error if isinstance(error, UnfitError) else None
             constraint = replace(constraint, payload=json.dumps(rest, separators=(",", ":")))

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 from stepgraph.sampling.grammar.constraints.charset import ALL_CHARS, CharSet, intersection, regex_class, xgrammar_safe_class
 from stepgraph.sampling.grammar.schema.language import END, START
-from stepgraph.sampling.grammar.schema.patterns import Group, Item, Look, PatternError, Pieces, Repeat, read
-from stepgraph.sampling.grammar.schema.spelling import bounds
+from stepgraph.sampling.grammar.schema.patterns import Group, Item, LookAhead, PatternError, Pieces, Repeat, parse_pattern
+from stepgraph.sampling.grammar.schema.spelling import repeat_suffix
 
 
 def pattern_to_ebnf(pattern: str) -> str:
@@ -34,8 +34,8 @@ def _translate(pattern: str, write_class: Callable[[CharSet], str], opening: str
         if isinstance(item, Group):
             return f"{opening}{separator}{alternatives(item.alternatives)}{separator})"
         if isinstance(item, Repeat):
-            return text(item.item) + bounds(item.low, item.high)
-        if isinstance(item, (int, Look)):
+            return text(item.item) + repeat_suffix(item.low, item.high)
+        if isinstance(item, (int, LookAhead)):
             raise PatternError(f"has {pattern[:40]!r}, expected anchors at its ends only, and no look-around")
         if item not in classes:
             if not intersection(item, ALL_CHARS):
@@ -44,6 +44,6 @@ def _translate(pattern: str, write_class: Callable[[CharSet], str], opening: str
         return classes[item]
 
     try:
-        return alternatives([inner[inner[:1] == [START] : len(inner) - (inner[-1:] == [END])] for inner in read(pattern)])
+        return alternatives([inner[inner[:1] == [START] : len(inner) - (inner[-1:] == [END])] for inner in parse_pattern(pattern)])
     except PatternError as error:
         raise ValueError(f"pattern: got {str(error).removeprefix('has ')}") from None

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from stepgraph.sampling.fields import check_value, clip_name, clip_repr, instance_of, one_of
-from stepgraph.sampling.grammar.schema.reader import parsed
+from stepgraph.sampling.grammar.schema.reader import parse_json
 
 STYLES = ("json", "qwen_xml")
 _TEXTS = ("separator", "opening", "closing")
@@ -79,7 +79,7 @@ def _check_structure(tag: Any, triggers: list[str], name: str) -> None:
 
 def tag_groups(payload: str) -> list[TagGroup]:
     """The tags of a constraint's payload, by trigger."""
-    value = parsed(payload)
+    value = parse_json(payload)
     opening, groups = value.get("opening", ""), []
     for trigger in value["triggers"] or [""]:
         trigger_chars = 0 if opening else len(trigger)

@@ -15,7 +15,7 @@ from stepgraph.sampling.grammar.constraints.unsupported import reject
 from stepgraph.sampling.grammar.llguidance_lib.schema import lark_rules
 from stepgraph.sampling.grammar.schema.grammar import schema_grammar
 from stepgraph.sampling.grammar.schema.options import Options
-from stepgraph.sampling.grammar.schema.reader import naming_values, parsed
+from stepgraph.sampling.grammar.schema.reader import naming_values, parse_json
 from stepgraph.sampling.grammar.xgrammar_lib.ebnf import json_grammar
 
 LARK_TOKEN = re.compile(
@@ -61,7 +61,7 @@ def lark_text(kind: str, payload: str, options: Options) -> str:
     elif kind == "structural_tag":
         text = _tags_grammar(tag_groups(payload), options)
     else:
-        with naming_values(parsed(payload) if kind == "json_schema" else {}):
+        with naming_values(parse_json(payload) if kind == "json_schema" else {}):
             text = f"start: root\n{lark_rules(json_grammar(kind, payload, options))}"
     return _header({}) + text
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from stepgraph.sampling.grammar.constraints.charset import CharSet, union
-from stepgraph.sampling.grammar.schema.language import ANY_CHAR, NOTHING, START, SURROGATES, Label, Term, both, counts
+from stepgraph.sampling.grammar.schema.language import ANY_CHAR, NOTHING, START, SURROGATES, Label, Term, both, repeat_bounds
 
 MAX_STATES = 20_000  # of one automaton
 MAX_LENGTH_STATES = 5_000  # of one automaton that counts characters
@@ -34,10 +34,10 @@ def automaton(term: Term) -> Automaton:
     """The minimal automaton; TooComplexError."""
     bounds, rest = split_length(term)
     if bounds is not None:
-        return _of_length(automaton(rest), *counts(bounds))
+        return _of_length(automaton(rest), *repeat_bounds(bounds))
     states, order, edges = {term: 0}, [term], list[_Ranges]()
     for state in order:  # grows
-        starts, terms = state.steps()
+        starts, terms = state.transitions()
         found: _Ranges = []
         for index, target in enumerate(terms):
             if target is NOTHING:
@@ -65,59 +65,59 @@ def split_length(term: Term) -> tuple[Term | None, Term]:
     return bounds, term if bounds is None else both(*(part for part in term.parts if part is not bounds))
 
 
-def _of_length(found: Automaton, low: int, high: int | None) -> Automaton:
+def _of_length(source: Automaton, low: int, high: int | None) -> Automaton:
     """The texts of these lengths. A state is a state of the given automaton and the number of characters so far.
 
     Longer texts are processed first, so that equal states are found in one pass: the number grows with each edge. Above the number from
     which all lengths are accepted, the states are those of the given automaton, which is minimal.
     """
-    if not found.edges:
-        return found
+    if not source.edges:
+        return source
     last = low if high is None else high
     layers: list[set[int]] = [{0}]
     total = 1
     while len(layers) <= last and layers[-1]:
-        layers.append({target for state in layers[-1] for _, target in found.edges[state]})
+        layers.append({target for state in layers[-1] for _, target in source.edges[state]})
         total += len(layers[-1])
         if total > MAX_LENGTH_STATES:
             raise TooComplexError(f"takes more than {MAX_LENGTH_STATES} states with its length; write smaller bounds")
-    numbers, kept = dict[Label, int](), Automaton([], [])
+    numbers, result = dict[Label, int](), Automaton([], [])
     if high is None and len(layers) > last:
-        kept, after = _reached(found, layers.pop())
+        result, after = _reachable_part(source, layers.pop())
     else:
         after = {}
     for length in range(len(layers) - 1, -1, -1):
-        here = dict[int, int]()
+        state_numbers = dict[int, int]()
         for state in layers[length]:
             leads = defaultdict[int, list[tuple[int, int]]](list)
-            for members, target in found.edges[state] if high is None or length < high else ():
+            for members, target in source.edges[state] if high is None or length < high else ():
                 if target in after:
                     leads[after[target]] += members
-            accepts = found.accepts[state] and length >= low
+            accepts = source.accepts[state] and length >= low
             if not leads and not accepts:
                 continue
             edges = [(union(pairs), target) for target, pairs in leads.items()]
             key = accepts, frozenset(edges)
             if key not in numbers:
-                numbers[key] = len(kept.edges)
-                kept.edges.append(edges)
-                kept.accepts.append(accepts)
-            here[state] = numbers[key]
-        after = here
-    return _reached(kept, [after[0]])[0] if 0 in after else Automaton([], [])
+                numbers[key] = len(result.edges)
+                result.edges.append(edges)
+                result.accepts.append(accepts)
+            state_numbers[state] = numbers[key]
+        after = state_numbers
+    return _reachable_part(result, [after[0]])[0] if 0 in after else Automaton([], [])
 
 
-def _reached(found: Automaton, start: Iterable[int]) -> tuple[Automaton, dict[int, int]]:
+def _reachable_part(source: Automaton, start: Iterable[int]) -> tuple[Automaton, dict[int, int]]:
     """The automaton of the states that are reached, in the order of their discovery, and the new numbers of these states."""
     order = list(start)
     numbers = {state: index for index, state in enumerate(order)}
     for state in order:  # grows
-        for _, target in found.edges[state]:
+        for _, target in source.edges[state]:
             if target not in numbers:
                 numbers[target] = len(order)
                 order.append(target)
-    edges = [[(members, numbers[target]) for members, target in found.edges[state]] for state in order]
-    return Automaton(edges, [found.accepts[state] for state in order]), numbers
+    edges = [[(members, numbers[target]) for members, target in source.edges[state]] for state in order]
+    return Automaton(edges, [source.accepts[state] for state in order]), numbers
 
 
 def _minimal(edges: list[_Ranges], accepts: list[bool]) -> Automaton:
@@ -157,7 +157,7 @@ def _blocks(
     keys, changed, count = dict[int, _Ranges](), set(distance), max(block) + 1
     while changed:
         split = {block[state] for state in changed if len(members[block[state]]) > 1}
-        keys.update((state, _joined(edges[state], block)) for state in changed)
+        keys.update((state, _merged_ranges(edges[state], block)) for state in changed)
         changed = set()
         for old in split:
             groups = defaultdict[Label, set[int]](set)
@@ -186,7 +186,7 @@ def _distances(before: Mapping[int, set[int]], accepts: list[bool]) -> dict[int,
     return distance
 
 
-def _joined(ranges: _Ranges, block: list[int]) -> _Ranges:
+def _merged_ranges(ranges: _Ranges, block: list[int]) -> _Ranges:
     """The edges to blocks. Adjacent ranges that lead to the same block are joined; edges to states that accept no text are left out."""
     found: _Ranges = []
     end, lead = -1, -1  # of the last range
@@ -201,18 +201,18 @@ def _joined(ranges: _Ranges, block: list[int]) -> _Ranges:
     return found
 
 
-def listed(term: Term, most: int) -> list[str] | None:
-    """All texts, the shortest first; None if there are more than `most`."""
+def list_texts(term: Term, limit: int) -> list[str] | None:
+    """All texts, the shortest first; None if there are more than `limit`."""
     found, ends, machine = list[str](), [("", 0)] if not is_empty(term) else [], automaton(term)
     while ends:
         longer = list[tuple[str, int]]()
         for text, state in ends:
             found += [text] * machine.accepts[state]
             for chars, target in machine.edges[state]:
-                if sum(last - first + 1 for first, last in chars) > most:
+                if sum(last - first + 1 for first, last in chars) > limit:
                     return None
                 longer += [(text + chr(char), target) for first, last in chars for char in range(first, last + 1)]
-        if len(found) + len(longer) > most:  # each item of `longer` leads to at least one text
+        if len(found) + len(longer) > limit:  # each item of `longer` leads to at least one text
             return None
         ends = longer
     return found
@@ -220,7 +220,7 @@ def listed(term: Term, most: int) -> list[str] | None:
 
 def is_empty(term: Term) -> bool:
     """Whether no text is in the language."""
-    if term.is_plain or term.kind == "named":
+    if term.is_regex or term.kind == "named":
         return term is NOTHING
     if term.kind == "alt":
         return all(map(is_empty, term.parts))

@@ -12,7 +12,7 @@ from typing import NoReturn, TypeVar
 
 from stepgraph.sampling.grammar.constraints.unsupported import reject
 from stepgraph.sampling.grammar.schema.automata import is_empty
-from stepgraph.sampling.grammar.schema.forms import ANYTHING, NEVER, TRUE, Array, Contains, Expr, Form, Keys, Object, all_of, negations
+from stepgraph.sampling.grammar.schema.forms import ANY_VALUE, NEVER, TRUE, Array, Contains, Expr, Form, KeyClass, Object, all_of, negations
 from stepgraph.sampling.grammar.schema.language import ANY_TEXT, both, complement, either, words
 from stepgraph.sampling.grammar.schema.numbers import Numbers
 
@@ -24,14 +24,14 @@ Simplify = Callable[[Expr], Expr]
 
 def meet(left: Form, right: Form, simplify: Simplify, where: str) -> Form:
     """The values that are in both forms; UnsupportedError if that takes too many alternatives."""
-    if left == ANYTHING or right == ANYTHING:
-        return left if right == ANYTHING else right
+    if left == ANY_VALUE or right == ANY_VALUE:
+        return left if right == ANY_VALUE else right
     for items in (len(left.arrays) * len(right.arrays), len(left.objects) * len(right.objects)):
         if items > MAX_ALTERNATIVES:
             reject(where, "schema", f"has {items} combinations of alternatives, expected at most {MAX_ALTERNATIVES}")
     numbers = dict.fromkeys(one.meet(other) for one, other in product(left.numbers, right.numbers))
-    arrays = _pairs(left.arrays, right.arrays, lambda one, other: meet_arrays(one, other, simplify), lambda *_: False)
-    objects = _pairs(
+    arrays = _meet_pairs(left.arrays, right.arrays, lambda one, other: meet_arrays(one, other, simplify), lambda *_: False)
+    objects = _meet_pairs(
         left.objects,
         right.objects,
         lambda one, other: meet_objects(one, other, simplify),
@@ -47,18 +47,18 @@ def meet(left: Form, right: Form, simplify: Simplify, where: str) -> Form:
     )
 
 
-def _pairs(
-    left: tuple[Item, ...], right: tuple[Item, ...], met: Callable[[Item, Item], Item | None], is_kept: Callable[[Item, Item], bool]
+def _meet_pairs(
+    left: tuple[Item, ...], right: tuple[Item, ...], meet_pair: Callable[[Item, Item], Item | None], is_kept: Callable[[Item, Item], bool]
 ) -> tuple[Item, ...]:
     """The intersections of all pairs. An intersection inside an alternative that is itself one is left out unless `is_kept`."""
-    found, whole = dict[Item, None](), set[Item]()  # whole: alternatives on the right that an alternative on the left includes
-    inside = dict[Item, list[Item]]()  # for each alternative on the right, the intersections that it includes
+    found, included = dict[Item, None](), set[Item]()  # included: alternatives on the right that an alternative on the left includes
+    intersections_inside = dict[Item, list[Item]]()  # for each alternative on the right, the intersections that it includes
     for one in left:
         row = list[Item]()
         for other in right:
-            if other in whole and not is_kept(one, other):
+            if other in included and not is_kept(one, other):
                 continue
-            common = met(one, other)
+            common = meet_pair(one, other)
             if common is None:
                 continue
             if common == one and not any(is_kept(one, another) for another in right):
@@ -66,11 +66,11 @@ def _pairs(
                 break
             row.append(common)
             if common == other:
-                whole.add(other)
-                for part in inside.pop(other, ()):
+                included.add(other)
+                for part in intersections_inside.pop(other, ()):
                     found.pop(part, None)
             elif not is_kept(one, other):
-                inside.setdefault(other, []).append(common)
+                intersections_inside.setdefault(other, []).append(common)
         found.update(dict.fromkeys(row))
     return tuple(found)
 
@@ -84,7 +84,7 @@ def meet_arrays(left: Array, right: Array, simplify: Simplify) -> Array | None:
         tuple(all_of(left.item(index), right.item(index)) for index in range(size)),
         all_of(left.rest, right.rest),
         max(left.low, right.low),
-        _least(left.high, right.high),
+        _min_bound(left.high, right.high),
         tuple(dict.fromkeys((*left.contains, *right.contains))),
         left.unique or right.unique,
         evaluated,
@@ -118,18 +118,18 @@ def meet_objects(left: Object, right: Object, simplify: Simplify) -> Object | No
     names = dict.fromkeys(name for one in (left, right) for name, _ in one.declared)
     if len(left.others) == len(right.others) == 1:  # both classes have all names, the usual case: saves 6% of the time to write schemas
         (one,), (other,) = left.others, right.others
-        others = [Keys(ANY_TEXT, all_of(one.value, other.value), one.is_default and other.is_default)]
+        others = [KeyClass(ANY_TEXT, all_of(one.value, other.value), one.is_default and other.is_default)]
     else:
         others = []
         for one, other in product(left.others, right.others):
             if not is_empty(common := both(one.names, other.names)):
-                others.append(Keys(common, all_of(one.value, other.value), one.is_default and other.is_default))
+                others.append(KeyClass(common, all_of(one.value, other.value), one.is_default and other.is_default))
     found = Object(
         tuple((name, all_of(left.value(name), right.value(name))) for name in names),
         left.required | right.required,
-        _merged(others),
+        _merge_equal_values(others),
         max(left.low, right.low),
-        _least(left.high, right.high),
+        _min_bound(left.high, right.high),
         left.closable or right.closable,
         tuple(dict.fromkeys((*left.witnesses, *right.witnesses))),
         either(left.evaluated, right.evaluated),
@@ -138,9 +138,9 @@ def meet_objects(left: Object, right: Object, simplify: Simplify) -> Object | No
     return possible_object(found, simplify)
 
 
-def _merged(others: list[Keys]) -> tuple[Keys, ...]:
+def _merge_equal_values(others: list[KeyClass]) -> tuple[KeyClass, ...]:
     """Joins classes with the same values."""
-    found = dict[tuple[Expr, bool], Keys]()
+    found = dict[tuple[Expr, bool], KeyClass]()
     for keys in others:
         before = found.get(keys[1:])
         found[keys[1:]] = keys if before is None else keys._replace(names=either(before.names, keys.names))
@@ -169,16 +169,16 @@ def possible_object(found: Object, simplify: Simplify) -> Object | None:
     return replace(found, declared=declared, low=low)
 
 
-def complemented(form: Form, simplify: Simplify, where: str) -> Form:
+def complement_of(form: Form, simplify: Simplify, where: str) -> Form:
     """All values that are not in the form."""
     numbers: tuple[Numbers, ...] = (Numbers(),)
     for piece in form.numbers:
         numbers = tuple(filter(None, dict.fromkeys(one.meet(other) for one, other in product(numbers, list(piece.complement())))))
     found = Form(not form.null, frozenset([False, True]) - form.booleans, numbers, form.strings.complement(), (Array(),), (Object(),))
     for array in form.arrays:
-        found = meet(found, replace(ANYTHING, arrays=tuple(_other_arrays(array, where))), simplify, where)
+        found = meet(found, replace(ANY_VALUE, arrays=tuple(_other_arrays(array, where))), simplify, where)
     for item in form.objects:
-        found = meet(found, replace(ANYTHING, objects=tuple(_other_objects(item, where))), simplify, where)
+        found = meet(found, replace(ANY_VALUE, objects=tuple(_other_objects(item, where))), simplify, where)
     return found
 
 
@@ -226,12 +226,12 @@ def _other_objects(item: Object, where: str) -> Iterator[Object]:
     for keys in item.others:
         for other in negations(keys.value) if keys.value else ():
             if not is_empty(names := both(keys.names, declared)):
-                yield Object(witnesses=(Keys(names, other),))
+                yield Object(witnesses=(KeyClass(names, other),))
     for keys in item.witnesses:
         others = negations(keys.value)
         assert len(others) <= 1  # the value of a witness is one negated schema
-        yield Object(others=(Keys(keys.names, others[0] if others else NEVER), Keys(complement(keys.names), TRUE, True)))
+        yield Object(others=(KeyClass(keys.names, others[0] if others else NEVER), KeyClass(complement(keys.names), TRUE, True)))
 
 
-def _least(left: int | None, right: int | None) -> int | None:
+def _min_bound(left: int | None, right: int | None) -> int | None:
     return min((high for high in (left, right) if high is not None), default=None)

@@ -17,29 +17,29 @@ from stepgraph.sampling.grammar.schema.reader import Node
 Item = TypeVar("Item")
 
 
-class Literal(NamedTuple):
+class ExprLiteral(NamedTuple):
     number: int  # of the node; an Expr is sorted by it
     positive: bool
     node: Node
 
 
-Expr = tuple[Literal, ...]  # sorted; all of them hold
+Expr = tuple[ExprLiteral, ...]  # sorted; all of them hold
 TRUE: Expr = ()
-NEVER: Expr = (Literal(-1, True, Node(False, "#", "", -1)),)
+NEVER: Expr = (ExprLiteral(-1, True, Node(False, "#", "", -1)),)
 
 
 def expr(node: Node, positive: bool = True) -> Expr:
     if isinstance(node.schema, bool):
         return TRUE if node.schema is positive else NEVER
-    return (Literal(node.number, positive, node),)
+    return (ExprLiteral(node.number, positive, node),)
 
 
 def all_of(*parts: Expr) -> Expr:
     """The conjunction."""
-    found = {literal[:2]: literal for part in parts for literal in part}
-    if (-1, True) in found or any((number, not positive) in found for number, positive in found):
+    literals = {literal[:2]: literal for part in parts for literal in part}
+    if (-1, True) in literals or any((number, not positive) in literals for number, positive in literals):
         return NEVER
-    return tuple(found[key] for key in sorted(found))
+    return tuple(literals[key] for key in sorted(literals))
 
 
 def negations(part: Expr) -> list[Expr]:
@@ -48,21 +48,21 @@ def negations(part: Expr) -> list[Expr]:
 
 
 class Strings(NamedTuple):
-    """`narrow` is the part of the exact language that is generated if it is not empty: patterns match whole texts. Some formats are
-    approximated: every text of `exact` satisfies the schema, and `most` contains all texts that do, and others."""
+    """`anchored` is the part of the exact language that is generated if it is not empty: patterns match whole texts. Some formats are
+    approximated: every text of `exact` satisfies the schema, and `superset` contains all texts that do, and others."""
 
     exact: Term
-    narrow: Term
-    most: Term
+    anchored: Term
+    superset: Term
 
     def meet(self, other: Strings) -> Strings:
-        return Strings(both(self.exact, other.exact), both(self.narrow, other.narrow), both(self.most, other.most))
+        return Strings(both(self.exact, other.exact), both(self.anchored, other.anchored), both(self.superset, other.superset))
 
     def join(self, other: Strings) -> Strings:
-        return Strings(either(self.exact, other.exact), either(self.narrow, other.narrow), either(self.most, other.most))
+        return Strings(either(self.exact, other.exact), either(self.anchored, other.anchored), either(self.superset, other.superset))
 
     def complement(self) -> Strings:
-        others = complement(self.most)
+        others = complement(self.superset)
         return Strings(others, others, complement(self.exact))
 
 
@@ -94,7 +94,7 @@ class Array:
         return self.prefix[index] if index < len(self.prefix) else self.rest
 
 
-class Keys(NamedTuple):
+class KeyClass(NamedTuple):
     """A class of names of undeclared properties, and the expression for their values."""
 
     names: Term
@@ -106,11 +106,11 @@ class Keys(NamedTuple):
 class Object:
     declared: tuple[tuple[str, Expr], ...] = ()
     required: frozenset[str] = frozenset()
-    others: tuple[Keys, ...] = (Keys(ANY_TEXT, TRUE, True),)  # disjoint classes that cover all names; declared names are excluded
+    others: tuple[KeyClass, ...] = (KeyClass(ANY_TEXT, TRUE, True),)  # disjoint classes that cover all names; declared names are excluded
     low: int = 0
     high: int | None = None
     closable: bool = False  # `properties` is given: default classes are left out if objects are closed
-    witnesses: tuple[Keys, ...] = ()  # for each, at least one property must have such a name and value
+    witnesses: tuple[KeyClass, ...] = ()  # for each, at least one property must have such a name and value
     evaluated: Term = NOTHING  # names that a keyword describes, for unevaluatedProperties
     is_subset: bool = False
 
@@ -141,26 +141,26 @@ class Form:
 
     @property
     def is_nothing(self) -> bool:
-        return not (self.null or self.booleans or self.numbers or self.arrays or self.objects or self.strings.most is not NOTHING)
+        return not (self.null or self.booleans or self.numbers or self.arrays or self.objects or self.strings.superset is not NOTHING)
 
 
 _NO_STRINGS, _ANY_STRINGS = exactly(NOTHING), exactly(ANY_TEXT)
-NOTHING_AT_ALL = Form(False, frozenset(), (), _NO_STRINGS, (), ())
-ANYTHING = Form(True, frozenset([False, True]), (Numbers(),), _ANY_STRINGS, (Array(),), (Object(),))
+NO_VALUE = Form(False, frozenset(), (), _NO_STRINGS, (), ())
+ANY_VALUE = Form(True, frozenset([False, True]), (Numbers(),), _ANY_STRINGS, (Array(),), (Object(),))
 
 
 def of_one_type(form: Form) -> Form:
     """If a form restricts exactly one type: its values of this type. Otherwise the form itself."""
     others = dict[str, object]()
     for field in fields(Form):
-        if getattr(form, field.name) == getattr(ANYTHING, field.name):
-            others[field.name] = getattr(NOTHING_AT_ALL, field.name)
+        if getattr(form, field.name) == getattr(ANY_VALUE, field.name):
+            others[field.name] = getattr(NO_VALUE, field.name)
     return replace(form, **others) if len(others) == len(fields(Form)) - 1 else form  # type: ignore[arg-type]
 
 
 def join(*forms: Form) -> Form:
     """The values of any of the forms."""
-    found = NOTHING_AT_ALL
+    found = NO_VALUE
     for form in forms:
         found = Form(
             found.null or form.null,

@@ -18,18 +18,18 @@ from stepgraph.sampling.grammar.schema.language import ANY_TEXT, Term, both, eit
 from stepgraph.sampling.grammar.schema.members import members_texts
 from stepgraph.sampling.grammar.schema.normalise import Normaliser, text_keyword
 from stepgraph.sampling.grammar.schema.numbers import Numbers
-from stepgraph.sampling.grammar.schema.options import LEFT_OUT, Options
-from stepgraph.sampling.grammar.schema.reader import KNOWN, Document, naming_values, pointer, shown, value_at
-from stepgraph.sampling.grammar.schema.spelling import Speller, generated, literal
+from stepgraph.sampling.grammar.schema.options import OMITTABLE_KEYWORDS, Options
+from stepgraph.sampling.grammar.schema.reader import KEYWORDS, Document, clip_json, naming_values, pointer, value_at
+from stepgraph.sampling.grammar.schema.spelling import LanguageWriter, literal, with_few_states
 
 MAX_WHITESPACE = 32  # characters of white space between JSON tokens under any_whitespace
 MAX_RULES = 50_000
-MAX_LEFT_OUT = 100
-MAX_INLINE = 60  # characters of alternatives that do not become a rule
-MAX_PARTS = 12  # parts of a schema in which `contradiction` searches: keywords, and schemas of `allOf`
-MAX_CHARS = 20_000  # characters of a document in which `contradiction` searches
+MAX_OMITTED_KEYWORDS = 100
+MAX_INLINE_CHARS = 60  # characters of alternatives that do not become a rule
+MAX_CONTRADICTION_PARTS = 12  # parts of a schema in which `find_contradiction` searches: keywords, and schemas of `allOf`
+MAX_CONTRADICTION_CHARS = 20_000  # characters of a document in which `find_contradiction` searches
 
-_SHORTER = "with the pattern takes too many states, so that shorter texts are generated; write a smaller maxLength, or none"
+_SHORTER_TEXTS = "with the pattern takes too many states, so that shorter texts are generated; write a smaller maxLength, or none"
 _HEX = "[0-9A-Fa-f]"
 # The assertion about the character after a string excludes tokens when a grammar is compiled, which saves a check per mask. It is left
 # out in a part of a grammar (with a prefix), where any text may follow.
@@ -38,7 +38,7 @@ _STRING = (
     r' | "\\" {0}escape {0}string_rest)'
 )
 AFTER_STRING = r" (=([ \n\r\t,}\]:]))"
-_BASICS = {
+_BASE_RULES = {
     "string": r'"\"" {0}string_rest',
     "string_rest": _STRING,
     "escape": (
@@ -58,31 +58,31 @@ def schema_grammar(schema: Any, options: Options, prefix: str = "", writer: type
 
     Names of rules start with the prefix. Numbers of the schema are int and Decimal.
     """
-    rules = _enforced(schema, options, prefix, writer or GrammarWriter)[1].rules
+    rules = _write_enforced(schema, options, prefix, writer or GrammarWriter)[1].rules
     return "".join(f"{name} ::= {rule}\n" for name, rule in rules.items())
 
 
 def narrowed_parts(schema: Any, options: Options) -> tuple[Unsupported, ...]:
     """The parts that are enforced, but not all of whose texts are generated, with the reasons."""
-    return tuple(_enforced(schema, options, "", GrammarWriter)[0].narrowed)
+    return tuple(_write_enforced(schema, options, "", GrammarWriter)[0].narrowed)
 
 
-def _enforced(schema: Any, options: Options, prefix: str, writer: type[WriterType]) -> tuple[Normaliser, WriterType]:
+def _write_enforced(schema: Any, options: Options, prefix: str, writer: type[WriterType]) -> tuple[Normaliser, WriterType]:
     """The normaliser and writer of a schema; with `approximate`, of its enforced part."""
-    left = MAX_LEFT_OUT if options.approximate else 0
+    omissions = MAX_OMITTED_KEYWORDS if options.approximate else 0
     while True:
         try:
             normaliser = Normaliser(Document(schema, options.unknown_keywords), options.unknown_formats)
-            return normaliser, written(normaliser, options, prefix, writer)
+            return normaliser, write_schema(normaliser, options, prefix, writer)
         except UnsupportedError as error:
-            rest = without(schema, error.unsupported) if left and error.unsupported.keyword in LEFT_OUT else None
+            rest = without_keyword(schema, error.unsupported) if omissions and error.unsupported.keyword in OMITTABLE_KEYWORDS else None
             if rest is None:
                 with naming_values(schema):
                     raise
-            schema, left = rest, left - 1
+            schema, omissions = rest, omissions - 1
 
 
-def without(schema: Any, part: Unsupported) -> Any | None:
+def without_keyword(schema: Any, part: Unsupported) -> Any | None:
     """A schema without the keyword of `part`, which is at the place of the part or leads to it; None if there is none."""
     for where in (part.where, part.where.removesuffix(f"/{part.keyword}")):
         changed = copy.deepcopy(schema)
@@ -93,12 +93,12 @@ def without(schema: Any, part: Unsupported) -> Any | None:
     return None
 
 
-def written(normaliser: Normaliser, options: Options, prefix: str, writer_type: type[WriterType]) -> WriterType:
+def write_schema(normaliser: Normaliser, options: Options, prefix: str, writer_type: type[WriterType]) -> WriterType:
     """The writer of a schema, with its rules."""
     root = expr(normaliser.document.node("#"))
     try:
         writer = writer_type(normaliser, options, prefix, implies_types=options.objects == "closed")
-        if not writer.is_alive(root):
+        if not writer.is_satisfiable(root):
             writer = writer_type(normaliser, options, prefix, implies_types=False)
         writer.write(root)
     except RecursionError:
@@ -116,16 +116,16 @@ class GrammarWriter:
         self.is_closed, self.any_order = options.objects == "closed", options.property_order == "any"
         self.opening = f"{blank} " if blank else ""
         self.rules: dict[str, str] = {f"{prefix}root": ""}
-        self._speller = Speller(self.rules, prefix)
+        self._language_writer = LanguageWriter(self.rules, prefix)
         self._names = dict[Form, str]()
         self._strings = dict[str, str]()  # text of a rule -> name
         self._waiting = deque[tuple[str, Form, str]]()
         self.where = "#"  # place of the schema that is being written
-        self._alive = dict[Expr, bool]()
+        self._nonempty = dict[Expr, bool]()
 
     def write(self, root: Expr) -> None:
-        if not self.is_alive(root):
-            raise UnsupportedError(contradiction(self._normaliser))
+        if not self.is_satisfiable(root):
+            raise UnsupportedError(find_contradiction(self._normaliser))
         try:
             self.rules[f"{self._prefix}root"] = self.root(root)
             while self._waiting:
@@ -138,23 +138,23 @@ class GrammarWriter:
 
     # Which expressions have values: the least fixed point, so that no rule leads to an endless text.
 
-    def _find_alive(self, root: Expr) -> None:
+    def _find_satisfiable(self, root: Expr) -> None:
         forms, waiting = dict[Expr, Form](), [root]
         used_by = dict[Expr, list[Expr]]()
         while waiting:
             part = waiting.pop()
-            if part in forms or part in self._alive:
+            if part in forms or part in self._nonempty:
                 continue
             forms[part] = form = self.form(part)
             for child in self._children(form):
                 used_by.setdefault(child, []).append(part)
                 waiting.append(child)
-        self._alive |= dict.fromkeys(forms, False)
+        self._nonempty |= dict.fromkeys(forms, False)
         pending = list(forms)
         while pending:
             part = pending.pop()
-            if not self._alive[part] and self._is_satisfied(part, forms[part]):
-                self._alive[part] = True
+            if not self._nonempty[part] and self._form_has_value(part, forms[part]):
+                self._nonempty[part] = True
                 pending += used_by.get(part, ())
 
     def _children(self, form: Form) -> Iterator[Expr]:
@@ -167,31 +167,31 @@ class GrammarWriter:
                 yield from (all_of(witness.value, value) for name, value in one.declared if matches(witness.names, name))
                 yield from (all_of(witness.value, keys.value) for keys in one.others)
 
-    def _is_satisfied(self, part: Expr, form: Form) -> bool:
+    def _form_has_value(self, part: Expr, form: Form) -> bool:
         if form.null or form.booleans or form.numbers or any(map(self._array_has_value, form.arrays)):
             return True
         try:
-            return not is_empty(generated(form.strings.exact)) or any(map(self._object_has_value, form.objects))
+            return not is_empty(with_few_states(form.strings.exact)) or any(map(self._object_has_value, form.objects))
         except TooComplexError as error:
             reject(part[-1].node.where, text_keyword(part[-1].node), str(error))
 
     def _array_has_value(self, array: Array) -> bool:
-        if not all(self._alive[array.item(index)] for index in range(min(array.low, len(array.prefix) + 1))):
+        if not all(self._nonempty[array.item(index)] for index in range(min(array.low, len(array.prefix) + 1))):
             return False
-        return not array.contains or has_counts(array, self._alive.__getitem__)
+        return not array.contains or has_counts(array, self._nonempty.__getitem__)
 
     def _object_has_value(self, item: Object) -> bool:
         values = dict(item.declared)
-        if not all(self._alive[values[name]] for name in item.required):
+        if not all(self._nonempty[values[name]] for name in item.required):
             return False
-        others = [keys for keys in item.others if self._alive[keys.value]]
+        others = [keys for keys in item.others if self._nonempty[keys.value]]
         for witness in item.witnesses:
-            declared = any(matches(witness.names, name) and self._alive[all_of(witness.value, value)] for name, value in item.declared)
+            declared = any(matches(witness.names, name) and self._nonempty[all_of(witness.value, value)] for name, value in item.declared)
             if not declared and not any(
-                self._alive[all_of(witness.value, keys.value)] and not is_empty(both(witness.names, keys.names)) for keys in item.others
+                self._nonempty[all_of(witness.value, keys.value)] and not is_empty(both(witness.names, keys.names)) for keys in item.others
             ):
                 return False
-        return bool(others) or item.low <= sum(self._alive[value] for value in values.values())
+        return bool(others) or item.low <= sum(self._nonempty[value] for value in values.values())
 
     # Values
 
@@ -201,11 +201,11 @@ class GrammarWriter:
     def value(self, part: Expr) -> str:
         form = self.form(part)
         if form not in self._names:
-            simple, where = not form.arrays and not form.objects, part[-1].node.where if part else self.where
-            before, self.where = self.where, where
-            text = self._alternatives(form) if simple else ""
-            self.where = before
-            if simple and len(text) <= MAX_INLINE:
+            is_scalar, where = not form.arrays and not form.objects, part[-1].node.where if part else self.where
+            outer_where, self.where = self.where, where
+            text = self._alternatives(form) if is_scalar else ""
+            self.where = outer_where
+            if is_scalar and len(text) <= MAX_INLINE_CHARS:
                 self._names[form] = f"({text})" if "|" in text else text
             else:
                 name = self._names[form] = f"{self._prefix}v{len(self._names)}"
@@ -213,20 +213,20 @@ class GrammarWriter:
                 self._waiting.append((name, form, where))
         return self._names[form]
 
-    def _basic(self, name: str) -> str:
+    def _base_rule(self, name: str) -> str:
         if f"{self._prefix}{name}" not in self.rules:
-            rule = _BASICS[name].replace("{0}", self._prefix)
+            rule = _BASE_RULES[name].replace("{0}", self._prefix)
             self.rules[f"{self._prefix}{name}"] = rule + AFTER_STRING if name == "string_rest" and not self._prefix else rule
-            for other in _BASICS:
+            for other in _BASE_RULES:
                 if f"{self._prefix}{other}" in rule.split():
-                    self._basic(other)
+                    self._base_rule(other)
         return f"{self._prefix}{name}"
 
     def _alternatives(self, form: Form) -> str:
         cases = list[str]()
         if form.null:
             cases.append('"null"')
-        cases += [self._basic("boolean")] if len(form.booleans) == 2 else [literal(str(value).lower()) for value in form.booleans]
+        cases += [self._base_rule("boolean")] if len(form.booleans) == 2 else [literal(str(value).lower()) for value in form.booleans]
         cases += self._numbers(form.numbers)
         term = self.strings(form)
         cases += [] if is_empty(term) else [self.string(term)]
@@ -249,26 +249,26 @@ class GrammarWriter:
         if not numbers:
             return []
         if Numbers() in numbers:
-            return [self._basic("number")]
+            return [self._base_rule("number")]
         if numbers == (Numbers(multiple=Fraction(1)),):
-            return [self._basic("integer")]
+            return [self._base_rule("integer")]
         try:
             language = either(*(item.language() for item in numbers))
-            return [self._speller.body(language, in_string=False)] if not is_empty(language) else []
+            return [self._language_writer.body(language, in_string=False)] if not is_empty(language) else []
         except ValueError as error:
             reject(self.where, "multipleOf", str(error))
 
     def strings(self, form: Form) -> Term:
-        exact, narrow, _ = form.strings
-        wanted = narrow if self.is_closed and not is_empty(generated(narrow)) else exact
-        if (term := generated(wanted)) is not wanted:
-            self.narrow("maxLength", _SHORTER)
+        exact, anchored, _ = form.strings
+        language = anchored if self.is_closed and not is_empty(with_few_states(anchored)) else exact
+        if (term := with_few_states(language)) is not language:
+            self.narrow("maxLength", _SHORTER_TEXTS)
         return term
 
     def string(self, term: Term) -> str:
         if term is ANY_TEXT:
-            return self._basic("string")
-        text = f'"\\"" {self._speller.body(term, in_string=True)} "\\""'
+            return self._base_rule("string")
+        text = f'"\\"" {self._language_writer.body(term, in_string=True)} "\\""'
         if text not in self._strings:
             self._strings[text] = self.rule(text)
         return self._strings[text]
@@ -278,10 +278,10 @@ class GrammarWriter:
         form = self._normaliser.form(part)
         return of_one_type(form) if self._implies_types else form
 
-    def is_alive(self, part: Expr) -> bool:
-        if part not in self._alive:
-            self._find_alive(part)
-        return self._alive[part]
+    def is_satisfiable(self, part: Expr) -> bool:
+        if part not in self._nonempty:
+            self._find_satisfiable(part)
+        return self._nonempty[part]
 
     def narrow(self, keyword: str, reason: str) -> None:
         self._normaliser.narrowed[Unsupported(self.where, keyword, reason)] = None
@@ -301,31 +301,31 @@ def _has_value(root: Any, where: str) -> bool:
     """Whether a value satisfies the schema at a place; True if that is not known."""
     normaliser = Normaliser(Document(root))
     try:
-        return GrammarWriter(normaliser, Options(), "", implies_types=False).is_alive(expr(normaliser.document.node(where)))
+        return GrammarWriter(normaliser, Options(), "", implies_types=False).is_satisfiable(expr(normaliser.document.node(where)))
     except UnsupportedError:
         return True
 
 
-def contradiction(normaliser: Normaliser) -> Unsupported:
+def find_contradiction(normaliser: Normaliser) -> Unsupported:
     """Why no value satisfies a schema."""
     root, conflicts = normaliser.document.root, normaliser.conflicts
-    where = conflicts[0].at if conflicts else "#"
+    where = conflicts[0].where if conflicts else "#"
     places = conflicts[0].places if conflicts else ()
-    if not places and len(json.dumps(root, default=float)) <= MAX_CHARS:
+    if not places and len(json.dumps(root, default=float)) <= MAX_CONTRADICTION_CHARS:
         parts = next((parts for parts in _candidates(value_at(root, where)) if not _has_value(_with_only(root, where, parts), where)), ())
-        places = tuple(pointer(where, word, index) if word == "allOf" else f"{where}: {word}" for word, index in parts)
-    several = {0: "", 1: "", 2: "both ", 3: "all of "}[len(places)]
+        places = tuple(pointer(where, keyword, index) if keyword == "allOf" else f"{where}: {keyword}" for keyword, index in parts)
+    several, got = {0: "", 1: "", 2: "both ", 3: "all of "}[len(places)], clip_json(value_at(root, where))
     named = " and ".join(filter(None, (", ".join(places[:-1]), *places[-1:]))) or "it"
-    return Unsupported(where, "schema", f"got {shown(value_at(root, where))}: no value satisfies {several}{named}; change one of its parts")
+    return Unsupported(where, "schema", f"got {got}: no value satisfies {several}{named}; change one of its parts")
 
 
 def _candidates(schema: Any) -> Iterator[tuple[_Part, ...]]:
     if not isinstance(schema, dict):
         return
-    words = [word for word in schema if word in KNOWN and word not in ("then", "else")]
-    words.sort(key=lambda word: word != "type")  # pairs with the type first
-    parts = [(word, index) for word in words for index in range(len(schema["allOf"]) if word == "allOf" else 1)]
-    if len(parts) <= MAX_PARTS:
+    keywords = [keyword for keyword in schema if keyword in KEYWORDS and keyword not in ("then", "else")]
+    keywords.sort(key=lambda keyword: keyword != "type")  # pairs with the type first
+    parts = [(keyword, index) for keyword in keywords for index in range(len(schema["allOf"]) if keyword == "allOf" else 1)]
+    if len(parts) <= MAX_CONTRADICTION_PARTS:
         yield from ((part,) for part in parts)
         yield from itertools.combinations(parts, 2)
         yield from itertools.combinations(parts, 3)
@@ -333,11 +333,11 @@ def _candidates(schema: Any) -> Iterator[tuple[_Part, ...]]:
 
 def _with_only(root: Any, where: str, parts: tuple[_Part, ...]) -> Any:
     """The document in which the schema at `where` has only these parts and its type."""
-    schema, words = value_at(root, where), {word for word, _ in parts}
-    typed = words | ({"type"} if len(parts) > 1 else set()) | ({"then", "else"} if "if" in words else set())
-    kept = {word: value for word, value in schema.items() if word not in KNOWN or word in typed}
-    if "allOf" in words:
-        kept["allOf"] = [schema["allOf"][index] for word, index in parts if word == "allOf"]
+    schema, keywords = value_at(root, where), {keyword for keyword, _ in parts}
+    typed = keywords | ({"type"} if len(parts) > 1 else set()) | ({"then", "else"} if "if" in keywords else set())
+    kept = {keyword: value for keyword, value in schema.items() if keyword not in KEYWORDS or keyword in typed}
+    if "allOf" in keywords:
+        kept["allOf"] = [schema["allOf"][index] for keyword, index in parts if keyword == "allOf"]
     while where != "#":
         above, _, step = where.rpartition("/")
         outer = value_at(root, above)

@@ -10,17 +10,17 @@ from fractions import Fraction
 from typing import Protocol
 
 from stepgraph.sampling.grammar.constraints.unsupported import reject
-from stepgraph.sampling.grammar.schema.automata import TooComplexError, listed
+from stepgraph.sampling.grammar.schema.automata import TooComplexError, list_texts
 from stepgraph.sampling.grammar.schema.forms import TRUE, Array, Contains, Expr, Form, all_of, negations
 from stepgraph.sampling.grammar.schema.language import Term
 from stepgraph.sampling.grammar.schema.numbers import Numbers, decimal
 from stepgraph.sampling.grammar.schema.spelling import json_literal, literal, optional, repeated
 
 MAX_STATES = 2_000  # states of an array or object with counts
-MAX_DIFFERENT = 6  # items whose schemas are compared in pairs
+MAX_COMPARED_ITEMS = 6  # items whose schemas are compared in pairs
 MAX_ORDERS = 1_024  # alternatives of unique items in any order: 8 values have as many; more values come in the order of the schema
-MAX_LISTED = 200  # values of unique items
-MAX_NESTED = 1_000  # characters of nested optional items in one rule
+MAX_LISTED_VALUES = 200  # values of unique items
+MAX_NESTED_CHARS = 1_000  # characters of nested optional items in one rule
 
 State = tuple[int, ...]
 
@@ -50,18 +50,18 @@ class Writer(Protocol):
     def narrow(self, keyword: str, reason: str) -> None:
         """Record that not all texts of the current schema are generated."""
 
-    def is_alive(self, part: Expr) -> bool:
+    def is_satisfiable(self, part: Expr) -> bool:
         """Whether any value satisfies the expression."""
 
 
 def items_text(writer: Writer, array: Array) -> str | None:
     """The text between the brackets; None if no array is possible."""
     if array.unique and (array.high is None or array.high > 1):
-        return items_text(writer, replace(array, unique=False)) if _differ(writer, array) else _unique(writer, array)
+        return items_text(writer, replace(array, unique=False)) if _items_differ(writer, array) else _unique_text(writer, array)
     if array.contains:
-        return _containing(writer, array)
+        return _contains_text(writer, array)
     high, size = array.high, len(array.prefix)
-    dead = next((index for index in range(size + 1) if not writer.is_alive(array.item(index))), None)
+    dead = next((index for index in range(size + 1) if not writer.is_satisfiable(array.item(index))), None)
     if dead is not None:
         high = dead if high is None else min(high, dead)
     text = ""
@@ -75,25 +75,25 @@ def items_text(writer: Writer, array: Array) -> str | None:
     for index in range(min(size, size if high is None else high) - 1, -1, -1):  # from the last item backwards
         comma = f"{writer.comma} " if index else writer.opening
         text = optional(f"{comma}{writer.value(array.prefix[index])} {text}".strip(), index >= array.low)
-        if text.startswith("(") and len(text) > MAX_NESTED:
+        if text.startswith("(") and len(text) > MAX_NESTED_CHARS:
             text = writer.rule(text)
     return text
 
 
-def _containing(writer: Writer, array: Array) -> str | None:
-    following = _counting(array, writer.is_alive)
+def _contains_text(writer: Writer, array: Array) -> str | None:
+    following = _count_contains(array, writer.is_satisfiable)
 
     def steps(state: State) -> tuple[bool, list[tuple[str, State]]]:
         enough, choices = following(state)
         comma = f"{writer.comma} " if state[0] else writer.opening
         return enough, [(comma + writer.value(item), after) for item, after in choices]
 
-    return states_text(writer, (0,) * (1 + len(array.contains)), steps, "contains")
+    return write_states(writer, (0,) * (1 + len(array.contains)), steps, "contains")
 
 
-def has_counts(array: Array, is_alive: Callable[[Expr], bool]) -> bool:
+def has_counts(array: Array, is_satisfiable: Callable[[Expr], bool]) -> bool:
     """Whether there is an array with as many items as `contains` requires. True also if that takes too many states to be written."""
-    following, start = _counting(array, is_alive), (0,) * (1 + len(array.contains))
+    following, start = _count_contains(array, is_satisfiable), (0,) * (1 + len(array.contains))
     known, waiting = {start}, [start]
     while waiting and len(known) <= MAX_STATES:
         enough, choices = following(waiting.pop())
@@ -105,7 +105,7 @@ def has_counts(array: Array, is_alive: Callable[[Expr], bool]) -> bool:
     return len(known) > MAX_STATES
 
 
-def _counting(array: Array, is_alive: Callable[[Expr], bool]) -> Callable[[State], tuple[bool, list[tuple[Expr, State]]]]:
+def _count_contains(array: Array, is_satisfiable: Callable[[Expr], bool]) -> Callable[[State], tuple[bool, list[tuple[Expr, State]]]]:
     """A state is the number of items so far and, for each `contains`, the number that satisfy it. The result is a function of a state:
     whether the array may end there, and the expressions for the next item, with the state after it."""
     longest = max(1, len(array.prefix), array.low, array.high or 0, *(one.start for one in array.contains))
@@ -124,9 +124,9 @@ def _counting(array: Array, is_alive: Callable[[Expr], bool]) -> Callable[[State
                     continue
                 if one.high is None or count < one.high:
                     grown.append((all_of(item, one.items), (*after, count + 1)))
-                grown += [(all_of(item, other), (*after, count)) for other in _others(one)]
+                grown += [(all_of(item, other), (*after, count)) for other in _uncounted_items(one)]
             cases = grown
-        return enough, [(item, (min(index + 1, longest), *after)) for item, after in cases if is_alive(item)]
+        return enough, [(item, (min(index + 1, longest), *after)) for item, after in cases if is_satisfiable(item)]
 
     return following
 
@@ -136,28 +136,28 @@ def counted_items(array: Array) -> Iterator[Expr]:
     for item in (*array.prefix, array.rest):
         cases = [item]
         for one in array.contains:
-            cases += [all_of(case, part) for case in cases for part in (one.items, *_others(one))]
+            cases += [all_of(case, part) for case in cases for part in (one.items, *_uncounted_items(one))]
         yield from cases
 
 
-def _others(one: Contains) -> list[Expr]:
+def _uncounted_items(one: Contains) -> list[Expr]:
     """The expressions for an item that is not counted. Without an upper bound, any item may be left uncounted."""
     return [TRUE] if one.high is None else negations(one.items)
 
 
-def _differ(writer: Writer, array: Array) -> bool:
+def _items_differ(writer: Writer, array: Array) -> bool:
     """Whether no value is possible at two positions, so that all items differ."""
-    high = array.high if array.high is not None or writer.is_alive(array.rest) else len(array.prefix)
-    if high is None or high > MAX_DIFFERENT:
+    high = array.high if array.high is not None or writer.is_satisfiable(array.rest) else len(array.prefix)
+    if high is None or high > MAX_COMPARED_ITEMS:
         return False
     pairs = itertools.combinations([array.item(index) for index in range(high)], 2)
-    return not any(writer.is_alive(all_of(first, second)) for first, second in pairs)
+    return not any(writer.is_satisfiable(all_of(first, second)) for first, second in pairs)
 
 
-def _unique(writer: Writer, array: Array) -> str | None:
+def _unique_text(writer: Writer, array: Array) -> str | None:
     """A state is the number of items, and the set of values so far (in any order) or the first value that may still come."""
     size, high = len(array.prefix), array.high
-    if array.contains or (tables := _tables(writer, array)) is None:
+    if array.contains or (tables := _value_lists(writer, array)) is None:
         reject(
             writer.where,
             "uniqueItems",
@@ -187,13 +187,13 @@ def _unique(writer: Writer, array: Array) -> str | None:
         if size:
             reject(writer.where, "uniqueItems", f"takes more than {MAX_ORDERS} combinations of values; write fewer values")
         writer.narrow("uniqueItems", "of so many values is enforced by generating them in the order of the schema")
-    return states_text(writer, (0, 0), steps, "uniqueItems")
+    return write_states(writer, (0, 0), steps, "uniqueItems")
 
 
-def _tables(writer: Writer, array: Array) -> list[list[str]] | None:
+def _value_lists(writer: Writer, array: Array) -> list[list[str]] | None:
     """The texts of all values of each item of the prefix, and of the other items; None if they are too many to be listed."""
     last = len(array.prefix) if array.high is None or array.high > len(array.prefix) else array.high - 1
-    found = [_finite(writer, writer.form(array.item(index))) for index in range(last + 1)]
+    found = [_list_values(writer, writer.form(array.item(index))) for index in range(last + 1)]
     return None if None in found else [table for table in found if table is not None]
 
 
@@ -208,44 +208,44 @@ def _is_small(start: State, following: Callable[[State], list[State]]) -> bool:
     return steps <= MAX_ORDERS
 
 
-def _finite(writer: Writer, form: Form) -> list[str] | None:
+def _list_values(writer: Writer, form: Form) -> list[str] | None:
     """The texts of all values; None if they cannot be listed."""
     if form.arrays or form.objects:
         return None
     found = ['"null"'] * form.null + [literal(str(value).lower()) for value in sorted(form.booleans)]
     for item in form.numbers:
-        if (numbers := _numbers(item)) is None:
+        if (numbers := _list_numbers(item)) is None:
             return None
         found += [literal(decimal(number)) for number in numbers]
-    texts = listed_texts(form.strings.exact)
+    texts = list_texts_if_few(form.strings.exact)
     if texts is None and writer.is_closed:
-        texts = listed_texts(form.strings.narrow)
-    return None if texts is None or len(found) + len(texts) > MAX_LISTED else [*found, *map(json_literal, texts)]
+        texts = list_texts_if_few(form.strings.anchored)
+    return None if texts is None or len(found) + len(texts) > MAX_LISTED_VALUES else [*found, *map(json_literal, texts)]
 
 
-def _numbers(item: Numbers) -> list[Fraction] | None:
+def _list_numbers(item: Numbers) -> list[Fraction] | None:
     if item.low is None or item.high is None:
         return None
     if item.low == item.high:
         return [item.low]
-    if item.multiple is None or (item.high - item.low) / item.multiple > MAX_LISTED:
+    if item.multiple is None or (item.high - item.low) / item.multiple > MAX_LISTED_VALUES:
         return None
     first, last = math.ceil(item.low / item.multiple), math.floor(item.high / item.multiple)
     return [number for number in (index * item.multiple for index in range(first, last + 1)) if number in item]
 
 
-def listed_texts(term: Term) -> list[str] | None:
+def list_texts_if_few(term: Term) -> list[str] | None:
     if term.kind == "words":
         return [str(text) for text in term.values]
     try:
-        return listed(term, MAX_LISTED)
+        return list_texts(term, MAX_LISTED_VALUES)
     except TooComplexError:
         return None
 
 
-def states_text(writer: Writer, start: State, steps: Callable[[State], tuple[bool, list[tuple[str, State]]]], keyword: str) -> str | None:
+def write_states(writer: Writer, start: State, steps: Callable[[State], tuple[bool, list[tuple[str, State]]]], keyword: str) -> str | None:
     """Write one rule for each state from which an end is reached. Returns the rule of the start; None if it reaches no end."""
-    cases, before, alive = dict[State, tuple[bool, list[tuple[str, State]]]](), dict[State, list[State]](), list[State]()
+    cases, before, states_with_end = dict[State, tuple[bool, list[tuple[str, State]]]](), dict[State, list[State]](), list[State]()
     waiting = [start]
     while waiting:
         state = waiting.pop()
@@ -254,16 +254,16 @@ def states_text(writer: Writer, start: State, steps: Callable[[State], tuple[boo
         if len(cases) >= MAX_STATES:
             reject(writer.where, keyword, f"takes more than {MAX_STATES} combinations of counts; write smaller ones")
         cases[state] = steps(state)
-        alive += [state] * cases[state][0]
+        states_with_end += [state] * cases[state][0]
         for _, after in cases[state][1]:
             before.setdefault(after, []).append(state)
             waiting.append(after)
-    names = {state: writer.rule("") for state in alive}
-    for state in alive:  # grows
+    names = {state: writer.rule("") for state in states_with_end}
+    for state in states_with_end:  # grows
         for other in before.get(state, ()):
             if other not in names:
                 names[other] = writer.rule("")
-                alive.append(other)
+                states_with_end.append(other)
     for state, name in names.items():
         is_end, following = cases[state]
         texts = [f"{text} {names[after]}" for text, after in following if after in names]

@@ -15,7 +15,7 @@ from typing import Literal
 from stepgraph.sampling.grammar.constraints.charset import ALL_CHARS, CharSet, union
 
 SURROGATES = 0xD800, 0xDFFF
-MAX_CASES = 8  # alternatives, one for each length, into which `of_length` may split a term
+MAX_LENGTH_CASES = 8  # alternatives, one for each length, into which `of_length` may split a term
 START, END = 0x110000, 0x110001  # marks before the first and after the last character, matched by `^` and `$` of a pattern
 Kind = Literal["chars", "words", "cat", "alt", "and", "not", "repeat", "end", "multiple", "named"]
 Label = tuple[object, ...]
@@ -29,14 +29,14 @@ class Term:
     end: none; the texts that, with END appended, are in the part.
     """
 
-    __slots__ = ("__weakref__", "_steps", "is_plain", "kind", "nullable", "parts", "values")
+    __slots__ = ("__weakref__", "_transitions", "is_regex", "kind", "nullable", "parts", "values")
 
     def __init__(self, kind: Kind, parts: tuple[Term, ...], values: Label) -> None:
         self.kind, self.parts, self.values = kind, parts, values
         self.nullable = self._is_nullable()
         # Whether it is a regular expression.
-        self.is_plain: bool = kind not in ("and", "not", "end", "multiple", "named") and all(part.is_plain for part in parts)
-        self._steps: tuple[Sequence[int], Sequence[Term]] | None = None
+        self.is_regex: bool = kind not in ("and", "not", "end", "multiple", "named") and all(part.is_regex for part in parts)
+        self._transitions: tuple[Sequence[int], Sequence[Term]] | None = None
 
     def _is_nullable(self) -> bool:
         nullable = [part.nullable for part in self.parts]
@@ -63,15 +63,15 @@ class Term:
 
     def after(self, char: int) -> Term:
         """The remainders of the texts that start with this character."""
-        starts, terms = self.steps()
+        starts, terms = self.transitions()
         return terms[bisect_right(starts, char) - 1]
 
-    def steps(self) -> tuple[Sequence[int], Sequence[Term]]:
+    def transitions(self) -> tuple[Sequence[int], Sequence[Term]]:
         """The first characters of ranges that cover all characters, START and END; and for each range, what follows its characters."""
-        if self._steps is None:
+        if self._transitions is None:
             starts = sorted({0, END + 1, *self._bounds()})
-            self._steps = starts, [self._derivative(start) for start in starts[:-1]]
-        return self._steps
+            self._transitions = starts, [self._derivative(start) for start in starts[:-1]]
+        return self._transitions
 
     def _bounds(self) -> Iterable[int]:
         match self.kind:
@@ -82,8 +82,8 @@ class Term:
             case "multiple":
                 return (*range(ord("0"), ord("9") + 2), ord("."), ord(".") + 1)
             case "cat" if not self.parts[0].nullable:
-                return self.parts[0].steps()[0]
-        return (bound for part in self.parts for bound in part.steps()[0])
+                return self.parts[0].transitions()[0]
+        return (bound for part in self.parts for bound in part.transitions()[0])
 
     def _derivative(self, char: int) -> Term:
         match self.kind:
@@ -104,7 +104,7 @@ class Term:
             case "not":
                 return complement(self.parts[0].after(char))
             case "repeat":
-                low, high = counts(self)
+                low, high = repeat_bounds(self)
                 rest = repeat(self.parts[0], max(low - 1, 0), None if high is None else high - 1)
                 return cat(self.parts[0].after(char), rest)
             case "end":
@@ -127,7 +127,7 @@ def _ranges(term: Term) -> CharSet:
     return term.values  # type: ignore[return-value]
 
 
-def counts(term: Term) -> tuple[int, int | None]:
+def repeat_bounds(term: Term) -> tuple[int, int | None]:
     """The bounds of a repetition."""
     return term.values  # type: ignore[return-value]
 
@@ -218,7 +218,7 @@ def _narrowed(parts: list[Term], term: Term) -> list[Term]:
         for bound, other in ((part, term), (term, part)):
             if not (bound.kind == "repeat" and bound.parts[0] is ANY_CHAR):
                 continue
-            low, high = counts(bound)
+            low, high = repeat_bounds(bound)
             least, most = length_range(other)
             if least >= low and (high is None or (most is not None and most <= high)):
                 return [*parts[:index], *parts[index + 1 :], *([other] if other is term else [part])]
@@ -230,7 +230,7 @@ def _narrowed(parts: list[Term], term: Term) -> list[Term]:
     return [*parts, term]
 
 
-def of_length(term: Term, low: int, high: int | None, cases: int = MAX_CASES) -> Term | None:
+def of_length(term: Term, low: int, high: int | None, cases: int = MAX_LENGTH_CASES) -> Term | None:
     """The texts whose length is in these bounds; None if that takes more than changed counts and up to `cases` alternatives."""
     least, most = length_range(term)
     if least >= low and (high is None or (most is not None and most <= high)):
@@ -244,8 +244,8 @@ def of_length(term: Term, low: int, high: int | None, cases: int = MAX_CASES) ->
             found = [of_length(part, low, high, cases) for part in term.parts]
             return None if None in found else either(*(part for part in found if part is not None))
         case "repeat" if (size := length_range(term.parts[0])[0]) and size == length_range(term.parts[0])[1]:
-            ends = [end for end in (None if high is None else high // size, counts(term)[1]) if end is not None]
-            return repeat(term.parts[0], max(-(-low // size), counts(term)[0]), min(ends, default=None))
+            ends = [end for end in (None if high is None else high // size, repeat_bounds(term)[1]) if end is not None]
+            return repeat(term.parts[0], max(-(-low // size), repeat_bounds(term)[0]), min(ends, default=None))
         case "cat":
             for part, rest in (term.parts, term.parts[::-1]):
                 bounded, sized = list[Term](), _by_length(part, cases)
@@ -290,7 +290,7 @@ def repeat(term: Term, low: int, high: int | None) -> Term:
     return _term("repeat", (term,), (low, high))
 
 
-def named(name: str, rule: str, parts: Sequence[Term], longest: int | None) -> Term:
+def named_rule(name: str, rule: str, parts: Sequence[Term], longest: int | None) -> Term:
     """The texts of a rule, see `Term`. With `longest`, no text is empty."""
     return _term("named", tuple(parts), (name, rule, longest))
 
@@ -349,7 +349,7 @@ def length_range(term: Term) -> tuple[int, int | None]:
         case "named":
             return ranges[0][0], term.values[2]  # type: ignore[return-value]
         case "repeat":
-            low, high = counts(term)
+            low, high = repeat_bounds(term)
             (least, most) = ranges[0]
             return low * least, None if high is None or most is None else high * most
     return 0, None

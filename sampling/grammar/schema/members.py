@@ -8,113 +8,113 @@ from dataclasses import replace
 
 from stepgraph.sampling.grammar.constraints.unsupported import reject
 from stepgraph.sampling.grammar.schema.automata import is_empty
-from stepgraph.sampling.grammar.schema.forms import Expr, Keys, Object, all_of
-from stepgraph.sampling.grammar.schema.items import MAX_STATES, State, Writer, listed_texts, states_text
+from stepgraph.sampling.grammar.schema.forms import Expr, KeyClass, Object, all_of
+from stepgraph.sampling.grammar.schema.items import MAX_STATES, State, Writer, list_texts_if_few, write_states
 from stepgraph.sampling.grammar.schema.language import Term, both, complement, matches, words
 from stepgraph.sampling.grammar.schema.spelling import json_literal, optional, repeated
 
 MAX_ANY_ORDER = 8  # declared properties
-MAX_CASES = 512  # cases of the witnesses of one object
-MAX_INLINE = 60  # characters that are repeated instead of becoming a rule
+MAX_WITNESS_CASES = 512  # cases of the witnesses of one object
+MAX_INLINE_CHARS = 60  # characters that are repeated instead of becoming a rule
 
 
 def members_texts(writer: Writer, item: Object) -> list[str]:
     """The texts between the braces, one for each case."""
-    found = [_properties(writer, one, last) for one, last in _witnessed(writer, item)]
+    found = [_properties(writer, one, last) for one, last in _witness_cases(writer, item)]
     return [text for text in found if text is not None]
 
 
-def _witnessed(writer: Writer, item: Object, undeclared: tuple[Keys, ...] = ()) -> Iterator[tuple[Object, tuple[Keys, ...]]]:
+def _witness_cases(writer: Writer, item: Object, undeclared: tuple[KeyClass, ...] = ()) -> Iterator[tuple[Object, tuple[KeyClass, ...]]]:
     """The cases of an object, by which declared properties satisfy its witnesses; with the undeclared properties that satisfy the other
     witnesses, no two of which have the same name. `undeclared`: witnesses left for undeclared properties."""
     if not item.witnesses:
-        cases = list(itertools.islice(_apart(writer, undeclared), MAX_CASES + 1))
-        if len(cases) > MAX_CASES:
-            reject(writer.where, "not", f"requires undeclared properties in more than {MAX_CASES} ways; declare them in properties")
+        cases = list(itertools.islice(_disjoint_keys(writer, undeclared), MAX_WITNESS_CASES + 1))
+        if len(cases) > MAX_WITNESS_CASES:
+            reject(writer.where, "not", f"requires undeclared properties in more than {MAX_WITNESS_CASES} ways; declare them in properties")
         for last in cases:
             yield item, last
         return
-    names = {witness: _few_names(item, witness) for witness in item.witnesses}
+    names = {witness: _names_to_declare(item, witness) for witness in item.witnesses}
     first = next((witness for witness in item.witnesses if names[witness] is not None), item.witnesses[0])
     rest = replace(item, witnesses=tuple(witness for witness in item.witnesses if witness is not first))
     for name in names[first] or ():
-        both_of = all_of(item.value(name), first.value)
-        if writer.is_alive(both_of):
-            declared = (*item.declared, (name, both_of))
-            yield from _witnessed(writer, replace(rest, declared=declared, required=item.required | {name}), undeclared)
+        value_expr = all_of(item.value(name), first.value)
+        if writer.is_satisfiable(value_expr):
+            declared = (*item.declared, (name, value_expr))
+            yield from _witness_cases(writer, replace(rest, declared=declared, required=item.required | {name}), undeclared)
     for index, (name, value) in enumerate(item.declared):
-        both_of = all_of(value, first.value)
-        if matches(first.names, name) and writer.is_alive(both_of):
-            declared = (*item.declared[:index], (name, both_of), *item.declared[index + 1 :])
-            yield from _witnessed(writer, replace(rest, declared=declared, required=item.required | {name}), undeclared)
+        value_expr = all_of(value, first.value)
+        if matches(first.names, name) and writer.is_satisfiable(value_expr):
+            declared = (*item.declared[:index], (name, value_expr), *item.declared[index + 1 :])
+            yield from _witness_cases(writer, replace(rest, declared=declared, required=item.required | {name}), undeclared)
     if names[first] is None and any(
-        writer.is_alive(all_of(first.value, keys.value)) and not is_empty(both(first.names, keys.names)) for keys in item.others
+        writer.is_satisfiable(all_of(first.value, keys.value)) and not is_empty(both(first.names, keys.names)) for keys in item.others
     ):
-        yield from _witnessed(writer, rest, (*undeclared, first))
+        yield from _witness_cases(writer, rest, (*undeclared, first))
 
 
-def _apart(writer: Writer, witnesses: tuple[Keys, ...], last: tuple[Keys, ...] = ()) -> Iterator[tuple[Keys, ...]]:
+def _disjoint_keys(writer: Writer, witnesses: tuple[KeyClass, ...], last: tuple[KeyClass, ...] = ()) -> Iterator[tuple[KeyClass, ...]]:
     """Properties without common names that satisfy these witnesses, after `last`. One property may satisfy several witnesses."""
     if not witnesses:
         yield last
         return
     first, rest = witnesses[0], witnesses[1:]
     for index, keys in enumerate(last):
-        common = Keys(both(keys.names, first.names), all_of(keys.value, first.value))
-        if writer.is_alive(common.value) and not is_empty(common.names):
-            yield from _apart(writer, rest, (*last[:index], common, *last[index + 1 :]))
-    common_names = [listed_texts(both(keys.names, first.names)) for keys in last]
+        common = KeyClass(both(keys.names, first.names), all_of(keys.value, first.value))
+        if writer.is_satisfiable(common.value) and not is_empty(common.names):
+            yield from _disjoint_keys(writer, rest, (*last[:index], common, *last[index + 1 :]))
+    common_names = [list_texts_if_few(both(keys.names, first.names)) for keys in last]
     if any(names is None or len(names) > 1 for names in common_names):
         writer.narrow("not", "is enforced without texts in which two undeclared properties each have a name that the same two parts match")
     # As a separate property: for each other property, one of the two has a name that the other cannot have.
     for chosen in itertools.product((True, False), repeat=len(last)):
-        own, others = first, list(last)
+        separate, others = first, list(last)
         for index, keys in enumerate(last):
             if chosen[index]:
-                own = own._replace(names=both(own.names, complement(keys.names)))
+                separate = separate._replace(names=both(separate.names, complement(keys.names)))
             else:
                 others[index] = keys._replace(names=both(keys.names, complement(first.names)))
-        if not any(is_empty(keys.names) for keys in (own, *others)):
-            yield from _apart(writer, rest, (*others, own))
+        if not any(is_empty(keys.names) for keys in (separate, *others)):
+            yield from _disjoint_keys(writer, rest, (*others, separate))
 
 
-def _few_names(item: Object, witness: Keys) -> list[str] | None:
+def _names_to_declare(item: Object, witness: KeyClass) -> list[str] | None:
     """The undeclared names of a witness, to be declared, if they are few; else None."""
-    names = listed_texts(both(witness.names, complement(words(item.values))))
-    return names if names is not None and len(names) ** len(item.witnesses) <= MAX_CASES else None
+    names = list_texts_if_few(both(witness.names, complement(words(item.values))))
+    return names if names is not None and len(names) ** len(item.witnesses) <= MAX_WITNESS_CASES else None
 
 
-def _properties(writer: Writer, item: Object, witnesses: tuple[Keys, ...]) -> str | None:
+def _properties(writer: Writer, item: Object, witnesses: tuple[KeyClass, ...]) -> str | None:
     """The text between the braces; None if no object is possible."""
     closed = writer.is_closed and item.closable
-    declared = [(name, value) for name, value in item.declared if writer.is_alive(value)]
+    declared = [(name, value) for name, value in item.declared if writer.is_satisfiable(value)]
     excluded = complement(words(name for name, _ in item.declared))
-    others = _other_pairs(writer, [keys for keys in item.others if not (closed and keys.is_default)], excluded)
+    others = _other_property_text(writer, [keys for keys in item.others if not (closed and keys.is_default)], excluded)
     ends = list[str]()
     for witness in witnesses:
         last = [keys._replace(names=both(keys.names, witness.names), value=all_of(keys.value, witness.value)) for keys in item.others]
-        ends.append(_other_pairs(writer, last, excluded))
+        ends.append(_other_property_text(writer, last, excluded))
     if "" in ends:
         return None
-    pairs = [(_pair(writer, json_literal(name), value), name in item.required) for name, value in declared]
+    pairs = [(_property_text(writer, json_literal(name), value), name in item.required) for name, value in declared]
     text = _Members(writer, pairs, others, ends, item.low, item.high).text()
     if text is None and closed and any(keys.is_default for keys in item.others):
         return _properties(writer, replace(item, closable=False), witnesses)
     return text
 
 
-def _other_pairs(writer: Writer, classes: list[Keys], excluded: Term) -> str:
+def _other_property_text(writer: Writer, classes: list[KeyClass], excluded: Term) -> str:
     """A property with a name of one of the classes; empty if there is none."""
     found = list[str]()
     for keys in classes:
         names = both(keys.names, excluded)
-        if writer.is_alive(keys.value) and not is_empty(names):
+        if writer.is_satisfiable(keys.value) and not is_empty(names):
             key = writer.string(names)
-            found.append(_pair(writer, key, keys.value))
+            found.append(_property_text(writer, key, keys.value))
     return found[0] if len(found) == 1 else f"({' | '.join(found)})" if found else ""
 
 
-def _pair(writer: Writer, key: str, value: Expr) -> str:
+def _property_text(writer: Writer, key: str, value: Expr) -> str:
     return f"{key} {writer.colon} {writer.value(value)}"
 
 
@@ -145,7 +145,7 @@ class _Members:
         for index in range(len(self._pairs) - 1, -1, -1):
             if counted or index < first_required:  # the rest is used several times
                 for count, cases in enumerate(after[1:], 1):
-                    if cases and (len(cases) > 1 or len(cases[0]) > MAX_INLINE):
+                    if cases and (len(cases) > 1 or len(cases[0]) > MAX_INLINE_CHARS):
                         after[count] = [self._writer.rule(_cases(cases))]
             after = [self._tail(index, count, after) for count in range(self._most + 1)]
         found = after[0]
@@ -171,7 +171,7 @@ class _Members:
             ends = (self._end(min(count, self._most)) or []) if used & required == required else []
             return "" in ends, [*found, *((end, ended) for end in ends if end)]
 
-        return states_text(self._writer, (0,), steps, "properties")
+        return write_states(self._writer, (0,), steps, "properties")
 
     def _tail(self, index: int, count: int, after: list[list[str] | None]) -> list[str] | None:
         """The cases from a declared property on, with `count` of them before it."""

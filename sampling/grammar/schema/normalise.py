@@ -12,17 +12,17 @@ from typing import Any, Literal
 from stepgraph.sampling.grammar.constraints.unsupported import Unsupported, UnsupportedError, reject
 from stepgraph.sampling.grammar.schema import formats, language
 from stepgraph.sampling.grammar.schema.automata import TooComplexError, is_empty
-from stepgraph.sampling.grammar.schema.combine import complemented, meet, meet_arrays, meet_objects, possible_array, possible_object
+from stepgraph.sampling.grammar.schema.combine import complement_of, meet, meet_arrays, meet_objects, possible_array, possible_object
 from stepgraph.sampling.grammar.schema.forms import (
-    ANYTHING,
+    ANY_VALUE,
     NEVER,
-    NOTHING_AT_ALL,
+    NO_VALUE,
     TRUE,
     Array,
     Contains,
     Expr,
     Form,
-    Keys,
+    KeyClass,
     Object,
     Strings,
     all_of,
@@ -33,25 +33,25 @@ from stepgraph.sampling.grammar.schema.forms import (
 from stepgraph.sampling.grammar.schema.language import ANY_CHAR, ANY_TEXT, NOTHING, Term, both, complement, either, matches, repeat, words
 from stepgraph.sampling.grammar.schema.numbers import Numbers
 from stepgraph.sampling.grammar.schema.patterns import PatternError, full, search
-from stepgraph.sampling.grammar.schema.reader import Document, Node, fraction, pointer, refuse_format, shown
+from stepgraph.sampling.grammar.schema.reader import Document, Node, clip_json, fraction, pointer, refuse_format
 
 MAX_FORMS = 20_000  # forms of schemas and conjunctions of schemas
 MAX_PAIRS = 30_000  # intersections of alternatives
 
-_NUMBER_WORDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-_ARRAY_WORDS = ("items", "prefixItems", "minItems", "maxItems", "uniqueItems", "contains")
-_OBJECT_WORDS = ("properties", "patternProperties", "additionalProperties", "required", "minProperties", "maxProperties")
-_TEXT_WORDS = ("pattern", "patternProperties", "propertyNames", "format")
+_NUMBER_KEYWORDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_ARRAY_KEYWORDS = ("items", "prefixItems", "minItems", "maxItems", "uniqueItems", "contains")
+_OBJECT_KEYWORDS = ("properties", "patternProperties", "additionalProperties", "required", "minProperties", "maxProperties")
+_TEXT_KEYWORDS = ("pattern", "patternProperties", "propertyNames", "format")
 _OLDER_NAMES = {"host-name": "hostname", "ip-address": "ipv4"}
-_IN_PLACE = frozenset("$ref $dynamicRef $recursiveRef allOf anyOf oneOf not if dependencies dependentSchemas extends".split())
-_OF_TYPE = {
-    "null": replace(NOTHING_AT_ALL, null=True),
-    "boolean": replace(NOTHING_AT_ALL, booleans=ANYTHING.booleans),
-    "number": replace(NOTHING_AT_ALL, numbers=ANYTHING.numbers),
-    "integer": replace(NOTHING_AT_ALL, numbers=(Numbers(multiple=Fraction(1)),)),
-    "string": replace(NOTHING_AT_ALL, strings=ANYTHING.strings),
-    "array": replace(NOTHING_AT_ALL, arrays=ANYTHING.arrays),
-    "object": replace(NOTHING_AT_ALL, objects=ANYTHING.objects),
+_IN_PLACE_KEYWORDS = frozenset("$ref $dynamicRef $recursiveRef allOf anyOf oneOf not if dependencies dependentSchemas extends".split())
+_FORM_OF_TYPE = {
+    "null": replace(NO_VALUE, null=True),
+    "boolean": replace(NO_VALUE, booleans=ANY_VALUE.booleans),
+    "number": replace(NO_VALUE, numbers=ANY_VALUE.numbers),
+    "integer": replace(NO_VALUE, numbers=(Numbers(multiple=Fraction(1)),)),
+    "string": replace(NO_VALUE, strings=ANY_VALUE.strings),
+    "array": replace(NO_VALUE, arrays=ANY_VALUE.arrays),
+    "object": replace(NO_VALUE, objects=ANY_VALUE.objects),
 }
 
 
@@ -59,7 +59,7 @@ _OF_TYPE = {
 class Conflict:
     """A schema whose parts contradict each other, or two schemas that do."""
 
-    at: str  # JSON pointer
+    where: str  # JSON pointer
     places: tuple[str, ...] = ()  # JSON pointers of the two schemas
 
 
@@ -70,10 +70,10 @@ class Normaliser:
         self.document, self._unknown_formats = document, unknown_formats
         self.conflicts = list[Conflict]()
         self.narrowed = dict[Unsupported, None]()  # parts not all of whose texts are generated
-        self._forms: dict[Expr, Form] = {TRUE: ANYTHING, NEVER: NOTHING_AT_ALL}
-        self._open = dict[Expr, None]()  # being computed
+        self._forms: dict[Expr, Form] = {TRUE: ANY_VALUE, NEVER: NO_VALUE}
+        self._in_progress = dict[Expr, None]()  # being computed
         self._simplified = dict[Expr, Expr]()
-        self._pairs = 0
+        self._num_pairs = 0
         self._canonical = dict[Form, Expr]()
 
     def form(self, part: Expr) -> Form:
@@ -82,29 +82,29 @@ class Normaliser:
         if found is not None:
             return found
         node = part[-1].node
-        if part in self._open:
+        if part in self._in_progress:
             reject(node.where, "$ref", "refers to itself and to nothing else; refer to a schema with other keywords")
         if len(self._forms) > MAX_FORMS:
             reject(node.where, "schema", f"takes more than {MAX_FORMS} combinations of schemas; write fewer alternatives")
-        self._open[part] = None
+        self._in_progress[part] = None
         try:
             if len(part) > 1:
-                found = self._met([self.form((literal,)) for literal in part], node.where, part)
+                found = self._meet_all([self.form((literal,)) for literal in part], node.where, part)
             elif part[0].positive:
-                found = self._node(node)
+                found = self._form_of_node(node)
             else:
-                found = complemented(self.form(expr(node)), self.simplify, node.where)
+                found = complement_of(self.form(expr(node)), self.simplify, node.where)
         except TooComplexError as error:
             reject(node.where, text_keyword(node), str(error))
         finally:
-            del self._open[part]
+            del self._in_progress[part]
         self._forms[part] = found
         return found
 
     def simplify(self, part: Expr) -> Expr:
         """An equivalent expression, the same one for equal forms; NEVER if it is certain that no value satisfies it. Contradictions between
         schemas are found, not those inside one schema."""
-        if len(part) < 2 or part in self._open:
+        if len(part) < 2 or part in self._in_progress:
             return part
         if part not in self._simplified:
             self._simplified[part] = part  # for recursion
@@ -115,72 +115,72 @@ class Normaliser:
         return self._simplified[part]
 
     def meet(self, left: Form, right: Form, where: str) -> Form:
-        self._pairs += len(left.arrays) * len(right.arrays) + len(left.objects) * len(right.objects)
-        if self._pairs > MAX_PAIRS:
+        self._num_pairs += len(left.arrays) * len(right.arrays) + len(left.objects) * len(right.objects)
+        if self._num_pairs > MAX_PAIRS:
             reject(where, "schema", f"takes more than {MAX_PAIRS} intersections of alternatives; write fewer alternatives")
         return meet(left, right, self.simplify, where)
 
-    def _met(self, forms: list[Form], at: str, part: Expr = ()) -> Form:
+    def _meet_all(self, forms: list[Form], at: str, part: Expr = ()) -> Form:
         """The intersection of the forms at a place, or of the literals of an expression. Contradictions are recorded."""
-        found = ANYTHING
+        found = ANY_VALUE
         for index, form in enumerate(forms):
             met = self.meet(found, form, at)
             if met.is_nothing and not found.is_nothing and not form.is_nothing:
-                both = (part[index - 1], part[index]) if part else ()
-                self.conflicts.append(Conflict(at, tuple(f"{'' if one.positive else 'not '}{one.node.where}" for one in both)))
+                conflicting = (part[index - 1], part[index]) if part else ()
+                self.conflicts.append(Conflict(at, tuple(f"{'' if one.positive else 'not '}{one.node.where}" for one in conflicting)))
             found = met
         return found
 
-    def _node(self, node: Node) -> Form:
+    def _form_of_node(self, node: Node) -> Form:
         if isinstance(node.schema, bool):
-            return ANYTHING if node.schema else NOTHING_AT_ALL
-        words_of, child = node.keywords, self.document.child
+            return ANY_VALUE if node.schema else NO_VALUE
+        keywords, child = node.keywords, self.document.child
         where = node.where
-        parts = list(self._simple(node))  # (keyword, form)
+        parts = list(self._type_keywords(node))  # (keyword, form)
         for keyword in ("$ref", "$dynamicRef", "$recursiveRef"):
-            if keyword in words_of:
+            if keyword in keywords:
                 parts.append((keyword, self.form(expr(self.document.target(node, keyword)))))
         for keyword in ("allOf", "extends"):
-            given = words_of.get(keyword, [])
-            below = [child(node, keyword, index) for index in range(len(given))] if isinstance(given, list) else [child(node, keyword)]
-            parts += [(keyword, self.form(expr(part))) for part in below]
-        if "not" in words_of:
+            value = keywords.get(keyword, [])
+            schemas = [child(node, keyword, index) for index in range(len(value))] if isinstance(value, list) else [child(node, keyword)]
+            parts += [(keyword, self.form(expr(part))) for part in schemas]
+        if "not" in keywords:
             parts.append(("not", self.form(expr(child(node, "not"), False))))
-        if "disallow" in words_of:
-            parts.append(("disallow", complemented(self._types(node, "disallow"), self.simplify, where)))
+        if "disallow" in keywords:
+            parts.append(("disallow", complement_of(self._types(node, "disallow"), self.simplify, where)))
         parts += self._dependent(node)
-        if "anyOf" in words_of:
-            parts.append(("anyOf", self._any_of([expr(child(node, "anyOf", index)) for index in range(len(words_of["anyOf"]))])))
-        if "oneOf" in words_of:
-            parts.append(("oneOf", self._exactly_one([child(node, "oneOf", index) for index in range(len(words_of["oneOf"]))])))
-        if "if" in words_of and {"then", "else"} & words_of.keys():
+        if "anyOf" in keywords:
+            parts.append(("anyOf", self._any_of([expr(child(node, "anyOf", index)) for index in range(len(keywords["anyOf"]))])))
+        if "oneOf" in keywords:
+            parts.append(("oneOf", self._exactly_one([child(node, "oneOf", index) for index in range(len(keywords["oneOf"]))])))
+        if "if" in keywords and {"then", "else"} & keywords.keys():
             parts.append(("if", self._conditional(node)))
         order = {keyword: index for index, keyword in enumerate(node.schema)}  # also determines the order of properties
         parts.sort(key=lambda part: order.get(part[0], 0))
         parts.sort(key=lambda part: not any(item.closable for item in part[1].objects))  # names that are only required come last
-        found = self._met([form for _, form in parts], where)
+        found = self._meet_all([form for _, form in parts], where)
         for keyword in ("unevaluatedProperties", "unevaluatedItems"):
-            if keyword in words_of:
-                found = self._without_unevaluated(found, node, keyword)
+            if keyword in keywords:
+                found = self._restrict_unevaluated(found, node, keyword)
         return found
 
-    def _any_of(self, parts: list[Expr], known: int | None = None) -> Form:
+    def _any_of(self, parts: list[Expr], num_conflicts: int | None = None) -> Form:
         """The union of these expressions. If it has values, the contradictions that were found in single expressions are dropped."""
-        known, found = len(self.conflicts) if known is None else known, join(*map(self.form, parts))
+        num_conflicts, found = len(self.conflicts) if num_conflicts is None else num_conflicts, join(*map(self.form, parts))
         if not found.is_nothing:
-            del self.conflicts[known:]
+            del self.conflicts[num_conflicts:]
         return found
 
     def _conditional(self, node: Node) -> Form:
         condition, cases = self.document.child(node, "if"), list[Expr]()
         for positive, keyword in ((True, "then"), (False, "else")):
-            then = expr(self.document.child(node, keyword)) if keyword in node.keywords else TRUE
-            cases.append(all_of(expr(condition, positive), then))
+            consequence = expr(self.document.child(node, keyword)) if keyword in node.keywords else TRUE
+            cases.append(all_of(expr(condition, positive), consequence))
         return self._any_of(cases)
 
     def _exactly_one(self, branches: list[Node]) -> Form:
         """Each branch without the other branches with which it has values in common."""
-        parts, known = [expr(branch) for branch in branches], len(self.conflicts)
+        parts, num_conflicts = [expr(branch) for branch in branches], len(self.conflicts)
         cases = list[Expr]()
         for index, part in enumerate(parts):
             overlapping = [
@@ -189,46 +189,46 @@ class Normaliser:
                 if other != index and (part == parts[other] or self.simplify(all_of(part, parts[other])) != NEVER)
             ]
             cases.append(all_of(part, *overlapping))
-        return self._any_of(cases, known)
+        return self._any_of(cases, num_conflicts)
 
-    def _simple(self, node: Node) -> Iterator[tuple[str, Form]]:
+    def _type_keywords(self, node: Node) -> Iterator[tuple[str, Form]]:
         """The keywords about one type, and lists of values."""
-        given = node.keywords
-        if "type" in given:
+        keywords = node.keywords
+        if "type" in keywords:
             yield "type", self._types(node, "type")
         for keyword in ("enum", "const"):
-            if keyword in given:
-                values = given["enum"] if keyword == "enum" else [given["const"]]
+            if keyword in keywords:
+                values = keywords["enum"] if keyword == "enum" else [keywords["const"]]
                 yield keyword, self._values(values, node.where, keyword)
-        if any(word in given for word in _NUMBER_WORDS):
+        if any(word in keywords for word in _NUMBER_KEYWORDS):
             yield "minimum", self._numbers(node)
-        strings = [given[word] for word in ("minLength", "maxLength") if word in given]
+        strings = [keywords[word] for word in ("minLength", "maxLength") if word in keywords]
         if strings:
-            term = repeat(ANY_CHAR, given.get("minLength", 0), given.get("maxLength"))
-            yield "minLength", replace(ANYTHING, strings=exactly(term))
-        if "pattern" in given:
-            yield "pattern", replace(ANYTHING, strings=self._pattern(node, "pattern", given["pattern"]))
-        if "format" in given and (texts := self._format(node, given["format"])):
-            yield "format", replace(ANYTHING, strings=texts)
-        if any(word in given for word in _ARRAY_WORDS):
+            term = repeat(ANY_CHAR, keywords.get("minLength", 0), keywords.get("maxLength"))
+            yield "minLength", replace(ANY_VALUE, strings=exactly(term))
+        if "pattern" in keywords:
+            yield "pattern", replace(ANY_VALUE, strings=self._pattern(node, "pattern", keywords["pattern"]))
+        if "format" in keywords and (texts := self._format(node, keywords["format"])):
+            yield "format", replace(ANY_VALUE, strings=texts)
+        if any(word in keywords for word in _ARRAY_KEYWORDS):
             array = possible_array(self._array(node), self.simplify)
-            yield "items", replace(ANYTHING, arrays=(array,) if array else ())
-        if any(word in given for word in _OBJECT_WORDS) or self._required_children(node):
+            yield "items", replace(ANY_VALUE, arrays=(array,) if array else ())
+        if any(word in keywords for word in _OBJECT_KEYWORDS) or self._required_children(node):
             item = possible_object(self._object(node), self.simplify)
-            yield "properties", replace(ANYTHING, objects=(item,) if item else ())
-        if "propertyNames" in given:
+            yield "properties", replace(ANY_VALUE, objects=(item,) if item else ())
+        if "propertyNames" in keywords:
             names, _, most = self.form(expr(self.document.child(node, "propertyNames"))).strings
-            others = (Keys(names, TRUE, True), Keys(complement(names), NEVER))
+            others = (KeyClass(names, TRUE, True), KeyClass(complement(names), NEVER))
             item = Object(others=tuple(keys for keys in others if keys.names is not NOTHING), is_subset=most is not names)
-            yield "propertyNames", replace(ANYTHING, objects=(item,))
+            yield "propertyNames", replace(ANY_VALUE, objects=(item,))
 
     def _types(self, node: Node, keyword: str) -> Form:
-        given, found, child = node.schema[keyword], NOTHING_AT_ALL, self.document.child
+        value, found, child = node.schema[keyword], NO_VALUE, self.document.child
         for index, name in enumerate(self.document.types(node, keyword)):
             if isinstance(name, dict):
-                found = join(found, self.form(expr(child(node, keyword, index) if isinstance(given, list) else child(node, keyword))))
+                found = join(found, self.form(expr(child(node, keyword, index) if isinstance(value, list) else child(node, keyword))))
             else:
-                found = ANYTHING if name == "any" else join(found, _OF_TYPE[name])
+                found = ANY_VALUE if name == "any" else join(found, _FORM_OF_TYPE[name])
         return replace(found, null=True) if node.schema.get("nullable") is True and keyword == "type" else found
 
     def _values(self, values: list[Any], at: str, keyword: str) -> Form:
@@ -246,20 +246,20 @@ class Normaliser:
                 arrays.append(Array(items, NEVER, len(items), len(items)))
             elif isinstance(value, dict):
                 declared = tuple((name, expr(self.document.constant(item, where))) for name, item in value.items())
-                objects.append(Object(declared, frozenset(value), (Keys(ANY_TEXT, NEVER),), len(value)))
+                objects.append(Object(declared, frozenset(value), (KeyClass(ANY_TEXT, NEVER),), len(value)))
         booleans = frozenset(value for value in others if isinstance(value, bool))
         return Form(None in others, booleans, tuple(dict.fromkeys(numbers)), exactly(words(texts)), tuple(arrays), tuple(objects))
 
     def _numbers(self, node: Node) -> Form:
-        given = node.keywords
-        found: Numbers | None = Numbers(multiple=given.get("multipleOf"))
+        keywords = node.keywords
+        found: Numbers | None = Numbers(multiple=keywords.get("multipleOf"))
         for bound in (
-            Numbers(low=given.get("minimum"), high=given.get("maximum")),
-            Numbers(low=given.get("exclusiveMinimum"), low_open=True) if "exclusiveMinimum" in given else Numbers(),
-            Numbers(high=given.get("exclusiveMaximum"), high_open=True) if "exclusiveMaximum" in given else Numbers(),
+            Numbers(low=keywords.get("minimum"), high=keywords.get("maximum")),
+            Numbers(low=keywords.get("exclusiveMinimum"), low_open=True) if "exclusiveMinimum" in keywords else Numbers(),
+            Numbers(high=keywords.get("exclusiveMaximum"), high_open=True) if "exclusiveMaximum" in keywords else Numbers(),
         ):
             found = found.meet(bound) if found else None
-        return replace(ANYTHING, numbers=(found,) if found else ())
+        return replace(ANY_VALUE, numbers=(found,) if found else ())
 
     def _format(self, node: Node, name: str) -> Strings | None:
         """The texts of a format; None if the format is only an annotation."""
@@ -271,14 +271,14 @@ class Normaliser:
             if name == "hostname":
                 longest = min(node.keywords.get("maxLength", formats.LONGEST_HOSTNAME), formats.LONGEST_HOSTNAME)
                 rule = f"hostname{'7' * (3 <= draft <= 7)}_{longest}"
-                texts = language.named(rule, "{0}_fewer", (full(formats.few_hostnames(longest)),), longest) if longest else NOTHING
+                texts = language.named_rule(rule, "{0}_fewer", (full(formats.few_hostnames(longest)),), longest) if longest else NOTHING
             elif name == "regex":
-                texts = language.named(name, formats.REGEX_RULE, tuple(map(full, (formats.FEW_REGEXES, *formats.REGEX_PARTS))), None)
+                texts = language.named_rule(name, formats.REGEX_RULE, tuple(map(full, (formats.FEW_REGEXES, *formats.REGEX_PARTS))), None)
             else:
                 texts = full(formats.FORMATS[name])
             if name.endswith("time"):
-                date, time = full(formats.FORMATS["date"]), language.named("time", "{0}_fewer", (full(formats.FORMATS["time"]),), None)
-                texts = time if name == "time" else language.named("datetime", "{1} [Tt] {2}", (texts, date, time), None)
+                date, time = full(formats.FORMATS["date"]), language.named_rule("time", "{0}_fewer", (full(formats.FORMATS["time"]),), None)
+                texts = time if name == "time" else language.named_rule("datetime", "{1} [Tt] {2}", (texts, date, time), None)
             return Strings(texts, texts, full(formats.AT_MOST.get(name, formats.FORMATS[name])))
         if self._unknown_formats == "refuse":
             refuse_format(node)
@@ -291,15 +291,15 @@ class Normaliser:
             reject(node.where, keyword, str(error))
 
     def _array(self, node: Node) -> Array:
-        given, child = node.keywords, self.document.child
-        first, others = ("items", "additionalItems") if isinstance(given.get("items"), list) else ("prefixItems", "items")
-        prefix = tuple(expr(child(node, first, index)) for index in range(len(given.get(first, ()))))
-        rest, described = (expr(child(node, others)), None) if others in given else (TRUE, len(prefix))
+        keywords, child = node.keywords, self.document.child
+        first, others = ("items", "additionalItems") if isinstance(keywords.get("items"), list) else ("prefixItems", "items")
+        prefix = tuple(expr(child(node, first, index)) for index in range(len(keywords.get(first, ()))))
+        rest, described = (expr(child(node, others)), None) if others in keywords else (TRUE, len(prefix))
         contains = tuple[Contains, ...]()
-        if "contains" in given:
-            contains = (Contains(expr(child(node, "contains")), given.get("minContains", 1), given.get("maxContains")),)
-        unique = given.get("uniqueItems", False) and given.get("maxItems", 2) > 1
-        return Array(prefix, rest, given.get("minItems", 0), given.get("maxItems"), contains, unique, described)
+        if "contains" in keywords:
+            contains = (Contains(expr(child(node, "contains")), keywords.get("minContains", 1), keywords.get("maxContains")),)
+        unique = keywords.get("uniqueItems", False) and keywords.get("maxItems", 2) > 1
+        return Array(prefix, rest, keywords.get("minItems", 0), keywords.get("maxItems"), contains, unique, described)
 
     def _required_children(self, node: Node) -> list[str]:
         """Draft 3: `required` of a property's own schema."""
@@ -309,31 +309,31 @@ class Normaliser:
         return [name for name, schema in below.items() if isinstance(schema, dict) and schema.get("required") is True]
 
     def _object(self, node: Node) -> Object:
-        given, child = node.keywords, self.document.child
-        classes = [Keys(ANY_TEXT, TRUE)]
-        names = list(given.get("properties", {}))
+        keywords, child = node.keywords, self.document.child
+        classes = [KeyClass(ANY_TEXT, TRUE)]
+        names = list(keywords.get("properties", {}))
         declared = {name: expr(child(node, "properties", name)) for name in names}
         evaluated = list[Term]([words(names)])
-        for pattern in given.get("patternProperties", {}):
+        for pattern in keywords.get("patternProperties", {}):
             value, term = expr(child(node, "patternProperties", pattern)), self._pattern(node, "patternProperties", pattern).exact
-            inside = [Keys(both(keys.names, term), all_of(keys.value, value), True) for keys in classes]
+            inside = [KeyClass(both(keys.names, term), all_of(keys.value, value), True) for keys in classes]
             outside = [keys._replace(names=both(keys.names, complement(term))) for keys in classes]
             classes = [keys for keys in (*inside, *outside) if not is_empty(keys.names)]
             declared = {name: all_of(before, value) if matches(term, name) else before for name, before in declared.items()}
             evaluated.append(term)
         # Up to here, `is_default` marks the classes that a pattern describes.
-        additional = expr(child(node, "additionalProperties")) if "additionalProperties" in given else None
+        additional = expr(child(node, "additionalProperties")) if "additionalProperties" in keywords else None
         if additional is not None:
             evaluated = [ANY_TEXT]
         others = tuple(
-            Keys(keys.names, keys.value)
+            KeyClass(keys.names, keys.value)
             if keys.is_default
-            else Keys(keys.names, TRUE if additional is None else additional, additional is None)
+            else KeyClass(keys.names, TRUE if additional is None else additional, additional is None)
             for keys in classes
         )
-        required = dict.fromkeys((*given.get("required", ()), *self._required_children(node)))
-        low, high = given.get("minProperties", 0), given.get("maxProperties")
-        found = Object(tuple(declared.items()), frozenset(required), others, low, high, "properties" in given, (), either(*evaluated))
+        required = dict.fromkeys((*keywords.get("required", ()), *self._required_children(node)))
+        low, high = keywords.get("minProperties", 0), keywords.get("maxProperties")
+        found = Object(tuple(declared.items()), frozenset(required), others, low, high, "properties" in keywords, (), either(*evaluated))
         undeclared = ((name, found.value(name)) for name in required if name not in declared)  # in the order of `required`
         return replace(found, declared=(*found.declared, *undeclared))
 
@@ -341,22 +341,22 @@ class Normaliser:
         """Properties that require others, or a schema of the whole object."""
         for keyword in ("dependencies", "dependentRequired", "dependentSchemas"):
             for name, value in node.keywords.get(keyword, {}).items():
-                absent = replace(ANYTHING, objects=(Object.single(name, NEVER, required=False),))
+                absent = replace(ANY_VALUE, objects=(Object.single(name, NEVER, required=False),))
                 names = [value] if isinstance(value, str) else value
                 if isinstance(names, list):
                     if not all(isinstance(other, str) for other in names):
-                        reject(node.where, keyword, f"got {shown(value)}, expected a list of strings")
-                    present = replace(NOTHING_AT_ALL, objects=(_requiring([name, *names]),))
+                        reject(node.where, keyword, f"got {clip_json(value)}, expected a list of strings")
+                    present = replace(NO_VALUE, objects=(_object_requiring([name, *names]),))
                 else:
                     below = self.form(expr(self.document.child(node, keyword, name)))
-                    present = self.meet(replace(NOTHING_AT_ALL, objects=(_requiring([name]),)), below, node.where)
+                    present = self.meet(replace(NO_VALUE, objects=(_object_requiring([name]),)), below, node.where)
                 yield keyword, join(absent, present)
 
-    def _without_unevaluated(self, form: Form, node: Node, keyword: str) -> Form:
+    def _restrict_unevaluated(self, form: Form, node: Node, keyword: str) -> Form:
         """The alternatives, each with a rule for what its own keywords do not describe. If a value satisfies several alternatives, they
         describe more of it together, so the result accepts only a part of what the schema accepts."""
-        found: list[Any] = []
-        value, several = expr(self.document.child(node, keyword)), bool(_IN_PLACE & node.keywords.keys())
+        alternatives: list[Any] = []
+        value, several = expr(self.document.child(node, keyword)), bool(_IN_PLACE_KEYWORDS & node.keywords.keys())
         cases = form.objects if keyword == "unevaluatedProperties" else form.arrays
         has_contains = keyword == "unevaluatedItems" and any(array.contains for array in form.arrays)
         if has_contains or (several and (len(cases) > 1 or "if" in node.keywords)):
@@ -364,25 +364,25 @@ class Normaliser:
             self.narrowed[Unsupported(node.where, keyword, reason)] = None
         if keyword == "unevaluatedProperties":
             for item in form.objects:
-                rest = Keys(complement(item.evaluated), value)
-                rule = Object(others=tuple(keys for keys in (rest, Keys(item.evaluated, TRUE, True)) if not is_empty(keys.names)))
+                rest = KeyClass(complement(item.evaluated), value)
+                rule = Object(others=tuple(keys for keys in (rest, KeyClass(item.evaluated, TRUE, True)) if not is_empty(keys.names)))
                 met = meet_objects(item, rule, self.simplify)
-                found += [replace(met, evaluated=ANY_TEXT, is_subset=item.is_subset or several)] if met else []
-            return replace(form, objects=tuple(found))
+                alternatives += [replace(met, evaluated=ANY_TEXT, is_subset=item.is_subset or several)] if met else []
+            return replace(form, objects=tuple(alternatives))
         for array in form.arrays:
             if array.evaluated is not None:
                 limit = Array(tuple(TRUE for _ in range(array.evaluated)), value)
                 met_array = meet_arrays(array, limit, self.simplify)
-                found += [replace(met_array, evaluated=None, is_subset=array.is_subset or several)] if met_array else []
+                alternatives += [replace(met_array, evaluated=None, is_subset=array.is_subset or several)] if met_array else []
             else:
-                found.append(array)
-        return replace(form, arrays=tuple(found))
+                alternatives.append(array)
+        return replace(form, arrays=tuple(alternatives))
 
 
-def _requiring(names: list[str]) -> Object:
+def _object_requiring(names: list[str]) -> Object:
     return Object(required=frozenset(names), declared=tuple((name, TRUE) for name in names))
 
 
 def text_keyword(node: Node) -> str:
     """The keyword for texts or names that is likely to take most states."""
-    return next((word for word in _TEXT_WORDS if word in node.keywords), "pattern")
+    return next((word for word in _TEXT_KEYWORDS if word in node.keywords), "pattern")

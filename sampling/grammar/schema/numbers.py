@@ -15,14 +15,14 @@ from stepgraph.sampling.grammar.schema.language import EPSILON, NOTHING, Term, b
 MAX_MULTIPLE = 4_000  # remainders, which are states of an automaton
 MAX_LISTED = 1_000  # multiples that are listed instead of an automaton
 
-_ZERO, _DIGIT, _ONE_UP = words(["0"]), chars(charset((48, 57))), chars(charset((49, 57)))
+_ZERO, _DIGIT, _NONZERO_DIGIT = words(["0"]), chars(charset((48, 57))), chars(charset((49, 57)))
 _DIGITS = repeat(_DIGIT, 0, None)
 _FRACTION = either(EPSILON, cat(words(["."]), repeat(_DIGIT, 1, None)))
-_WHOLE = either(_ZERO, cat(_ONE_UP, _DIGITS))
+_WHOLE = either(_ZERO, cat(_NONZERO_DIGIT, _DIGITS))
 _UNSIGNED = cat(_WHOLE, _FRACTION)
 _EXPONENT = either(EPSILON, cat(words("eE"), either(EPSILON, words("+-")), repeat(_DIGIT, 1, None)))
 _POSITIVE = either(
-    cat(_ONE_UP, _DIGITS, _FRACTION), cat(words(["0."]), repeat(_ZERO, 0, None), _ONE_UP, _DIGITS)
+    cat(_NONZERO_DIGIT, _DIGITS, _FRACTION), cat(words(["0."]), repeat(_ZERO, 0, None), _NONZERO_DIGIT, _DIGITS)
 )  # as _UNSIGNED, but not zero
 _MINUS = words(["-"])
 
@@ -158,12 +158,12 @@ def decimal(value: Fraction) -> str:
 def _at_least(bound: Fraction, is_open: bool) -> Term:
     """Texts of unsigned numbers that are greater than the bound, or equal to it unless it is open."""
     whole, _, fraction = decimal(bound).partition(".")
-    found = [cat(_ONE_UP, repeat(_DIGIT, len(whole), None), _FRACTION)]  # more digits
+    found = [cat(_NONZERO_DIGIT, repeat(_DIGIT, len(whole), None), _FRACTION)]  # more digits
     for index, digit in enumerate(whole):
         found.append(cat(words([whole[:index]]), _above(digit), repeat(_DIGIT, len(whole) - index - 1, len(whole) - index - 1), _FRACTION))
     for index, digit in enumerate(fraction):
         found.append(cat(words([f"{whole}.{fraction[:index]}"]), _above(digit), _DIGITS))
-    more = cat(_DIGITS, _ONE_UP, _DIGITS) if is_open else _DIGITS
+    more = cat(_DIGITS, _NONZERO_DIGIT, _DIGITS) if is_open else _DIGITS
     if fraction:
         found.append(cat(words([f"{whole}.{fraction}"]), more))
     else:

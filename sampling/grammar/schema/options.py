@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-LEFT_OUT = frozenset(  # keywords that an approximate grammar leaves out if they cannot be enforced
+OMITTABLE_KEYWORDS = frozenset(  # keywords that an approximate grammar leaves out if they cannot be enforced
     "contains divisibleBy format if maxContains maxProperties minContains minProperties multipleOf not pattern patternProperties"
     " propertyNames unevaluatedItems unevaluatedProperties uniqueItems".split()
 )

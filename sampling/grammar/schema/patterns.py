@@ -14,10 +14,10 @@ from stepgraph.sampling.grammar.schema import language
 from stepgraph.sampling.grammar.schema.language import ANY_TEXT, END, EPSILON, MARKED_TEXT, START, Term, both, cat, chars, either
 
 MAX_COUNT = 100_000
-MAX_CHECKED = 2_000  # characters of a pattern that `check` reads
+MAX_CHECKED_CHARS = 2_000  # characters of a pattern that `check_pattern` reads
 _DIGITS, _WORD = charset((48, 57)), charset((48, 57), (65, 90), (97, 122), "_")
 _SPACE = charset("\t\n\v\f\r \u00a0\u1680", (0x2000, 0x200A), "\u2028\u2029\u202f\u205f\u3000\ufeff")
-_SETS = {"d": _DIGITS, "D": complement(_DIGITS), "w": _WORD, "W": complement(_WORD), "s": _SPACE, "S": complement(_SPACE)}
+_CLASS_ESCAPES = {"d": _DIGITS, "D": complement(_DIGITS), "w": _WORD, "W": complement(_WORD), "s": _SPACE, "S": complement(_SPACE)}
 _CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "0": "\0"}
 _DOT = complement(charset("\n\r\u2028\u2029"))
 _COUNT = re.compile(r"\{(\d+)(,?)(\d*)\}")
@@ -32,7 +32,7 @@ class PatternError(ValueError):
 
 
 @dataclass(frozen=True)
-class Look:
+class LookAhead:
     """Look-ahead."""
 
     alternatives: list[Pieces]
@@ -49,18 +49,18 @@ class Repeat(NamedTuple):
     high: int | None
 
 
-Item = CharSet | int | Look | Group | Repeat  # an int is START or END
+Item = CharSet | int | LookAhead | Group | Repeat  # an int is START or END
 Pieces = list[Item]
 
 
-def check(pattern: str) -> None:
+def check_pattern(pattern: str) -> None:
     """PatternError for a malformed pattern. Long patterns are not checked, nor those with Unicode properties, whose characters take a
     second to find."""
-    if len(pattern) <= MAX_CHECKED and not _PROPERTY.search(pattern):
-        read(pattern)
+    if len(pattern) <= MAX_CHECKED_CHARS and not _PROPERTY.search(pattern):
+        parse_pattern(pattern)
 
 
-def read(pattern: str) -> list[Pieces]:
+def parse_pattern(pattern: str) -> list[Pieces]:
     """The alternatives of a pattern; PatternError."""
     return _Parser(pattern).parsed()
 
@@ -69,7 +69,7 @@ def read(pattern: str) -> list[Pieces]:
 def search(pattern: str) -> Term:
     """The texts in which the pattern is found; PatternError."""
     found = dict[tuple[bool, bool, int], list[Pieces]]()
-    for index, sequence in enumerate(read(pattern)):
+    for index, sequence in enumerate(parse_pattern(pattern)):
         starts, ends = sequence[:1] == [START], sequence[-1:] == [END]
         inner = sequence[starts : len(sequence) - ends]
         alone = index if any(_has_mark(item) or _has_look(item) for item in inner) else -1
@@ -80,7 +80,7 @@ def search(pattern: str) -> Term:
 @functools.lru_cache(maxsize=256)
 def full(pattern: str) -> Term:
     """The texts that the pattern matches from their start to their end."""
-    return either(*(_anchored([_STARTS, *sequence, _ENDS]) for sequence in read(pattern)))
+    return either(*(_anchored([_STARTS, *sequence, _ENDS]) for sequence in parse_pattern(pattern)))
 
 
 def _searched(sequences: list[Pieces]) -> Term:
@@ -100,11 +100,11 @@ def _anchored(sequence: Pieces) -> Term:
         del inner[-1]
     if not any(map(_has_mark, inner)):
         return _term(inner, EPSILON, ANY_TEXT)
-    return language.unmarked(_term([_MARKED if item is _ANYTHING else item for item in sequence], EPSILON, MARKED_TEXT))
+    return language.unmarked(_term([_ANYTHING_MARKED if item is _ANYTHING else item for item in sequence], EPSILON, MARKED_TEXT))
 
 
 def _has_mark(item: Item) -> bool:
-    if isinstance(item, (Look, Group)):
+    if isinstance(item, (LookAhead, Group)):
         return any(any(map(_has_mark, sequence)) for sequence in item.alternatives)
     return _has_mark(item.item) if isinstance(item, Repeat) else isinstance(item, int)
 
@@ -112,72 +112,72 @@ def _has_mark(item: Item) -> bool:
 def _has_look(item: Item) -> bool:
     if isinstance(item, Group):
         return any(any(map(_has_look, sequence)) for sequence in item.alternatives)
-    return isinstance(item, Look) or (isinstance(item, Repeat) and _has_look(item.item))
+    return isinstance(item, LookAhead) or (isinstance(item, Repeat) and _has_look(item.item))
 
 
-def _term(sequence: Pieces, then: Term, anything: Term) -> Term:
-    """The texts of a sequence, followed by those of `then`: a look-ahead restricts all that follows it."""
+def _term(sequence: Pieces, following: Term, anything: Term) -> Term:
+    """The texts of a sequence, followed by those of `following`: a look-ahead restricts all that follows it."""
     for item in reversed(sequence):
         if isinstance(item, int):
-            then = cat(chars(((item, item),)), then)
-        elif isinstance(item, Look):
+            following = cat(chars(((item, item),)), following)
+        elif isinstance(item, LookAhead):
             ahead = cat(either(*(_term(inner, EPSILON, anything) for inner in item.alternatives)), anything)
-            then = both(language.complement(ahead) if item.negative else ahead, then)
+            following = both(language.complement(ahead) if item.negative else ahead, following)
         elif isinstance(item, Group):
-            looks = _has_look(item)
-            inner_then = then if looks else EPSILON
-            group = either(*(_term(inner, inner_then, anything) for inner in item.alternatives))
-            then = group if looks else cat(group, then)
+            has_look = _has_look(item)
+            inner_following = following if has_look else EPSILON
+            group = either(*(_term(inner, inner_following, anything) for inner in item.alternatives))
+            following = group if has_look else cat(group, following)
         elif isinstance(item, Repeat):
             if _has_look(item.item):
                 if item.low > 1 or item.high != 1:
                     raise PatternError("repeats a look-ahead; write it once, before or after what is repeated")
-                then = either(*([] if item.low else [then]), _term([item.item], then, anything))
+                following = either(*([] if item.low else [following]), _term([item.item], following, anything))
             else:
-                then = cat(language.repeat(_term([item.item], EPSILON, anything), item.low, item.high), then)
+                following = cat(language.repeat(_term([item.item], EPSILON, anything), item.low, item.high), following)
         else:
-            then = cat(chars(item), then)
-    return then
+            following = cat(chars(item), following)
+    return following
 
 
 _ANYTHING = Repeat(ALL_CHARS, 0, None)
 _STARTS, _ENDS = Repeat(((START, START),), 0, None), Repeat(((END, END),), 0, None)
-_MARKED = Repeat(union((*ALL_CHARS, (START, END))), 0, None)
+_ANYTHING_MARKED = Repeat(union((*ALL_CHARS, (START, END))), 0, None)
 
 
 class _Parser:
     def __init__(self, pattern: str) -> None:
-        self._pattern, self._at = pattern, 0
+        self._pattern, self._position = pattern, 0
 
     def parsed(self) -> list[Pieces]:
         found = self._alternatives()
-        if self._at < len(self._pattern):
+        if self._position < len(self._pattern):
             self._fail("a parenthesis that was opened")
         return found
 
     def _fail(self, expected: str) -> NoReturn:
-        found = repr(self._pattern[self._at : self._at + 10]) if self._at < len(self._pattern) else "the end"
-        raise PatternError(f"has {found} at position {self._at}, expected {expected}")
+        found = repr(self._pattern[self._position : self._position + 10]) if self._position < len(self._pattern) else "the end"
+        raise PatternError(f"has {found} at position {self._position}, expected {expected}")
 
-    def _took(self, text: str) -> bool:
-        found = self._pattern.startswith(text, self._at)
-        self._at += len(text) if found else 0
+    def _accept(self, text: str) -> bool:
+        found = self._pattern.startswith(text, self._position)
+        self._position += len(text) if found else 0
         return found
 
     def _alternatives(self) -> list[Pieces]:
         found: list[Pieces] = [[]]
-        while self._at < len(self._pattern) and self._pattern[self._at] != ")":
-            if self._took("|"):
+        while self._position < len(self._pattern) and self._pattern[self._position] != ")":
+            if self._accept("|"):
                 found.append([])
             else:
                 found[-1].append(self._repeated(self._item()))
         return found
 
     def _item(self) -> Item:
-        start, char = self._at, self._pattern[self._at]
+        start, char = self._position, self._pattern[self._position]
         if char in "*+?" or _COUNT.match(self._pattern, start):
             self._fail("an element before it")
-        self._at += 1
+        self._position += 1
         match char:
             case "^":
                 return START
@@ -194,20 +194,20 @@ class _Parser:
         return charset(char)
 
     def _group(self) -> Item:
-        look = next((mark for mark in ("?=", "?!") if self._took(mark)), "")
-        if not look and not self._took("?:"):
-            if named := re.compile(r"\?P?<[A-Za-z_]\w*>").match(self._pattern, self._at):
-                self._at = named.end()
-            elif self._pattern.startswith("?", self._at):
+        look = next((mark for mark in ("?=", "?!") if self._accept(mark)), "")
+        if not look and not self._accept("?:"):
+            if named := re.compile(r"\?P?<[A-Za-z_]\w*>").match(self._pattern, self._position):
+                self._position = named.end()
+            elif self._pattern.startswith("?", self._position):
                 self._fail("no look-behind and no flags")
         alternatives = self._alternatives()
-        if not self._took(")"):
+        if not self._accept(")"):
             self._fail("a closing parenthesis")
-        return Look(alternatives, look == "?!") if look else Group(alternatives)
+        return LookAhead(alternatives, look == "?!") if look else Group(alternatives)
 
     def _repeated(self, item: Item) -> Item:
-        found = _COUNT.match(self._pattern, self._at)
-        char = self._pattern[self._at : self._at + 1]
+        found = _COUNT.match(self._pattern, self._position)
+        char = self._pattern[self._position : self._position + 1]
         if found:
             low = int(found[1])
             high = None if found[2] and not found[3] else int(found[3]) if found[2] else low
@@ -215,54 +215,54 @@ class _Parser:
                 self._fail(f"at most {MAX_COUNT} repetitions")
             if high is not None and high < low:
                 self._fail("bounds that ascend")
-            self._at = found.end()
+            self._position = found.end()
         elif char and char in "*+?":
             low, high = int(char == "+"), 1 if char == "?" else None
-            self._at += 1
+            self._position += 1
         else:
             return item
         if isinstance(item, int):
             self._fail("no repetition of an anchor")
-        self._took("?")  # `?`: a lazy repetition matches the same texts
-        if self._pattern[self._at : self._at + 1] in ("*", "+", "?") or _COUNT.match(self._pattern, self._at):
+        self._accept("?")  # `?`: a lazy repetition matches the same texts
+        if self._pattern[self._position : self._position + 1] in ("*", "+", "?") or _COUNT.match(self._pattern, self._position):
             self._fail("one repetition only")
         return Repeat(item, low, high)
 
     def _set(self) -> CharSet:
-        negated, found = self._took("^"), list[tuple[int, int]]()
-        while not self._took("]"):
+        negated, found = self._accept("^"), list[tuple[int, int]]()
+        while not self._accept("]"):
             first = self._member()
-            dash = self._at
-            if self._took("-") and self._pattern[self._at : self._at + 1] != "]":
+            dash = self._position
+            if self._accept("-") and self._pattern[self._position : self._position + 1] != "]":
                 last = self._member()
                 if _size(first) == _size(last) == 1:
                     if last[0][0] < first[0][0]:
-                        self._at = dash
+                        self._position = dash
                         self._fail("a range that ascends")
                     found.append((first[0][0], last[0][0]))
                 else:
                     found += [*first, (ord("-"), ord("-")), *last]
             else:
-                self._at = dash
+                self._position = dash
                 found += first
         return complement(union(found)) if negated else intersection(union(found), ALL_CHARS)
 
     def _member(self) -> CharSet:
-        if self._at >= len(self._pattern):
+        if self._position >= len(self._pattern):
             self._fail("the end of a class")
-        self._at += 1
-        char = self._pattern[self._at - 1]
+        self._position += 1
+        char = self._pattern[self._position - 1]
         return self._escape(in_set=True) if char == "\\" else charset(char)
 
     def _escape(self, in_set: bool) -> CharSet:
-        self._at += 1
-        name = self._pattern[self._at - 1 : self._at]
+        self._position += 1
+        name = self._pattern[self._position - 1 : self._position]
         if in_set and name == "b":
             return charset("\b")
-        if name in _SETS:
-            return _SETS[name]
-        if found := _ESCAPE.match(self._pattern, self._at - 1):
-            self._at = found.end()
+        if name in _CLASS_ESCAPES:
+            return _CLASS_ESCAPES[name]
+        if found := _ESCAPE.match(self._pattern, self._position - 1):
+            self._position = found.end()
             if found[5]:
                 members = _property(found[6])
                 if not members:
@@ -270,16 +270,16 @@ class _Parser:
                 return complement(members) if found[5] == "P" else members
             code = ord(found[4]) % 32 if found[4] else int(found[1] or found[2] or found[3], 16)
             return self._character(code)
-        if name in _CONTROLS and not (name == "0" and self._pattern[self._at : self._at + 1].isdigit()):
+        if name in _CONTROLS and not (name == "0" and self._pattern[self._position : self._position + 1].isdigit()):
             return charset(_CONTROLS[name])
         if not name or name.isalnum():
-            self._at -= 2 if name else 1
+            self._position -= 2 if name else 1
             self._fail("an escape that is supported")
         return charset(name)
 
     def _character(self, code: int) -> CharSet:
-        if 0xD800 <= code < 0xDC00 and (low := _LOW_HALF.match(self._pattern, self._at)):  # a surrogate pair
-            self._at = low.end()
+        if 0xD800 <= code < 0xDC00 and (low := _LOW_HALF.match(self._pattern, self._position)):  # a surrogate pair
+            self._position = low.end()
             code = 0x10000 + ((code - 0xD800) << 10) + int(low[1], 16) - 0xDC00
         if not intersection(((code, code),), ALL_CHARS):
             self._fail("a Unicode character other than a surrogate")

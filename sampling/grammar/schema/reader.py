@@ -17,7 +17,7 @@ from urllib.parse import unquote, urljoin
 from stepgraph.sampling.grammar.constraints.unsupported import Unsupported, UnsupportedError, reject
 from stepgraph.sampling.grammar.schema import patterns
 from stepgraph.sampling.grammar.schema.formats import FORMATS
-from stepgraph.sampling.grammar.schema.options import LEFT_OUT, Options
+from stepgraph.sampling.grammar.schema.options import OMITTABLE_KEYWORDS, Options
 
 TYPES = ("null", "boolean", "number", "integer", "string", "array", "object")
 ANNOTATIONS = frozenset(
@@ -26,13 +26,13 @@ ANNOTATIONS = frozenset(
     " nullable discriminator xml externalDocs contentEncoding contentMediaType contentSchema".split()
 )
 MAX_COUNT = 10**9
-MAX_CHECKED = 3_000  # schemas of a document that `check_schema` reads
+MAX_CHECKED_SCHEMAS = 3_000  # schemas of a document that `check_schema` reads
 MAX_DEPTH = 400  # nesting of objects and lists of a schema
 MAX_DIGITS = 400  # digits of a number without an exponent
-MAX_SHOWN = 60  # characters of a value in a message
+MAX_CLIP_CHARS = 60  # characters of a value in a message
 _ENCODER = json.JSONEncoder(default=float)
 DRAFTS = {"3": 3, "4": 4, "6": 6, "7": 7, "2019-09": 8, "2020-12": 9}
-_SINCE = {
+_FIRST_DRAFT = {
     "contains": 6,
     "const": 6,
     "propertyNames": 6,
@@ -42,19 +42,19 @@ _SINCE = {
 }  # the first draft with a keyword that older schemas may contain as an annotation
 _DRAFT = re.compile(r"https?://json-schema\.org/draft[-/]0?(3|4|6|7|2019-09|2020-12)/(?:hyper-)?schema#?$")
 
-KNOWN = frozenset(
+KEYWORDS = frozenset(
     "$ref $dynamicRef $recursiveRef additionalItems additionalProperties allOf anyOf const contains dependencies dependentRequired"
     " dependentSchemas disallow divisibleBy else enum exclusiveMaximum exclusiveMinimum extends format if items maxContains maxItems"
     " maxLength maxProperties maximum minContains minItems minLength minProperties minimum multipleOf not oneOf pattern patternProperties"
     " prefixItems properties propertyNames required then type unevaluatedItems unevaluatedProperties uniqueItems".split()
 )
 
-# Keywords whose values are schemas: a dict (_TABLES), a list (_LISTS), or one schema (_SCHEMAS).
-_TABLES = frozenset("properties patternProperties dependencies dependentRequired dependentSchemas".split())
-_LISTS = frozenset("allOf anyOf oneOf prefixItems items extends type disallow".split())
-_WITH_NAMES = frozenset("dependencies dependentRequired type disallow".split())  # their values may also be names
+# Keywords whose values are schemas: a dict (_SCHEMA_DICTS), a list (_SCHEMA_LISTS), or one schema (_SINGLE_SCHEMAS).
+_SCHEMA_DICTS = frozenset("properties patternProperties dependencies dependentRequired dependentSchemas".split())
+_SCHEMA_LISTS = frozenset("allOf anyOf oneOf prefixItems items extends type disallow".split())
+_KEYWORDS_WITH_NAMES = frozenset("dependencies dependentRequired type disallow".split())  # their values may also be names
 _CONDITIONAL = frozenset(("if", "then", "else"))
-_SCHEMAS = frozenset("additionalProperties contains not propertyNames unevaluatedItems unevaluatedProperties".split()) | _CONDITIONAL
+_SINGLE_SCHEMAS = frozenset("additionalProperties contains not propertyNames unevaluatedItems unevaluatedProperties".split()) | _CONDITIONAL
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,14 +73,14 @@ class Document:
     root: Any
     unknown_keywords: Literal["annotation", "refuse"] = "annotation"
     _nodes: dict[str, Node] = field(default_factory=dict)
-    _places: dict[str, str] = field(default_factory=dict)  # URI of an identifier or anchor -> JSON pointer
+    _pointers: dict[str, str] = field(default_factory=dict)  # URI of an identifier or anchor -> JSON pointer
 
     def __post_init__(self) -> None:
         schema = self.root.get("$schema") if isinstance(self.root, dict) else None
         found = _DRAFT.match(schema) if isinstance(schema, str) else None
         self.draft = DRAFTS[found[1]] if found else 0  # 0: $schema names no draft, so every spelling is read
         self._bases = {"#": ""}
-        self._dynamic = Counter[str]()
+        self._dynamic_anchors = Counter[str]()
         self._index(self.root, "#", "", 0)
 
     def _index(self, value: Any, where: str, base: str, depth: int) -> None:
@@ -107,34 +107,34 @@ class Document:
             if 0 < self.draft < 8 and isinstance(value.get("$ref"), str):
                 continue  # the siblings of a reference are ignored
             if identifier.startswith("#"):
-                self._places.setdefault(base.partition("#")[0] + identifier, where)
+                self._pointers.setdefault(base.partition("#")[0] + identifier, where)
             else:
                 base = self._bases[where] = urljoin(base, identifier)
-                self._places.setdefault(base.rstrip("#"), where)
-        self._dynamic.update(["$recursiveRef"] * (value.get("$recursiveAnchor") is True))
+                self._pointers.setdefault(base.rstrip("#"), where)
+        self._dynamic_anchors.update(["$recursiveRef"] * (value.get("$recursiveAnchor") is True))
         for name in ("$anchor", "$dynamicAnchor"):
             if isinstance(value.get(name), str):
-                self._dynamic.update([value[name]] * (name == "$dynamicAnchor"))
-                self._places.setdefault(f"{base.partition('#')[0]}#{value[name]}", where)
+                self._dynamic_anchors.update([value[name]] * (name == "$dynamicAnchor"))
+                self._pointers.setdefault(f"{base.partition('#')[0]}#{value[name]}", where)
         return base
 
     def node(self, where: str) -> Node:
         """The schema at a JSON pointer that exists in this document."""
-        found = self._nodes.get(where)
-        if found is None:
+        node = self._nodes.get(where)
+        if node is None:
             value: Any = self.root
             base = self._bases["#"]
             at = "#"
             for step in where.split("/")[1:]:
                 at = f"{at}/{step}"
-                value = _step(value, step)
+                value = _child_at(value, step)
                 base = self._bases.get(at, base)
-            found = self._nodes[where] = Node(value, where, base, len(self._nodes))
+            node = self._nodes[where] = Node(value, where, base, len(self._nodes))
             if not isinstance(value, (dict, bool)):
-                reject(where, "schema", f"got {shown(value)}, expected an object, true or false")
+                reject(where, "schema", f"got {clip_json(value)}, expected an object, true or false")
             if isinstance(value, dict):
-                found.keywords.update(self._modern(value, where))
-        return found
+                node.keywords.update(self._current_keywords(value, where))
+        return node
 
     def constant(self, value: Any, where: str) -> Node:
         """A schema of this value only. The value is at `where` or inside the value there."""
@@ -150,32 +150,32 @@ class Document:
         """The schema that a reference leads to."""
         reference = node.schema[keyword]
         if not isinstance(reference, str):
-            reject(node.where, keyword, f"got {shown(reference)}, expected a string")
+            reject(node.where, keyword, f"got {clip_json(reference)}, expected a string")
         relative = reference.startswith("#")
         where = self._resolved(node.base.partition("#")[0] + reference if relative else urljoin(node.base, reference))
         if where is None and relative:  # inside a schema with an $id, which generators write without meaning a new document
             where = self._resolved(self._bases["#"].partition("#")[0] + reference)
-        if keyword != "$ref" and self._dynamic[keyword if keyword == "$recursiveRef" else reference.rpartition("#")[2]] > 1:
-            reject(node.where, keyword, f"got {shown(reference)}, to which several anchors of one name may apply; write $ref")
+        if keyword != "$ref" and self._dynamic_anchors[keyword if keyword == "$recursiveRef" else reference.rpartition("#")[2]] > 1:
+            reject(node.where, keyword, f"got {clip_json(reference)}, to which several anchors of one name may apply; write $ref")
         if where is None:
-            reject(node.where, keyword, f"got {shown(reference)}, expected a reference to a schema in the same document")
+            reject(node.where, keyword, f"got {clip_json(reference)}, expected a reference to a schema in the same document")
         return self.node(where)
 
     def types(self, node: Node, keyword: str) -> list[Any]:
         """The names of types that a keyword lists; in draft 3 also schemas."""
-        given = node.schema[keyword]
-        names, old = given if isinstance(given, list) else [given], self.draft in (0, 3)
+        value = node.schema[keyword]
+        names, is_old_draft = value if isinstance(value, list) else [value], self.draft in (0, 3)
         for name in names:
-            known = name in TYPES or (old and name == "any") if isinstance(name, str) else old and isinstance(name, dict)
+            known = name in TYPES or (is_old_draft and name == "any") if isinstance(name, str) else is_old_draft and isinstance(name, dict)
             if not known:
-                reject(node.where, keyword, f"got {shown(given)}, expected one or several of {', '.join(TYPES)}")
+                reject(node.where, keyword, f"got {clip_json(value)}, expected one or several of {', '.join(TYPES)}")
         return names
 
     def _resolved(self, uri: str) -> str | None:
-        if uri.rstrip("#") in self._places:
-            return self._places[uri.rstrip("#")]
+        if uri.rstrip("#") in self._pointers:
+            return self._pointers[uri.rstrip("#")]
         base, _, fragment = uri.partition("#")
-        start = "#" if base in ("", self._bases["#"].partition("#")[0]) else self._places.get(base)
+        start = "#" if base in ("", self._bases["#"].partition("#")[0]) else self._pointers.get(base)
         if start is None or (fragment and not fragment.startswith("/")):
             return None
         value, where = self.node(start).schema, start
@@ -188,16 +188,16 @@ class Document:
             where = pointer(where, name)
         return where
 
-    def _modern(self, schema: dict[str, Any], where: str) -> Iterator[tuple[str, Any]]:
+    def _current_keywords(self, schema: dict[str, Any], where: str) -> Iterator[tuple[str, Any]]:
         """The assertions, each checked. Older spellings are replaced; JSON pointers to the schemas inside do not change."""
         draft = self.draft
         if "$ref" in schema and 0 < draft < 8 and isinstance(schema["$ref"], str):
             yield "$ref", schema["$ref"]  # its siblings are ignored
             return
         for keyword, value in schema.items():
-            if keyword not in KNOWN:
+            if keyword not in KEYWORDS:
                 if self.unknown_keywords == "refuse" and keyword not in ANNOTATIONS and not keyword.startswith("x-"):
-                    reject(where, keyword, f"got {shown(value)} for no known keyword; remove it, or set unknown_keywords='annotation'")
+                    reject(where, keyword, f"got {clip_json(value)} for no known keyword; remove it, or set unknown_keywords='annotation'")
             elif keyword == "required" and isinstance(value, bool):
                 continue  # draft 3: read with the schema of the object, in Normaliser._required_children
             elif keyword in ("exclusiveMinimum", "exclusiveMaximum") and isinstance(value, bool):
@@ -206,10 +206,10 @@ class Document:
                 yield f"exclusive{keyword.capitalize()}", _number(value, where, keyword)
             elif keyword == "divisibleBy":
                 yield "multipleOf", _number(value, where, keyword)
-            elif 0 < draft < _SINCE.get(keyword, 0):
+            elif 0 < draft < _FIRST_DRAFT.get(keyword, 0):
                 continue  # an annotation: the keyword is of a later draft
             else:
-                yield keyword, _checked(keyword, value, where)
+                yield keyword, _checked_value(keyword, value, where)
 
 
 def pointer(where: str, *names: str | int) -> str:
@@ -219,23 +219,23 @@ def pointer(where: str, *names: str | int) -> str:
 
 def check_schema(schema: Any, options: Options) -> None:
     """UnsupportedError for a malformed keyword, type, pattern or reference, and for unknown keywords and formats that are refused, in
-    the first `MAX_CHECKED` schemas that the root leads to. Contradictions between schemas are not checked."""
-    waiting = ["#"]
-    known = set(waiting)
+    the first `MAX_CHECKED_SCHEMAS` schemas that the root leads to. Contradictions between schemas are not checked."""
+    pointers = ["#"]
+    known = set(pointers)
     with naming_values(schema):
         document = Document(schema, options.unknown_keywords)
-        for where in waiting:  # grows
+        for where in pointers:  # grows
             try:
                 node = document.node(where)
-                _check_words(document, node, options)
-                below = [child for child in _below(document, node) if child not in known]
+                _check_keywords(document, node, options)
+                children = [child for child in _referenced_schemas(document, node) if child not in known]
             except UnsupportedError as error:
-                if not options.approximate or error.unsupported.keyword not in LEFT_OUT:
+                if not options.approximate or error.unsupported.keyword not in OMITTABLE_KEYWORDS:
                     raise
                 continue
-            waiting += below
-            known.update(below)
-            if len(known) > MAX_CHECKED:
+            pointers += children
+            known.update(children)
+            if len(known) > MAX_CHECKED_SCHEMAS:
                 break
 
 
@@ -248,7 +248,7 @@ def naming_values(schema: Any) -> Iterator[None]:
         part = error.unsupported
         if part.reason.startswith("got "):
             raise
-        reason = f"got {shown(value_of(schema, part))}, which {part.reason}"
+        reason = f"got {clip_json(value_of(schema, part))}, which {part.reason}"
         raise UnsupportedError(replace(part, reason=reason)) from None
 
 
@@ -258,55 +258,55 @@ def value_of(schema: Any, part: Unsupported) -> Any:
     return found.get(part.keyword, found) if isinstance(found, dict) else found
 
 
-def _check_words(document: Document, node: Node, options: Options) -> None:
-    given = node.keywords
+def _check_keywords(document: Document, node: Node, options: Options) -> None:
+    keywords = node.keywords
     for keyword in ("type", "disallow"):
-        if keyword in given:
+        if keyword in keywords:
             document.types(node, keyword)
-    if "format" in given and given["format"] not in FORMATS and options.unknown_formats == "refuse":
+    if "format" in keywords and keywords["format"] not in FORMATS and options.unknown_formats == "refuse":
         refuse_format(node)
     for keyword in ("pattern", "patternProperties"):
-        for pattern in [given[keyword]] if keyword in given and keyword == "pattern" else given.get(keyword, ()):
+        for pattern in [keywords[keyword]] if keyword in keywords and keyword == "pattern" else keywords.get(keyword, ()):
             try:
-                patterns.check(pattern)
+                patterns.check_pattern(pattern)
             except patterns.PatternError as error:
                 reject(node.where, keyword, str(error))
 
 
 def refuse_format(node: Node) -> NoReturn:
     accepted = f"one of {', '.join(sorted(FORMATS))}, or unknown_formats='annotation'"
-    reject(node.where, "format", f"got {shown(node.keywords['format'])}, expected {accepted}")
+    reject(node.where, "format", f"got {clip_json(node.keywords['format'])}, expected {accepted}")
 
 
-def _below(document: Document, node: Node) -> Iterator[str]:
+def _referenced_schemas(document: Document, node: Node) -> Iterator[str]:
     """The places of the schemas that a schema contains or refers to."""
-    given = node.keywords
-    for keyword, value in given.items():
+    keywords = node.keywords
+    for keyword, value in keywords.items():
         if keyword.endswith(("$ref", "Ref")):
             yield document.target(node, keyword).where
-        elif keyword in _CONDITIONAL and not ("if" in given and {"then", "else"} & given.keys()):
+        elif keyword in _CONDITIONAL and not ("if" in keywords and {"then", "else"} & keywords.keys()):
             continue  # `if` without `then` and `else`, or these without `if`, has no effect
-        elif keyword in _TABLES or (keyword in _LISTS and isinstance(value, list)):
-            children = value.items() if keyword in _TABLES else enumerate(value)
-            names = (name for name, child in children if keyword not in _WITH_NAMES or isinstance(child, (dict, bool)))
+        elif keyword in _SCHEMA_DICTS or (keyword in _SCHEMA_LISTS and isinstance(value, list)):
+            children = value.items() if keyword in _SCHEMA_DICTS else enumerate(value)
+            names = (name for name, child in children if keyword not in _KEYWORDS_WITH_NAMES or isinstance(child, (dict, bool)))
             yield from (pointer(node.where, keyword, name) for name in names)
-        elif keyword in _SCHEMAS or (keyword in _LISTS and not isinstance(value, str)):
+        elif keyword in _SINGLE_SCHEMAS or (keyword in _SCHEMA_LISTS and not isinstance(value, str)):
             yield pointer(node.where, keyword)
-    if isinstance(given.get("items"), list) and "additionalItems" in given:
+    if isinstance(keywords.get("items"), list) and "additionalItems" in keywords:
         yield pointer(node.where, "additionalItems")
 
 
-def _checked(keyword: str, value: Any, where: str) -> Any:
-    def expect(found: bool, expected: str) -> None:
-        if not found:
-            reject(where, keyword, f"got {shown(value)}, expected {expected}")
+def _checked_value(keyword: str, value: Any, where: str) -> Any:
+    def expect(condition: bool, expected: str) -> None:
+        if not condition:
+            reject(where, keyword, f"got {clip_json(value)}, expected {expected}")
 
     if keyword.startswith(("min", "max")) and keyword not in ("minimum", "maximum"):
         expect(_is_number(value) and 0 <= value <= MAX_COUNT and int(value) == value, f"an integer in 0..{MAX_COUNT}")
         return int(value)
     if keyword in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"):
         return _number(value, where, keyword)
-    if keyword in _TABLES:
+    if keyword in _SCHEMA_DICTS:
         expect(isinstance(value, dict), "an object")
     elif keyword in ("allOf", "anyOf", "oneOf"):
         expect(isinstance(value, list) and bool(value), "a list of at least one schema")
@@ -323,7 +323,7 @@ def _checked(keyword: str, value: Any, where: str) -> Any:
 
 def _number(value: Any, where: str, keyword: str) -> Fraction:
     if not _is_number(value) or (keyword in ("multipleOf", "divisibleBy") and value <= 0):
-        reject(where, keyword, f"got {shown(value)}, expected a number{' > 0' if keyword in ('multipleOf', 'divisibleBy') else ''}")
+        reject(where, keyword, f"got {clip_json(value)}, expected a number{' > 0' if keyword in ('multipleOf', 'divisibleBy') else ''}")
     return fraction(value, where, keyword)
 
 
@@ -335,31 +335,31 @@ def fraction(value: int | Decimal, where: str, keyword: str) -> Fraction:
     """A number of a schema as an exact fraction; rejected if it has too many digits."""
     exact = Decimal(value)
     if max(exact.adjusted(), 0) - min(int(exact.as_tuple().exponent), 0) >= MAX_DIGITS:
-        reject(where, keyword, f"got {shown(value)}, expected a number of at most {MAX_DIGITS} digits")
+        reject(where, keyword, f"got {clip_json(value)}, expected a number of at most {MAX_DIGITS} digits")
     return Fraction(value)
 
 
-def shown(value: Any) -> str:
-    """A value as JSON for a message, cut after MAX_SHOWN characters."""
+def clip_json(value: Any) -> str:
+    """A value as JSON for a message, cut after MAX_CLIP_CHARS characters."""
     if isinstance(value, Decimal):
-        return str(value)[:MAX_SHOWN]
+        return str(value)[:MAX_CLIP_CHARS]
     text = ""
     for piece in _ENCODER.iterencode(value):  # in pieces: the whole value may be long and deep
         text += piece
-        if len(text) > MAX_SHOWN:
-            return f"{text[: MAX_SHOWN - 3]}..."
+        if len(text) > MAX_CLIP_CHARS:
+            return f"{text[: MAX_CLIP_CHARS - 3]}..."
     return text
 
 
 def value_at(schema: Any, where: str) -> Any:
     """The value at a JSON pointer that exists."""
-    return functools.reduce(_step, where.split("/")[1:], schema)
+    return functools.reduce(_child_at, where.split("/")[1:], schema)
 
 
-def _step(value: Any, step: str) -> Any:
+def _child_at(value: Any, step: str) -> Any:
     return value[int(step)] if isinstance(value, list) else value[step.replace("~1", "/").replace("~0", "~")]
 
 
-def parsed(text: str) -> Any:
+def parse_json(text: str) -> Any:
     """The value of a JSON text; numbers with a point or exponent become Decimal, so that they stay exact."""
     return json.loads(text, parse_float=Decimal)

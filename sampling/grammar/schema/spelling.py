@@ -6,11 +6,11 @@ import json
 
 from stepgraph.sampling.grammar.constraints.charset import JSON_UNESCAPED, CharSet, charset, complement, intersection, xgrammar_safe_class
 from stepgraph.sampling.grammar.schema.automata import Automaton, TooComplexError, automaton, is_empty, split_length
-from stepgraph.sampling.grammar.schema.language import ANY_CHAR, Term, both, counts, either, repeat, texts_of
+from stepgraph.sampling.grammar.schema.language import ANY_CHAR, Term, both, either, repeat, repeat_bounds, texts_of
 
-MAX_PRINTED = 200  # texts of a finite language that are listed; more become an automaton, which shares equal parts
-_ESCAPED = complement(JSON_UNESCAPED)
-_SHORT = {code: char for code, char in ((8, "b"), (9, "t"), (10, "n"), (12, "f"), (13, "r"), (34, '"'), (92, "\\"))}
+MAX_LISTED_TEXTS = 200  # texts of a finite language that are listed; more become an automaton, which shares equal parts
+_CHARS_TO_ESCAPE = complement(JSON_UNESCAPED)
+_SHORT_ESCAPES = {code: char for code, char in ((8, "b"), (9, "t"), (10, "n"), (12, "f"), (13, "r"), (34, '"'), (92, "\\"))}
 
 
 def literal(text: str) -> str:
@@ -25,20 +25,20 @@ def json_literal(text: str) -> str:
 
 def json_class(chars: CharSet) -> str:
     """One of these characters inside a JSON string."""
-    found = []
+    alternatives = []
     if raw := intersection(chars, JSON_UNESCAPED):
-        found.append(xgrammar_safe_class(raw))
-    escaped = [code for first, last in intersection(chars, _ESCAPED) for code in range(first, last + 1)]
-    if short := [_SHORT[code] for code in escaped if code in _SHORT]:
-        found.append(f'"\\\\" {xgrammar_safe_class(charset("".join(short)))}')
+        alternatives.append(xgrammar_safe_class(raw))
+    escaped = [code for first, last in intersection(chars, _CHARS_TO_ESCAPE) for code in range(first, last + 1)]
+    if short := [_SHORT_ESCAPES[code] for code in escaped if code in _SHORT_ESCAPES]:
+        alternatives.append(f'"\\\\" {xgrammar_safe_class(charset("".join(short)))}')
     for high in (0, 1):
-        digits = [f"{code % 16:x}" for code in escaped if code not in _SHORT and code // 16 == high]
+        digits = [f"{code % 16:x}" for code in escaped if code not in _SHORT_ESCAPES and code // 16 == high]
         if digits:
-            found.append(f'"\\\\u00{high}" {xgrammar_safe_class(charset("".join(digits), "".join(digits).upper()))}')
-    return found[0] if len(found) == 1 and " " not in found[0] else f"({' | '.join(found)})"
+            alternatives.append(f'"\\\\u00{high}" {xgrammar_safe_class(charset("".join(digits), "".join(digits).upper()))}')
+    return alternatives[0] if len(alternatives) == 1 and " " not in alternatives[0] else f"({' | '.join(alternatives)})"
 
 
-def generated(term: Term) -> Term:
+def with_few_states(term: Term) -> Term:
     """The language; if its automaton is too large, its texts up to a smaller length. TooComplexError if that is too large too."""
     while True:
         try:
@@ -46,12 +46,12 @@ def generated(term: Term) -> Term:
             return term
         except TooComplexError:
             limit, rest = split_length(term)
-            if limit is None or not (high := counts(limit)[1]) or high // 2 < max(counts(limit)[0], 1):
+            if limit is None or not (high := repeat_bounds(limit)[1]) or high // 2 < max(repeat_bounds(limit)[0], 1):
                 raise
-            term = both(repeat(ANY_CHAR, counts(limit)[0], high // 2), rest)
+            term = both(repeat(ANY_CHAR, repeat_bounds(limit)[0], high // 2), rest)
 
 
-class Speller:
+class LanguageWriter:
     """Writes languages; adds rules to `rules` for parts that are used more than once."""
 
     def __init__(self, rules: dict[str, str], prefix: str) -> None:
@@ -62,14 +62,14 @@ class Speller:
     def body(self, term: Term, in_string: bool) -> str:
         """The texts of a language, escaped for a JSON string or unchanged."""
         key = term, in_string
-        if key not in self._bodies and (wide := [part for part in _cases(term) if part.kind == "named"]):
-            texts = [self._named(part, in_string) for part in wide]
-            if rest := [part for part in _cases(term) if part not in wide]:
+        if key not in self._bodies and (named_parts := [part for part in _cases(term) if part.kind == "named"]):
+            texts = [self._named(part, in_string) for part in named_parts]
+            if rest := [part for part in _cases(term) if part not in named_parts]:
                 texts.append(self.body(either(*rest), in_string))
             self._bodies[key] = _alternatives(texts)
         if key not in self._bodies:
-            simple = term.is_plain and not (term.kind == "words" and len(term.values) > MAX_PRINTED)
-            self._bodies[key] = self._plain(term, in_string) if simple else self._automaton(term, in_string)
+            is_short = term.is_regex and not (term.kind == "words" and len(term.values) > MAX_LISTED_TEXTS)
+            self._bodies[key] = self._plain(term, in_string) if is_short else self._automaton(term, in_string)
         return self._bodies[key]
 
     def _named(self, term: Term, in_string: bool) -> str:
@@ -103,7 +103,7 @@ class Speller:
                 return " ".join(self._plain(part, in_string) for part in parts)
             case "alt":
                 return _alternatives([self._plain(part, in_string) for part in parts])
-        return f"{self._grouped(parts[0], in_string)}{bounds(*counts(term))}"
+        return f"{self._grouped(parts[0], in_string)}{repeat_suffix(*repeat_bounds(term))}"
 
     def _grouped(self, term: Term, in_string: bool) -> str:
         text = self._plain(term, in_string)
@@ -141,9 +141,9 @@ def repeated(text: str, low: int, high: int | None) -> str:
         return ""
     if (low, high) == (1, 1):
         return text
-    return f"({text}){bounds(low, high)}"
+    return f"({text}){repeat_suffix(low, high)}"
 
 
-def bounds(low: int, high: int | None) -> str:
+def repeat_suffix(low: int, high: int | None) -> str:
     """The EBNF suffix of a repetition."""
     return {(0, None): "*", (1, None): "+", (0, 1): "?"}.get((low, high), f"{{{low},{'' if high is None else high}}}")

@@ -23,7 +23,7 @@ from stepgraph.sampling.grammar.constraints.structural_tag import tag_groups
 from stepgraph.sampling.grammar.schema.grammar import schema_grammar
 from stepgraph.sampling.grammar.schema.options import Options
 from stepgraph.sampling.grammar.schema.parameters import parameters_grammar
-from stepgraph.sampling.grammar.schema.reader import parsed
+from stepgraph.sampling.grammar.schema.reader import parse_json
 from stepgraph.sampling.grammar.schema.spelling import literal
 
 _LITERAL_OR_CLASS = re.compile(r'"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]')  # a literal or a class of the printed grammar
@@ -62,7 +62,7 @@ def ebnf_text(core: Any, kind: str, payload: str, options: Options) -> tuple[str
 @functools.lru_cache(maxsize=1)  # the libraries are tried one after another with the same constraint
 def json_grammar(kind: str, payload: str, options: Options) -> str:
     """The rules of a constraint of kind json_schema or json_object; the first one is `root`."""
-    return schema_grammar({"type": "object"} if kind == "json_object" else parsed(payload), options)
+    return schema_grammar({"type": "object"} if kind == "json_object" else parse_json(payload), options)
 
 
 def _tags_grammar(payload: str, options: Options) -> str:

@@ -25,7 +25,7 @@ from stepgraph.sampling.grammar.schema import automata, reader
 from stepgraph.sampling.grammar.schema.grammar import schema_grammar
 from stepgraph.sampling.grammar.schema.options import Options
 from stepgraph.sampling.grammar.schema.parameters import parameters_grammar
-from stepgraph.sampling.grammar.schema.reader import parsed
+from stepgraph.sampling.grammar.schema.reader import parse_json
 from stepgraph.sampling.native import why_not
 from tests.helpers.c_library import AUTOMATON, EACH_BACKEND
 from tests.helpers.schema_cases import DATA
@@ -38,7 +38,7 @@ BACKEND: BackendChoice = "xgrammar" if why_not() else "automaton"
 COMPILER = GrammarCompiler(BYTES, max_threads=1, isolation="none", backend=BACKEND)
 # Written for these tests. A line has a schema and instances, or why it is refused, with options of `Options`, limits of the modules,
 # and the style of a structural tag.
-WRITTEN = [parsed(line) for line in (DATA / "schemas.jsonl").read_text(encoding="utf-8").splitlines()]
+WRITTEN = [parse_json(line) for line in (DATA / "schemas.jsonl").read_text(encoding="utf-8").splitlines()]
 ENFORCED = {entry["name"]: entry for entry in WRITTEN if "tests" in entry}
 REFUSED = {entry["name"]: entry for entry in WRITTEN if "refused" in entry}
 SOURCES = Path(reader.__file__).parent
@@ -79,7 +79,7 @@ def test_each_keyword_and_draft_has_a_schema() -> None:
             words |= value.keys()
             drafts |= {reader.Document(value).draft} if "$schema" in value else set()
         waiting += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    assert words >= reader.KNOWN | reader.ANNOTATIONS
+    assert words >= reader.KEYWORDS | reader.ANNOTATIONS
     assert drafts == set(reader.DRAFTS.values())
 
 
@@ -204,7 +204,7 @@ CONTRADICTIONS: list[tuple[str, str]] = [
 @pytest.mark.parametrize(("schema", "places"), CONTRADICTIONS)
 def test_contradiction_names_both_places(schema: str, places: str) -> None:
     with pytest.raises(UnsupportedError, match=f": no value satisfies {re.escape(places)}; change one of"):
-        schema_grammar(parsed(schema), Options(objects="standard"))
+        schema_grammar(parse_json(schema), Options(objects="standard"))
 
 
 def refusing_places() -> dict[tuple[str, int], str]:

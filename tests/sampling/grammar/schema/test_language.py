@@ -169,7 +169,7 @@ def test_length_is_bounded_by_the_counts_of_a_pattern(pattern: str) -> None:
     term = patterns.full(pattern)
     for low, high in ((0, 3), (2, 4), (3, None), (0, 0), (3, 3)):
         bounded = both(term, repeat(ANY_CHAR, low, high))
-        assert bounded.is_plain
+        assert bounded.is_regex
         for text in TEXTS:
             assert matches(bounded, text) == (matches(term, text) and low <= len(text) <= (len(text) if high is None else high)), text
 
