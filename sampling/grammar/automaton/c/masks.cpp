@@ -132,8 +132,8 @@ constexpr int32_t MOST_BYTES = 1 << 15; // stands for an unlimited length
 constexpr int32_t SHARED_TOKENS = 100; // a subtree with as many tokens is walked once for several states
 constexpr size_t MANY_WORDS = 64; // a part with as many pairs of words and bits is stored for several rows
 constexpr int32_t MAX_ROUNDS = 64; // rounds of hashing the states of a component
-constexpr int32_t MAX_ALIKE = 16; // states are compared for texts of up to this many bytes
-constexpr int64_t ALIKE_STEPS = 50'000'000; // moves that are compared to find equivalent states
+constexpr int32_t MAX_COARSER_BYTES = 16; // states are compared for texts of up to this many bytes
+constexpr int64_t MAX_COARSER_MOVES = 50'000'000; // moves that are compared to find equivalent states
 // Steps before equivalent states are searched for, and before subtrees are shared: both take longer if few states are equivalent.
 constexpr int64_t MOVES_PER_STEP = 8, STEPS_PER_MOVE = 2;
 constexpr size_t MAX_BELOW = 8'000'000; // in words
@@ -216,7 +216,7 @@ public:
         : automaton(automaton), vocabulary(vocabulary), limits(limits), narrow(std::max((size_t)automaton.states, automaton.moves.size() + 1) <= 1 << 15), bytes_of(bytes_by_class(automaton)), quote(bytes_of[automaton.class_of['"']].size() == 1 ? automaton.class_of['"'] : -1), rows(automaton.classes, quote),
           row((size_t)vocabulary.words), part_row(row), ordered(vocabulary.starts.size() / 32 + 1), top_at((size_t)vocabulary.longest + 1),
           pushed((size_t)vocabulary.longest + 1) {
-        find_steps();
+        find_walk_states();
     }
 
     Image image() {
@@ -227,7 +227,7 @@ public:
         for (int32_t state = 0; state < automaton.states; state++) {
             if (automaton.pop[state] >= 0) continue; // a text is never in it
             int64_t moves = (int64_t)levels[0].first.size() * automaton.classes;
-            if (levels[0].alike.empty() && steps > moves / MOVES_PER_STEP) find_alike(levels[0]);
+            if (levels[0].coarser.empty() && steps > moves / MOVES_PER_STEP) find_coarser(levels[0]);
             shares_parts = steps > STEPS_PER_MOVE * moves;
             int32_t base = plain_row[state] > 0 ? -2 - plain_row[state] : -1;
             if (automaton.symbols) crossed = &crossing[state];
@@ -270,12 +270,12 @@ private:
     struct Level {
         Ints class_of; // [states]
         Ints first; // [classes] the first state
-        std::vector<Ints> alike; // [bytes][classes] coarser classes, for tokens of at most as many bytes; see `find_alike`
-        int32_t alike_classes = 0; // number of classes in `alike`
-        bool is_final = false; // whether the last of `alike` holds for texts of any length
+        std::vector<Ints> coarser; // [bytes][classes] larger classes, for tokens of at most as many bytes; see `find_coarser`
+        int32_t coarser_classes = 0; // number of classes in `coarser`
+        bool is_final = false; // whether the last of `coarser` holds for texts of any length
     };
 
-    struct Step { // the data of a state that a walk reads
+    struct WalkState { // the data of a state that a walk reads
         uint64_t groups = 0; // every text of these byte groups of at most `closed` bytes is legal and remains in the part of the grammar
         int32_t closed = 0;
         int32_t pop = -1;
@@ -365,7 +365,7 @@ private:
             }
         }
         for (int32_t state = 0; state < states; state++) {
-            steps_of[(size_t)state].surely = surely[state];
+            walk_states[(size_t)state].surely = surely[state];
             if (surely[state] == maybe[state] || (surely[state] == longest && maybe[state] >= longest)) plain_row[state] = surely[state];
         }
     }
@@ -398,8 +398,8 @@ private:
         for (int32_t state : levels[0].first) {
             int32_t most = automaton.pop[(size_t)state] < 0 ? 0 : MOST_BYTES;
             for (const Span &span : automaton.spans_of(state)) {
-                int32_t like = class_after(levels[0], span);
-                if (like >= 0) most = std::max(most, like < (int32_t)longest.size() ? longest[(size_t)like] + 1 : MOST_BYTES);
+                int32_t class_id = class_after(levels[0], span);
+                if (class_id >= 0) most = std::max(most, class_id < (int32_t)longest.size() ? longest[(size_t)class_id] + 1 : MOST_BYTES);
             }
             longest.push_back(std::min(most, MOST_BYTES));
         }
@@ -466,8 +466,8 @@ private:
                 const int32_t key[] = {automaton.pop[state], (int32_t)hash, (int32_t)(hash >> 32)};
                 auto [number, is_new] = keys.add(key, std::size(key));
                 if (is_new) class_of_key.push_back(new_class(state));
-                int32_t &like = level.class_of[state] = class_of_key[(size_t)number];
-                if (!is_new && !is_equal(state, level.first[(size_t)like])) like = new_class(state);
+                int32_t &class_id = level.class_of[state] = class_of_key[(size_t)number];
+                if (!is_new && !is_equal(state, level.first[(size_t)class_id])) class_id = new_class(state);
                 continue;
             }
             auto after = [&](int32_t entry) {
@@ -502,24 +502,24 @@ private:
         return level;
     }
 
-    // Finds `alike`: groups of classes of a level from which the same texts of at most n bytes can be read, with the same symbols popped
+    // Finds `coarser`: groups of classes of a level from which the same texts of at most n bytes can be read, with the same symbols popped
     // and pushed, for n from 0 on. Ends when no group changes, or at a limit of work. Each round divides the groups of several classes.
-    void find_alike(Level &level) {
+    void find_coarser(Level &level) {
         int32_t size = (int32_t)level.first.size();
         std::vector<Ints> open, still; // groups of several classes
-        level.alike.assign(1, Ints((size_t)size));
+        level.coarser.assign(1, Ints((size_t)size));
         Interned kinds;
-        for (int32_t like = 0; like < size; like++) {
-            level.alike[0][(size_t)like] = kinds.add(&automaton.pop[level.first[(size_t)like]], 1).number;
+        for (int32_t class_id = 0; class_id < size; class_id++) {
+            level.coarser[0][(size_t)class_id] = kinds.add(&automaton.pop[level.first[(size_t)class_id]], 1).number;
             open.resize((size_t)kinds.size());
-            open[(size_t)level.alike[0][(size_t)like]].push_back(like);
+            open[(size_t)level.coarser[0][(size_t)class_id]].push_back(class_id);
         }
         int32_t count = kinds.size();
         open.erase(std::remove_if(open.begin(), open.end(), [](const Ints &states) { return states.size() < 2; }), open.end());
         std::vector<std::pair<uint64_t, int32_t>> sorted; // the members of one group, by hash
-        for (int64_t work = 0; level.alike.size() <= MAX_ALIKE && !level.is_final && work <= ALIKE_STEPS;) {
-            const bool is_first = level.alike.size() == 1;
-            const Ints &last = level.alike.back(), &before = is_first ? last : level.alike[level.alike.size() - 2];
+        for (int64_t work = 0; level.coarser.size() <= MAX_COARSER_BYTES && !level.is_final && work <= MAX_COARSER_MOVES;) {
+            const bool is_first = level.coarser.size() == 1;
+            const Ints &last = level.coarser.back(), &before = is_first ? last : level.coarser[level.coarser.size() - 2];
             auto class_after = [&](int32_t entry) -> int64_t {
                 int32_t to = target_of(entry);
                 const Move *move = special(entry);
@@ -530,12 +530,12 @@ private:
             still.clear();
             auto is_same = [&](int32_t entry, int32_t other) { return class_after(entry) == class_after(other); };
             auto is_changed = [&](const Span &span) {
-                int32_t like = this->class_after(level, span);
-                return like >= 0 && last[(size_t)like] != before[(size_t)like];
+                int32_t class_id = this->class_after(level, span);
+                return class_id >= 0 && last[(size_t)class_id] != before[(size_t)class_id];
             };
-            auto spans_of = [&](int32_t like) { return automaton.spans_of(level.first[(size_t)like]); };
-            auto leads_to_same = [&](int32_t like) { // as in the previous round
-                return std::none_of(spans_of(like).begin(), spans_of(like).end(), is_changed);
+            auto spans_of = [&](int32_t class_id) { return automaton.spans_of(level.first[(size_t)class_id]); };
+            auto leads_to_same = [&](int32_t class_id) { // as in the previous round
+                return std::none_of(spans_of(class_id).begin(), spans_of(class_id).end(), is_changed);
             };
             for (Ints &members : open) {
                 if (!is_first && std::all_of(members.begin(), members.end(), leads_to_same)) {
@@ -543,16 +543,16 @@ private:
                     continue;
                 }
                 sorted.clear();
-                for (int32_t like : members) {
-                    work += spans_of(like).end() - spans_of(like).begin();
-                    sorted.push_back({rows.hash(spans_of(like), class_after), like});
+                for (int32_t class_id : members) {
+                    work += spans_of(class_id).end() - spans_of(class_id).begin();
+                    sorted.push_back({rows.hash(spans_of(class_id), class_after), class_id});
                 }
                 std::sort(sorted.begin(), sorted.end());
                 for (size_t begin = 0, end; begin < sorted.size(); begin = end) { // the first part keeps the number
                     int32_t number = begin ? count++ : last[(size_t)members[0]];
                     auto is_like_first = [&](size_t at) {
-                        auto [hash, like] = sorted[at];
-                        return hash == sorted[begin].first && rows.is_equal(spans_of(like), spans_of(sorted[begin].second), is_same);
+                        auto [hash, class_id] = sorted[at];
+                        return hash == sorted[begin].first && rows.is_equal(spans_of(class_id), spans_of(sorted[begin].second), is_same);
                     };
                     for (end = begin + 1; end < sorted.size() && is_like_first(end);) end++;
                     level.is_final &= end - begin == sorted.size();
@@ -565,24 +565,24 @@ private:
                 }
             }
             open.swap(still);
-            level.alike.push_back(std::move(found));
+            level.coarser.push_back(std::move(found));
         }
-        level.alike_classes = count;
+        level.coarser_classes = count;
     }
 
     // The tokens of one tree that are legal in a state, as a number in `below`. It is shared by the states of a class, and by classes that
-    // `alike` does not distinguish for texts of the bytes on which the tokens depend.
+    // `coarser` does not distinguish for texts of the bytes on which the tokens depend.
     int32_t part_of(int32_t state, size_t part) {
         const Level &level = levels[level_of[part]];
-        int32_t like = level.class_of[state];
-        int32_t &found = below_of[part][(size_t)like];
+        int32_t class_id = level.class_of[state];
+        int32_t &found = below_of[part][(size_t)class_id];
         if (found >= 0) return found;
         auto &known = parts_like[part];
         for (size_t bytes = 0; bytes < known.size(); bytes++)
-            if (!known[bytes].empty() && (found = known[bytes][(size_t)level.alike[bytes][(size_t)like]]) >= 0) return found;
+            if (!known[bytes].empty() && (found = known[bytes][(size_t)level.coarser[bytes][(size_t)class_id]]) >= 0) return found;
         followed = 1; // also in a state that reads no byte
         const Trie &trie = vocabulary.tries[part];
-        bool is_short = !PARTS[part].quotes && !longest.empty() && longest[(size_t)like] < PARTS[part].shortest;
+        bool is_short = !PARTS[part].quotes && !longest.empty() && longest[(size_t)class_id] < PARTS[part].shortest;
         if (is_short || !sum_of(state, first_before[part])) return found = none >= 0 ? none : none = keep_below([] {});
         found = keep_below([&] {
             top_at[0] = 0;
@@ -592,11 +592,11 @@ private:
                     for (uint8_t byte : bytes_of[(size_t)c])
                         if (trie.first_of[byte] && span.entry >= 0) visit(trie, trie.first_of[byte], 1, span.entry);
         });
-        if (level.alike.empty() || (followed >= (int32_t)level.alike.size() && !level.is_final)) return found;
-        size_t bytes = std::min((size_t)followed, level.alike.size() - 1);
+        if (level.coarser.empty() || (followed >= (int32_t)level.coarser.size() && !level.is_final)) return found;
+        size_t bytes = std::min((size_t)followed, level.coarser.size() - 1);
         if (known.size() <= bytes) known.resize(bytes + 1);
-        known[bytes].resize((size_t)level.alike_classes, -1);
-        return known[bytes][(size_t)level.alike[bytes][(size_t)like]] = found;
+        known[bytes].resize((size_t)level.coarser_classes, -1);
+        return known[bytes][(size_t)level.coarser[bytes][(size_t)class_id]] = found;
     }
 
     // Find the tokens below a node of a tree, after `size` bytes, in a state without pushed symbols. False if they are not known and there
@@ -604,11 +604,11 @@ private:
     bool add_below(const Trie &trie, int32_t node, int32_t size, int32_t state) {
         size_t part = (size_t)(&trie - vocabulary.tries.data()), height = (size_t)trie.nodes[(size_t)node].height;
         const Level &level = levels[level_of[part]];
-        int32_t like = level.class_of[state];
-        bool by_height = !level.alike.empty() && (height < level.alike.size() || level.is_final);
-        if (by_height) like = -1 - level.alike[std::min(height, level.alike.size() - 1)][(size_t)like];
+        int32_t class_id = level.class_of[state];
+        bool by_height = !level.coarser.empty() && (height < level.coarser.size() || level.is_final);
+        if (by_height) class_id = -1 - level.coarser[std::min(height, level.coarser.size() - 1)][(size_t)class_id];
         auto &known = below_node[part];
-        uint64_t key = (uint64_t)node << 32 | (uint32_t)like;
+        uint64_t key = (uint64_t)node << 32 | (uint32_t)class_id;
         auto at = known.find(key);
         if (at == known.end()) {
             if (below_bits.total() + below_crossed.size() > MAX_BELOW) return false;
@@ -675,9 +675,9 @@ private:
         }
     }
 
-    void find_steps() {
-        steps_of.assign((size_t)automaton.states, {});
-        for (size_t state = 0; state < steps_of.size(); state++) steps_of[state].pop = automaton.pop[state];
+    void find_walk_states() {
+        walk_states.assign((size_t)automaton.states, {});
+        for (size_t state = 0; state < walk_states.size(); state++) walk_states[state].pop = automaton.pop[state];
         std::array<Ints, ByteGroups::OTHERS> classes; // [groups] the byte classes of each group
         for (int byte = 0; byte < 256; byte++)
             if (int group = byte_groups.of[byte]; group < ByteGroups::OTHERS) classes[(size_t)group].push_back(automaton.class_of[byte]);
@@ -698,17 +698,17 @@ private:
             for (int word : ByteGroups::WORDS)
                 if (to < 0) to = target_of_group(state, (size_t)word);
             for (size_t group = 0; group < classes.size() && to >= 0; group++)
-                if (!classes[group].empty() && target_of_group(state, group) == to) steps_of[(size_t)state].groups |= 1ull << group;
+                if (!classes[group].empty() && target_of_group(state, group) == to) walk_states[(size_t)state].groups |= 1ull << group;
         }
         for (int32_t start = 0; start < automaton.states; start++) {
             int32_t state = start;
-            for (; next[(size_t)state] >= 0 && !steps_of[(size_t)state].closed; state = next[(size_t)state]) {
-                steps_of[(size_t)state].closed = next[(size_t)state] == state ? MOST_BYTES - 1 : 1;
+            for (; next[(size_t)state] >= 0 && !walk_states[(size_t)state].closed; state = next[(size_t)state]) {
+                walk_states[(size_t)state].closed = next[(size_t)state] == state ? MOST_BYTES - 1 : 1;
                 path.push_back(state);
             }
             for (; !path.empty(); path.pop_back()) {
-                Step &from = steps_of[(size_t)path.back()];
-                const Step &to = steps_of[(size_t)next[(size_t)path.back()]];
+                WalkState &from = walk_states[(size_t)path.back()];
+                const WalkState &to = walk_states[(size_t)next[(size_t)path.back()]];
                 if (&from == &to || !(from.groups & to.groups)) continue;
                 from.groups &= to.groups;
                 from.closed = std::min(MOST_BYTES - 1, to.closed + 1);
@@ -726,7 +726,7 @@ private:
         for (int32_t child = begin; child < end; child++) {
             int32_t entry = next[automaton.class_of[trie.bytes[(size_t)child]]];
             if (entry < 0) continue;
-            bool is_plain = entry < SPECIAL && (!automaton.symbols || steps_of[(size_t)entry].pop < 0);
+            bool is_plain = entry < SPECIAL && (!automaton.symbols || walk_states[(size_t)entry].pop < 0);
             if (int32_t leaf = trie.leaf_token[(size_t)child]; leaf >= 0 && is_plain) ordered.add(leaf);
             else visit(trie, child, size + 1, entry);
         }
@@ -744,7 +744,7 @@ private:
                 top = size;
                 pushes = std::max(pushes, pushed[(size_t)top].size);
             }
-            for (int32_t pop; to >= 0 && (pop = steps_of[(size_t)to].pop) >= 0 && !(below = !top); top = pushed[(size_t)top].below)
+            for (int32_t pop; to >= 0 && (pop = walk_states[(size_t)to].pop) >= 0 && !(below = !top); top = pushed[(size_t)top].below)
                 to = automaton.go[(size_t)pop * (size_t)automaton.symbols + (size_t)pushed[(size_t)top].symbol];
             top_at[(size_t)size] = top;
         }
@@ -755,7 +755,7 @@ private:
             crossed->insert(crossed->end(), trie.tokens.begin() + node.below_token, trie.tokens.begin() + node.end_token);
             return;
         }
-        const Step &step = steps_of[(size_t)to];
+        const WalkState &step = walk_states[(size_t)to];
         bool is_plain = PARTS[&trie - vocabulary.tries.data()].is_plain && node.height <= step.surely;
         if (is_plain || (node.height <= step.closed && !(node.groups & ~step.groups))) {
             followed = std::max(followed, size + node.height);
@@ -891,7 +891,7 @@ private:
     std::vector<std::vector<uint8_t>> bytes_of; // [classes]
     Ints plain_row, row_of; // [states]
     std::vector<Ints> crossing; // [states]
-    std::vector<Step> steps_of; // [states]
+    std::vector<WalkState> walk_states; // [states]
     const int32_t quote; // the byte class of the quote, or -1 if the class has other bytes
     const Rows rows; // compares states without the moves of quotes
     Ints in_components, component_start; // states by component; [components + 1]
