@@ -99,7 +99,7 @@ class Comparer:
             history = list[int]()
             for _ in range(min(LONGEST_WALK, end - seen)):
                 has_mask = self._compare(ours, inner, library, history)
-                state = library.state if isinstance(library, MarkerMatcher) and not library.begun else None
+                state = library.state if isinstance(library, MarkerMatcher) and not library.past_marker else None
                 token = self._draw(state, draw) if has_mask else None
                 if token is None or time.thread_time() > until:
                     break

@@ -127,5 +127,5 @@ def test_kill_before_the_process_exists_cancels_the_compile(worker: CompileWorke
     worker.kill()
     with pytest.raises(CompileAbortedError, match="the compile was cancelled, before it was ready"):
         worker.call(*A)
-    worker.begin()
+    worker.begin_compile()
     assert worker.call(*A)

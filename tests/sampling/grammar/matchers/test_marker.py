@@ -224,7 +224,7 @@ def test_marker_ids_outside_the_vocabulary_are_rejected_at_compilation() -> None
 def test_states_with_equal_masks_share_one() -> None:
     long = Marker("x" + "ab" * 100, SMALL)
     assert long.masks.shape == (2, 2) and long.nbytes < 4000, "one mask for the state before the last letter, one for all others"
-    assert np.shares_memory(long.allowed(1, 9), long.allowed(7, 9)) and not np.shares_memory(long.allowed(7, 9), long.allowed(200, 9))
+    assert np.shares_memory(long.mask(1, 9), long.mask(7, 9)) and not np.shares_memory(long.mask(7, 9), long.mask(200, 9))
 
 
 @pytest.mark.parametrize(
@@ -233,8 +233,8 @@ def test_states_with_equal_masks_share_one() -> None:
 def test_masks_equal_the_transition_function(marker: str | tuple[int, ...]) -> None:
     made = Marker(marker, SMALL)
     for state in range(made.complete):
-        bits = [int(made.allowed(state, 0)[token_id // 32]) >> (token_id % 32) & 1 for token_id in range(40)]
-        assert bits == [token_id < len(TOKENS) and made.after(state, token_id) is not None for token_id in range(40)]
+        bits = [int(made.mask(state, 0)[token_id // 32]) >> (token_id % 32) & 1 for token_id in range(40)]
+        assert bits == [token_id < len(TOKENS) and made.next_state(state, token_id) is not None for token_id in range(40)]
 
 
 def test_a_marker_that_is_too_long_or_not_unicode_is_rejected() -> None:
