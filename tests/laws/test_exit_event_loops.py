@@ -32,7 +32,7 @@ def test_waiting_for_room_in_successive_event_loops() -> None:
 
 def test_dropping_a_stream_after_its_loop_ended_wakes_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread sleeps while its job waits for a grammar; nothing was closed."""
-    real, go = GrammarCompiler._compiled, threading.Event()
+    real, go = GrammarCompiler._compile_entry, threading.Event()
 
     def held(*arguments: Any) -> Any:
         assert go.wait(60)
@@ -44,7 +44,7 @@ def test_dropping_a_stream_after_its_loop_ended_wakes_the_thread(monkeypatch: py
         return serving, serving.generate([1], constraint=Constraint.regex("[a-d]{4}r"), max_new_tokens=9)
 
     with make_engine(SETUP) as engine:
-        monkeypatch.setattr(GrammarCompiler, "_compiled", held)
+        monkeypatch.setattr(GrammarCompiler, "_compile_entry", held)
         asleep = watch_sleep(engine, monkeypatch)
         serving, stream = asyncio.run(main())
         job = stream.job

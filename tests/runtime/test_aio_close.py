@@ -135,13 +135,13 @@ def test_closing_the_engine_ends_every_stream(monkeypatch: pytest.MonkeyPatch) -
 
 def test_thread_sleeps_while_all_requests_wait_for_grammars(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """No step and no timed wait until the grammar is compiled or another request arrives."""
-    real, go = GrammarCompiler._compiled, threading.Event()
+    real, go = GrammarCompiler._compile_entry, threading.Event()
 
     def held(*arguments: Any) -> Any:
         assert go.wait(60)
         return real(*arguments)
 
-    monkeypatch.setattr(GrammarCompiler, "_compiled", held)
+    monkeypatch.setattr(GrammarCompiler, "_compile_entry", held)
 
     async def main() -> None:
         asleep, gate = watch_sleep(engine, monkeypatch), Gate(engine)
