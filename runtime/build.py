@@ -107,8 +107,8 @@ class EngineParts:
         recorder = None if record is None else open_recorder(record, config, models, vocabulary, self.backend)
         function = proposer.function if isinstance(proposer, FunctionProposer) else None
         self.function_drafts = None if function is None else FunctionDrafts(function, timed, buffers, limits)
-        self.lengths = make_chooser(config, models, recorder, tables is not None, self.function_drafts)
-        drafting = self.lengths.choices if self.lengths else (FULL,)
+        self.draft_lengths = make_chooser(config, models, recorder, tables is not None, self.function_drafts)
+        drafting = self.draft_lengths.choices if self.draft_lengths else (FULL,)
         self.graphs = GraphSet(
             self.backend,
             buffers,
@@ -129,7 +129,7 @@ class EngineParts:
         draft = models.draft if "row_skipped_tokens" in buffers else None
         catch_up = functools.partial(process_skipped, buffers, model=draft, limits=limits) if draft is not None else None
         in_flight = loops_of(self, record is not None) if limits.loops else in_flight_type()
-        self.in_flight = in_flight(timed, buffers, self.graphs, self.host_link, limits, states, self.lengths, catch_up)
+        self.in_flight = in_flight(timed, buffers, self.graphs, self.host_link, limits, states, self.draft_lengths, catch_up)
 
     @property
     def ranks(self) -> Ranks | None:
@@ -179,7 +179,7 @@ def make_chooser(
         return None
     choices = draft_choices(config.num_speculative_tokens, models.draft is not None, models.look_up is not None)
     chooser = DraftLengthChooser(choices, recorder.chosen if recorder else None, device_grammars)
-    chooser.given = None if function is None else function.given.__getitem__
+    chooser.num_given_drafts = None if function is None else function.num_drafts.__getitem__
     return chooser
 
 

@@ -51,12 +51,12 @@ class InFlight:
         host: HostLink,
         limits: Limits,
         states: HiddenStates | None = None,
-        lengths: DraftLengthChooser | None = None,
+        chooser: DraftLengthChooser | None = None,
         catch_up: Callable[[int], None] | None = None,
     ) -> None:
         self._backend, self._buffers, self._graphs, self._host = backend, buffers, graphs, host
-        self._states, self._lengths, self._catch_up = states, lengths, catch_up
-        self._calibration = Calibration(backend, buffers, graphs, limits.dummy_row, lengths, catch_up) if lengths else None
+        self._states, self._chooser, self._catch_up = states, chooser, catch_up
+        self._calibration = Calibration(backend, buffers, graphs, limits.dummy_row, chooser, catch_up) if chooser else None
         self._idle_at = 0.0  # when the device ended the latest collected round; infinity if unknown
         self._other_work = False  # launched since the latest round: the time of the next round includes it
         self._ring_depth, self._dummy_row = limits.ring_depth, limits.dummy_row
@@ -91,7 +91,7 @@ class InFlight:
         launch, key = self._dispatch(requests)
         self.launches[launch] = self.launches.get(launch, 0) + 1
         self._send_batch(slot, requests, key)
-        if self._lengths and (catch_up := self._catch_up) and self._lengths.needs_catch_up(launch[-1]):
+        if self._chooser and (catch_up := self._catch_up) and self._chooser.needs_catch_up(launch[-1]):
             self._backend.run(lambda: catch_up(key.rows))
             self._other_work = True
         self._replay(key)
@@ -103,14 +103,14 @@ class InFlight:
 
     def _dispatch(self, requests: tuple[ActiveRequest, ...]) -> tuple[Launch, GraphKey]:
         constrained, sampled = any(request.constrained for request in requests), any(request.sampled for request in requests)
-        lengths = self._lengths
+        chooser = self._chooser
         kind = len(requests), constrained, sampled, constrained and not any(request.matcher for request in requests)
-        if lengths is None:
+        if chooser is None:
             return (*kind, FULL), self._graphs.key_for(*kind)
         key = self._graphs.key_for(*kind)
-        if self._graphs.on_demand and self._calibration and not lengths.costs.known(key):
+        if self._graphs.on_demand and self._calibration and not chooser.costs.is_measured(key):
             self._calibration.measure(key)
-        launch = *kind, lengths.choose(requests, key)
+        launch = *kind, chooser.choose(requests, key)
         return launch, self._graphs.key_for(*launch)
 
     def _send_batch(self, slot: int, requests: tuple[ActiveRequest, ...], key: GraphKey) -> None:
@@ -142,8 +142,8 @@ class InFlight:
                 self._states.emitted(request.job, slot, index, result.emitted)
             results.append((request, result))
             yield request, result
-        if self._lengths:
-            self._lengths.ended(launched.launch[-1], results, seconds)
+        if self._chooser:
+            self._chooser.round_ended(launched.launch[-1], results, seconds)
 
     def _results(self, launched: LaunchedRound, slot: int) -> Iterator[tuple[int, ActiveRequest, ResultRecord]]:
         """Batch index, request and result of each unfinished request of the launch. slot: of the result rings."""
@@ -161,13 +161,13 @@ class InFlight:
 
     def _wait(self, launched: LaunchedRound) -> float | None:
         """Wait for the round. Returns its duration; None if the device ended it before this call, or began it after other work."""
-        reached = self._lengths is not None and launched.event.query()
+        reached = self._chooser is not None and launched.event.query()
         launched.event.wait()
         started, self._idle_at = max(launched.launched_at, self._idle_at), math.inf if reached else self._now()
         return None if reached or math.isinf(started) else self._idle_at - started
 
     def _now(self) -> float:
-        return 0.0 if self._lengths is None else self._lengths.clock()
+        return 0.0 if self._chooser is None else self._chooser.clock()
 
     def clear(self) -> None:
         """Drop the rounds in flight without reading them."""

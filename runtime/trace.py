@@ -176,12 +176,12 @@ class Timeline:
 class Trace:
     """Traces the next `rounds` rounds of an engine while its `with` block lasts. After the block, `timeline` is available."""
 
-    def __init__(self, backend: Backend, first_round: int, rounds: int, eager: bool, lengths: DraftLengthChooser | None = None) -> None:
+    def __init__(self, backend: Backend, first_round: int, rounds: int, eager: bool, chooser: DraftLengthChooser | None = None) -> None:
         check_value("Engine.trace.rounds", rounds, ROUNDS)
         if eager:
             got = "an engine with EngineConfig.eager=True or with graphs that could not be captured"
             raise ValueError(f"Engine.trace: got {got}, expected one whose rounds are recorded")
-        self._backend, self._first_round, self._rounds, self._lengths = backend, first_round, rounds, lengths
+        self._backend, self._first_round, self._rounds, self._chooser = backend, first_round, rounds, chooser
         self._chosen: list[tuple[Drafting, float]] = []
         self._timeline: Timeline | None = None
 
@@ -193,13 +193,13 @@ class Trace:
 
     def __enter__(self) -> Trace:
         self._backend.start_trace(self._first_round, self._rounds)
-        if self._lengths:
-            self._lengths.log = self._chosen
+        if self._chooser:
+            self._chooser.choice_log = self._chosen
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._lengths:
-            self._lengths.log = None
+        if self._chooser:
+            self._chooser.choice_log = None
         chosen = tuple(
             ChosenLength(number, drafting.length, account, drafting.model)
             for number, (drafting, account) in enumerate(self._chosen[: self._rounds], self._first_round)

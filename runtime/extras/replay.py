@@ -180,7 +180,7 @@ def version_differences(run: RecordedRun) -> tuple[str, ...]:
 
 def _execute(run: RecordedRun, engine: Engine) -> dict[int, Job]:
     """Submit and cancel the requests after as many steps as in the recording. Returns the jobs by recorded job id."""
-    requests, lengths = [request for request in run.requests if request.options], engine._parts.lengths
+    requests, chooser = [request for request in run.requests if request.options], engine._parts.draft_lengths
     # Within a step, submissions come before cancellations, and requests that got a row come first, in the order of their admission.
     submits = [(*(request.admission or (max(request.step + 1, request.end_step), run.admitted)), request, False) for request in requests]
     cancelled = [request for request in requests if request.reason == FinishReason.CANCELLED]
@@ -197,8 +197,8 @@ def _execute(run: RecordedRun, engine: Engine) -> dict[int, Job]:
                 jobs[request.job_id] = _submit(request, engine)
             continue
         step += 1
-        if lengths:
-            lengths.fixed = run.lengths.get(step)
+        if chooser:
+            chooser.fixed_drafting = run.lengths.get(step)
         engine.step()
         if step >= run.steps:
             # Cancel the jobs that have no recorded end, once they have as many tokens as were recorded.
@@ -206,8 +206,8 @@ def _execute(run: RecordedRun, engine: Engine) -> dict[int, Job]:
                 job = jobs.get(request.job_id)
                 if job and request.reason is None and len(job.tokens) >= len(request.tokens):
                     engine.cancel(job)
-    if lengths:
-        lengths.fixed = None
+    if chooser:
+        chooser.fixed_drafting = None
     return jobs
 
 
