@@ -36,7 +36,7 @@ class Calibration:
         if self._catch_up:
             costs.catch_up_seconds.update(self._by_rows(self._catch_up_seconds))
         for drafting in self._chooser.choices:
-            for rows, seconds in self._by_rows(lambda rows: self._seconds(key_for(rows, False, False, False, drafting))):  # noqa: B023
+            for rows, seconds in self._by_rows(lambda rows: self._time_round(key_for(rows, False, False, False, drafting))):  # noqa: B023
                 costs.calibrate(key_for(rows, False, False, False, drafting), seconds)
 
     def _by_rows(self, seconds_of: Callable[[int], float]) -> Iterator[tuple[int, float]]:
@@ -54,19 +54,19 @@ class Calibration:
         if self._catch_up and key.rows not in self._chooser.costs.catch_up_seconds:
             self._chooser.costs.catch_up_seconds[key.rows] = self._catch_up_seconds(key.rows)
         for each in map(key.with_drafting, self._chooser.choices):
-            self._chooser.costs.calibrate(each, self._seconds(each))
+            self._chooser.costs.calibrate(each, self._time_round(each))
 
     def _catch_up_seconds(self, rows: int) -> float:
         assert self._catch_up is not None
         catch_up = functools.partial(self._catch_up, rows)
-        return self._least(lambda: self._backend.run(catch_up))
+        return self._min_seconds(lambda: self._backend.run(catch_up))
 
-    def _seconds(self, key: GraphKey) -> float:
+    def _time_round(self, key: GraphKey) -> float:
         """The time of a round of inert rows."""
         graph, published = self._graphs[key], self._buffers.round_counters[Counter.PUBLISHED :]
-        return self._least(graph.replay, lambda: self._backend.run(lambda: published.sub_(1)))
+        return self._min_seconds(graph.replay, lambda: self._backend.run(lambda: published.sub_(1)))
 
-    def _least(self, work: Callable[[], object], after: Callable[[], object] = lambda: None) -> float:
+    def _min_seconds(self, work: Callable[[], object], after: Callable[[], object] = lambda: None) -> float:
         seconds, before = list[float](), dict(vars(self._backend.stats))
         for _ in range(REPLAYS_PER_MEASUREMENT):
             self._backend.event().wait()

@@ -368,5 +368,5 @@ class DraftLengthChooser:
         choices = self._host_choices if key.on_host else self.choices
         required = _nearest(Drafting(most), choices) if most else None
         rows = [(self._rows[request][0], num_given(request) if num_given else request.job.num_speculative_tokens) for request in requests]
-        context = sum(len(job.given_ids) + len(job.tokens) for job in (request.job for request in requests))
+        context = sum(len(job.context_ids) + len(job.tokens) for job in (request.job for request in requests))
         return _Batch(requests, key, context, len(requests[0].job.tokens), self.costs.of(key, context), choices, required, rows)

@@ -129,7 +129,7 @@ class TextCodec(OfOneProcess):
         return list(self._encode(text, begins))
 
 
-def held_back(text: str, delimiters: Sequence[str]) -> int:
+def partial_match(text: str, delimiters: Sequence[str]) -> int:
     """Characters at the end of a text that may begin a delimiter."""
     sizes = range(min(max(map(len, delimiters), default=1) - 1, len(text)), 0, -1)
     return next((size for size in sizes if any(each.startswith(text[-size:]) for each in delimiters)), 0)
@@ -169,7 +169,7 @@ class TextStream:
         text = "" if self.stopped else self._kept + text
         found = [index for stop in self._stop if (index := text.find(stop)) >= 0]
         self.stopped = self.stopped or bool(found)
-        end = min(found) if found else len(text) - held_back(text, self._stop)
+        end = min(found) if found else len(text) - partial_match(text, self._stop)
         self._kept = "" if found else text[end:]
         return text[:end]
 

@@ -25,7 +25,7 @@ from stepgraph.runtime.draft_length import DraftLengthChooser
 from stepgraph.sampling.fields import check_value, whole
 
 Interval = tuple[int, int]  # start and end in nanoseconds
-ROUNDS = whole(1)._replace(expected="an integer >= 1")
+ROUNDS_CHECK = whole(1)._replace(expected="an integer >= 1")
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ class Trace:
     """Traces the next `rounds` rounds of an engine while its `with` block lasts. After the block, `timeline` is available."""
 
     def __init__(self, backend: Backend, first_round: int, rounds: int, eager: bool, chooser: DraftLengthChooser | None = None) -> None:
-        check_value("Engine.trace.rounds", rounds, ROUNDS)
+        check_value("Engine.trace.rounds", rounds, ROUNDS_CHECK)
         if eager:
             got = "an engine with EngineConfig.eager=True or with graphs that could not be captured"
             raise ValueError(f"Engine.trace: got {got}, expected one whose rounds are recorded")

@@ -91,7 +91,7 @@ class LockstepScheduler(Scheduler):
             self._ranks.abort()  # a sum that waits for a lost rank fails at once
         super().finish_all(reason, error)
 
-    def _held_back(self, queued: QueuedRequest) -> bool:
+    def _is_held_back(self, queued: QueuedRequest) -> bool:
         return queued.job.id not in self._admissible
 
     def _publish(self, cancelled: list[int]) -> None:
@@ -104,7 +104,7 @@ class LockstepScheduler(Scheduler):
         self._admissible.update(queued.job.id for queued in ready)
         self._ranks.publish(
             Decided(
-                [(queued.job.id, queued.job.prompt_ids, _options(queued.job), queued.place[1]) for queued in submitted],
+                [(queued.job.id, queued.job.prompt_ids, _options(queued.job), queued.order[1]) for queued in submitted],
                 known,
                 [(queued.job.id, bool(queued.error)) for queued in ready],
             )

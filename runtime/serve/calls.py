@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
-from stepgraph.runtime.text import TextCodec, held_back
+from stepgraph.runtime.text import TextCodec, partial_match
 from stepgraph.sampling.grammar.schema.parameters import PARAMETER_END
 
 Delta = dict[str, Any]  # content or reasoning_content: some text, or tool_calls: the next part of one call
@@ -213,7 +213,7 @@ class CallParser:
         while True:
             found = [(start, -len(each), each) for each in delimiters if (start := self._pending.find(each)) >= 0]
             start, _, delimiter = min(found, default=(len(self._pending), 0, ""))
-            size = start if found or self._ended else start - held_back(self._pending, delimiters)
+            size = start if found or self._ended else start - partial_match(self._pending, delimiters)
             text, self._pending = self._pending[:size], self._pending[size:]
             if text and not is_dropped:
                 yield delta(text)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stepgraph.runtime.serve.calls import FORMATS, call_style
-from stepgraph.runtime.text import TextCodec, held_back
+from stepgraph.runtime.text import TextCodec, partial_match
 
 OPENING, CLOSING = "<think>", "</think>"
 CHANNEL, MESSAGE, MESSAGE_END = "<|channel|>", "<|message|>", "<|end|>"
@@ -77,7 +77,7 @@ class ReasoningSplitter:
             if found:
                 self.inside, self._trims, self._pending = False, True, rest
             else:
-                held = 0 if ended else held_back(piece, [CLOSING])
+                held = 0 if ended else partial_match(piece, [CLOSING])
                 piece, self._pending = piece[: len(piece) - held], piece[len(piece) - held :]
             if piece:
                 yield True, piece
@@ -113,7 +113,7 @@ class ChannelSplitter:
                 if call:
                     yield False, FORMATS["gpt-oss"].begin(call[1])
             end = re.search(r"<\|end\|>|<\|start\|>", self._pending)
-            size = end.start() if end else len(self._pending) - (0 if ended else held_back(self._pending, [MESSAGE_END, "<|start|>"]))
+            size = end.start() if end else len(self._pending) - (0 if ended else partial_match(self._pending, [MESSAGE_END, "<|start|>"]))
             piece, self._pending = self._pending[:size], self._pending[end.end() if end else size :]
             if piece:
                 yield self.inside, piece

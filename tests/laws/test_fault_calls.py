@@ -181,7 +181,7 @@ def test_requests_wait_while_no_page_is_free(engine: Engine, expected: list[Endi
     first = submit(engine, [0, 4])
     engine.step()
     engine.step()
-    prefixes, before = engine._scheduler.rows.pages, engine.stats().waiting
+    prefixes, before = engine._scheduler.rows.page_cache, engine.stats().waiting
     taken = prefixes.allocate(prefixes.num_free)
     assert taken and before == 0 and not any(job.finished for job in first)
     (late,) = submit(engine, [3])

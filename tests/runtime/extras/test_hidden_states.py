@@ -13,7 +13,7 @@ import torch
 
 from stepgraph import Engine, EngineConfig, Job
 from stepgraph.graphs import TapeBackend
-from stepgraph.runtime.extras.hidden_states import SavedText, StatesLayout, StatesWriter, whole_file
+from stepgraph.runtime.extras.hidden_states import SavedText, StatesLayout, StatesWriter, atomic_file
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.toy import ToyDraft
 from tests.helpers.families import FEATURE_LAYERS, folder_of, judge
@@ -207,7 +207,7 @@ def test_failed_write_leaves_no_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("before")
 
     def write() -> None:
-        with whole_file(tmp_path / "file") as part:
+        with atomic_file(tmp_path / "file") as part:
             part.write_text("half")
             raise OSError("full")
 
