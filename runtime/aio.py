@@ -241,7 +241,7 @@ class AsyncEngine(OfOneProcess):
 
     def __init__(self, engine: Engine) -> None:
         check_value("AsyncEngine.engine", engine, instance_of(Engine, "an Engine"))
-        if isinstance(engine.queue, LockstepQueue) and not engine.queue.ranks.decided:
+        if isinstance(engine.queue, LockstepQueue) and not engine.queue.ranks.rank0_decides:
             raise ValueError("AsyncEngine.engine: got an engine under torchrun, expected one that started its ranks")
         self.engine = engine
         self._stepper: StepThread | None = None

@@ -89,7 +89,7 @@ def _has_quantised(target: Target | None) -> bool:
 
 def _draft_bytes(draft: StoredDraft) -> str:
     """The bytes of the draft, without weights that it shares with the target."""
-    return f"; {_listed(_bytes_by_kind(draft.own_weights()))}" if isinstance(draft, DraftCheckpoint) else ""
+    return f"; {_listed(_bytes_by_kind(draft.unshared_weights()))}" if isinstance(draft, DraftCheckpoint) else ""
 
 
 def _bytes_by_kind(parameters: Iterable[nn.Parameter]) -> Counter[str]:

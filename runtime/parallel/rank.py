@@ -15,7 +15,7 @@ import torch
 
 from stepgraph.runtime.engine import Engine
 from stepgraph.runtime.parallel.loading import load_rank
-from stepgraph.runtime.parallel.lockstep import Decided, LockstepQueue
+from stepgraph.runtime.parallel.lockstep import LockstepQueue, StepDecision
 from stepgraph.runtime.parallel.ranks import CAPTURE, Link, MessageReader, RankError, Ranks
 from stepgraph.runtime.request import Job
 
@@ -48,14 +48,14 @@ def follow(link: Link, file: int) -> None:
             del jobs[job_id]
 
 
-def _apply(engine: Engine, decided: Decided, jobs: dict[int, Job], seconds: float) -> None:
+def _apply(engine: Engine, decision: StepDecision, jobs: dict[int, Job], seconds: float) -> None:
     assert isinstance(engine.queue, LockstepQueue)
-    for job_id, prompt, options, engine.queue.published_turn in decided.submitted:
+    for job_id, prompt, options, engine.queue.published_turn in decision.submitted:
         jobs[job_id] = engine.submit(prompt, **options)
-    for job_id in decided.cancelled:
+    for job_id in decision.cancelled:
         engine.cancel(jobs[job_id])
     end = time.monotonic() + seconds
-    for job_id, failed in decided.admissible:
+    for job_id, failed in decision.admissible:
         queued = engine.queue.unfinished[jobs[job_id].id]
         while not queued.ready:
             if time.monotonic() > end:

@@ -70,10 +70,10 @@ def load_models(
     drafter, draft_checkpoint = _open_drafter(draft, checkpoint, dtype, weights)
     checkpoint, draft_checkpoint = divide(checkpoint, draft_checkpoint)
     if draft_checkpoint is not None:
-        fed = draft_checkpoint.feature_layers
-        if tuple(feature_layers) not in ((), fed):
-            raise ValueError(f"feature_layers: got {tuple(feature_layers)}, expected none, as the draft determines them: {fed}")
-        feature_layers = fed
+        draft_layers = draft_checkpoint.feature_layers
+        if tuple(feature_layers) not in ((), draft_layers):
+            raise ValueError(f"feature_layers: got {tuple(feature_layers)}, expected none, as the draft determines them: {draft_layers}")
+        feature_layers = draft_layers
     if config is None:
         config = _default_config(checkpoint, draft_checkpoint, drafter, DRAFTS if path == DEMO else EngineConfig.num_speculative_tokens)
     if draft_checkpoint is None:
