@@ -178,7 +178,7 @@ def make_chooser(
     if config.draft_length != "auto" or models.drafter is None:
         return None
     choices = draft_choices(config.num_speculative_tokens, models.draft is not None, models.look_up is not None)
-    chooser = DraftLengthChooser(choices, recorder.chosen if recorder else None, device_grammars)
+    chooser = DraftLengthChooser(choices, recorder.record_drafting if recorder else None, device_grammars)
     chooser.num_given_drafts = None if function is None else function.num_drafts.__getitem__
     return chooser
 

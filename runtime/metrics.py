@@ -33,14 +33,14 @@ def prometheus_text(metrics: Iterable[Metric]) -> str:
 
 def engine_metrics(engines: Iterable[tuple[Labels, EngineStats]]) -> list[Metric]:
     """Each metric once, with the samples of all engines. ValueError for a label name that is malformed or used by a metric itself."""
-    found: dict[str, Metric] = {}
+    by_name: dict[str, Metric] = {}
     for labels, stats in engines:
         common = _checked_labels(labels)
         for metric in _metrics(stats):
-            merged = found.setdefault(metric.name, metric)
+            merged = by_name.setdefault(metric.name, metric)
             samples = [sample._replace(labels={**common, **sample.labels}) for sample in metric.samples]
             merged.samples = samples if merged is metric else merged.samples + samples
-    return list(found.values())
+    return list(by_name.values())
 
 
 def _metrics(stats: EngineStats) -> list[Metric]:

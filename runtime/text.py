@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stepgraph.runtime.demo.pair import path_of
+from stepgraph.runtime.demo.pair import model_path
 from stepgraph.runtime.models.files.tokenizer import ChatTemplate, open_tokenizer
 from stepgraph.sampling.fields import Check, check_value, checked_path, clip_repr, instance_of, is_series, optional, takes
 from stepgraph.sampling.grammar.matchers.forced import token_table
@@ -43,7 +43,7 @@ class TextCodec(OfOneProcess):
 
         vocabulary: the model's, if it is loaded already; None reads it from the same files.
         """
-        opened = open_tokenizer(checked_path("path", path_of(path)))
+        opened = open_tokenizer(checked_path("path", model_path(path)))
         return cls(opened.vocabulary() if vocabulary is None else vocabulary, opened.encode, opened.template)
 
     @classmethod

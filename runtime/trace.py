@@ -109,7 +109,7 @@ class Timeline:
         main = [span for span in self.spans if span.stream == MAIN]
         busy = union((span.start_ns, span.end_ns) for span in main if span.kind == "stage" and span.round != OUTSIDE)
         host = [(span.start_ns, span.end_ns) for span in self.spans if span.kind == "host"]
-        total, hidden = length(host), sum(covered(interval, busy) for interval in host)
+        total, hidden = total_length(host), sum(covered(interval, busy) for interval in host)
         extents = list(self.extents().values())
         gaps = [(end, start) for (_, end), (start, _) in itertools.pairwise(extents) if start > end]
         between = union((span.start_ns, span.end_ns) for span in main if span.round == OUTSIDE)
@@ -122,7 +122,7 @@ class Timeline:
             hidden_ns=hidden,
             exposed_ns=total - hidden,
             exposed_wait_ns=sum(span.end_ns - span.start_ns for span in main if span.kind == "wait"),
-            idle_ns=length(gaps) - sum(covered(gap, between) for gap in gaps),
+            idle_ns=total_length(gaps) - sum(covered(gap, between) for gap in gaps),
         )
 
     def extents(self) -> dict[int, Interval]:
@@ -230,7 +230,7 @@ def covered(interval: Interval, busy: Sequence[Interval]) -> int:
     return total
 
 
-def length(intervals: Iterable[Interval]) -> int:
+def total_length(intervals: Iterable[Interval]) -> int:
     return sum(end - start for start, end in intervals)
 
 

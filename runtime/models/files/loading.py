@@ -13,7 +13,7 @@ from stepgraph.graphs.memory import check_memory
 from stepgraph.graphs.model import TargetModel
 from stepgraph.runtime.check_models import AUTO, DRAFTER_NAMES, NONE, Drafter, check_config, checked_drafter, named_proposer, without_drafts
 from stepgraph.runtime.config import EngineConfig
-from stepgraph.runtime.demo.pair import DEMO, DRAFTS, head_path, path_of
+from stepgraph.runtime.demo.pair import DEMO, DRAFTS, head_path, model_path
 from stepgraph.runtime.models.files.checkpoint import DEQUANTISED, QUANTISED
 from stepgraph.runtime.models.files.draft import OWN_MTP, StoredDraft, open_draft
 from stepgraph.runtime.models.files.transformers_folder import AUTO as AUTO_CLASS
@@ -64,7 +64,7 @@ def load_models(
     backend = "auto" if config is None else config.backend
     on_cuda = uses_cuda(backend)
     _check_weights(weights, on_cuda)
-    checkpoint = open_target(path_of(path), dtype, weights, implementation)
+    checkpoint = open_target(model_path(path), dtype, weights, implementation)
     if draft in (None, NONE):
         config = without_drafts(config)
     drafter, draft_checkpoint = _open_drafter(draft, checkpoint, dtype, weights)
