@@ -114,7 +114,7 @@ class StepThread:
                 self._call_in_loop(self.opened.set)
                 while not self._done():
                     if self.engine.wait():
-                        self._pass_on(self.engine.step())
+                        self._store_events(self.engine.step())
         except BaseException as error:  # any exception: all streams must end
             self.failure = error
         self.stopping = True
@@ -130,7 +130,7 @@ class StepThread:
                 self.engine.cancel(job)
         return all(job.finished for job in self._last_jobs)
 
-    def _pass_on(self, events: Sequence[StepEvent]) -> None:
+    def _store_events(self, events: Sequence[StepEvent]) -> None:
         """Store the events, and schedule _deliver in the event loop unless a call of it is pending."""
         self._events.extend(events)
         has_room = self._room_event is not None and not self.engine.queue.full

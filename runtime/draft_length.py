@@ -106,14 +106,14 @@ Counts = Mapping[bool, tuple[int, int]]  # with the same keys: arguments of Acce
 NO_COUNTS: Counts = {True: (0, 0), False: (0, 0)}
 
 
-def counts_of(model: bool, offered: int, accepted: int, drafts: int, certain: int) -> Counts:
-    """The counts for both sources from the drafts of one row that a round verified. model: whether the model drafted.
+def counts_of(by_model: bool, offered: int, accepted: int, drafts: int, num_before_model: int) -> Counts:
+    """The counts for both sources from the drafts of one row that a round verified. by_model: whether the model drafted.
 
-    offered: drafts that the row could have had; drafts: drafts that it had, as a chain may end earlier; certain: number of drafts
+    offered: drafts that the row could have had; drafts: drafts that it had, as a chain may end earlier; num_before_model: number of drafts
     before the first one of the model.
     """
-    if model:
-        return {True: (offered, accepted), False: (offered, min(accepted, certain))}
+    if by_model:
+        return {True: (offered, accepted), False: (offered, min(accepted, num_before_model))}
     return {True: (min(offered, drafts), accepted), False: (offered, accepted)}  # the model would have continued the chain
 
 
@@ -227,11 +227,11 @@ class RoundCosts:
         return self._measured_for(key, context).seconds
 
     def _measured_for(self, key: GraphKey, context: int) -> _Measured:
-        digits = context.bit_length()
-        if (measured := self._measured.get((key, digits))) is None:
-            nearest = min(self._measured, key=lambda each: (each[0] != key, each[0] != _greedy_key(key), abs(each[1] - digits)))
+        context_bits = context.bit_length()
+        if (measured := self._measured.get((key, context_bits))) is None:
+            nearest = min(self._measured, key=lambda each: (each[0] != key, each[0] != _greedy_key(key), abs(each[1] - context_bits)))
             counts = self._measured[nearest][1:] if nearest[0] == key else ({}, {})
-            measured = self._measured[key, digits] = _Measured(dict(self._measured[nearest].seconds), *map(dict, counts))
+            measured = self._measured[key, context_bits] = _Measured(dict(self._measured[nearest].seconds), *map(dict, counts))
         return measured
 
     def is_measured(self, key: GraphKey) -> bool:
@@ -348,8 +348,8 @@ class DraftLengthChooser:
                 counts, offered = NO_COUNTS, min(pending.length, most)
                 if offered:
                     others = result.looked_up | result.forced * request.constrained  # rounds without grammars do not write `forced`
-                    certain = (~others & (others + 1)).bit_length() - 1
-                    counts = counts_of(pending.model, offered, result.accepted, result.draft_count, certain)
+                    num_before_model = (~others & (others + 1)).bit_length() - 1
+                    counts = counts_of(pending.model, offered, result.accepted, result.draft_count, num_before_model)
                 outcomes.append((row, counts))
                 if pending != (most, drafting.model):
                     self._rows[request] = row, Drafting(most, drafting.model)

@@ -158,7 +158,7 @@ class Engine(EngineCore, OfOneProcess):
         tenant: at equal priority, tenants get rows in turn, for one request each.
         """
         self._require_open("submit")
-        job = self._parts.validator.job(
+        job = self._parts.validator.make_job(
             self._prompt_ids(prompt),
             constraint,
             self._with_word_ids(sampling),

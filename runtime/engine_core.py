@@ -48,7 +48,7 @@ class EngineCore(EngineState):
                 self._scheduler.start_prefill(request)
                 self._uploader.begin(request)
             taken = self._uploader.prefill(request, budget)
-            self._scheduler.prefilled(request, taken)
+            self._scheduler.record_prefill(request, taken)
             budget -= taken
         return events + [self._scheduler.finish(queued.job, None, FinishReason.ERROR, queued.error) for queued in failed]
 

@@ -161,10 +161,10 @@ class InFlight:
 
     def _wait(self, launched: LaunchedRound) -> float | None:
         """Wait for the round. Returns its duration; None if the device ended it before this call, or began it after other work."""
-        reached = self._chooser is not None and launched.event.query()
+        was_done = self._chooser is not None and launched.event.query()
         launched.event.wait()
-        started, self._device_idle_at = max(launched.launched_at, self._device_idle_at), math.inf if reached else self._now()
-        return None if reached or math.isinf(started) else self._device_idle_at - started
+        started, self._device_idle_at = max(launched.launched_at, self._device_idle_at), math.inf if was_done else self._now()
+        return None if was_done or math.isinf(started) else self._device_idle_at - started
 
     def _now(self) -> float:
         return 0.0 if self._chooser is None else self._chooser.clock()

@@ -69,11 +69,11 @@ class ProfiledInFlight(InFlight):
 
     def __init__(self, profile_range: ProfileRange, *parts: Any) -> None:
         super().__init__(*parts)
-        self._range, self._collected, self._active = profile_range, 0, False
+        self._range, self._num_collected, self._active = profile_range, 0, False
         self._with_nsys = profile_range.tool == "nsys" and self._backend.name == "cuda"
         most_nodes = (profile_range.last - profile_range.first + 1) * (len(self._buffers.masks_host) + 1)
         self._log = np.zeros((1 + most_nodes, 3), np.int64)  # for HostLink.log_nodes
-        self._launched: list[tuple[int, GraphKey, int]] = []  # rounds to write: round, key, time in nanoseconds
+        self._launched_rounds: list[tuple[int, GraphKey, int]] = []  # rounds to write: round, key, time in nanoseconds
         self._spans: list[tuple[object, ...]] = []
         self._counters = {"row_rounds": 0, "tokens": 0, "accepted_drafts": 0}
 
@@ -90,19 +90,19 @@ class ProfiledInFlight(InFlight):
 
     def _replay(self, key: GraphKey, **loop: Any) -> None:
         if self._active:
-            self._launched.append((self.rounds - 1, key, time.perf_counter_ns()))
+            self._launched_rounds.append((self.rounds - 1, key, time.perf_counter_ns()))
         super()._replay(key, **loop)
 
     def collect(self) -> Iterator[tuple[ActiveRequest, ResultRecord]]:
-        number, counters = self._collected, self._counters
-        self._collected += 1
+        number, counters = self._num_collected, self._counters
+        self._num_collected += 1
         for request, outcome in super().collect():
             if self._range.first <= number <= self._range.last:
                 counters["row_rounds"] += 1
                 counters["tokens"] += outcome.emitted
                 counters["accepted_drafts"] += outcome.accepted
             yield request, outcome
-        if number == self._range.last and self._launched:
+        if number == self._range.last and self._launched_rounds:
             self._write()
 
     def clear(self) -> None:
@@ -110,7 +110,7 @@ class ProfiledInFlight(InFlight):
         with contextlib.suppress(Exception):  # of a failed device, which the engine reports
             if self._active:
                 self._end()
-            if self._launched:
+            if self._launched_rounds:
                 self._write()
         super().clear()
 
@@ -138,7 +138,7 @@ class ProfiledInFlight(InFlight):
 
     def _host_nodes(self) -> Iterator[tuple[str, int, int, int]]:
         """Name, round, start and end of each. A round with grammars on the host has all host nodes of its recording, others have none."""
-        with_nodes = [one for one in self._launched if one[1].on_host]
+        with_nodes = [one for one in self._launched_rounds if one[1].on_host]
         constrained, names = iter(with_nodes), iter([""])
         number = self._range.first
         for is_first, start_ns, end_ns in self._log[1 : 1 + self._log[0, 0]].tolist():
@@ -153,9 +153,9 @@ class ProfiledInFlight(InFlight):
             "document": "stepgraph rounds",
             "version": 1,
             "backend": self._backend.name,
-            "rounds": [{"round": number, "key": str(key), "launched_ns": launched} for number, key, launched in self._launched],
-            "stages": {str(key): [astuple(run) for run in self._graphs[key].report.stages] for _, key, _ in self._launched},
-            "graph_nodes": {str(key): self._graphs[key].report.graph_nodes for _, key, _ in self._launched},
+            "rounds": [{"round": number, "key": str(key), "launched_ns": launched} for number, key, launched in self._launched_rounds],
+            "stages": {str(key): [astuple(run) for run in self._graphs[key].report.stages] for _, key, _ in self._launched_rounds},
+            "graph_nodes": {str(key): self._graphs[key].report.graph_nodes for _, key, _ in self._launched_rounds},
             "host_nodes": host_nodes,
             "spans": self._spans,
             "counters": self._counters | {"host_node_ns": sum(end - start for _, _, start, end in host_nodes)},
@@ -164,4 +164,4 @@ class ProfiledInFlight(InFlight):
             self._range.path.write_text(json.dumps(document), encoding="utf-8")
         except OSError as error:  # a warning, since requests are running
             warnings.warn(f"{FILE_VARIABLE}: the profile of the rounds is lost: {error}", stacklevel=2)
-        self._launched.clear()
+        self._launched_rounds.clear()

@@ -210,7 +210,7 @@ class ActiveRequest:
     cached_pages: list[CachedPage]  # of its first pages: those it found published, then those it published
     arena_block: ArenaBlock | None = None  # of a grammar on the device
     prefill_started: bool = False
-    prefilled: int = 0  # prompt tokens whose cache entries are launched
+    num_prefilled: int = 0  # prompt tokens whose cache entries are launched
     decoding: bool = False  # takes part in rounds
     stop_stream: TextStream | None = None  # of a job with stop strings: its text so far
 
@@ -219,6 +219,6 @@ class ActiveRequest:
         return self.job.constraint is not None
 
     @property
-    def to_prefill(self) -> int:
+    def num_to_prefill(self) -> int:
         """Number of tokens left to prefill: all but the last given token, which is an input of the first round."""
-        return len(self.job.context_ids) - 1 - self.prefilled
+        return len(self.job.context_ids) - 1 - self.num_prefilled

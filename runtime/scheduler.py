@@ -146,7 +146,7 @@ class Scheduler:
         with self._queue.lock:
             self.rows.start_prefill(request)
 
-    def prefilled(self, request: ActiveRequest, tokens: int) -> None:
+    def record_prefill(self, request: ActiveRequest, tokens: int) -> None:
         """Record that the next `tokens` prompt tokens of a request are launched."""
         with self._queue.lock:
             self.rows.publish_prompt(request)

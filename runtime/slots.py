@@ -80,13 +80,13 @@ class RowTable:
             request.pages[: len(found)] = [page.page for page in found]
         reused = len(request.cached_pages) * self._limits.page_size
         request.prefill_started = True
-        request.prefilled = max(0, reused - self._sharing.recompute_tail)
+        request.num_prefilled = max(0, reused - self._sharing.recompute_tail)
         request.job.num_cached_tokens = reused
         self.reused_tokens += reused
 
     def publish_prompt(self, request: ActiveRequest) -> None:
         """Publish the full pages of the prompt chunks launched so far."""
-        self._publish(request, request.job.context_ids, request.prefilled)
+        self._publish(request, request.job.context_ids, request.num_prefilled)
 
     def release(self, request: ActiveRequest) -> None:
         """Free the row and the pages at once. The pages of the output are published; after an error, all pages are unpublished."""

@@ -85,7 +85,7 @@ class TextCodec(OfOneProcess):
 
         The spelling of a control token (`<|im_end|>`) becomes that token, here and in chat(): escape untrusted text.
         """
-        return self._checked(text, "text", begins)
+        return self._encode_checked(text, "text", begins)
 
     def chat(
         self,
@@ -101,7 +101,7 @@ class TextCodec(OfOneProcess):
         """
         if self._template is None:
             raise ValueError("messages: got a conversation for a model without chat template, expected a plain prompt or token ids")
-        return self._checked(self._template.render(messages, tools, answer, variables), "messages", False)
+        return self._encode_checked(self._template.render(messages, tools, answer, variables), "messages", False)
 
     def template_mentions(self, word: str) -> bool:
         """Whether the word occurs in the model's chat template."""
@@ -119,7 +119,7 @@ class TextCodec(OfOneProcess):
         """A decoder for one text that arrives in pieces."""
         return TextStream(self.vocabulary)
 
-    def _checked(self, text: str, name: str, begins: bool) -> list[int]:
+    def _encode_checked(self, text: str, name: str, begins: bool) -> list[int]:
         if not isinstance(text, str):
             raise ValueError(f"{name}: got {clip_repr(text)}, expected a string")
         try:
@@ -141,11 +141,11 @@ class TextStream:
     def __init__(self, vocabulary: Vocabulary, stop: Sequence[str] = ()) -> None:
         self._vocabulary, self._stop = vocabulary, stop
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._kept = ""
+        self._pending_text = ""
         self.stopped = False  # a stop string was found; nothing after it is returned
 
     def push(self, token_ids: Iterable[int]) -> str:
-        return self._released(self._decoder.decode(self._vocabulary.decode(token_ids)))
+        return self._release(self._decoder.decode(self._vocabulary.decode(token_ids)))
 
     def up_to_stop(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
         """Push these tokens up to the one that completes a stop string, and return them."""
@@ -157,20 +157,20 @@ class TextStream:
 
     def finish(self) -> str:
         """The rest, with U+FFFD for an incomplete character. Resets the stream."""
-        rest = self._released(self._decoder.decode(b"", final=True)) + self._kept
+        rest = self._release(self._decoder.decode(b"", final=True)) + self._pending_text
         self._decoder.reset()
-        self._kept, self.stopped = "", False
+        self._pending_text, self.stopped = "", False
         return rest
 
-    def _released(self, text: str) -> str:
+    def _release(self, text: str) -> str:
         """`text`, and what was kept, up to a stop string or what may begin one."""
         if not self._stop:
             return text
-        text = "" if self.stopped else self._kept + text
+        text = "" if self.stopped else self._pending_text + text
         found = [index for stop in self._stop if (index := text.find(stop)) >= 0]
         self.stopped = self.stopped or bool(found)
         end = min(found) if found else len(text) - partial_match(text, self._stop)
-        self._kept = "" if found else text[end:]
+        self._pending_text = "" if found else text[end:]
         return text[:end]
 
 

@@ -127,12 +127,12 @@ class Timeline:
 
     def extents(self) -> dict[int, Interval]:
         """Start and end of each round's work on the main stream."""
-        found: dict[int, Interval] = {}
+        extents: dict[int, Interval] = {}
         for span in self.spans:
             if span.stream == MAIN and span.round != OUTSIDE:
-                start, end = found.get(span.round, (span.start_ns, span.end_ns))
-                found[span.round] = min(start, span.start_ns), max(end, span.end_ns)
-        return dict(sorted(found.items()))
+                start, end = extents.get(span.round, (span.start_ns, span.end_ns))
+                extents[span.round] = min(start, span.start_ns), max(end, span.end_ns)
+        return dict(sorted(extents.items()))
 
     def save_perfetto(self, path: str | Path) -> None:
         """Write a file for ui.perfetto.dev and chrome://tracing. Arrows connect host nodes with the waits for them."""

@@ -114,8 +114,8 @@ class Uploader:
 
     def prefill(self, request: ActiveRequest, budget: int) -> int:
         """Launch the next chunk of the prompt; after the last one the request is decoding. Returns the number of tokens."""
-        start, reused = request.prefilled, request.job.num_cached_tokens
-        count = min(request.to_prefill, max(budget, reused - start + 1))  # recompute at least one token past the shared prefix
+        start, reused = request.num_prefilled, request.job.num_cached_tokens
+        count = min(request.num_to_prefill, max(budget, reused - start + 1))  # recompute at least one token past the shared prefix
         chunk, spans = Chunk(request.row, start, count, reused, request.job.lora.slot), tuple(_embeddings(request.job, start, count + 1))
         graph, buffers, prompts = self._graphs.prompt_graph(count), self._buffers, self._prompts
 
@@ -133,8 +133,8 @@ class Uploader:
             graph.replay(is_round=False)
         if self._states:
             self._states.prompt_launched(request.job, count)
-        request.prefilled += count
-        if request.to_prefill == 0:
+        request.num_prefilled += count
+        if request.num_to_prefill == 0:
             if request.arena_block is not None:
                 self._backend.wait_for(self._copy_events[request.arena_block])
             self._upload_state(request)

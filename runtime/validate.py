@@ -101,7 +101,7 @@ class RequestValidator:
         self._pinned = pinned
         self._ids = itertools.count(1)  # never reused: an id also identifies the owner in mask tags
 
-    def job(
+    def make_job(
         self,
         prompt_ids: Any,
         constraint: object,

@@ -48,13 +48,13 @@ class ExpertMlp(nn.Module):
 
     def forward(self, states: Tensor, product_hook: Adapted) -> Tensor:
         count = self.experts.num_experts
-        shares, chosen = self._choose(states)
-        gated = activate_and_mul(expert_linear(states, chosen, self.gate_up, count, self.gate_up_bias), self.activation)
-        found = combine_experts(expert_linear(gated, chosen, self.down, count, self.down_bias), shares)
+        weights, expert_ids = self._choose(states)
+        gated = activate_and_mul(expert_linear(states, expert_ids, self.gate_up, count, self.gate_up_bias), self.activation)
+        output = combine_experts(expert_linear(gated, expert_ids, self.down, count, self.down_bias), weights)
         if not self.experts.shared_size:
-            return found
+            return output
         gated = activate_and_mul(product_hook("shared_gate_up", states, linear(states, self.shared_gate_up)), self.activation)
-        return found + product_hook("shared_down", gated, linear(gated, self.shared_down))
+        return output + product_hook("shared_down", gated, linear(gated, self.shared_down))
 
     def _choose(self, states: Tensor) -> tuple[Tensor, Tensor]:
         experts, routing = self.experts, self.experts.routing
@@ -82,9 +82,9 @@ class LatentProjection(nn.Module):
         self.register_buffer("columns", _head_columns(latent, heads, like.device), persistent=False)
         self.columns: Tensor
 
-    def forward(self, mixed: Tensor, product_hook: Adapted) -> Tensor:
+    def forward(self, qkv: Tensor, product_hook: Adapted) -> Tensor:
         """[N, 3 * heads * size]: queries, keys and values, the rotated elements of each head first, as `rotate` expects them."""
-        query, state, rotated = mixed.split(self.sizes, 1)
+        query, state, rotated = qkv.split(self.sizes, 1)
         if self.query_norm is not None:
             query = rms_norm(query, self.query_norm, _EPSILON)
             query = product_hook("query", query, linear(query, self.query))

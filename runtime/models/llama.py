@@ -195,9 +195,9 @@ class LlamaLayer(nn.Module):
     ) -> Tensor:
         """The attention output of normalised states."""
         config, heads, kv_heads, size = self.config, self.config.num_heads, self.config.num_kv_heads, self.config.head_size
-        mixed = product_hook("qkv", states, linear(states, self.qkv, self.qkv_bias))
-        mixed = mixed if self.latent is None else self.latent(mixed, product_hook)
-        query, key, value = mixed.view(len(states), -1, size).split([heads, kv_heads, kv_heads], 1)
+        qkv = product_hook("qkv", states, linear(states, self.qkv, self.qkv_bias))
+        qkv = qkv if self.latent is None else self.latent(qkv, product_hook)
+        query, key, value = qkv.view(len(states), -1, size).split([heads, kv_heads, kv_heads], 1)
         if self.query_norm is not None and self.key_norm is not None:
             pairs = (query, self.query_norm), (key, self.key_norm)
             query, key = (rms_norm(part, norm, config.norm_epsilon, config.norm_offset) for part, norm in pairs)

@@ -142,7 +142,7 @@ class Join(nn.Module):
         self.state_norm = empty_weight(like, hidden)
         self.join = empty_weight(like, hidden, 2 * hidden)
 
-    def joined(self, states: Tensor, embedded: Tensor) -> Tensor:
+    def combine(self, states: Tensor, embedded: Tensor) -> Tensor:
         pair = [rms_norm(embedded, self.token_norm, self.epsilon), rms_norm(states, self.state_norm, self.epsilon)]
         return linear(torch.cat(pair, -1), self.join)
 
@@ -154,7 +154,7 @@ class DecoderModule(Join):
         self.decoder = decoder
 
     def forward(self, previous: Tensor, embedded: Tensor, entries: ModelInput, buffers: StaticBuffers) -> Tensor:
-        joined = self.joined(previous, embedded).view(*entries.tokens.shape, -1)
+        joined = self.combine(previous, embedded).view(*entries.tokens.shape, -1)
         return self.decoder.decode({"inputs_embeds": joined}, entries, buffers)[0].flatten(0, 1)
 
 
@@ -169,7 +169,7 @@ class MtpModule(Join):
     def forward(
         self, states: Tensor, embedded: Tensor, rotation: tuple[Tensor, Tensor], inputs: ModelInput, keys: Tensor, values: Tensor
     ) -> Tensor:
-        joined = self.joined(states, embedded)
+        joined = self.combine(states, embedded)
         normed = rms_norm(joined, self.layer.attention_norm, self.epsilon)
         output: Residual = self.layer(joined, normed, rotation, inputs, keys, values, self.norm)
         return output.normed

@@ -81,10 +81,10 @@ class FusedLinear(nn.Module):
 
     def forward(self, states: Tensor) -> Tensor:
         flat = states.reshape(-1, states.shape[-1])
-        found = product(flat, self.weight, self.bias)
+        output = product(flat, self.weight, self.bias)
         for call in self.calls:
-            found = add_lora(self.lora_name, flat, found, call.inputs, call.buffers)
-        return found.view(*states.shape[:-1], -1)
+            output = add_lora(self.lora_name, flat, output, call.inputs, call.buffers)
+        return output.view(*states.shape[:-1], -1)
 
 
 def joined(tensors: Sequence[Tensor]) -> nn.Parameter:
@@ -119,8 +119,8 @@ class Attention(nn.Module):
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], stepgraph: DecoderCall, **_: object
     ) -> tuple[Tensor, None]:
         layer, inputs = self.layer, stepgraph.inputs
-        mixed = self.qkv(hidden_states).view(inputs.tokens.numel(), -1, layer.size)
-        query, key, value = mixed.split([layer.heads, layer.kv_heads, layer.kv_heads], 1)
+        qkv = self.qkv(hidden_states).view(inputs.tokens.numel(), -1, layer.size)
+        query, key, value = qkv.split([layer.heads, layer.kv_heads, layer.kv_heads], 1)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = (rms_norm(part, norm.weight, norm.epsilon) for part, norm in ((query, self.query_norm), (key, self.key_norm)))
         keys, values = stepgraph.cache_of(self.layer_idx, stepgraph.buffers)
@@ -141,8 +141,8 @@ class GatedMlp(nn.Module):
         self.gate_up, self.down = FusedLinear(_linears(module, path, self.parts[:2])), FusedLinear(_linears(module, path, self.parts[2:]))
 
     def forward(self, states: Tensor) -> Tensor:
-        found: Tensor = self.down(activate_and_mul(self.gate_up(states)))
-        return found
+        output: Tensor = self.down(activate_and_mul(self.gate_up(states)))
+        return output
 
 
 class Layer(nn.Module):
@@ -185,23 +185,23 @@ def replace_modules(decoder: nn.Module, prefix: str, layers: Sequence[LayerAtten
         for _, parent, name, child in list(_children(decoder, prefix)):
             if (norm := _norm_of(child)) is not None:
                 setattr(parent, name, norm)
-        comparison = _Comparison(decoder, layers)
+        check = _EquivalenceCheck(decoder, layers)
         for path, parent, name, child in list(_children(decoder, prefix)):
             if _is_attention(child, layers):
-                comparison.replace(parent, name, functools.partial(Attention, path=path, layers=layers))
+                check.replace(parent, name, functools.partial(Attention, path=path, layers=layers))
             elif _consists_of(child, GatedMlp.parts, "act_fn") and isinstance(child.act_fn, (nn.SiLU, SiLUActivation)):
-                comparison.replace(parent, name, functools.partial(GatedMlp, path=path))
+                check.replace(parent, name, functools.partial(GatedMlp, path=path))
         for _, parent, name, child in list(_children(decoder, prefix)):
             if child._modules.keys() == set(Layer.parts) and all(isinstance(child.get_submodule(part), Norm) for part in Layer.parts[2:]):
-                comparison.replace(parent, name, Layer)
-        if comparison.rotary is not None:
-            decoder.rotary_emb = comparison.rotary
+                check.replace(parent, name, Layer)
+        if check.rotary is not None:
+            decoder.rotary_emb = check.rotary
     for path, parent, name, child in list(_children(decoder, prefix)):
         if type(child) is nn.Linear:
             setattr(parent, name, FusedLinear({path: child}))
 
 
-class _Comparison:
+class _EquivalenceCheck:
     """Inputs in float32 for which a module and its replacement must return the same."""
 
     def __init__(self, decoder: nn.Module, layers: Sequence[LayerAttention]) -> None:

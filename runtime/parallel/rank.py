@@ -22,7 +22,7 @@ from stepgraph.runtime.request import Job
 
 def follow(link: Link, file: int) -> None:
     rank, size, seconds, folder, on_cuda, threads, arguments = pickle.loads(link.recv_bytes())
-    threading.Thread(target=_end_with, args=(link,), daemon=True).start()
+    threading.Thread(target=_exit_when_closed, args=(link,), daemon=True).start()
     messages = MessageReader(file, link)
     os.close(file)
     torch.set_num_threads(threads)
@@ -66,11 +66,11 @@ def _apply(engine: Engine, decision: StepDecision, jobs: dict[int, Job], seconds
         engine.queue.admissible.add(queued.job.id)
 
 
-def _end_with(link: Link) -> None:
+def _exit_when_closed(link: Link) -> None:
     """End the process when the link closes, even if the main thread waits."""
-    hung_up = select.poll()
-    hung_up.register(link, 0)  # poll() always reports that the other end is closed
-    hung_up.poll()
+    poller = select.poll()
+    poller.register(link, 0)  # poll() always reports that the other end is closed
+    poller.poll()
     os._exit(0)
 
 

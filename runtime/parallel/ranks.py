@@ -262,9 +262,9 @@ class MessageWriter:
                     if not link.poll(self._seconds):
                         raise TimeoutError(f"a rank has read nothing for {self._seconds:g} s")
                     self._read[index] = int.from_bytes(link.recv_bytes(), "little")
-            at, room = self._written % size, size - (self._written - min(self._read))
-            part = rest[: min(room, size - at)]
-            self._memory[at : at + len(part)] = part
+            offset, room = self._written % size, size - (self._written - min(self._read))
+            part = rest[: min(room, size - offset)]
+            self._memory[offset : offset + len(part)] = part
             self._written, rest = self._written + len(part), rest[len(part) :]
             for link in self._links:
                 link.send_bytes(_number(self._written))
@@ -273,7 +273,7 @@ class MessageWriter:
 class MessageReader:
     def __init__(self, file: int, link: Link) -> None:
         self._memory, self._link = mmap.mmap(file, 0), link
-        self._written = self._read = self._answered = 0
+        self._written = self._read = self._acknowledged = 0
 
     def receive(self) -> bytes:
         """The next message. EOFError or OSError if the first rank has ended."""
@@ -284,13 +284,13 @@ class MessageReader:
         while (missing := count - len(found)) > 0:
             if self._read == self._written:
                 self._written = int.from_bytes(self._link.recv_bytes(), "little")
-            at = self._read % size
-            part = self._memory[at : min(size, at + min(missing, self._written - self._read))]
+            offset = self._read % size
+            part = self._memory[offset : min(size, offset + min(missing, self._written - self._read))]
             found += part
             self._read += len(part)
-            if self._read - self._answered >= size // 4:  # rarely, but before the writer runs out of room
+            if self._read - self._acknowledged >= size // 4:  # rarely, but before the writer runs out of room
                 self._link.send_bytes(_number(self._read))
-                self._answered = self._read
+                self._acknowledged = self._read
         return bytes(found)
 
 

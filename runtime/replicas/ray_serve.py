@@ -48,15 +48,15 @@ class Replica:
 
     async def __init__(self, make_engine: Callable[[], Engine]) -> None:  # type: ignore[misc]  # Ray awaits it
         self._engine = engine = await asyncio.to_thread(make_engine)  # until it returns, the replica gets no requests
-        self._serving = AsyncEngine(engine)
-        await self._serving.open()
+        self._async_engine = AsyncEngine(engine)
+        await self._async_engine.open()
         self._name = str(serve.get_replica_context().replica_id.unique_id)
         self._identity = identity_of(engine)
 
     def check_health(self) -> None:
         """Ray calls this every half second; after three errors the replica gets no more requests and is replaced."""
-        if self._serving.failure is not None:
-            raise RuntimeError(f"the engine failed: {self._serving.failure}")
+        if self._async_engine.failure is not None:
+            raise RuntimeError(f"the engine failed: {self._async_engine.failure}")
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         stats = self._engine.stats()
@@ -70,13 +70,13 @@ class Replica:
 
     async def generate(self, request: ReplicaRequest) -> AsyncIterator[AnswerPart]:
         """The parts of an answer. Ray closes the generator when the caller drops it, which cancels the job."""
-        async with contextlib.aclosing(answer(self._serving, request, self._name, self._identity)) as parts:
+        async with contextlib.aclosing(answer(self._async_engine, request, self._name, self._identity)) as parts:
             async for part in parts:
                 yield part
 
     async def __del__(self) -> None:
         """Ray calls it once the requests have ended, or after graceful_shutdown_timeout_s."""
-        await self._serving.close(drain=False)
+        await self._async_engine.close(drain=False)
         self._engine.close()
 
 
@@ -166,7 +166,7 @@ class ReplicaPool:
         self.info, self._resume, self._max_open = info, resume, max_open
         self.codec, self.max_rows, self.max_length = codec, info.max_rows * replicas, info.max_length
         self.failure: BaseException | None = None
-        self.counts, self._open = Counts(), 0
+        self.counts, self._num_open = Counts(), 0
 
     @classmethod
     async def open(
@@ -193,10 +193,10 @@ class ReplicaPool:
 
         ValueError as for Engine.submit(), from the replica; QueueFullError; AnswerError if no replica can serve it.
         """
-        if self._open >= self._max_open:
-            raise QueueFullError(f"{self._open} requests are open already, of at most {self._max_open}")
-        stream = ResumedStream(self._call, self.info, self._resume, self.counts, self._closed, tuple(prompt_ids), options)
-        self._open += 1
+        if self._num_open >= self._max_open:
+            raise QueueFullError(f"{self._num_open} requests are open already, of at most {self._max_open}")
+        stream = ResumedStream(self._call, self.info, self._resume, self.counts, self._on_stream_end, tuple(prompt_ids), options)
+        self._num_open += 1
         await stream.open()
         return stream
 
@@ -212,8 +212,8 @@ class ReplicaPool:
         finally:
             response.cancel()
 
-    def _closed(self) -> None:
-        self._open -= 1
+    def _on_stream_end(self) -> None:
+        self._num_open -= 1
 
     async def metrics(self) -> list[Metric]:
         """The metrics of every replica, with its label, and of the streams."""

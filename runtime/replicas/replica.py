@@ -121,13 +121,13 @@ def _cpu_fields(*fields: str) -> str:
     return " ".join([platform.machine(), *sorted(names)])
 
 
-async def answer(serving: AsyncEngine, request: ReplicaRequest, replica: str, identity: str) -> AsyncGenerator[AnswerPart, None]:
+async def answer(async_engine: AsyncEngine, request: ReplicaRequest, replica: str, identity: str) -> AsyncGenerator[AnswerPart, None]:
     """The parts of an answer. Closing the generator cancels the job. replica, identity: those of this process."""
     if request.identity not in ("", identity):
         yield Refusal(replica, "identity", f"replica {replica} has other hardware, packages, weights or settings")
         return
     try:
-        stream = await serving.submit(request.prompt_ids, **request.options)
+        stream = await async_engine.submit(request.prompt_ids, **request.options)
     except (ValueError, QueueFullError, EngineClosedError) as error:
         why = "value" if isinstance(error, ValueError) else "full" if isinstance(error, QueueFullError) else "failed"
         yield Refusal(replica, why, str(error))
@@ -135,7 +135,7 @@ async def answer(serving: AsyncEngine, request: ReplicaRequest, replica: str, id
     opened = False
     async with stream:
         async for event in stream:
-            if event.finish_reason == FinishReason.ERROR and serving.failure is not None:
+            if event.finish_reason == FinishReason.ERROR and async_engine.failure is not None:
                 yield Refusal(replica, "failed", event.error)  # an error of the engine and not of this request
                 return
             part = Tokens(event.tokens, event.logprobs, event.finish_reason, event.error, stream.job.rounds, stream.job.num_cached_tokens)

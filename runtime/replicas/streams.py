@@ -131,10 +131,10 @@ class ResumedStream:
         await self._events.aclose()
 
     async def _replicas(self, on_end: Callable[[], None]) -> AsyncGenerator[StepEvent, None]:
-        lost, job = 0, self.job
+        num_lost, job = 0, self.job
         try:
             while True:
-                known = len(job.tokens)
+                num_known = len(job.tokens)
                 try:
                     async with contextlib.aclosing(self._attempt()) as events:
                         async for event in events:
@@ -143,20 +143,20 @@ class ResumedStream:
                                 return
                     raise ReplicaLost("the stream ended without a finish reason", *job.replicas[-1:])
                 except ReplicaLost as error:
-                    lost = 1 if len(job.tokens) > known else lost + (not isinstance(error, IdentityMismatch))
-                    self._check(error, lost)
+                    num_lost = 1 if len(job.tokens) > num_known else num_lost + (not isinstance(error, IdentityMismatch))
+                    self._check(error, num_lost)
                     self._avoid |= {*error.args[1:]}
                 self._counts.retried += not job.tokens
                 self._counts.continued += bool(job.tokens)
-                await asyncio.sleep((lost > 1) * self._resume.backoff_seconds * 2 ** (lost - 2) * random.uniform(0.8, 1.2))
+                await asyncio.sleep((num_lost > 1) * self._resume.backoff_seconds * 2 ** (num_lost - 2) * random.uniform(0.8, 1.2))
         finally:
             on_end()
 
-    def _check(self, error: ReplicaLost, lost: int) -> None:
+    def _check(self, error: ReplicaLost, num_lost: int) -> None:
         """AnswerError if the request must not be sent to another replica."""
         why = ""
-        if lost >= self._resume.attempts:
-            why = f"{lost} replicas in a row gave no new token"
+        if num_lost >= self._resume.attempts:
+            why = f"{num_lost} replicas in a row gave no new token"
         elif self.job.tokens and self._resume.policy == "never":
             why = "Resumption.policy is 'never'"
         elif self.job.tokens and not self._resume.continues(self._info):

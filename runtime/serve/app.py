@@ -156,7 +156,7 @@ class Answer:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         status: int | str = "disconnected"
         events = EventStream(send)
-        answering = self._stream(events) if self._request.stream else self._whole(scope, receive, send)
+        answering = self._send_stream(events) if self._request.stream else self._send_whole(scope, receive, send)
         try:
             if await until_disconnect(receive, answering, self._bounds.answer_seconds):
                 status = 200
@@ -175,7 +175,7 @@ class Answer:
                 self._gate.leave(ticket)
             _log(self._started, status, self._log_fields())
 
-    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         replies = self._replies
         deltas: list[list[Delta]] = [[] for _ in replies]
         async with contextlib.aclosing(self._deltas()) as found:
@@ -188,7 +188,7 @@ class Answer:
             choices.append(choice | ({"message": message} if self._request.chat else {"text": message["content"]}))
         await json_response(self._envelope | {"choices": choices, "usage": usage_of(replies)})(scope, receive, send)
 
-    async def _stream(self, events: EventStream) -> None:
+    async def _send_stream(self, events: EventStream) -> None:
         offsets, begun = [0] * len(self._replies), set[int]()  # characters sent so far, and choices that have begun
 
         async def send(reply: Reply, delta: Delta, reason: str | None) -> None:

@@ -220,8 +220,8 @@ def test_source_with_the_most_tokens_per_second_is_chosen(modelled: int, looked_
 
 
 def test_rounds_with_the_model_show_what_the_look_up_alone_would_have_accepted() -> None:
-    assert counts_of(True, offered=7, accepted=5, drafts=7, certain=2) == {True: (7, 5), False: (7, 2)}
-    of_text = counts_of(False, offered=7, accepted=5, drafts=5, certain=5)
+    assert counts_of(True, offered=7, accepted=5, drafts=7, num_before_model=2) == {True: (7, 5), False: (7, 2)}
+    of_text = counts_of(False, offered=7, accepted=5, drafts=5, num_before_model=5)
     assert of_text == {True: (5, 5), False: (7, 5)}, "the model would have continued after the fifth draft"
 
 

@@ -112,11 +112,11 @@ class RowTableMachine(RuleBasedStateMachine):
                     held = self.entries[shift, self.slot(request, position)]
                     assert held == (request.job.cache_salt, *ids[: position + 1 + max(shift, 0)]), f"position {position} of {ids}"
             self.found += reused
-        start = request.prefilled
-        request.prefilled += min(request.to_prefill, max(budget, request.job.num_cached_tokens - start + 1))
-        self.write(request, ids, range(start, request.prefilled), range(start + 1 if start else 0, request.prefilled + 1))
+        start = request.num_prefilled
+        request.num_prefilled += min(request.num_to_prefill, max(budget, request.job.num_cached_tokens - start + 1))
+        self.write(request, ids, range(start, request.num_prefilled), range(start + 1 if start else 0, request.num_prefilled + 1))
         self.rows.publish_prompt(request)
-        request.decoding = request.to_prefill == 0
+        request.decoding = request.num_to_prefill == 0
 
     def launch(self, request: ActiveRequest, tokens: list[int]) -> None:
         """One round: some drafts are accepted; the entries of the rejected and of the next drafts are garbage."""
