@@ -215,7 +215,7 @@ def test_failed_saving_does_not_affect_jobs_when_warnings_are_errors(
             jobs += submit(engine, [index])
             for _ in engine.stream():
                 pass
-            while engine._parts.hidden_states.writer._held:  # type: ignore[union-attr]
+            while engine._parts.hidden_states.writer._buffered_bytes:  # type: ignore[union-attr]
                 pass
         assert [ending(job) for job in jobs] == [expected[0], expected[2], expected[4]]
         assert CAUSE in engine.stats().saving_error
