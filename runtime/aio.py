@@ -32,27 +32,27 @@ class StreamBuffer:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.known = self.read = 0  # numbers of tokens
+        self.num_received = self.num_read = 0  # numbers of tokens
         self.drafts = NO_DRAFTS  # since the last read
-        self.unread = self.ended = False
+        self.has_unread = self.ended = False
         self.changed = asyncio.Event()
 
     def add(self, event: StepEvent) -> None:
-        self.known += len(event.tokens)
+        self.num_received += len(event.tokens)
         self.drafts = self.drafts.plus(event.drafts)
-        self.unread, self.ended = True, event.finish_reason is not None
+        self.has_unread, self.ended = True, event.finish_reason is not None
         self.changed.set()
 
     def end(self) -> None:
         """End the stream of a job that ended without an event because the engine was closed."""
-        self.known, self.unread, self.ended = len(self.job.tokens), True, True
+        self.num_received, self.has_unread, self.ended = len(self.job.tokens), True, True
         self.changed.set()
 
     def take(self) -> StepEvent | None:
         """Everything unread as one event."""
-        if not self.unread:
+        if not self.has_unread:
             return None
-        job, new = self.job, slice(self.read, self.known)
+        job, new = self.job, slice(self.num_read, self.num_received)
         event = StepEvent(
             job.id,
             tuple(job.tokens[new]),
@@ -62,7 +62,7 @@ class StreamBuffer:
             tuple(job.logprobs[new]),
             tuple(job.origins[new]),
         )
-        self.read, self.unread, self.drafts = self.known, False, NO_DRAFTS
+        self.num_read, self.has_unread, self.drafts = self.num_received, False, NO_DRAFTS
         return event
 
 
@@ -70,14 +70,14 @@ class StepThread:
     """Steps an engine in a thread. Holds no reference to the AsyncEngine, so that one dropped without close() can be finalised."""
 
     def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
-        self.engine, self.loop, self.process = engine, loop, os.getpid()
+        self.engine, self.loop, self.process_id = engine, loop, os.getpid()
         self.opened, self.ended = asyncio.Event(), asyncio.Event()
         self.failure: BaseException | None = None
         self.stopping = self._cancel_jobs = False
         self.buffers: dict[int, StreamBuffer] = {}  # by job id, of jobs that have not ended; used by the event loop only
         self._events: collections.deque[StepEvent] = collections.deque()  # from the thread to the event loop
-        self._room: asyncio.Event | None = None
-        self._notified = False  # a call of _deliver is scheduled
+        self._room_event: asyncio.Event | None = None
+        self._deliver_pending = False  # a call of _deliver is scheduled
         self._last_jobs: Sequence[Job] | None = None  # the jobs that must finish before the thread ends
         self.thread = threading.Thread(target=self._run, name="stepgraph-aio", daemon=True)
         self.thread.start()
@@ -86,8 +86,8 @@ class StepThread:
     async def wait_for_room(self) -> None:
         """Wait until the queue may have room. Only one task at a time may call this."""
         while self.engine.queue.full and not self.stopping:
-            self._room = room = asyncio.Event()
-            if self.engine.queue.full:  # otherwise room appeared before `_room` was set
+            self._room_event = room = asyncio.Event()
+            if self.engine.queue.full:  # otherwise room appeared before `_room_event` was set
                 await room.wait()
 
     def stop(self, drain: bool) -> None:
@@ -103,7 +103,7 @@ class StepThread:
 
     def cancel_soon(self, job: Job) -> None:
         """Cancel the job from the event loop. For finalisers: their thread may hold a lock of the engine."""
-        if not job.finished and os.getpid() == self.process:
+        if not job.finished and os.getpid() == self.process_id:
             self._call_in_loop(self.engine.cancel, job)
 
     def _run(self) -> None:
@@ -114,7 +114,7 @@ class StepThread:
                 self._call_in_loop(self.opened.set)
                 while not self._done():
                     if self.engine.wait():
-                        self._pass_on(self.engine.step())
+                        self._store_events(self.engine.step())
         except BaseException as error:  # any exception: all streams must end
             self.failure = error
         self.stopping = True
@@ -130,19 +130,19 @@ class StepThread:
                 self.engine.cancel(job)
         return all(job.finished for job in self._last_jobs)
 
-    def _pass_on(self, events: Sequence[StepEvent]) -> None:
+    def _store_events(self, events: Sequence[StepEvent]) -> None:
         """Store the events, and schedule _deliver in the event loop unless a call of it is pending."""
         self._events.extend(events)
-        has_room = self._room is not None and not self.engine.queue.full
-        if not self._notified and (events or has_room):
-            self._notified = True
+        has_room = self._room_event is not None and not self.engine.queue.full
+        if not self._deliver_pending and (events or has_room):
+            self._deliver_pending = True
             self._call_in_loop(self._deliver)
         elif self.loop.is_closed():  # the pending call of _deliver never runs
             self.stop(drain=False)
 
     def _deliver(self) -> None:
         """Add the events to the buffers, and wake the task that waits for room. Runs in the event loop."""
-        self._notified = False  # before the events are taken: for later events the thread schedules another call
+        self._deliver_pending = False  # before the events are taken: for later events the thread schedules another call
         while self._events:
             event = self._events.popleft()
             buffer = self.buffers.get(event.job_id)  # None for a job of Engine.submit()
@@ -150,9 +150,9 @@ class StepThread:
                 buffer.add(event)
                 if buffer.ended:
                     del self.buffers[event.job_id]
-        if self._room is not None:
-            self._room.set()
-            self._room = None
+        if self._room_event is not None:
+            self._room_event.set()
+            self._room_event = None
 
     def _end(self) -> None:
         """End all buffers. Runs in the event loop, after the thread's last step."""
@@ -176,15 +176,15 @@ class JobStream:
     The job is cancelled by aclose(), by leaving `async with`, by dropping the stream, and if a task that waits for an event is cancelled.
     """
 
-    def __init__(self, serving: AsyncEngine, stepper: StepThread, buffer: StreamBuffer) -> None:
+    def __init__(self, async_engine: AsyncEngine, stepper: StepThread, buffer: StreamBuffer) -> None:
         self.job = buffer.job
-        self._serving, self._stepper, self._buffer = serving, stepper, buffer  # keeps the AsyncEngine alive
+        self._async_engine, self._stepper, self._buffer = async_engine, stepper, buffer  # keeps the AsyncEngine alive
 
     def __aiter__(self) -> JobStream:
         return self
 
     async def __anext__(self) -> StepEvent:
-        self._serving.check("JobStream.__anext__")
+        self._async_engine.check("JobStream.__anext__")
         buffer = self._buffer
         while True:
             if event := buffer.take():
@@ -217,7 +217,7 @@ class JobStream:
 
     async def aclose(self) -> None:
         """Cancel the job if it is running, and wait until its row is free."""
-        self._serving.check("JobStream.aclose")
+        self._async_engine.check("JobStream.aclose")
         if not self._buffer.ended:
             self.cancel()
         await self.result()
@@ -241,7 +241,7 @@ class AsyncEngine(BoundToProcess):
 
     def __init__(self, engine: Engine) -> None:
         check_value("AsyncEngine.engine", engine, instance_of(Engine, "an Engine"))
-        if isinstance(engine.queue, LockstepQueue) and not engine.queue.ranks.decided:
+        if isinstance(engine.queue, LockstepQueue) and not engine.queue.ranks.rank0_decides:
             raise ValueError("AsyncEngine.engine: got an engine under torchrun, expected one that started its ranks")
         self.engine = engine
         self._stepper: StepThread | None = None
@@ -330,7 +330,7 @@ class AsyncEngine(BoundToProcess):
         stepper = self._stepper
         if stepper is None:
             raise RuntimeError(f"{call}(): not open; call it inside `async with AsyncEngine(engine) as serving`")
-        if os.getpid() != stepper.process:
+        if os.getpid() != stepper.process_id:
             raise RuntimeError(f"{call}(): got a forked process, expected the process that opened it, where the stepping thread is")
         if _running_loop() is not stepper.loop:
             raise RuntimeError(f"{call}(): expected a call in the event loop that opened it; Engine.submit() works in any thread")

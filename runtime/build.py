@@ -46,12 +46,12 @@ from stepgraph.runtime.extras.hidden_states import HiddenStates, StatesLayout, s
 from stepgraph.runtime.extras.record import Recorder, Recording, open_recorder
 from stepgraph.runtime.host_drafts import FunctionDrafts, FunctionProposer
 from stepgraph.runtime.in_flight import InFlight
-from stepgraph.runtime.loops import Loops
+from stepgraph.runtime.loops import LoopInFlight
 from stepgraph.runtime.loras import lora_weights
 from stepgraph.runtime.models.ngram import NgramLookup
 from stepgraph.runtime.parallel.lockstep import LockstepQueue, LockstepScheduler
 from stepgraph.runtime.parallel.ranks import Ranks
-from stepgraph.runtime.profiled import ROUNDS, in_flight_type, read_range
+from stepgraph.runtime.profiled import ROUNDS_VARIABLE, in_flight_type, read_range
 from stepgraph.runtime.request_queue import RequestQueue
 from stepgraph.runtime.scheduler import Scheduler
 from stepgraph.runtime.slots import PrefixSharing
@@ -89,26 +89,26 @@ class EngineParts:
         self.watchdog = Watchdog(self.backend, config.round_timeout_seconds)
         timed, device, proposer, folder = self.watchdog.backend, self.backend.device, models.proposer, config.save_hidden_states
         check_models(models, self.backend, limits)
-        saved = states_layout(target) if folder else None
-        forced, no_tables = forces_drafts(config, models, vocabulary), why_no_device_grammars(config, device, vocabulary)
-        tables = None if no_tables or vocabulary is None else token_tensors(vocabulary, device)
+        layout = states_layout(target) if folder else None
+        forced, why_no_tables = forces_drafts(config, models, vocabulary), why_no_device_grammars(config, device, vocabulary)
+        tables = None if why_no_tables or vocabulary is None else token_tensors(vocabulary, device)
         split = split_tensors(vocabulary, device) if tables and vocabulary and forced else None
-        self.buffers = buffers = make_buffers(self, saved, forced, tables, split)
-        self.attention, self.products = attention_for(device, config, models), products_for(models, self.ranks)
+        self.buffers = buffers = make_buffers(self, layout, forced, tables, split)
+        self.attention, self.products_note = attention_for(device, config, models), products_for(models, self.ranks)
         forcing = Forcing(token_lookup(vocabulary), buffers.forced_host) if vocabulary and forced else None
         pinned, contents = (buffers.state_host, buffers.drafts_host, buffers.masks_host, buffers.tags_host), buffers.contents_host
         self.host_link = open_host_link(config.host_link, *pinned, limits.ring_depth, forcing, config.check_masks, contents)
-        self.grammars = DeviceGrammars(no_tables, config, self.host_link)
+        self.grammars = DeviceGrammars(why_no_tables, config, self.host_link)
         self.compiler = config.grammar_compiler(vocabulary) if vocabulary is not None else None
         decode_round = Round(limits, models, self.host_link, config.draft_masks, accept_options(self), self.attention, tables, split)
         prompts = Prompts(limits, models, self.attention)
         self.validator = RequestValidator(config, limits, vocabulary, models, pinned=device.type == "cuda")
-        self.hidden_states = states = HiddenStates(timed, buffers, saved, folder, config.states_shard_bytes) if saved and folder else None
+        self.hidden_states = states = HiddenStates(timed, buffers, layout, folder, config.states_shard_bytes) if layout and folder else None
         recorder = None if record is None else open_recorder(record, config, models, vocabulary, self.backend)
-        function = proposer.function if isinstance(proposer, FunctionProposer) else None
-        self.function_drafts = None if function is None else FunctionDrafts(function, timed, buffers, limits)
-        self.lengths = make_chooser(config, models, recorder, tables is not None, self.function_drafts)
-        drafting = self.lengths.choices if self.lengths else (FULL,)
+        draft_function = proposer.function if isinstance(proposer, FunctionProposer) else None
+        self.function_drafts = None if draft_function is None else FunctionDrafts(draft_function, timed, buffers, limits)
+        self.draft_lengths = make_chooser(config, models, recorder, tables is not None, self.function_drafts)
+        draftings = self.draft_lengths.choices if self.draft_lengths else (FULL,)
         self.graphs = GraphSet(
             self.backend,
             buffers,
@@ -117,19 +117,19 @@ class EngineParts:
             config.on_capture_failure,
             config.capture_bytes,
             tables is not None,
-            drafting,
+            draftings,
             prompts if not config.eager and (device.type == "cuda" if config.prompt_graphs is None else config.prompt_graphs) else None,
         )
         (queue_type, scheduler_type), self.sharing = queue_types(config, self.ranks, recorder), sharing_for(config, models)
         self.queue = queue_type(config.max_queued, self.compiler, self.grammars, recorder)
         self.scheduler = scheduler_type(
-            self.queue, self.grammars, limits, self.sharing, recorder, states.ended if states else None, isinstance(proposer, NgramLookup)
+            self.queue, self.grammars, limits, self.sharing, recorder, states.save if states else None, isinstance(proposer, NgramLookup)
         )
         self.uploader = Uploader(timed, buffers, models, limits, prompts, self.graphs, states, config.logits_processors)
         draft = models.draft if "row_skipped_tokens" in buffers else None
         catch_up = functools.partial(process_skipped, buffers, model=draft, limits=limits) if draft is not None else None
-        in_flight = loops_of(self, record is not None) if limits.loops else in_flight_type()
-        self.in_flight = in_flight(timed, buffers, self.graphs, self.host_link, limits, states, self.lengths, catch_up)
+        in_flight = loop_in_flight_type(self, record is not None) if limits.loops else in_flight_type()
+        self.in_flight = in_flight(timed, buffers, self.graphs, self.host_link, limits, states, self.draft_lengths, catch_up)
 
     @property
     def ranks(self) -> Ranks | None:
@@ -148,27 +148,27 @@ def queue_types(
     config: EngineConfig, ranks: Ranks | None, recorder: Recorder | None
 ) -> tuple[Callable[..., RequestQueue], Callable[..., Scheduler]]:
     """The types of queue and scheduler. ValueError for preemption with a part that requires the rounds of a request to be one series."""
-    others = {"record": recorder, "save_hidden_states": config.save_hidden_states, "tensor_parallel": ranks}
-    for name in (name for name, part in others.items() if part is not None and config.preemption):
+    excluded = {"record": recorder, "save_hidden_states": config.save_hidden_states, "tensor_parallel": ranks}
+    for name in (name for name, part in excluded.items() if part is not None and config.preemption):
         raise ValueError(f"EngineConfig.preemption: got True with {name}, expected False")
     if ranks is None:
         return RequestQueue, Scheduler
     return functools.partial(LockstepQueue, ranks), functools.partial(LockstepScheduler, ranks)
 
 
-def loops_of(parts: EngineParts, recorded: bool) -> Callable[..., InFlight]:
-    """The constructor of Loops, whose launches run many rounds. ValueError if the engine cannot have them."""
+def loop_in_flight_type(parts: EngineParts, recorded: bool) -> Callable[..., InFlight]:
+    """The constructor of LoopInFlight, whose launches run many rounds. ValueError if the engine cannot have them."""
     reasons = {
         parts.backend.why_no_loops: bool(parts.backend.why_no_loops),
         "no Triton kernel writes the results": parts.backend.device.type == "cuda" and bool(why_no_triton(parts.backend.device)),
         "a draft function is called between two rounds": isinstance(parts.models.proposer, FunctionProposer),
         "a recording lists what arrived between two rounds": recorded,
-        f"{ROUNDS} profiles single rounds": read_range(os.environ) is not None,
+        f"{ROUNDS_VARIABLE} profiles single rounds": read_range(os.environ) is not None,
     }
     for reason, holds in reasons.items():
         if holds:
             raise ValueError(f"EngineConfig.rounds_per_launch: got {UNTIL_EVENT!r}, expected 1: {reason}")
-    return functools.partial(Loops, parts.queue, parts.watchdog.poll, parts.limits.max_length)
+    return functools.partial(LoopInFlight, parts.queue, parts.watchdog.poll, parts.limits.max_length)
 
 
 def make_chooser(
@@ -178,8 +178,8 @@ def make_chooser(
     if config.draft_length != "auto" or models.drafter is None:
         return None
     choices = draft_choices(config.num_speculative_tokens, models.draft is not None, models.look_up is not None)
-    chooser = DraftLengthChooser(choices, recorder.chosen if recorder else None, device_grammars)
-    chooser.given = None if function is None else function.given.__getitem__
+    chooser = DraftLengthChooser(choices, recorder.record_drafting if recorder else None, device_grammars)
+    chooser.num_given_drafts = None if function is None else function.num_drafts.__getitem__
     return chooser
 
 
@@ -196,8 +196,8 @@ def backend_for(name: str, models: ModelPair, nvtx: bool) -> Backend:
 
 def attention_for(device: torch.device, config: EngineConfig, models: ModelPair) -> AttentionChoice:
     """The attention implementation for these models; ValueError if the configured one does not support them."""
-    small = config.kv_cache_dtype == FLOAT8
-    shapes = tuple(shape._replace(float8=small) for model in models for shape in getattr(model, "attends", ()))
+    float8 = config.kv_cache_dtype == FLOAT8
+    shapes = tuple(shape._replace(float8=float8) for model in models for shape in getattr(model, "attends", ()))
     try:
         return choose_attention(device, config.attention, shapes, config.page_size)
     except ValueError as error:
@@ -214,24 +214,24 @@ def products_for(models: ModelPair, ranks: Ranks | None) -> str:
 def sharing_for(config: EngineConfig, models: ModelPair) -> PrefixSharing:
     """How requests share pages, as configured and as the models allow."""
     named = {"target": models.target, "draft": models.draft}
-    refusing = [name for name, model in named.items() if not getattr(model, "shares_prefix", True)]
+    unshared = [name for name, model in named.items() if not getattr(model, "shares_prefix", True)]
     lookahead = int(getattr(models.draft, "lookahead", 0))
-    off = "" if config.prefix_reuse else "EngineConfig.prefix_reuse is False"
-    off = off or ("the states of whole texts are saved" if config.save_hidden_states else "")
-    off = off or (f"the {refusing[0]} has shares_prefix = False" if refusing else "")
-    return PrefixSharing(off, config.prefix_cache_pages, int(models.draft is not None and lookahead == 0), lookahead)
+    why_off = "" if config.prefix_reuse else "EngineConfig.prefix_reuse is False"
+    why_off = why_off or ("the states of whole texts are saved" if config.save_hidden_states else "")
+    why_off = why_off or (f"the {unshared[0]} has shares_prefix = False" if unshared else "")
+    return PrefixSharing(why_off, config.prefix_cache_pages, int(models.draft is not None and lookahead == 0), lookahead)
 
 
 def make_buffers(
-    parts: EngineParts, saved: StatesLayout | None, forced: bool, tables: TokenTensors | None, split: SplitTensors | None
+    parts: EngineParts, layout: StatesLayout | None, forced: bool, tables: TokenTensors | None, split: SplitTensors | None
 ) -> StaticBuffers:
     """All static memory: of the round, of the models' caches, of saved states and grammars. Weights and token tables are constants."""
     limits, models, config, device = parts.limits, parts.models, parts.config, parts.backend.device
     candidates = (("target", models.target), ("draft", models.drafter), ("look_up", models.look_up))
     named = {name: model for name, model in candidates if model is not None}
-    drawn = not config.greedy_only and models.proposer is None
+    samples_drafts = not config.greedy_only and models.proposer is None
     specs = [
-        *round_specs(limits, drawn),
+        *round_specs(limits, samples_drafts),
         *ring_specs(limits),
         *prompt_specs(limits, models.target),
         *[spec for model in named.values() for spec in model.cache_specs(limits)],
@@ -239,8 +239,8 @@ def make_buffers(
     ]
     specs += text_specs(limits) if models.reads_text else ()
     specs += look_up_specs(limits) if models.look_up is not None else ()
-    if saved:
-        specs += state_specs(limits, saved.width, models.target.feature_dtype)
+    if layout:
+        specs += state_specs(limits, layout.width, models.target.feature_dtype)
     specs += forced_specs(limits) if forced else ()
     processors = config.logits_processors
     specs += option_specs(limits, config.relaxed_acceptance, sum(1 + each.num_arguments for each in processors))

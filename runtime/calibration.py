@@ -12,7 +12,7 @@ from stepgraph.graphs.graph_set import GraphSet
 from stepgraph.graphs.round_specs import Counter
 from stepgraph.runtime.draft_length import DraftLengthChooser
 
-CALIBRATING_ROUNDS = 3  # the first replay of a graph takes longer, and one of the others may be interrupted
+REPLAYS_PER_MEASUREMENT = 3  # the first replay of a graph takes longer, and one of the others may be interrupted
 
 
 class Calibration:
@@ -24,19 +24,19 @@ class Calibration:
         buffers: StaticBuffers,
         graphs: GraphSet,
         dummy_row: int,
-        lengths: DraftLengthChooser,
+        chooser: DraftLengthChooser,
         catch_up: Callable[[int], None] | None = None,
     ) -> None:
-        self._backend, self._buffers, self._graphs, self._dummy_row, self._lengths = backend, buffers, graphs, dummy_row, lengths
+        self._backend, self._buffers, self._graphs, self._dummy_row, self._chooser = backend, buffers, graphs, dummy_row, chooser
         self._catch_up = catch_up
 
     def measure_all(self) -> None:
         """Measure unconstrained greedy rounds of every draft length, after the capture."""
-        costs, key_for = self._lengths.costs, self._graphs.key_for
+        costs, key_for = self._chooser.costs, self._graphs.key_for
         if self._catch_up:
-            costs.catch_ups.update(self._by_rows(self._catch_up_seconds))
-        for drafting in self._lengths.choices:
-            for rows, seconds in self._by_rows(lambda rows: self._seconds(key_for(rows, False, False, False, drafting))):  # noqa: B023
+            costs.catch_up_seconds.update(self._by_rows(self._catch_up_seconds))
+        for drafting in self._chooser.choices:
+            for rows, seconds in self._by_rows(lambda rows: self._time_round(key_for(rows, False, False, False, drafting))):  # noqa: B023
                 costs.calibrate(key_for(rows, False, False, False, drafting), seconds)
 
     def _by_rows(self, seconds_of: Callable[[int], float]) -> Iterator[tuple[int, float]]:
@@ -51,30 +51,30 @@ class Calibration:
         """Measure rounds of every draft length for batches like that of `key`, before its first use. Records their graphs."""
         if key.on_host:  # rounds of inert rows have no batch for the host nodes
             key = self._graphs.key_for(key.rows, False, False)
-        if self._catch_up and key.rows not in self._lengths.costs.catch_ups:
-            self._lengths.costs.catch_ups[key.rows] = self._catch_up_seconds(key.rows)
-        for each in map(key.with_drafting, self._lengths.choices):
-            self._lengths.costs.calibrate(each, self._seconds(each))
+        if self._catch_up and key.rows not in self._chooser.costs.catch_up_seconds:
+            self._chooser.costs.catch_up_seconds[key.rows] = self._catch_up_seconds(key.rows)
+        for each in map(key.with_drafting, self._chooser.choices):
+            self._chooser.costs.calibrate(each, self._time_round(each))
 
     def _catch_up_seconds(self, rows: int) -> float:
         assert self._catch_up is not None
         catch_up = functools.partial(self._catch_up, rows)
-        return self._least(lambda: self._backend.run(catch_up))
+        return self._min_seconds(lambda: self._backend.run(catch_up))
 
-    def _seconds(self, key: GraphKey) -> float:
+    def _time_round(self, key: GraphKey) -> float:
         """The time of a round of inert rows."""
         graph, published = self._graphs[key], self._buffers.round_counters[Counter.PUBLISHED :]
-        return self._least(graph.replay, lambda: self._backend.run(lambda: published.sub_(1)))
+        return self._min_seconds(graph.replay, lambda: self._backend.run(lambda: published.sub_(1)))
 
-    def _least(self, work: Callable[[], object], after: Callable[[], object] = lambda: None) -> float:
+    def _min_seconds(self, work: Callable[[], object], after: Callable[[], object] = lambda: None) -> float:
         seconds, before = list[float](), dict(vars(self._backend.stats))
-        for _ in range(CALIBRATING_ROUNDS):
+        for _ in range(REPLAYS_PER_MEASUREMENT):
             self._backend.event().wait()
             self._buffers.batch_rows_ring_host.fill_(self._dummy_row)  # every launched round has read its batch
-            begin = self._lengths.clock()
+            begin = self._chooser.clock()
             work()
             self._backend.event().wait()
-            seconds.append(self._lengths.clock() - begin)
+            seconds.append(self._chooser.clock() - begin)
             after()
         vars(self._backend.stats).update(before)  # statistics do not count these rounds
         return min(seconds)

@@ -28,15 +28,15 @@ DRAFTER_NAMES = (AUTO, FORCED, NGRAM, NONE)
 Drafter = DraftModel | Proposer | DraftFunction
 
 
-def _series_of(kind: type, expected: str) -> Check:
+def _iterable_of(kind: type, expected: str) -> Check:
     return Check(lambda found: isinstance(found, Iterable) and all(isinstance(each, kind) for each in found), expected)
 
 
-_SPECS = _series_of(BufferSpec, "a sequence of BufferSpecs")
+_SPECS = _iterable_of(BufferSpec, "a sequence of BufferSpecs")
 _ATTRIBUTES = {  # of a target or a draft; all but the first are optional
     "feature_dtype": instance_of(torch.dtype, "a torch.dtype"),
-    "notes": _series_of(str, "a tuple of sentences"),
-    "attends": _series_of(AttentionShape, "a tuple of AttentionShapes"),
+    "notes": _iterable_of(str, "a tuple of sentences"),
+    "attends": _iterable_of(AttentionShape, "a tuple of AttentionShapes"),
     "embedding_size": whole(0),
     "lora_weights": instance_of(Mapping, "a mapping of names to LoraWeights"),
     "shard": instance_of(VocabularyShard, "a VocabularyShard"),
@@ -103,15 +103,15 @@ def check_models(models: ModelPair, backend: Backend, limits: Limits) -> None:
     """ValueError for tensors on another device, for active dropout, which a CUDA graph would freeze and the tape cannot record, for
     attributes of wrong types, and for the cache of a draft with advances = False."""
     for name, model in (("target", models.target), ("draft", models.drafter)):
-        wrong = [device for device in devices_of(model) if device != backend.device]
-        if wrong:
+        other_devices = [device for device in devices_of(model) if device != backend.device]
+        if other_devices:
             raise ValueError(
-                f"Engine.{name}: got tensors on {wrong[0]}, expected {backend.device}, the device of the {backend.name} backend"
+                f"Engine.{name}: got tensors on {other_devices[0]}, expected {backend.device}, the device of the {backend.name} backend"
             )
         modules: Iterable[tuple[str, nn.Module]] = model.named_modules() if isinstance(model, nn.Module) else ()
-        for inner, module in modules:
+        for module_name, module in modules:
             if isinstance(module, _DropoutNd) and module.training and module.p > 0:
-                raise ValueError(f"Engine.{name}: {inner or type(module).__name__} is dropout in training mode; call .eval() first")
+                raise ValueError(f"Engine.{name}: {module_name or type(module).__name__} is dropout in training mode; call .eval() first")
         if model is not None:
             check_value(f"Engine.{name}.cache_specs", model.cache_specs(limits), _SPECS)
         for attribute in (attribute for attribute in _ATTRIBUTES if hasattr(model, attribute)):

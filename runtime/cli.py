@@ -22,9 +22,9 @@ def make_parser() -> Parser:
     for name, command in COMMANDS.items():
         examples = "examples:\n" + "\n".join(f"  {example}" for example in command.examples)
         raw = argparse.RawDescriptionHelpFormatter
-        one = commands.add_parser(name, help=command.summary, description=command.description, epilog=examples, formatter_class=raw)
-        command.add(one)
-        one.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
+        subparser = commands.add_parser(name, help=command.summary, description=command.description, epilog=examples, formatter_class=raw)
+        command.add_flags(subparser)
+        subparser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
     return parser
 
 
@@ -34,7 +34,7 @@ def _main(arguments: Sequence[str] | None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    COMMANDS[options.command].check(options)
+    COMMANDS[options.command].check_flags(options)
     with waiting("loading libraries ..."):
         command = importlib.import_module(f"stepgraph.runtime.commands.{options.command.replace('-', '_')}")
     code: int = command.run(options)

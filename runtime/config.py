@@ -163,18 +163,18 @@ class EngineConfig:
         except ValueError as error:
             raise ValueError(str(error).replace("Limits.", "EngineConfig.")) from None
         if self.forced_acceptance is not None:
-            check_value("EngineConfig.forced_acceptance", self.forced_acceptance, _rates(self.num_speculative_tokens))
-        most = self.num_speculative_tokens
-        if is_int(self.draft_length) and self.draft_length > most:
-            expected = f"expected at most num_speculative_tokens={most}, or 'auto'"
+            check_value("EngineConfig.forced_acceptance", self.forced_acceptance, _acceptance_rates(self.num_speculative_tokens))
+        max_drafts = self.num_speculative_tokens
+        if is_int(self.draft_length) and self.draft_length > max_drafts:
+            expected = f"expected at most num_speculative_tokens={max_drafts}, or 'auto'"
             raise ValueError(f"EngineConfig.draft_length: got {self.draft_length}, {expected}")
         if self.forced_acceptance is not None and self.draft_length == "auto":
             raise ValueError(
                 "EngineConfig.draft_length: got 'auto' with forced_acceptance, expected an integer: 'auto' needs measured acceptance"
             )
         if self.rounds_per_launch == UNTIL_EVENT:
-            between = {"eager": self.eager, "save_hidden_states": self.save_hidden_states, "draft_length": self.draft_length == "auto"}
-            for name in (name for name, refused in between.items() if refused):
+            needs_host = {"eager": self.eager, "save_hidden_states": self.save_hidden_states, "draft_length": self.draft_length == "auto"}
+            for name in (name for name, refused in needs_host.items() if refused):
                 expected = "expected 1, or an integer" if name == "draft_length" else "expected 1"
                 raise ValueError(
                     f"EngineConfig.rounds_per_launch: got {UNTIL_EVENT!r} with {name}={getattr(self, name)!r}, "
@@ -221,7 +221,7 @@ class EngineConfig:
         return Limits(**sizes | {"num_pages": num_pages, "vocab_size": vocab_size, "num_tokens": num_tokens, "feature_size": feature_size})
 
 
-def _rates(drafts: int) -> Check:
+def _acceptance_rates(drafts: int) -> Check:
     """One acceptance rate per draft."""
     expected = f"a tuple of num_speculative_tokens={drafts} numbers from 0 to 1"
     return Check(

@@ -20,23 +20,23 @@ INT_BYTES = 4
 
 
 class DeviceGrammars:
-    """Chooses the lane of each constrained request. `off`: why all grammars use the host link; empty if they can be on the device."""
+    """Chooses the lane of each constrained request. `why_off`: why all grammars use the host link; empty if they can be on the device."""
 
-    def __init__(self, off: str, config: EngineConfig, host: HostLink) -> None:
-        self.off, self._host = off, host
-        self.arena = ImageArena(0 if off else config.grammar_arena_bytes // INT_BYTES)
+    def __init__(self, why_off: str, config: EngineConfig, host_link: HostLink) -> None:
+        self.why_off, self._host_link = why_off, host_link
+        self.arena = ImageArena(0 if why_off else config.grammar_arena_bytes // INT_BYTES)
         self.on_device = self.on_host = self.arena_full = 0  # admitted requests; arena_full: part of on_host
 
     @property
     def note(self) -> str:
         size = self.arena.size * INT_BYTES
-        return f"host, {self.off}" if self.off else f"device, for grammars with tables, in an arena of {size:,} bytes"
+        return f"host, {self.why_off}" if self.why_off else f"device, for grammars with tables, in an arena of {size:,} bytes"
 
     def why_host(self, compiled: CompiledConstraint, resumed: bool = False) -> str:
         """Why requests with this grammar use the host link; empty if they may use the device."""
         image = compiled.image
-        if self.off or image is None:
-            return self.off or ("a marker starts the grammar" if compiled.marker else f"{compiled.backend} has no tables")
+        if self.why_off or image is None:
+            return self.why_off or ("a marker starts the grammar" if compiled.marker else f"{compiled.backend} has no tables")
         limits = (Field.PUSHES, MAX_PUSHES, "nested parts at once"), (Field.SYMBOLS, MAX_SYMBOLS, "kinds of nested parts")
         for field, limit, what in limits:
             if image[field] > limit:
@@ -45,14 +45,14 @@ class DeviceGrammars:
 
     def prepare(self, job: Job, compiled: CompiledConstraint) -> MatcherRow | None:
         """A row of the host link, or None if `admit` chooses the lane. Called from any thread once the grammar is compiled."""
-        return self._row(job, compiled) if self.why_host(compiled, bool(job.given_output)) else None
+        return self._row(job, compiled) if self.why_host(compiled, bool(job.prior_output)) else None
 
     def admit(self, request: ActiveRequest, compiled: CompiledConstraint) -> None:
         """Give an admitted request a block of the arena for its grammar, or a row of the host link if the arena is full."""
-        job, reason = request.job, self.why_host(compiled, bool(request.job.given_output))
+        job, reason = request.job, self.why_host(compiled, bool(request.job.prior_output))
         if compiled.image is not None and not reason:
-            request.block = self.arena.acquire(compiled.image)
-            if request.block is not None:
+            request.arena_block = self.arena.acquire(compiled.image)
+            if request.arena_block is not None:
                 self.on_device += 1
                 job.grammar_lane = "device"
                 return
@@ -65,14 +65,14 @@ class DeviceGrammars:
 
     def _row(self, job: Job, compiled: CompiledConstraint) -> MatcherRow:
         matcher = compiled.matcher()
-        for index, token in enumerate(job.given_output):
+        for index, token in enumerate(job.prior_output):
             if not matcher.accept_token(token):
                 raise ValueError(matcher.fault or f"resume_from[{index}]: got {token}, expected a token that the constraint allows there")
-        return self._host.row(job.id, matcher, len(job.given_output))
+        return self._host_link.row(job.id, matcher, len(job.prior_output))
 
     def release(self, request: ActiveRequest) -> None:
-        if request.block is not None:
-            self.arena.release(request.block)
+        if request.arena_block is not None:
+            self.arena.release(request.arena_block)
 
 
 def why_no_device_grammars(config: EngineConfig, device: torch.device, vocabulary: Vocabulary | None) -> str:

@@ -26,31 +26,31 @@ from stepgraph.graphs.round_specs import MAX_SKIPPED
 from stepgraph.graphs.row_layout import ResultRecord
 from stepgraph.runtime.request import ActiveRequest
 
-_MOST_WEIGHT = 1e100
-DRAFTS_COST = 1.03  # a round with more drafts takes at least this multiple of one with fewer
+_MAX_WEIGHT = 1e100
+MIN_COST_RATIO = 1.03  # a round with more drafts takes at least this multiple of one with fewer
 Costs = Mapping[Drafting, float]  # seconds of a round, for one kind of batch; PLAIN is plain decoding
 # Parameters of the choice. The same values for all models; tests/runtime/test_draft_length.py shows what they achieve.
 DISCOUNT = 0.97  # factor of older rounds, per round with drafts
 PAUSED_DISCOUNT = 0.95  # factor of a row's older rounds, per round without drafts: it soon has the estimate of all rows again
 PAUSED_DISCOUNT_OF_ALL = 0.98  # the same for the estimate of all rows, which returns to the constant prior slowly
 PRIOR_ACCEPTANCE = 0.55  # of each draft, before any result
-PRIOR_WITHOUT_MODEL = 0.3  # the same in rounds without the model. Lower, since rounds with the model also measure the look-up
+PRIOR_ACCEPTANCE_WITHOUT_MODEL = 0.3  # the same in rounds without the model. Lower, since rounds with the model also measure the look-up
 PRIOR_ROUNDS = 3.0  # weight of the prior, in rounds
 HYSTERESIS = 0.02  # another length must be better by at least this share
-SPELL = 3  # rounds with drafts after plain ones, as the first verifies none and results arrive later; also the most rounds of one choice
+DRAFT_RUN = 3  # rounds with drafts after plain ones: the first verifies none and results arrive later; also the most rounds of one choice
 SLACK = 0.01  # share of each plain round that is credited to the account
-CREDIT = 3.0  # initial account, in plain rounds
-TRIED = 5  # rounds with drafts that the initial account pays, a spell and those in flight: in a batch drafts may double the time
+INITIAL_CREDIT = 3.0  # initial account, in plain rounds
+TRIAL_ROUNDS = 5  # rounds with drafts that the initial account pays, a run and those in flight: in a batch drafts may double the time
 MAX_CREDIT = 16.0  # maximum account, in plain rounds
-REST = 5  # plain rounds after a choice of PLAIN, unless the requests change
-STALE = 64  # rounds after which a draft length is tried again, since its time may have been measured on a busier machine,
-NEAR = 0.9  # if its expected tokens per second are at least this share of the best; after 2 * STALE rounds, the square of this share
+PLAIN_RUN = 5  # plain rounds after a choice of PLAIN, unless the requests change
+STALE_ROUNDS = 64  # rounds after which a draft length is tried again, since its time may have been measured on a busier machine,
+RETRY_SHARE = 0.9  # if its expected tokens per second are at least this share of the best; after 2 * STALE_ROUNDS, its square
 
 
-def first_account(costs: Costs) -> float:
+def initial_account(costs: Costs) -> float:
     """The initial account: seconds that rounds with drafts may lose before any of them saved time."""
     plain, shortest = costs[PLAIN], min((cost for each, cost in costs.items() if each.length), default=costs[PLAIN])
-    return max(CREDIT * plain, TRIED * min(shortest - plain, plain))
+    return max(INITIAL_CREDIT * plain, TRIAL_ROUNDS * min(shortest - plain, plain))
 
 
 class Acceptance:
@@ -59,7 +59,7 @@ class Acceptance:
     def __init__(self, longest: int, prior: Acceptance | float) -> None:
         """prior: the Acceptance of all rows, or a constant."""
         self._prior = prior
-        self._paused = PAUSED_DISCOUNT if isinstance(prior, Acceptance) else PAUSED_DISCOUNT_OF_ALL
+        self._paused_discount = PAUSED_DISCOUNT if isinstance(prior, Acceptance) else PAUSED_DISCOUNT_OF_ALL
         self._accepted, self._reached = [0.0] * longest, [0.0] * longest
         self._weight = 1.0  # of the latest round: it grows, which discounts earlier rounds
         self._rates: list[float] | None = None
@@ -73,12 +73,12 @@ class Acceptance:
 
     def _count(self, offered: int, accepted: int, rounds: float) -> None:
         self._rates = self._expected = None
-        self._weight *= (DISCOUNT if offered else self._paused) ** -rounds
+        self._weight *= (DISCOUNT if offered else self._paused_discount) ** -rounds
         for position in range(min(offered, accepted + 1)):
             self._reached[position] += self._weight
             if position < accepted:
                 self._accepted[position] += self._weight
-        if self._weight > _MOST_WEIGHT:
+        if self._weight > _MAX_WEIGHT:
             self._accepted, self._reached = ([each / self._weight for each in sums] for sums in (self._accepted, self._reached))
             self._weight = 1.0
 
@@ -101,76 +101,76 @@ class Acceptance:
         return self._expected
 
 
-Sources = Mapping[bool, Acceptance]  # acceptance of chains with (True) and without drafts of the model
+Acceptances = Mapping[bool, Acceptance]  # acceptance of chains with (True) and without drafts of the model
 Counts = Mapping[bool, tuple[int, int]]  # with the same keys: arguments of Acceptance.add
-NOTHING: Counts = {True: (0, 0), False: (0, 0)}
+NO_COUNTS: Counts = {True: (0, 0), False: (0, 0)}
 
 
-def verified(model: bool, offered: int, accepted: int, drafts: int, certain: int) -> Counts:
-    """The counts for both sources from the drafts of one row that a round verified. model: whether the model drafted.
+def counts_of(by_model: bool, offered: int, accepted: int, drafts: int, num_before_model: int) -> Counts:
+    """The counts for both sources from the drafts of one row that a round verified. by_model: whether the model drafted.
 
-    offered: drafts that the row could have had; drafts: drafts that it had, as a chain may end earlier; certain: number of drafts
+    offered: drafts that the row could have had; drafts: drafts that it had, as a chain may end earlier; num_before_model: number of drafts
     before the first one of the model.
     """
-    if model:
-        return {True: (offered, accepted), False: (offered, min(accepted, certain))}
+    if by_model:
+        return {True: (offered, accepted), False: (offered, min(accepted, num_before_model))}
     return {True: (min(offered, drafts), accepted), False: (offered, accepted)}  # the model would have continued the chain
 
 
-class DraftLengths:
+class DraftPolicy:
     """Chooses how each round drafts. `choices`: the captured draftings, PLAIN among them."""
 
     def __init__(self, choices: Sequence[Drafting]) -> None:
         assert PLAIN in choices, "plain decoding bounds the loss"
         self._choices = choices
         self._longest = max(each.length for each in choices)
-        priors = {each.model: PRIOR_ACCEPTANCE if each.model else PRIOR_WITHOUT_MODEL for each in choices}
-        self._all: dict[bool, Sources] = {  # of rows with and without a grammar
+        priors = {each.model: PRIOR_ACCEPTANCE if each.model else PRIOR_ACCEPTANCE_WITHOUT_MODEL for each in choices}
+        self._acceptance_of_all: dict[bool, Acceptances] = {  # of rows with and without a grammar
             constrained: {model: Acceptance(self._longest, prior) for model, prior in sorted(priors.items())}
             for constrained in (False, True)
         }
         self._accounts: dict[bool, float] = {}  # seconds, of batches with and without grammars
         # By round in flight: its account, and the seconds that it loses if no draft is accepted
         self._at_risk: collections.deque[tuple[bool, float]] = collections.deque()
-        self._ended: list[tuple[Drafting, Sequence[tuple[Sources, Counts]], Costs]] = []  # rounds that the next choice reads
-        self._last, self._risk = PLAIN, 0.0  # the latest choice, and its seconds beyond plain
-        self._same = self._held = 0  # rounds that had the latest choice with the same requests, and further rounds that will have it
-        self._rounds, self._made = 0, dict.fromkeys(choices, 0)  # rounds so far, and the latest round of each choice
-        self._rows: Sequence[tuple[Sources, int]] = ()
+        self._ended_rounds: list[tuple[Drafting, Sequence[tuple[Acceptances, Counts]], Costs]] = []  # read by the next choice
+        self._last, self._risk_seconds = PLAIN, 0.0  # the latest choice, and its seconds beyond plain
+        self._streak = self._repeats = 0  # rounds that had the latest choice with the same requests, and further rounds that will have it
+        self._rounds, self._latest_round = 0, dict.fromkeys(choices, 0)  # rounds so far, and the latest round of each choice
+        self._rows: Sequence[tuple[Acceptances, int]] = ()
 
-    def row(self, constrained: bool = False) -> Sources:
+    def row(self, constrained: bool = False) -> Acceptances:
         """The acceptance of a new row, with or without a grammar."""
-        return {model: Acceptance(self._longest, prior) for model, prior in self._all[constrained].items()}
+        return {model: Acceptance(self._longest, prior) for model, prior in self._acceptance_of_all[constrained].items()}
 
     def choose(
-        self, rows: Sequence[tuple[Sources, int]], costs: Costs, choices: Sequence[Drafting] = (), constrained: bool = False
+        self, rows: Sequence[tuple[Acceptances, int]], costs: Costs, choices: Sequence[Drafting] = (), constrained: bool = False
     ) -> Drafting:
         """The drafting of the next round, which is in flight until `add`. rows: acceptance and most drafts of each. choices: draftings for
         this round; empty: all. constrained: with grammars."""
         self._rounds += 1
-        if self._held and rows == self._rows and self._last in (choices or self._choices):
-            self._held -= 1
+        if self._repeats and rows == self._rows and self._last in (choices or self._choices):
+            self._repeats -= 1
         else:  # for several rounds, to save time: for a quarter of the rounds that had the same choice
             plain, before = costs[PLAIN], self._last
-            least = 1 if before.length else SPELL  # a spell starts only if the account can pay it
-            room = self.account(constrained, costs) - sum(risk for kind, risk in self._at_risk if kind == constrained)
-            paid = {each: costs[each] for each in choices or self._choices if least * (costs[each] - plain) <= max(0.0, room)}
-            self._last = self._best(rows, paid) if len(paid) > 1 else PLAIN
-            self._same = self._same if self._last == before and rows == self._rows else 0
-            self._rows, self._risk = rows, costs[self._last] - plain
-            affordable = room / self._risk if self._risk > 0 else SPELL
-            self._held = (int(max(least, min(self._same // 4, SPELL, affordable))) if self._last.length else REST) - 1
-            self._same += self._held + 1
-        self._made[self._last] = self._rounds
-        self._at_risk.append((constrained, self._risk))
+            min_rounds = 1 if before.length else DRAFT_RUN  # a run starts only if the account can pay it
+            budget = self.account(constrained, costs) - sum(risk for kind, risk in self._at_risk if kind == constrained)
+            affordable = {each: costs[each] for each in choices or self._choices if min_rounds * (costs[each] - plain) <= max(0.0, budget)}
+            self._last = self._best(rows, affordable) if len(affordable) > 1 else PLAIN
+            self._streak = self._streak if self._last == before and rows == self._rows else 0
+            self._rows, self._risk_seconds = rows, costs[self._last] - plain
+            max_rounds = budget / self._risk_seconds if self._risk_seconds > 0 else DRAFT_RUN
+            self._repeats = (int(max(min_rounds, min(self._streak // 4, DRAFT_RUN, max_rounds))) if self._last.length else PLAIN_RUN) - 1
+            self._streak += self._repeats + 1
+        self._latest_round[self._last] = self._rounds
+        self._at_risk.append((constrained, self._risk_seconds))
         return self._last
 
-    def add(self, drafting: Drafting, results: Sequence[tuple[Sources, Counts]], costs: Costs) -> None:
+    def add(self, drafting: Drafting, results: Sequence[tuple[Acceptances, Counts]], costs: Costs) -> None:
         """The oldest round in flight has ended. The next choice reads its results, since here code and data are not in the CPU cache."""
-        self._ended.append((drafting, results, costs))
+        self._ended_rounds.append((drafting, results, costs))
 
     def _learn(self) -> None:
-        for drafting, results, costs in self._ended:
+        for drafting, results, costs in self._ended_rounds:
             plain, (constrained, _) = costs[PLAIN], self._at_risk.popleft()
             for row, counts in results:
                 for model, acceptance in row.items():
@@ -180,16 +180,16 @@ class DraftLengths:
             else:
                 earned = SLACK * plain
             self._accounts[constrained] = min(MAX_CREDIT * plain, self._accounts[constrained] + earned)
-        self._ended.clear()
+        self._ended_rounds.clear()
 
     def account(self, constrained: bool, costs: Costs) -> float:
         """Seconds that batches with or without grammars may lose."""
         self._learn()
         if constrained not in self._accounts:
-            self._accounts[constrained] = first_account(costs)
+            self._accounts[constrained] = initial_account(costs)
         return self._accounts[constrained]
 
-    def _best(self, rows: Sequence[tuple[Sources, int]], costs: Costs) -> Drafting:
+    def _best(self, rows: Sequence[tuple[Acceptances, int]], costs: Costs) -> Drafting:
         most = max((most for _, most in rows), default=0)
         longest = min((each.length for each in costs if each.length >= most), default=most)
         rates = {
@@ -199,8 +199,8 @@ class DraftLengths:
         }
         best = max(rates, key=rates.__getitem__, default=PLAIN)
         for each, rate in rates.items():
-            age = (self._rounds - self._made[each]) / STALE
-            if each.length and age > 1 and rate >= NEAR**age * rates[best]:
+            age = (self._rounds - self._latest_round[each]) / STALE_ROUNDS
+            if each.length and age > 1 and rate >= RETRY_SHARE**age * rates[best]:
                 return each
         keeps = self._last in rates and rates[best] < rates[self._last] * (1 + HYSTERESIS)
         return self._last if keeps else best
@@ -220,58 +220,58 @@ class RoundCosts:
     def __init__(self, choices: Sequence[Drafting], weight: float = 0.05) -> None:
         self._choices, self._weight = choices, weight
         self._measured: dict[tuple[GraphKey, int], _Measured] = {}  # by key with FULL drafting, and bit length of the context
-        self.catch_ups: dict[int, float] = {}  # seconds of the draft model for skipped tokens, by rows
+        self.catch_up_seconds: dict[int, float] = {}  # seconds of the draft model for skipped tokens, by rows
 
     def of(self, key: GraphKey, context: int = 0) -> Costs:
         """Costs of batches like that of `key`; before any is measured, of the most similar batches. `add` updates the returned mapping."""
-        return self._of(key, context).seconds
+        return self._measured_for(key, context).seconds
 
-    def _of(self, key: GraphKey, context: int) -> _Measured:
-        digits = context.bit_length()
-        if (measured := self._measured.get((key, digits))) is None:
-            nearest = min(self._measured, key=lambda each: (each[0] != key, each[0] != _plain(key), abs(each[1] - digits)))
+    def _measured_for(self, key: GraphKey, context: int) -> _Measured:
+        context_bits = context.bit_length()
+        if (measured := self._measured.get((key, context_bits))) is None:
+            nearest = min(self._measured, key=lambda each: (each[0] != key, each[0] != _greedy_key(key), abs(each[1] - context_bits)))
             counts = self._measured[nearest][1:] if nearest[0] == key else ({}, {})
-            measured = self._measured[key, digits] = _Measured(dict(self._measured[nearest].seconds), *map(dict, counts))
+            measured = self._measured[key, context_bits] = _Measured(dict(self._measured[nearest].seconds), *map(dict, counts))
         return measured
 
-    def known(self, key: GraphKey) -> bool:
+    def is_measured(self, key: GraphKey) -> bool:
         """Whether `of` has a cost for every choice."""
-        return any(len(self._measured[each, 0].seconds) == len(self._choices) for each in (key, _plain(key)) if (each, 0) in self._measured)
+        return any(len(found.seconds) == len(self._choices) for each in (key, _greedy_key(key)) if (found := self._measured.get((each, 0))))
 
     def calibrate(self, key: GraphKey, seconds: float) -> None:
         """Set the cost of `key` with its drafting."""
         costs = self._measured.setdefault((key.with_drafting(FULL), 0), _Measured({}, {}, {})).seconds
-        costs[key.drafting] = seconds + self._later(key.rows, key.drafting)
+        costs[key.drafting] = seconds + self._later_seconds(key.rows, key.drafting)
         self._bound_shorter(costs, key.drafting)
 
     def add(self, key: GraphKey, drafting: Drafting, seconds: float, context: int = 0) -> None:
         """Add a round of `key` with this drafting. A change, by a longer context or a busy machine, affects all choices: its square root
         is applied to the others. After rounds of other choices it is applied to this one only, with more weight after many of them."""
-        costs, counts, latest = self._of(key, context)
+        costs, counts, latest = self._measured_for(key, context)
         before, rounds = sum(counts.values()), counts.get(drafting, 0) + 1
         others, counts[drafting], latest[drafting] = before - latest.get(drafting, 0), rounds, before + 1
         if rounds == 1:
             return  # the first replay of a graph takes longer
-        seconds += self._later(key.rows, drafting)
-        weight = max(self._weight, 1 / rounds, min(others / (4 * STALE), 0.25))
+        seconds += self._later_seconds(key.rows, drafting)
+        weight = max(self._weight, 1 / rounds, min(others / (4 * STALE_ROUNDS), 0.25))
         change = 1 + weight * (min(seconds / costs[drafting], 2) - 1)  # at most doubled: a round may have been interrupted
         for each in costs:
             costs[each] *= change if each == drafting else 1 if others else math.sqrt(change)
         self._bound_shorter(costs, drafting)
 
-    def _later(self, rows: int, drafting: Drafting) -> float:
+    def _later_seconds(self, rows: int, drafting: Drafting) -> float:
         skipped = 0 if drafting.length and drafting.model else drafting.length + 1
-        return skipped / MAX_SKIPPED * self.catch_ups.get(rows, 0.0)
+        return skipped / MAX_SKIPPED * self.catch_up_seconds.get(rows, 0.0)
 
     @staticmethod
     def _bound_shorter(costs: dict[Drafting, float], drafting: Drafting) -> None:
         """Bound the cost of shorter rounds: if measured on a busy machine, they would otherwise never be tried and measured again."""
         for each in (PLAIN, *costs):
             if each.length < drafting.length and (drafting.model or not each.length):
-                costs[each] = min(costs.get(each, math.inf), costs[drafting] / DRAFTS_COST)
+                costs[each] = min(costs.get(each, math.inf), costs[drafting] / MIN_COST_RATIO)
 
 
-def _plain(key: GraphKey) -> GraphKey:
+def _greedy_key(key: GraphKey) -> GraphKey:
     return replace(key, constrained=False, sampled=False, device=False)
 
 
@@ -289,8 +289,8 @@ class _Batch(NamedTuple):
     first: int
     costs: Costs
     choices: Sequence[Drafting]  # draftings with graphs for such batches
-    required: Drafting | None  # the drafting of every round; None if DraftLengths chooses
-    rows: list[tuple[Sources, int]]  # acceptance and most drafts of each request
+    required: Drafting | None  # the drafting of every round; None if DraftPolicy chooses
+    rows: list[tuple[Acceptances, int]]  # acceptance and most drafts of each request
 
 
 class DraftLengthChooser:
@@ -301,72 +301,72 @@ class DraftLengthChooser:
     """
 
     def __init__(
-        self, choices: Sequence[Drafting], chosen: Callable[[Drafting], object] | None = None, device_grammars: bool = False
+        self, choices: Sequence[Drafting], on_choice: Callable[[Drafting], object] | None = None, device_grammars: bool = False
     ) -> None:
-        """chosen: called with the choice for each round. device_grammars: see host_drafting."""
-        self._chosen, self.choices = chosen, choices
-        self.given: Callable[[ActiveRequest], int] | None = None  # drafts that a user function returned for the next round
+        """on_choice: called with the choice for each round. device_grammars: see host_drafting."""
+        self._on_choice, self.choices = on_choice, choices
+        self.num_given_drafts: Callable[[ActiveRequest], int] | None = None  # drafts that a user function returned for the next round
         self.clock: Callable[[], float] = time.perf_counter  # measures costs; benchmarks on a shared machine use the processor's time
-        self.fixed: Drafting | None = None  # the drafting of every round while not None: for replays of recordings, and to compare choices
-        self.log: list[tuple[Drafting, float]] | None = None  # choice and account of each round, while it is a list
-        self.costs, self._choice = RoundCosts(choices), DraftLengths(choices)
-        self._on_host = host_drafting(choices) if device_grammars else choices
+        self.fixed_drafting: Drafting | None = None  # of every round while not None: for replays of recordings, and to compare choices
+        self.choice_log: list[tuple[Drafting, float]] | None = None  # choice and account of each round, while it is a list
+        self.costs, self._policy = RoundCosts(choices), DraftPolicy(choices)
+        self._host_choices = host_drafting(choices) if device_grammars else choices
         self._batch: _Batch | None = None  # of the latest round
-        self._in_flight: collections.deque[tuple[_Batch, bool]] = collections.deque()  # each round's batch, and whether DraftLengths chose
-        self._rows: dict[ActiveRequest, tuple[Sources, Drafting]] = {}  # of the latest batch: acceptance, and a limit of the pending drafts
-        self._skipped = 0  # most tokens of a request that the draft model has not processed
+        self._in_flight: collections.deque[tuple[_Batch, bool]] = collections.deque()  # each round's batch, and whether the policy chose
+        self._rows: dict[ActiveRequest, tuple[Acceptances, Drafting]] = {}  # of the latest batch: with a limit of the pending drafts
+        self._skipped_tokens = 0  # most tokens of a request that the draft model has not processed
 
     def choose(self, requests: tuple[ActiveRequest, ...], key: GraphKey) -> Drafting:
         """The drafting of a round of these requests. key: that of the round, with any drafting."""
         batch = self._batch
-        if batch is None or batch.requests != requests or self.given or len(requests[0].job.tokens) > batch.first + STALE:
+        if batch is None or batch.requests != requests or self.num_given_drafts or len(requests[0].job.tokens) > batch.first + STALE_ROUNDS:
             batch = self._batch = self._batch_of(requests, key)
-        drafting = batch.required if self.fixed is None else _nearest(self.fixed, batch.choices)
+        drafting = batch.required if self.fixed_drafting is None else _nearest(self.fixed_drafting, batch.choices)
         self._in_flight.append((batch, drafting is None))
         if drafting is None:
-            drafting = self._choice.choose(batch.rows, batch.costs, batch.choices, key.constrained)
-        if self._chosen is not None:
-            self._chosen(drafting)
-        if self.log is not None:
-            self.log.append((drafting, self._choice.account(key.constrained, batch.costs)))
+            drafting = self._policy.choose(batch.rows, batch.costs, batch.choices, key.constrained)
+        if self._on_choice is not None:
+            self._on_choice(drafting)
+        if self.choice_log is not None:
+            self.choice_log.append((drafting, self._policy.account(key.constrained, batch.costs)))
         return drafting
 
     def needs_catch_up(self, drafting: Drafting) -> bool:
         """Whether the draft model must process skipped tokens before this round. Counts the round."""
         skips = drafting.length + 1 if not drafting.length or not drafting.model else 0
-        needed = self._skipped + skips > MAX_SKIPPED if skips else self._skipped > 0
-        self._skipped = (0 if needed else self._skipped) + skips
+        needed = self._skipped_tokens + skips > MAX_SKIPPED if skips else self._skipped_tokens > 0
+        self._skipped_tokens = (0 if needed else self._skipped_tokens) + skips
         return needed
 
-    def ended(self, drafting: Drafting, results: Sequence[tuple[ActiveRequest, ResultRecord]], seconds: float | None) -> None:
+    def round_ended(self, drafting: Drafting, results: Sequence[tuple[ActiveRequest, ResultRecord]], seconds: float | None) -> None:
         """The oldest round has ended. seconds: its duration; None if unknown or if it includes other work."""
-        (batch, free), outcomes = self._in_flight.popleft(), list[tuple[Sources, Counts]]()
+        (batch, policy_chose), outcomes = self._in_flight.popleft(), list[tuple[Acceptances, Counts]]()
         for request, result in results:
             if request in self._rows:
                 row, pending = self._rows[request]
                 most = min(drafting.length, request.job.num_speculative_tokens)
-                counts, offered = NOTHING, min(pending.length, most)
+                counts, offered = NO_COUNTS, min(pending.length, most)
                 if offered:
                     others = result.looked_up | result.forced * request.constrained  # rounds without grammars do not write `forced`
-                    certain = (~others & (others + 1)).bit_length() - 1
-                    counts = verified(pending.model, offered, result.accepted, result.draft_count, certain)
+                    num_before_model = (~others & (others + 1)).bit_length() - 1
+                    counts = counts_of(pending.model, offered, result.accepted, result.draft_count, num_before_model)
                 outcomes.append((row, counts))
                 if pending != (most, drafting.model):
                     self._rows[request] = row, Drafting(most, drafting.model)
-        if free:
+        if policy_chose:
             if seconds is not None:
                 self.costs.add(batch.key, drafting, seconds, batch.context)
-            self._choice.add(drafting, outcomes, batch.costs)
+            self._policy.add(drafting, outcomes, batch.costs)
 
     def _batch_of(self, requests: tuple[ActiveRequest, ...], key: GraphKey) -> _Batch:
         """The batch of new requests or costs. Drops the acceptance of requests that left: they do not come back."""
-        self._rows = {request: self._rows.get(request) or (self._choice.row(request.constrained), PLAIN) for request in requests}
-        if given := self.given:
-            self._rows = {request: (row, Drafting(given(request))) for request, (row, _) in self._rows.items()}
+        self._rows = {request: self._rows.get(request) or (self._policy.row(request.constrained), PLAIN) for request in requests}
+        if num_given := self.num_given_drafts:
+            self._rows = {request: (row, Drafting(num_given(request))) for request, (row, _) in self._rows.items()}
         seeded = [request.job for request in requests if request.job.sampling.seed is not None and not request.job.sampling.greedy]
         most = max((job.num_speculative_tokens for job in seeded), default=0)
-        choices = self._on_host if key.on_host else self.choices
+        choices = self._host_choices if key.on_host else self.choices
         required = _nearest(Drafting(most), choices) if most else None
-        rows = [(self._rows[request][0], given(request) if given else request.job.num_speculative_tokens) for request in requests]
-        context = sum(len(job.given_ids) + len(job.tokens) for job in (request.job for request in requests))
+        rows = [(self._rows[request][0], num_given(request) if num_given else request.job.num_speculative_tokens) for request in requests]
+        context = sum(len(job.context_ids) + len(job.tokens) for job in (request.job for request in requests))
         return _Batch(requests, key, context, len(requests[0].job.tokens), self.costs.of(key, context), choices, required, rows)

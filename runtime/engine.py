@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _TOKENIZER = optional(Check(lambda value: isinstance(value, TextCodec) or callable(value), "a TextCodec, or a function that returns one"))
-_MADE_TOKENIZER = Check(lambda made: isinstance(made, TextCodec), "a TextCodec from the function")
+_TOKENIZER_RESULT = Check(lambda codec: isinstance(codec, TextCodec), "a TextCodec from the function")
 
 
 class Engine(EngineCore, BoundToProcess):
@@ -112,9 +112,9 @@ class Engine(EngineCore, BoundToProcess):
         """Text to token ids and back. ValueError if the engine has none."""
         if self._make_tokenizer is None:
             raise ValueError("Engine.tokenizer: got None, expected a TextCodec for prompts that are text: Engine(..., tokenizer=...)")
-        made = self._make_tokenizer()
-        check_value("Engine.tokenizer()", made, _MADE_TOKENIZER)
-        return made
+        codec = self._make_tokenizer()
+        check_value("Engine.tokenizer()", codec, _TOKENIZER_RESULT)
+        return codec
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -158,7 +158,7 @@ class Engine(EngineCore, BoundToProcess):
         tenant: at equal priority, tenants get rows in turn, for one request each.
         """
         self._require_open("submit")
-        job = self._parts.validator.job(
+        job = self._parts.validator.make_job(
             self._prompt_ids(prompt),
             constraint,
             self._with_word_ids(sampling),
@@ -247,8 +247,8 @@ class Engine(EngineCore, BoundToProcess):
 
         Other jobs proceed meanwhile; their tokens are in their jobs, their events are not returned.
         """
-        several = isinstance(prompt, (list, tuple)) and bool(prompt) and isinstance(prompt[0], (str, list, tuple))
-        prompts, jobs = prompt if several else [prompt], list[Job]()
+        is_batch = isinstance(prompt, (list, tuple)) and bool(prompt) and isinstance(prompt[0], (str, list, tuple))
+        prompts, jobs = prompt if is_batch else [prompt], list[Job]()
         try:
             for one in prompts:
                 while jobs and self.queue.full:
@@ -262,12 +262,12 @@ class Engine(EngineCore, BoundToProcess):
             closed = isinstance(error, EngineClosedError)  # by another thread, which finished the jobs
             if any(running) or len(jobs) < len(prompts) or not closed:
                 raise
-        return jobs if several else jobs[0]
+        return jobs if is_batch else jobs[0]
 
     @checked_keywords(REQUEST_NAMES, RequestOptions.__annotations__)
     def stream_text(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Iterator[str]:
         """Submit a request, and step and yield its text piece by piece. RuntimeError if it fails. Leaving early cancels it."""
-        return self._pieces(self.submit(prompt, **options))
+        return self._text_pieces(self.submit(prompt, **options))
 
     def stats(self) -> EngineStats:
         """Counters and gauges at one moment. From any thread, at any time, also after close()."""
@@ -286,13 +286,13 @@ class Engine(EngineCore, BoundToProcess):
         self._require_open("trace")
         if self.limits.loops:
             raise RuntimeError("Engine.trace(): a launch of this engine runs many rounds; use EngineConfig.rounds_per_launch=1 for a trace")
-        return Trace(self.backend, self._in_flight.rounds, rounds, self.config.eager or bool(self._graphs.eager), self._parts.lengths)
+        return Trace(self.backend, self._in_flight.rounds, rounds, self.config.eager or bool(self._graphs.eager), self._parts.draft_lengths)
 
     def close(self) -> None:
         """Cancel all jobs, wait for the device, release threads and graphs. Idempotent."""
         with self.step_lock:
-            if not self._closed:
-                self._shut("the engine was closed", FinishReason.CANCELLED)
+            if not self._closed_reason:
+                self._shut_down("the engine was closed", FinishReason.CANCELLED)
 
     def __enter__(self) -> Engine:
         return self
@@ -305,7 +305,7 @@ class Engine(EngineCore, BoundToProcess):
         """Whether a step has something to do. False while every job waits for its grammar."""
         return self._scheduler.runnable or len(self._in_flight.pending) > 0
 
-    def _pieces(self, job: Job) -> Iterator[str]:
+    def _text_pieces(self, job: Job) -> Iterator[str]:
         stream, known = job.text_stream(), 0
         try:
             while not job.finished:

@@ -16,11 +16,11 @@ class EngineCore(EngineState):
 
     def step(self) -> list[StepEvent]:
         """Launch one round and return the new results. At most `rounds_in_flight` - 1 rounds stay in flight."""
-        if self._closed or not self._graphs.captured:
+        if self._closed_reason or not self._graphs.captured:
             self._require_open("step")
             self.ensure_captured()
         with self.step_lock:
-            if self._closed:
+            if self._closed_reason:
                 self._require_open("step")
             self.step_lock.check_owner()
             try:
@@ -31,7 +31,7 @@ class EngineCore(EngineState):
                     self.queue.pause()  # every request waits for its grammar
                 return events
             except BaseException as error:
-                self._shut(f"{type(error).__name__}: {str(error) or 'in a step, which closed the engine'}", FinishReason.ERROR)
+                self._shut_down(f"{type(error).__name__}: {str(error) or 'in a step, which closed the engine'}", FinishReason.ERROR)
                 raise
 
     def _admit(self) -> list[StepEvent]:
@@ -42,13 +42,13 @@ class EngineCore(EngineState):
         if not all(request.decoding for request in self._scheduler.active):
             self._in_flight.interrupt()
         for request in self._scheduler.active:
-            if request.decoding or budget <= 0 or not self._uploader.send_image(request):
+            if request.decoding or budget <= 0 or not self._uploader.send_grammar(request):
                 continue
             if not request.prefill_started:
                 self._scheduler.start_prefill(request)
                 self._uploader.begin(request)
             taken = self._uploader.prefill(request, budget)
-            self._scheduler.prefilled(request, taken)
+            self._scheduler.record_prefill(request, taken)
             budget -= taken
         return events + [self._scheduler.finish(queued.job, None, FinishReason.ERROR, queued.error) for queued in failed]
 
@@ -76,10 +76,10 @@ class EngineCore(EngineState):
             self._in_flight.launch(requests)
         return requests
 
-    def _collect(self, most: int) -> list[StepEvent]:
-        """Read the oldest rounds until fewer than `most` are in flight."""
+    def _collect(self, limit: int) -> list[StepEvent]:
+        """Read the oldest rounds until fewer than `limit` are in flight."""
         events = list[StepEvent]()
-        for request, result in self._in_flight.read(most):
+        for request, result in self._in_flight.read(limit):
             events.append(self._scheduler.record(request, result))
             if request.job.finished and result.finish == FinishCode.RUNNING:  # a stop string, which the device does not know
                 self._retire(request)

@@ -21,7 +21,7 @@ class EngineState:
     def __init__(self, parts: EngineParts) -> None:
         self._parts = parts
         self.config, self.limits, self.backend, self.buffers = parts.config, parts.limits, parts.backend, parts.buffers
-        self.queue, self.step_lock, self._closed = parts.queue, StepLock(), ""
+        self.queue, self.step_lock, self._closed_reason = parts.queue, StepLock(), ""
         self._graphs, self._scheduler, self._uploader, self._in_flight = parts.graphs, parts.scheduler, parts.uploader, parts.in_flight
         call_after_fork(self._detach)
 
@@ -47,8 +47,8 @@ class EngineState:
             return
         # Limits of failures and memory, profiles and loops require all graphs before the first round.
         config, profiled = self.config, read_range(os.environ) is not None
-        whole = config.eager or config.capture_bytes is not None or config.on_capture_failure != "raise" or self.limits.loops or profiled
-        if self.backend.name == "tape" and not whole:
+        need_all = config.eager or config.capture_bytes is not None or config.on_capture_failure != "raise" or self.limits.loops or profiled
+        if self.backend.name == "tape" and not need_all:
             _ = self.notes  # chooses the implementation of the filters
             self._graphs.on_demand = True
         else:
@@ -81,25 +81,25 @@ class EngineState:
             f"drafts are proposed whole, {masked}": parts.models.proposer is not None,
             "cache: float8_e4m3fn": config.kv_cache_dtype == FLOAT8,
             f"attention: {parts.attention}": parts.attention.rounds,
-            parts.products: parts.products,
+            parts.products_note: parts.products_note,
             f"filters: {filters}": filters,
             f"grammars: {parts.compiler and parts.compiler.note}": parts.compiler,
-            f"prefixes: not shared, {parts.sharing.off}": parts.sharing.off,
+            f"prefixes: not shared, {parts.sharing.why_off}": parts.sharing.why_off,
             "forced drafts: on": "forced_host" in self.buffers,
             f"adapters: up to {config.max_loras} of rank {config.max_lora_rank}": config.max_loras,
         }
         return tuple(note for note, applies in notes.items() if applies)
 
     def _require_open(self, call: str) -> None:
-        if self._closed:
-            raise EngineClosedError(f"Engine.{call}(): {self._closed}")
+        if self._closed_reason:
+            raise EngineClosedError(f"Engine.{call}(): {self._closed_reason}")
 
-    def _shut(self, why: str, reason: FinishReason) -> None:
-        self._closed = why
+    def _shut_down(self, why: str, reason: FinishReason) -> None:
+        self._closed_reason = why
         self._scheduler.finish_all(reason, why)
         self.queue.wake.notify()
         self._in_flight.interrupt()
-        self._parts.watchdog.end(self._in_flight, self._parts.host_link)
+        self._parts.watchdog.close(self._in_flight, self._parts.host_link)
         if self._parts.compiler:
             self._parts.compiler.close()
         if self._parts.hidden_states:
@@ -109,4 +109,4 @@ class EngineState:
 
     def _detach(self) -> None:
         """Called in a fork, in which every call raises EngineClosedError."""
-        self._closed, self.step_lock = FORKED_ERROR, StepLock()
+        self._closed_reason, self.step_lock = FORKED_ERROR, StepLock()

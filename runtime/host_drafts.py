@@ -60,17 +60,17 @@ class FunctionDrafts:
     def __init__(self, function: DraftFunction, backend: Backend, buffers: StaticBuffers, limits: Limits) -> None:
         self._function, self._buffers, self._limits = function, buffers, limits
         self._ring = PinnedRing(backend, buffers.function_drafts_ring_host)
-        self.given = collections.Counter[ActiveRequest]()  # the number of drafts of a request for the next round
+        self.num_drafts = collections.Counter[ActiveRequest]()  # the number of drafts of a request for the next round
 
     def upload(self, requests: Sequence[ActiveRequest]) -> list[tuple[ActiveRequest, str]]:
         """Requires that no round is in flight, since the function needs all tokens. Returns the requests whose call failed, and why."""
         lines, failed = list[list[int]](), list[tuple[ActiveRequest, str]]()
-        self.given.clear()
+        self.num_drafts.clear()
         for request in requests:
             if request.job.num_speculative_tokens:
                 try:
                     lines.append(self._line(request))
-                    self.given[request] = lines[-1][1]
+                    self.num_drafts[request] = lines[-1][1]
                 except Exception as error:  # any exception fails this request only
                     failed.append((request, f"the draft function failed: {type(error).__name__}: {error}"))
         if not lines:

@@ -24,20 +24,20 @@ from stepgraph.sampling.grammar.link.protocol import HostLink
 from stepgraph.sampling.kernels.processors import read_top_logprobs
 
 _layout = functools.cache(ResultLayout)
-Launch = tuple[int, bool, bool, bool, Drafting]  # rows; whether some are constrained, some sampled, all grammars on the device
+LaunchKind = tuple[int, bool, bool, bool, Drafting]  # rows; whether some are constrained, some sampled, all grammars on the device
 
 
 class LaunchedRound(NamedTuple):
-    """A launch of one round, or with `loops` of many, whose results have not all been read."""
+    """A launch of one round, or with `is_loop` of many, whose results have not all been read."""
 
     event: Event
     number: int  # of the launch; its slot in the rings of launches is number % ring_depth
     requests: tuple[ActiveRequest, ...]  # by batch index
     key: GraphKey
-    logprobs: bool  # whether some request reads log-probabilities
+    reads_logprobs: bool  # whether some request reads log-probabilities
     launched_at: float  # infinity after other work, which the device may still process
-    launch: Launch
-    loops: bool = False
+    launch: LaunchKind
+    is_loop: bool = False
 
 
 class InFlight:
@@ -48,25 +48,25 @@ class InFlight:
         backend: Backend,
         buffers: StaticBuffers,
         graphs: GraphSet,
-        host: HostLink,
+        host_link: HostLink,
         limits: Limits,
-        states: HiddenStates | None = None,
-        lengths: DraftLengthChooser | None = None,
+        hidden_states: HiddenStates | None = None,
+        chooser: DraftLengthChooser | None = None,
         catch_up: Callable[[int], None] | None = None,
     ) -> None:
-        self._backend, self._buffers, self._graphs, self._host = backend, buffers, graphs, host
-        self._states, self._lengths, self._catch_up = states, lengths, catch_up
-        self._calibration = Calibration(backend, buffers, graphs, limits.dummy_row, lengths, catch_up) if lengths else None
-        self._idle_at = 0.0  # when the device ended the latest collected round; infinity if unknown
+        self._backend, self._buffers, self._graphs, self._host_link = backend, buffers, graphs, host_link
+        self._hidden_states, self._chooser, self._catch_up = hidden_states, chooser, catch_up
+        self._calibration = Calibration(backend, buffers, graphs, limits.dummy_row, chooser, catch_up) if chooser else None
+        self._device_idle_at = 0.0  # when the device ended the latest collected round; infinity if unknown
         self._other_work = False  # launched since the latest round: the time of the next round includes it
         self._ring_depth, self._dummy_row = limits.ring_depth, limits.dummy_row
-        self._batches = buffers.batch_rows_ring_host.numpy()
+        self._batch_ring = buffers.batch_rows_ring_host.numpy()
         self._num_drafts = limits.num_speculative_tokens
         # Fields that no round writes: their columns hold values of rounds with more drafts.
         self._unwritten: dict[str, Any] = {name: 0 for name in ("forced", "looked_up", "relaxed") if f"row_{name}" not in buffers}
         self.pending: collections.deque[LaunchedRound] = collections.deque()
         self.rounds = 0
-        self.launches: dict[Launch, int] = {}  # number of rounds; single operations only, as other threads read it
+        self.rounds_by_launch: dict[LaunchKind, int] = {}  # number of rounds; single operations only, as other threads read it
 
     def capturing(self) -> AbstractContextManager[None]:
         """The context in which the graphs are captured."""
@@ -88,41 +88,41 @@ class InFlight:
         """Launch one round: write its batch to the ring, and replay. Does not wait."""
         number, slot = self.rounds, self.rounds % self._ring_depth
         self.rounds += 1
-        launch, key = self._dispatch(requests)
-        self.launches[launch] = self.launches.get(launch, 0) + 1
+        launch, key = self._choose_graph(requests)
+        self.rounds_by_launch[launch] = self.rounds_by_launch.get(launch, 0) + 1
         self._send_batch(slot, requests, key)
-        if self._lengths and (catch_up := self._catch_up) and self._lengths.needs_catch_up(launch[-1]):
+        if self._chooser and (catch_up := self._catch_up) and self._chooser.needs_catch_up(launch[-1]):
             self._backend.run(lambda: catch_up(key.rows))
             self._other_work = True
         self._replay(key)
         logprobs = any(request.job.sampling.logprobs for request in requests)
-        if self._states:
-            self._states.launched(slot, len(requests))
+        if self._hidden_states:
+            self._hidden_states.round_launched(slot, len(requests))
         launched_at, self._other_work = math.inf if self._other_work else self._now(), False
         self.pending.append(LaunchedRound(self._backend.event(), number, requests, key, logprobs, launched_at, launch))
 
-    def _dispatch(self, requests: tuple[ActiveRequest, ...]) -> tuple[Launch, GraphKey]:
+    def _choose_graph(self, requests: tuple[ActiveRequest, ...]) -> tuple[LaunchKind, GraphKey]:
         constrained, sampled = any(request.constrained for request in requests), any(request.sampled for request in requests)
-        lengths = self._lengths
+        chooser = self._chooser
         kind = len(requests), constrained, sampled, constrained and not any(request.matcher for request in requests)
-        if lengths is None:
+        if chooser is None:
             return (*kind, FULL), self._graphs.key_for(*kind)
         key = self._graphs.key_for(*kind)
-        if self._graphs.on_demand and self._calibration and not lengths.costs.known(key):
+        if self._graphs.on_demand and self._calibration and not chooser.costs.is_measured(key):
             self._calibration.measure(key)
-        launch = *kind, lengths.choose(requests, key)
+        launch = *kind, chooser.choose(requests, key)
         return launch, self._graphs.key_for(*launch)
 
     def _send_batch(self, slot: int, requests: tuple[ActiveRequest, ...], key: GraphKey) -> None:
-        batch = self._batches[slot]
+        batch = self._batch_ring[slot]
         batch[:] = self._dummy_row
         batch[: len(requests)] = [request.row for request in requests]
         if key.on_host:
-            self._host.push_batch([request.matcher for request in requests])
+            self._host_link.push_batch([request.matcher for request in requests])
 
-    def read(self, most: int) -> Iterator[tuple[ActiveRequest, ResultRecord]]:
-        """Read the oldest rounds until fewer than `most` are in flight."""
-        while len(self.pending) >= most:
+    def read(self, limit: int) -> Iterator[tuple[ActiveRequest, ResultRecord]]:
+        """Read the oldest rounds until fewer than `limit` are in flight."""
+        while len(self.pending) >= limit:
             yield from self.collect()
 
     def interrupt(self, *, next_too: bool = False) -> None:
@@ -135,39 +135,39 @@ class InFlight:
         seconds = self._wait(launched)
         self.pending.popleft()
         if launched.key.on_host:
-            self._host.release_finished()
+            self._host_link.release_finished()
         results, slot = list[tuple[ActiveRequest, ResultRecord]](), launched.number % self._ring_depth
         for index, request, result in self._results(launched, slot):
-            if self._states:
-                self._states.emitted(request.job, slot, index, result.emitted)
+            if self._hidden_states:
+                self._hidden_states.tokens_emitted(request.job, slot, index, result.emitted)
             results.append((request, result))
             yield request, result
-        if self._lengths:
-            self._lengths.ended(launched.launch[-1], results, seconds)
+        if self._chooser:
+            self._chooser.round_ended(launched.launch[-1], results, seconds)
 
     def _results(self, launched: LaunchedRound, slot: int) -> Iterator[tuple[int, ActiveRequest, ResultRecord]]:
         """Batch index, request and result of each unfinished request of the launch. slot: of the result rings."""
         b, length = self._buffers, launched.key.draft_length
         layout = _layout(self._num_drafts if length == LONGEST else length)
         results = b.results_ring_host[slot].tolist()
-        all_pairs = b.logprobs_ring_host[slot].tolist() if launched.logprobs else [[]] * len(results)
+        all_pairs = b.logprobs_ring_host[slot].tolist() if launched.reads_logprobs else [[]] * len(results)
         for index, (request, line, pairs) in enumerate(zip(launched.requests, results, all_pairs, strict=False)):
             if not request.job.finished:  # if it ended after this round was launched, the row was inert
-                if asked := request.job.sampling.top_logprobs:
-                    found = read_top_logprobs(b.top_ids_ring_host[slot, index], b.top_logprobs_ring_host[slot, index], asked)
+                if top_n := request.job.sampling.top_logprobs:
+                    found = read_top_logprobs(b.top_ids_ring_host[slot, index], b.top_logprobs_ring_host[slot, index], top_n)
                     pairs = [[*pair, *tops] for pair, tops in zip(pairs, found, strict=True)]
                 result = layout.read(line, pairs)
                 yield index, request, result._replace(**self._unwritten) if self._unwritten else result
 
     def _wait(self, launched: LaunchedRound) -> float | None:
         """Wait for the round. Returns its duration; None if the device ended it before this call, or began it after other work."""
-        reached = self._lengths is not None and launched.event.query()
+        was_done = self._chooser is not None and launched.event.query()
         launched.event.wait()
-        started, self._idle_at = max(launched.launched_at, self._idle_at), math.inf if reached else self._now()
-        return None if reached or math.isinf(started) else self._idle_at - started
+        started, self._device_idle_at = max(launched.launched_at, self._device_idle_at), math.inf if was_done else self._now()
+        return None if was_done or math.isinf(started) else self._device_idle_at - started
 
     def _now(self) -> float:
-        return 0.0 if self._lengths is None else self._lengths.clock()
+        return 0.0 if self._chooser is None else self._chooser.clock()
 
     def clear(self) -> None:
         """Drop the rounds in flight without reading them."""

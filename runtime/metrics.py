@@ -10,11 +10,11 @@ from typing import NamedTuple
 from prometheus_client import generate_latest
 from prometheus_client.metrics_core import Metric
 
-from stepgraph.runtime.scheduler import Loss
+from stepgraph.runtime.scheduler import LossCause
 from stepgraph.runtime.stats import EngineStats, Histogram
 
 _LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
-_OWN = frozenset({"le", "cause", "position", "reason", "rows", "constrained", "sampled", "device", "lane"})
+_RESERVED = frozenset({"le", "cause", "position", "reason", "rows", "constrained", "sampled", "device", "lane"})
 
 Labels = Mapping[str, object]
 Sample = tuple[Labels, float]
@@ -33,21 +33,21 @@ def prometheus_text(metrics: Iterable[Metric]) -> str:
 
 def engine_metrics(engines: Iterable[tuple[Labels, EngineStats]]) -> list[Metric]:
     """Each metric once, with the samples of all engines. ValueError for a label name that is malformed or used by a metric itself."""
-    found: dict[str, Metric] = {}
+    by_name: dict[str, Metric] = {}
     for labels, stats in engines:
         common = _checked_labels(labels)
         for metric in _metrics(stats):
-            merged = found.setdefault(metric.name, metric)
+            merged = by_name.setdefault(metric.name, metric)
             samples = [sample._replace(labels={**common, **sample.labels}) for sample in metric.samples]
             merged.samples = samples if merged is metric else merged.samples + samples
-    return list(found.values())
+    return list(by_name.values())
 
 
 def _metrics(stats: EngineStats) -> list[Metric]:
     drafts, drafting, grammars, exposed = stats.drafts, stats.drafting, stats.grammars, stats.exposed_wait_seconds
     lanes = stats.lanes
     by_lane = [({"lane": lane}, getattr(lanes, lane)) for lane in ("device", "host")]
-    losses = [({"cause": loss.value}, getattr(drafting, loss.value)) for loss in Loss]
+    losses = [({"cause": loss.value}, getattr(drafting, loss.value)) for loss in LossCause]
     graphs = [({name: str(value).lower() for name, value in asdict(graph.key).items()}, graph) for graph in stats.graphs]
     return [
         counter("tokens", "Tokens emitted.", stats.tokens),
@@ -151,8 +151,8 @@ def _checked_labels(labels: object) -> Mapping[str, str]:
     if not isinstance(labels, Mapping):
         raise ValueError(f"labels: got {type(labels).__name__}, expected a mapping of names to strings, or None")
     for name, text in labels.items():
-        if not isinstance(name, str) or not _LABEL.fullmatch(name) or name in _OWN:
-            raise ValueError(f"labels: got the name {name!r}, expected letters, digits and _, and none of {', '.join(sorted(_OWN))}")
+        if not isinstance(name, str) or not _LABEL.fullmatch(name) or name in _RESERVED:
+            raise ValueError(f"labels: got the name {name!r}, expected letters, digits and _, and none of {', '.join(sorted(_RESERVED))}")
         if not isinstance(text, str):
             raise ValueError(f"labels[{name!r}]: got {type(text).__name__}, expected a string")
     return labels

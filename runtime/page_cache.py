@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 Salt = tuple[str, int]  # of a text: cache salt, and serial of the adapter
-Key = tuple[int | Salt, tuple[int, ...]]  # the serial of the preceding page, or the salt of the text; the page's own tokens
+PageKey = tuple[int | Salt, tuple[int, ...]]  # the serial of the preceding page, or the salt of the text; the page's own tokens
 
 
 @dataclass(eq=False)
@@ -22,19 +22,19 @@ class CachedPage:
 
     page: int
     serial: int  # never used twice
-    key: Key
-    holders: int = 0
+    key: PageKey
+    ref_count: int = 0  # requests that hold it
 
 
 class PageCache:
     """Hands out pages, and finds published ones by their tokens. Published pages without holders are evicted least recently used first."""
 
-    def __init__(self, num_pages: int, page_size: int, lookahead: int = 0, max_idle: int | None = None) -> None:
-        """max_idle: published pages kept without holders; None: no limit."""
-        self._page_size, self._lookahead, self._max_idle = page_size, lookahead, max_idle
+    def __init__(self, num_pages: int, page_size: int, lookahead: int = 0, max_idle_pages: int | None = None) -> None:
+        """max_idle_pages: published pages kept without holders; None: no limit."""
+        self._page_size, self._lookahead, self._max_idle_pages = page_size, lookahead, max_idle_pages
         self._free = list(range(num_pages, 0, -1))
         self._used: set[int] = set()
-        self._published: dict[Key, CachedPage] = {}
+        self._published: dict[PageKey, CachedPage] = {}
         # In the order of their release, the last page of a text first, so that no page is evicted before those that follow it.
         self._idle: collections.OrderedDict[CachedPage, None] = collections.OrderedDict()
         self._serials = itertools.count()
@@ -76,20 +76,20 @@ class PageCache:
 
     def acquire(self, pages: Sequence[CachedPage]) -> None:
         for page in pages:
-            page.holders += 1
+            page.ref_count += 1
             self._idle.pop(page, None)
 
     def release(self, pages: Sequence[CachedPage]) -> None:
         """pages: of a text, in order from its first page, as found or published."""
         for page in reversed(pages):
-            page.holders -= 1
-            assert page.holders >= 0, f"page {page.page} is released more often than acquired"
-            if page.holders == 0 and self._published.get(page.key) is page:
+            page.ref_count -= 1
+            assert page.ref_count >= 0, f"page {page.page} is released more often than acquired"
+            if page.ref_count == 0 and self._published.get(page.key) is page:
                 self._idle[page] = None
-            elif page.holders == 0:
+            elif page.ref_count == 0:
                 self.free([page.page])
-        if self._max_idle is not None:
-            self._evict(len(self._idle) - self._max_idle)
+        if self._max_idle_pages is not None:
+            self._evict(len(self._idle) - self._max_idle_pages)
 
     def publish(self, salt: Salt, held: list[CachedPage], ids: Sequence[int], page: int) -> None:
         """Publish the allocated page that follows `held`, acquire it and append it to `held`. If another page with this text is already
@@ -104,15 +104,15 @@ class PageCache:
     def unpublish(self, pages: Sequence[CachedPage]) -> None:
         """Hide these held pages from further requests. Their holders keep them."""
         for page in pages:
-            assert page.holders > 0, f"page {page.page} is unpublished without being held"
+            assert page.ref_count > 0, f"page {page.page} is unpublished without being held"
             if self._published.get(page.key) is page:
                 del self._published[page.key]
 
-    def _key(self, salt: Salt, before: Sequence[CachedPage], ids: Sequence[int]) -> Key:
-        start = len(before) * self._page_size
+    def _key(self, salt: Salt, preceding: Sequence[CachedPage], ids: Sequence[int]) -> PageKey:
+        start = len(preceding) * self._page_size
         tokens = tuple(ids[start : start + self._page_size + self._lookahead])
-        assert len(tokens) == self._page_size + self._lookahead, f"{len(ids)} tokens do not determine page {len(before)}"
-        return before[-1].serial if before else salt, tokens
+        assert len(tokens) == self._page_size + self._lookahead, f"{len(ids)} tokens do not determine page {len(preceding)}"
+        return preceding[-1].serial if preceding else salt, tokens
 
     def _evict(self, count: int) -> None:
         for _ in range(count):

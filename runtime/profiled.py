@@ -31,8 +31,8 @@ from stepgraph.graphs.row_layout import ResultRecord
 from stepgraph.runtime.in_flight import InFlight
 from stepgraph.runtime.request import ActiveRequest
 
-ROUNDS, FILE, TOOL = "STEPGRAPH_PROFILE_ROUNDS", "STEPGRAPH_PROFILE_FILE", "STEPGRAPH_PROFILE_WITH"
-_first = threading.Lock()  # acquired by the engine that is profiled
+ROUNDS_VARIABLE, FILE_VARIABLE, TOOL_VARIABLE = "STEPGRAPH_PROFILE_ROUNDS", "STEPGRAPH_PROFILE_FILE", "STEPGRAPH_PROFILE_WITH"
+_first_engine = threading.Lock()  # acquired by the engine that is profiled
 
 
 class ProfileRange(NamedTuple):
@@ -44,36 +44,36 @@ class ProfileRange(NamedTuple):
 
 def read_range(environment: Mapping[str, str]) -> ProfileRange | None:
     """The range; None if no rounds are to be profiled. ValueError names the variable."""
-    rounds, tool = environment.get(ROUNDS, ""), environment.get(TOOL, "trace")
+    rounds, tool = environment.get(ROUNDS_VARIABLE, ""), environment.get(TOOL_VARIABLE, "trace")
     if not rounds:
         return None
     match = re.fullmatch(r"(\d+)-(\d+)", rounds)
     if match is None or int(match[1]) >= int(match[2]):
-        raise ValueError(f"{ROUNDS}: got {rounds!r}, expected FIRST-LAST with LAST > FIRST, such as 20-40")
+        raise ValueError(f"{ROUNDS_VARIABLE}: got {rounds!r}, expected FIRST-LAST with LAST > FIRST, such as 20-40")
     if tool not in ("trace", "nsys"):
-        raise ValueError(f"{TOOL}: got {tool!r}, expected 'trace' or 'nsys'")
-    path = Path(environment.get(FILE) or "stepgraph.rounds.json")
+        raise ValueError(f"{TOOL_VARIABLE}: got {tool!r}, expected 'trace' or 'nsys'")
+    path = Path(environment.get(FILE_VARIABLE) or "stepgraph.rounds.json")
     if not path.absolute().parent.is_dir():
-        raise ValueError(f"{FILE}: got {str(path)!r}, expected a file in an existing folder")
+        raise ValueError(f"{FILE_VARIABLE}: got {str(path)!r}, expected a file in an existing folder")
     return ProfileRange(int(match[1]), int(match[2]), tool, path)
 
 
 def in_flight_type() -> Callable[..., InFlight]:
     """The constructor of InFlight, or of ProfiledInFlight if the environment sets a range and this is the first engine."""
-    found = read_range(os.environ)
-    return functools.partial(ProfiledInFlight, found) if found and _first.acquire(blocking=False) else InFlight
+    profile_range = read_range(os.environ)
+    return functools.partial(ProfiledInFlight, profile_range) if profile_range and _first_engine.acquire(blocking=False) else InFlight
 
 
 class ProfiledInFlight(InFlight):
     """Waits for the device before and after the range, and not within it."""
 
-    def __init__(self, found: ProfileRange, *parts: Any) -> None:
+    def __init__(self, profile_range: ProfileRange, *parts: Any) -> None:
         super().__init__(*parts)
-        self._range, self._collected, self._active = found, 0, False
-        self._with_nsys = found.tool == "nsys" and self._backend.name == "cuda"
-        most_nodes = (found.last - found.first + 1) * (len(self._buffers.masks_host) + 1)
+        self._range, self._num_collected, self._active = profile_range, 0, False
+        self._with_nsys = profile_range.tool == "nsys" and self._backend.name == "cuda"
+        most_nodes = (profile_range.last - profile_range.first + 1) * (len(self._buffers.masks_host) + 1)
         self._log = np.zeros((1 + most_nodes, 3), np.int64)  # for HostLink.log_nodes
-        self._launched: list[tuple[int, GraphKey, int]] = []  # rounds to write: round, key, time in nanoseconds
+        self._launched_rounds: list[tuple[int, GraphKey, int]] = []  # rounds to write: round, key, time in nanoseconds
         self._spans: list[tuple[object, ...]] = []
         self._counters = {"row_rounds": 0, "tokens": 0, "accepted_drafts": 0}
 
@@ -90,19 +90,19 @@ class ProfiledInFlight(InFlight):
 
     def _replay(self, key: GraphKey, **loop: Any) -> None:
         if self._active:
-            self._launched.append((self.rounds - 1, key, time.perf_counter_ns()))
+            self._launched_rounds.append((self.rounds - 1, key, time.perf_counter_ns()))
         super()._replay(key, **loop)
 
     def collect(self) -> Iterator[tuple[ActiveRequest, ResultRecord]]:
-        number, counters = self._collected, self._counters
-        self._collected += 1
+        number, counters = self._num_collected, self._counters
+        self._num_collected += 1
         for request, outcome in super().collect():
             if self._range.first <= number <= self._range.last:
                 counters["row_rounds"] += 1
                 counters["tokens"] += outcome.emitted
                 counters["accepted_drafts"] += outcome.accepted
             yield request, outcome
-        if number == self._range.last and self._launched:
+        if number == self._range.last and self._launched_rounds:
             self._write()
 
     def clear(self) -> None:
@@ -110,7 +110,7 @@ class ProfiledInFlight(InFlight):
         with contextlib.suppress(Exception):  # of a failed device, which the engine reports
             if self._active:
                 self._end()
-            if self._launched:
+            if self._launched_rounds:
                 self._write()
         super().clear()
 
@@ -122,15 +122,15 @@ class ProfiledInFlight(InFlight):
             try:
                 self._backend.start_trace(self._range.first, self._range.last - self._range.first + 1)
             except RuntimeError as error:  # the script has a trace of its own, and must continue
-                warnings.warn(f"{ROUNDS}: these rounds are not profiled: {error}", stacklevel=2)
+                warnings.warn(f"{ROUNDS_VARIABLE}: these rounds are not profiled: {error}", stacklevel=2)
                 return
         self._active = True
-        self._host.log_nodes(self._log)
+        self._host_link.log_nodes(self._log)
 
     def _end(self) -> None:
         self._backend.synchronize()
         self._active = False
-        self._host.log_nodes(None)
+        self._host_link.log_nodes(None)
         if self._with_nsys:
             torch.cuda.profiler.stop()
         else:
@@ -138,7 +138,7 @@ class ProfiledInFlight(InFlight):
 
     def _host_nodes(self) -> Iterator[tuple[str, int, int, int]]:
         """Name, round, start and end of each. A round with grammars on the host has all host nodes of its recording, others have none."""
-        with_nodes = [one for one in self._launched if one[1].on_host]
+        with_nodes = [one for one in self._launched_rounds if one[1].on_host]
         constrained, names = iter(with_nodes), iter([""])
         number = self._range.first
         for is_first, start_ns, end_ns in self._log[1 : 1 + self._log[0, 0]].tolist():
@@ -153,9 +153,9 @@ class ProfiledInFlight(InFlight):
             "document": "stepgraph rounds",
             "version": 1,
             "backend": self._backend.name,
-            "rounds": [{"round": number, "key": str(key), "launched_ns": launched} for number, key, launched in self._launched],
-            "stages": {str(key): [astuple(run) for run in self._graphs[key].report.stages] for _, key, _ in self._launched},
-            "graph_nodes": {str(key): self._graphs[key].report.graph_nodes for _, key, _ in self._launched},
+            "rounds": [{"round": number, "key": str(key), "launched_ns": launched} for number, key, launched in self._launched_rounds],
+            "stages": {str(key): [astuple(run) for run in self._graphs[key].report.stages] for _, key, _ in self._launched_rounds},
+            "graph_nodes": {str(key): self._graphs[key].report.graph_nodes for _, key, _ in self._launched_rounds},
             "host_nodes": host_nodes,
             "spans": self._spans,
             "counters": self._counters | {"host_node_ns": sum(end - start for _, _, start, end in host_nodes)},
@@ -163,5 +163,5 @@ class ProfiledInFlight(InFlight):
         try:
             self._range.path.write_text(json.dumps(document), encoding="utf-8")
         except OSError as error:  # a warning, since requests are running
-            warnings.warn(f"{FILE}: the profile of the rounds is lost: {error}", stacklevel=2)
-        self._launched.clear()
+            warnings.warn(f"{FILE_VARIABLE}: the profile of the rounds is lost: {error}", stacklevel=2)
+        self._launched_rounds.clear()

@@ -126,11 +126,11 @@ class Job:
     # (first position in the prompt, host tensor [n, width]) in order: embeddings that replace those of the tokens there
     embeddings: tuple[tuple[int, Tensor], ...] = field(default=(), repr=False)
     resume_from: tuple[int, ...] = ()  # the output of an earlier request, which this one continues; not part of `tokens`
-    resumed_host: Tensor | None = field(default=None, repr=False)  # `given_output`, for the counts of penalties
+    prior_output_host: Tensor | None = field(default=None, repr=False)  # `prior_output`, for the counts of penalties
     priority: int = 0  # lower numbers get rows first
     tenant: str = ""  # at equal priority, tenants get rows in turn
     num_preemptions: int = 0  # how often it lost its row and continued
-    num_suspended: int = 0  # number of `tokens` before the latest preemption
+    num_tokens_at_preemption: int = 0  # number of `tokens` before the latest preemption
     vocabulary: Vocabulary | None = field(default=None, repr=False)
     parse: Callable[[str], Any] = field(default=str, repr=False)  # the text of a complete output -> `parsed`
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
@@ -164,14 +164,14 @@ class Job:
         return stream, stream.push(self.resume_from)
 
     @functools.cached_property
-    def given_output(self) -> tuple[int, ...]:
+    def prior_output(self) -> tuple[int, ...]:
         """The output before the present row: `resume_from`, and the own tokens before the latest preemption."""
-        return (*self.resume_from, *self.tokens[: self.num_suspended])
+        return (*self.resume_from, *self.tokens[: self.num_tokens_at_preemption])
 
     @functools.cached_property
-    def given_ids(self) -> tuple[int, ...]:
+    def context_ids(self) -> tuple[int, ...]:
         """The tokens before the first new one."""
-        return self.prompt_ids + self.given_output
+        return self.prompt_ids + self.prior_output
 
     @property
     def parsed(self) -> Any:
@@ -207,18 +207,18 @@ class ActiveRequest:
     pages: list[int]  # its block table
     matcher: MatcherRow | None  # of a grammar on the host
     sampled: bool  # needs more than a masked argmax
-    cached: list[CachedPage]  # of its first pages: those it found published, then those it published
-    block: ArenaBlock | None = None  # of a grammar on the device
+    cached_pages: list[CachedPage]  # of its first pages: those it found published, then those it published
+    arena_block: ArenaBlock | None = None  # of a grammar on the device
     prefill_started: bool = False
-    prefilled: int = 0  # prompt tokens whose cache entries are launched
+    num_prefilled: int = 0  # prompt tokens whose cache entries are launched
     decoding: bool = False  # takes part in rounds
-    stops: TextStream | None = None  # of a job with stop strings: its text so far
+    stop_stream: TextStream | None = None  # of a job with stop strings: its text so far
 
     @property
     def constrained(self) -> bool:
         return self.job.constraint is not None
 
     @property
-    def to_prefill(self) -> int:
+    def num_to_prefill(self) -> int:
         """Number of tokens left to prefill: all but the last given token, which is an input of the first round."""
-        return len(self.job.given_ids) - 1 - self.prefilled
+        return len(self.job.context_ids) - 1 - self.num_prefilled

@@ -35,7 +35,7 @@ class QueuedRequest:
     matcher: MatcherRow | None = None  # of a grammar on the host
     error: str = ""  # why its grammar could not be compiled
     ready: bool = True
-    place: tuple[int, int, int] = (0, 0, 0)  # priority, turn, arrival: the smallest one is first
+    order: tuple[int, int, int] = (0, 0, 0)  # priority, turn, arrival: the smallest one is first
 
 
 class RequestQueue:
@@ -62,7 +62,7 @@ class RequestQueue:
         job = queued.job
         if job.constraint is not None:
             queued.ready = False
-            claim = queued.claim = Claim(self._required(job.constraint), job.constraint)
+            claim = queued.claim = Claim(self._compiler_for(job.constraint), job.constraint)
             claim.take()
             claim.then(lambda claim: self._compiled(queued, claim))
         if self._recorder:
@@ -71,8 +71,8 @@ class RequestQueue:
             require_open("submit")
             if self.full:
                 raise QueueFullError(f"Engine.submit(): {self._max_queued} requests are waiting already (EngineConfig.max_queued)")
-            queued.place = job.priority, self._turn_of(job), self.submitted
-            index = self.index_of(queued.place)
+            queued.order = job.priority, self._turn_of(job), self.submitted
+            index = self.index_of(queued.order)
             most = max(self.most_waiting, len(self.waiting) + 1)
             # KeyboardInterrupt is raised on return from a call. From here on only the last statement is a call, so all is done or nothing.
             self.unfinished[job.id] = queued
@@ -81,16 +81,16 @@ class RequestQueue:
             self.waiting.insert(index, queued)
         self.wake.notify()
 
-    def index_of(self, place: tuple[int, int, int]) -> int:
-        """The index in `waiting` of a request with this place."""
-        if not self.waiting or self.waiting[-1].place < place:
+    def index_of(self, order: tuple[int, int, int]) -> int:
+        """The index in `waiting` of a request with this order."""
+        if not self.waiting or self.waiting[-1].order < order:
             return len(self.waiting)
-        return bisect.bisect([queued.place for queued in self.waiting], place)
+        return bisect.bisect([queued.order for queued in self.waiting], order)
 
     def _turn_of(self, job: Job) -> int:
         """At equal priority each tenant has one request per turn, so that a long queue of one tenant does not delay others. A new request
         has the first turn, from the present one on, in which no earlier request of its tenant waits."""
-        turns = [(queued.place[1], queued.job.tenant) for queued in self.waiting if queued.job.priority == job.priority]
+        turns = [(queued.order[1], queued.job.tenant) for queued in self.waiting if queued.job.priority == job.priority]
         present = min((turn for turn, _ in turns), default=0)
         return max(present, max((turn + 1 for turn, tenant in turns if tenant == job.tenant), default=0))
 
@@ -122,7 +122,7 @@ class RequestQueue:
         return True
 
     def compile(self, constraint: Constraint) -> CompiledConstraint:
-        return self._required(constraint).compile(constraint)
+        return self._compiler_for(constraint).compile(constraint)
 
     def pause(self) -> None:
         """Sleep briefly, for a step that can only wait for a grammar, so that it leaves the CPU to the compile."""
@@ -137,7 +137,7 @@ class RequestQueue:
         queued.ready = True
         self.wake.notify()
 
-    def _required(self, constraint: Constraint) -> GrammarCompiler:
+    def _compiler_for(self, constraint: Constraint) -> GrammarCompiler:
         if not isinstance(constraint, Constraint):
             raise ValueError(f"constraint: got {type(constraint).__name__}, expected a Constraint")
         if self._compiler is None:

@@ -20,10 +20,10 @@ from stepgraph.runtime.slots import PrefixSharing, RowTable
 from stepgraph.sampling.grammar.compile.limits import TOO_DEEP, with_limit_name
 from stepgraph.sampling.grammar.status import FinishCode, MaskStatus
 
-SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+SECONDS_BOUNDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 
-class Loss(str, enum.Enum):
+class LossCause(str, enum.Enum):
     """Why a round accepted fewer drafts than requested: the first cause in the chain."""
 
     ILLEGAL = "illegal"  # the grammar forbids the next draft; found when it was proposed or when it was verified
@@ -32,26 +32,26 @@ class Loss(str, enum.Enum):
     UNDRAFTED = "undrafted"  # no drafter proposed a token for the next position
 
 
-def loss_of(requested: int, result: ResultRecord) -> Loss | None:
+def loss_cause(requested: int, result: ResultRecord) -> LossCause | None:
     """The cause for one row of a round that `requested` so many drafts; None if all of them were accepted."""
     accepted = result.accepted
     if accepted >= requested:
         return None
     if result.emitted == accepted:
-        return Loss.ENDED
+        return LossCause.ENDED
     if accepted < result.draft_count:
-        return Loss.IMPROBABLE if MaskStatus.OK <= result.statuses[accepted + 1] < MaskStatus.ILLEGAL else Loss.ILLEGAL
-    return Loss.ILLEGAL if result.drafts[accepted] == REFUSED else Loss.UNDRAFTED
+        return LossCause.IMPROBABLE if MaskStatus.OK <= result.statuses[accepted + 1] < MaskStatus.ILLEGAL else LossCause.ILLEGAL
+    return LossCause.ILLEGAL if result.drafts[accepted] == REFUSED else LossCause.UNDRAFTED
 
 
 class HistogramBuilder:
-    """Counts values up to each bound of SECONDS, inclusive, and larger ones."""
+    """Counts values up to each bound of SECONDS_BOUNDS, inclusive, and larger ones."""
 
     def __init__(self) -> None:
-        self.counts, self.total = [0] * (len(SECONDS) + 1), 0.0
+        self.counts, self.total = [0] * (len(SECONDS_BOUNDS) + 1), 0.0
 
     def add(self, value: float) -> None:
-        self.counts[bisect.bisect_left(SECONDS, value)] += 1
+        self.counts[bisect.bisect_left(SECONDS_BOUNDS, value)] += 1
         self.total += value
 
 
@@ -62,9 +62,9 @@ class Counters:
         self.finished = collections.Counter[FinishReason]()
         self.queue_seconds, self.first_token_seconds = HistogramBuilder(), HistogramBuilder()
         self.offered, self.accepted = [0] * (num_drafts + 1), [0] * (num_drafts + 1)  # drafting rounds by number of drafts
-        self.losses: dict[Loss | None, int] = dict.fromkeys((None, *Loss), 0)
+        self.losses: dict[LossCause | None, int] = dict.fromkeys((None, *LossCause), 0)
 
-    def add_drafting_round(self, result: ResultRecord, loss: Loss | None) -> None:
+    def add_drafting_round(self, result: ResultRecord, loss: LossCause | None) -> None:
         """Count a round of a row that could have drafts."""
         self.offered[result.draft_count] += 1
         self.accepted[result.accepted] += 1
@@ -82,11 +82,11 @@ class Scheduler:
         limits: Limits,
         sharing: PrefixSharing,
         recorder: Recorder | None = None,
-        ended: Callable[[Job], None] | None = None,
+        on_end: Callable[[Job], None] | None = None,
         only_looks_up: bool = False,
     ) -> None:
-        """ended: called for each finished job. only_looks_up: every draft that is not forced comes from a look-up."""
-        self._queue, self._grammars, self._recorder, self._ended, self._only_looks_up = queue, grammars, recorder, ended, only_looks_up
+        """on_end: called for each finished job. only_looks_up: every draft that is not forced comes from a look-up."""
+        self._queue, self._grammars, self._recorder, self._on_end, self._only_looks_up = queue, grammars, recorder, on_end, only_looks_up
         self._active: dict[int, ActiveRequest] = {}
         self.rows = RowTable(limits, sharing)
         self.counters = Counters(limits.num_speculative_tokens)  # changed under the lock of the queue
@@ -121,7 +121,7 @@ class Scheduler:
             waiting = self._queue.waiting
             while waiting:
                 first = waiting[0]
-                if self._held_back(first):
+                if self._is_held_back(first):
                     not_ready.append(first)
                 elif first.error:
                     failed.append(first)
@@ -139,14 +139,14 @@ class Scheduler:
             waiting.extendleft(reversed(not_ready))
         return failed
 
-    def _held_back(self, queued: QueuedRequest) -> bool:
+    def _is_held_back(self, queued: QueuedRequest) -> bool:
         return not queued.ready or queued.job.id in self._queue.cancelled
 
     def start_prefill(self, request: ActiveRequest) -> None:
         with self._queue.lock:
             self.rows.start_prefill(request)
 
-    def prefilled(self, request: ActiveRequest, tokens: int) -> None:
+    def record_prefill(self, request: ActiveRequest, tokens: int) -> None:
         """Record that the next `tokens` prompt tokens of a request are launched."""
         with self._queue.lock:
             self.rows.publish_prompt(request)
@@ -154,18 +154,18 @@ class Scheduler:
 
     def record(self, request: ActiveRequest, result: ResultRecord) -> StepEvent:
         """Add a round's result to its job, and finish the job if the round ended it."""
-        job, counters, stops, tokens = request.job, self.counters, request.stops, tuple(result.tokens[: result.emitted])
+        job, counters, stops, tokens = request.job, self.counters, request.stop_stream, tuple(result.tokens[: result.emitted])
         tokens = stops.up_to_stop(tokens) if stops else tokens
         accepted = min(result.accepted, len(tokens))
-        forced, held = result.forced if request.constrained else 0, ~(-1 << accepted)  # rounds without grammars do not write `forced`
+        forced, accepted_bits = result.forced if request.constrained else 0, ~(-1 << accepted)  # rounds without grammars write no `forced`
         looked_up = (~(-1 << result.draft_count) if self._only_looks_up else result.looked_up) & ~forced
-        relaxed = result.relaxed & held if job.sampling.relaxed_top_n else 0  # greedy rounds do not write `relaxed`
+        relaxed = result.relaxed & accepted_bits if job.sampling.relaxed_top_n else 0  # greedy rounds do not write `relaxed`
         drafts = DraftCounts(
             accepted,
             forced.bit_count(),
-            (forced & held).bit_count(),
+            (forced & accepted_bits).bit_count(),
             looked_up.bit_count(),
-            (looked_up & held).bit_count(),
+            (looked_up & accepted_bits).bit_count(),
             relaxed.bit_count(),
         )
         if tokens and self._recorder:
@@ -176,9 +176,9 @@ class Scheduler:
                 counters.first_token_seconds.add(job.first_token_seconds)
             counters.tokens += len(tokens)
             counters.drafts = counters.drafts.plus(drafts)
-            most = min(job.num_speculative_tokens, len(result.drafts))  # drafts that this round could verify
-            if result.draft_count or (job.rounds and most):
-                counters.add_drafting_round(result, loss_of(most, result))
+            max_drafts = min(job.num_speculative_tokens, len(result.drafts))  # drafts that this round could verify
+            if result.draft_count or (job.rounds and max_drafts):
+                counters.add_drafting_round(result, loss_cause(max_drafts, result))
         origins = origins_of(len(tokens), accepted, forced, looked_up)
         logprobs = tuple(TokenLogprob(*pair) for pair in result.logprobs[: len(tokens)]) if job.sampling.logprobs else ()
         job.tokens.extend(tokens)
@@ -204,8 +204,8 @@ class Scheduler:
                 self._free(request)
         if claim:
             claim.release()
-        if self._ended:
-            self._ended(job)
+        if self._on_end:
+            self._on_end(job)
         if self._recorder:
             self._recorder.write("end", job=job.id, reason=str(reason), error=error)
         return StepEvent(job.id, finish_reason=reason, error=error)
@@ -213,26 +213,26 @@ class Scheduler:
     def victim(self) -> ActiveRequest | None:
         """The request to suspend: the last in order, if the first waiting one has no room and a smaller priority number."""
         with self._queue.lock:
-            waiting = (queued.job for queued in self._queue.waiting if not self._held_back(queued) and not queued.error)
+            waiting = (queued.job for queued in self._queue.waiting if not self._is_held_back(queued) and not queued.error)
             first = next(waiting, None)
             if first is None or self.rows.has_room(first):
                 return None
             candidates = [request for request in self._active.values() if request.job.priority > first.priority and _is_exact(request)]
-            return max(candidates, key=lambda request: self._queue.unfinished[request.job.id].place, default=None)
+            return max(candidates, key=lambda request: self._queue.unfinished[request.job.id].order, default=None)
 
     def suspend(self, request: ActiveRequest, pinned: bool) -> None:
-        """Free what a request holds and queue it again, at its place. Its results must be recorded, and its row inert."""
+        """Free what a request holds and queue it again, in its order. Its results must be recorded, and its row inert."""
         job = request.job
         with self._queue.lock:
             self._free(request)
-            job.num_preemptions, job.num_suspended = job.num_preemptions + 1, len(job.tokens)
-            for name in ("given_output", "given_ids"):
+            job.num_preemptions, job.num_tokens_at_preemption = job.num_preemptions + 1, len(job.tokens)
+            for name in ("prior_output", "context_ids"):
                 job.__dict__.pop(name, None)
-            ids = torch.tensor(job.given_output, dtype=torch.int64)  # also if empty
-            job.resumed_host = ids.pin_memory() if pinned else ids
+            ids = torch.tensor(job.prior_output, dtype=torch.int64)  # also if empty
+            job.prior_output_host = ids.pin_memory() if pinned else ids
             queued = self._queue.unfinished[job.id]
             queued.matcher = self._grammars.prepare(job, queued.claim.result()) if queued.claim else None
-            self._queue.waiting.insert(self._queue.index_of(queued.place), queued)
+            self._queue.waiting.insert(self._queue.index_of(queued.order), queued)
 
     def _free(self, request: ActiveRequest) -> None:
         del self._active[request.job.id]
@@ -243,7 +243,7 @@ class Scheduler:
     def finish_all(self, reason: FinishReason, error: str) -> None:
         """End every job. Jobs submitted before are included; later submits are refused."""
         if self._recorder:
-            self._recorder.closed(error)
+            self._recorder.record_close(error)
         with self._queue.lock:
             unfinished = tuple(self._queue.unfinished.values())
             self._queue.waiting.clear()

@@ -16,8 +16,8 @@ from stepgraph.sampling.grammar.link.protocol import MatcherRow
 class PrefixSharing:
     """How requests share the pages of equal prefixes."""
 
-    off: str = ""  # why sharing is off; empty where it is on
-    max_idle: int | None = None  # published pages kept without a holder; None: all that are free
+    why_off: str = ""  # why sharing is off; empty if it is on
+    max_idle_pages: int | None = None  # published pages kept without a holder; None: all that are free
     # Draft entries of a position either depend on its token and the features of the position before, so that `recompute_tail` positions
     # of a found prefix are computed again; or they depend on `lookahead` following tokens.
     recompute_tail: int = 0
@@ -37,7 +37,7 @@ class RowTable:
 
     def __init__(self, limits: Limits, sharing: PrefixSharing) -> None:
         self._limits, self._sharing = limits, sharing
-        self.pages = PageCache(limits.num_pages, limits.page_size, sharing.lookahead, sharing.max_idle)
+        self.page_cache = PageCache(limits.num_pages, limits.page_size, sharing.lookahead, sharing.max_idle_pages)
         self._free_rows = list(range(limits.max_rows))
         self.reused_tokens = self.most_used_pages = 0
 
@@ -49,66 +49,66 @@ class RowTable:
         """A row, and pages for the job's maximum length; None if there are too few of either."""
         if not self.has_room(job):
             return None
-        count = self._pages_of(job)
+        count = self._num_pages(job)
         cached = self._find(job)
-        self.pages.acquire(cached)
-        private = self.pages.allocate(count - len(cached))
+        self.page_cache.acquire(cached)
+        private = self.page_cache.allocate(count - len(cached))
         if private is None:
-            self.pages.release(cached)
+            self.page_cache.release(cached)
             return None
-        self.most_used_pages = max(self.most_used_pages, self._limits.num_pages - self.pages.num_free)
+        self.most_used_pages = max(self.most_used_pages, self._limits.num_pages - self.page_cache.num_free)
         row, pages = heapq.heappop(self._free_rows), [*(page.page for page in cached), *private]
         stops = job.text_stream() if job.sampling.stop else None
         if stops:
             stops.push(job.tokens)
-        return ActiveRequest(job, row, pages, matcher, not job.sampling.plain, cached, stops=stops)
+        return ActiveRequest(job, row, pages, matcher, not job.sampling.plain, cached, stop_stream=stops)
 
     def has_room(self, job: Job) -> bool:
         """Whether a row and enough pages are free, assuming that all full pages of the job are found."""
-        return bool(self._free_rows) and self._pages_of(job) - len(job.given_ids) // self._limits.page_size <= self.pages.num_free
+        return bool(self._free_rows) and self._num_pages(job) - len(job.context_ids) // self._limits.page_size <= self.page_cache.num_free
 
-    def _pages_of(self, job: Job) -> int:
+    def _num_pages(self, job: Job) -> int:
         return -(-(len(job.prompt_ids) + job.max_new_tokens) // self._limits.page_size)
 
     def start_prefill(self, request: ActiveRequest) -> None:
         """Look up the prefix again just before the first chunk: requests with the same prefix may have published pages since `allocate`."""
-        found, held = self._find(request.job), len(request.cached)
-        if found[:held] == request.cached:
-            self.pages.acquire(found[held:])
-            self.pages.free(request.pages[held : len(found)])
-            request.cached = found
+        found, held = self._find(request.job), len(request.cached_pages)
+        if found[:held] == request.cached_pages:
+            self.page_cache.acquire(found[held:])
+            self.page_cache.free(request.pages[held : len(found)])
+            request.cached_pages = found
             request.pages[: len(found)] = [page.page for page in found]
-        reused = len(request.cached) * self._limits.page_size
+        reused = len(request.cached_pages) * self._limits.page_size
         request.prefill_started = True
-        request.prefilled = max(0, reused - self._sharing.recompute_tail)
+        request.num_prefilled = max(0, reused - self._sharing.recompute_tail)
         request.job.num_cached_tokens = reused
         self.reused_tokens += reused
 
     def publish_prompt(self, request: ActiveRequest) -> None:
         """Publish the full pages of the prompt chunks launched so far."""
-        self._publish(request, request.job.given_ids, request.prefilled)
+        self._publish(request, request.job.context_ids, request.num_prefilled)
 
     def release(self, request: ActiveRequest) -> None:
         """Free the row and the pages at once. The pages of the output are published; after an error, all pages are unpublished."""
         assert request.row not in self._free_rows
         heapq.heappush(self._free_rows, request.row)
         if request.job.finish_reason == FinishReason.ERROR:
-            self.pages.unpublish(request.cached)
+            self.page_cache.unpublish(request.cached_pages)
         elif request.decoding:
-            history = (*request.job.given_ids, *request.job.tokens[request.job.num_suspended :])
+            history = (*request.job.context_ids, *request.job.tokens[request.job.num_tokens_at_preemption :])
             self._publish(request, history, len(history) - 1)
-        cached = [page.page for page in request.cached]
-        self.pages.free([page for index, page in enumerate(request.pages) if cached[index : index + 1] != [page]])
-        self.pages.release(request.cached)
+        cached = [page.page for page in request.cached_pages]
+        self.page_cache.free([page for index, page in enumerate(request.pages) if cached[index : index + 1] != [page]])
+        self.page_cache.release(request.cached_pages)
 
     def _find(self, job: Job) -> list[CachedPage]:
         """Full published pages before the last given token, which is an input of the first round."""
         sharing = self._sharing
-        limit = len(job.given_ids) - max(1 + sharing.recompute_tail, sharing.lookahead)
-        return self.pages.find(job.cache_key, job.given_ids, min(limit, job.shareable_tokens)) if not sharing.off else []
+        limit = len(job.context_ids) - max(1 + sharing.recompute_tail, sharing.lookahead)
+        return self.page_cache.find(job.cache_key, job.context_ids, min(limit, job.shareable_tokens)) if not sharing.why_off else []
 
     def _publish(self, request: ActiveRequest, ids: Sequence[int], written: int) -> None:
         """Publish the full pages of a text. The entries of its first `written` tokens are launched, and token `written` is known."""
         limit = min(written + 1 - max(1, self._sharing.lookahead), request.job.shareable_tokens)
-        while not self._sharing.off and (len(request.cached) + 1) * self._limits.page_size <= limit:
-            self.pages.publish(request.job.cache_key, request.cached, ids, request.pages[len(request.cached)])
+        while not self._sharing.why_off and (len(request.cached_pages) + 1) * self._limits.page_size <= limit:
+            self.page_cache.publish(request.job.cache_key, request.cached_pages, ids, request.pages[len(request.cached_pages)])

@@ -10,7 +10,7 @@ from stepgraph.graphs.graph_key import GraphKey
 from stepgraph.runtime.build import EngineParts
 from stepgraph.runtime.device_grammars import INT_BYTES
 from stepgraph.runtime.request import DraftCounts, FinishReason
-from stepgraph.runtime.scheduler import SECONDS, Counters, HistogramBuilder, Loss
+from stepgraph.runtime.scheduler import SECONDS_BOUNDS, Counters, HistogramBuilder, LossCause
 from stepgraph.sampling.grammar.compile.compiler import CompileStats
 from stepgraph.sampling.grammar.link.protocol import NODE_BOUNDS_NS
 
@@ -27,7 +27,7 @@ class DraftStats:
     rounds: int
     tokens: int  # emitted in these rounds
     full: int  # rounds in which every requested draft was accepted
-    illegal: int  # illegal to undrafted: the other rounds by Loss
+    illegal: int  # illegal to undrafted: the other rounds by LossCause
     improbable: int
     ended: int
     undrafted: int
@@ -132,7 +132,7 @@ class EngineStats:
 
 def take_stats(parts: EngineParts) -> EngineStats:
     device, host, graphs, rows, states = parts.backend.stats, parts.host_link.stats, parts.graphs, parts.scheduler.rows, parts.hidden_states
-    lanes, arena = parts.grammars, parts.grammars.arena
+    lane, arena = parts.grammars, parts.grammars.arena
     grammars, counters, queue = parts.compiler.stats if parts.compiler else CompileStats(), parts.scheduler.counters, parts.queue
     with queue.lock:
         launches = graph_stats(parts)  # under the lock, so that every round counted in `counters` is among them
@@ -159,7 +159,7 @@ def take_stats(parts: EngineParts) -> EngineStats:
             longest_host_node_seconds=host.longest_node_ns / 1e9,
             exposed_wait_seconds=None if exposed_ns is None else exposed_ns / 1e9,
             grammars=grammars,
-            lanes=LaneStats(lanes.off, lanes.on_device, lanes.on_host, lanes.arena_full, len(arena), arena.used * INT_BYTES, arena.evicted),
+            lanes=LaneStats(lane.why_off, lane.on_device, lane.on_host, lane.arena_full, len(arena), arena.used * INT_BYTES, arena.evicted),
             saved_texts=states.writer.saved if states else 0,
             unsaved_texts=states.writer.unsaved if states else 0,
             saving_error=states.writer.error if states else "",
@@ -171,10 +171,10 @@ def take_stats(parts: EngineParts) -> EngineStats:
             queue_seconds=histogram(counters.queue_seconds),
             first_token_seconds=histogram(counters.first_token_seconds),
             pages=parts.limits.num_pages,
-            free_pages=rows.pages.num_free,
+            free_pages=rows.page_cache.num_free,
             most_used_pages=rows.most_used_pages,
-            cached_pages=len(rows.pages),
-            evicted_pages=rows.pages.evicted,
+            cached_pages=len(rows.page_cache),
+            evicted_pages=rows.page_cache.evicted,
             reused_tokens=rows.reused_tokens,
         )
 
@@ -182,7 +182,7 @@ def take_stats(parts: EngineParts) -> EngineStats:
 def graph_stats(parts: EngineParts) -> tuple[GraphStats, ...]:
     """Largest first."""
     by_key: dict[GraphKey, list[int]] = {}
-    for launch, rounds in tuple(parts.in_flight.launches.items()):
+    for launch, rounds in tuple(parts.in_flight.rounds_by_launch.items()):
         rows, key = launch[0], parts.graphs.key_for(*launch)
         sums = by_key.setdefault(key, [0, 0, 0])
         sums[0] += rounds
@@ -198,12 +198,12 @@ def draft_stats(counters: Counters) -> DraftStats:
         full=counters.losses[None],
         offered=_at_least(counters.offered),
         accepted=_at_least(counters.accepted),
-        **{loss.value: counters.losses[loss] for loss in Loss},
+        **{loss.value: counters.losses[loss] for loss in LossCause},
     )
 
 
 def histogram(builder: HistogramBuilder) -> Histogram:
-    return Histogram(SECONDS, tuple(builder.counts), builder.total)
+    return Histogram(SECONDS_BOUNDS, tuple(builder.counts), builder.total)
 
 
 def _at_least(rounds: Sequence[int]) -> tuple[int, ...]:

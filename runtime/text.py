@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stepgraph.runtime.demo.pair import path_of
+from stepgraph.runtime.demo.pair import model_path
 from stepgraph.runtime.models.files.tokenizer import ChatTemplate, open_tokenizer
 from stepgraph.sampling.fields import Check, callable_with, check_value, checked_path, clip_repr, instance_of, is_list_like, optional
 from stepgraph.sampling.grammar.matchers.forced import token_lookup
@@ -43,7 +43,7 @@ class TextCodec(BoundToProcess):
 
         vocabulary: the model's, if it is loaded already; None reads it from the same files.
         """
-        opened = open_tokenizer(checked_path("path", path_of(path)))
+        opened = open_tokenizer(checked_path("path", model_path(path)))
         return cls(opened.vocabulary() if vocabulary is None else vocabulary, opened.encode, opened.template)
 
     @classmethod
@@ -85,7 +85,7 @@ class TextCodec(BoundToProcess):
 
         The spelling of a control token (`<|im_end|>`) becomes that token, here and in chat(): escape untrusted text.
         """
-        return self._checked(text, "text", begins)
+        return self._encode_checked(text, "text", begins)
 
     def chat(
         self,
@@ -101,7 +101,7 @@ class TextCodec(BoundToProcess):
         """
         if self._template is None:
             raise ValueError("messages: got a conversation for a model without chat template, expected a plain prompt or token ids")
-        return self._checked(self._template.render(messages, tools, answer, variables), "messages", False)
+        return self._encode_checked(self._template.render(messages, tools, answer, variables), "messages", False)
 
     def template_mentions(self, word: str) -> bool:
         """Whether the word occurs in the model's chat template."""
@@ -119,7 +119,7 @@ class TextCodec(BoundToProcess):
         """A decoder for one text that arrives in pieces."""
         return TextStream(self.vocabulary)
 
-    def _checked(self, text: str, name: str, begins: bool) -> list[int]:
+    def _encode_checked(self, text: str, name: str, begins: bool) -> list[int]:
         if not isinstance(text, str):
             raise ValueError(f"{name}: got {clip_repr(text)}, expected a string")
         try:
@@ -129,7 +129,7 @@ class TextCodec(BoundToProcess):
         return list(self._encode(text, begins))
 
 
-def held_back(text: str, delimiters: Sequence[str]) -> int:
+def partial_match(text: str, delimiters: Sequence[str]) -> int:
     """Characters at the end of a text that may begin a delimiter."""
     sizes = range(min(max(map(len, delimiters), default=1) - 1, len(text)), 0, -1)
     return next((size for size in sizes if any(each.startswith(text[-size:]) for each in delimiters)), 0)
@@ -141,11 +141,11 @@ class TextStream:
     def __init__(self, vocabulary: Vocabulary, stop: Sequence[str] = ()) -> None:
         self._vocabulary, self._stop = vocabulary, stop
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._kept = ""
+        self._pending_text = ""
         self.stopped = False  # a stop string was found; nothing after it is returned
 
     def push(self, token_ids: Iterable[int]) -> str:
-        return self._released(self._decoder.decode(self._vocabulary.decode(token_ids)))
+        return self._release(self._decoder.decode(self._vocabulary.decode(token_ids)))
 
     def up_to_stop(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
         """Push these tokens up to the one that completes a stop string, and return them."""
@@ -157,20 +157,20 @@ class TextStream:
 
     def finish(self) -> str:
         """The rest, with U+FFFD for an incomplete character. Resets the stream."""
-        rest = self._released(self._decoder.decode(b"", final=True)) + self._kept
+        rest = self._release(self._decoder.decode(b"", final=True)) + self._pending_text
         self._decoder.reset()
-        self._kept, self.stopped = "", False
+        self._pending_text, self.stopped = "", False
         return rest
 
-    def _released(self, text: str) -> str:
+    def _release(self, text: str) -> str:
         """`text`, and what was kept, up to a stop string or what may begin one."""
         if not self._stop:
             return text
-        text = "" if self.stopped else self._kept + text
+        text = "" if self.stopped else self._pending_text + text
         found = [index for stop in self._stop if (index := text.find(stop)) >= 0]
         self.stopped = self.stopped or bool(found)
-        end = min(found) if found else len(text) - held_back(text, self._stop)
-        self._kept = "" if found else text[end:]
+        end = min(found) if found else len(text) - partial_match(text, self._stop)
+        self._pending_text = "" if found else text[end:]
         return text[:end]
 
 

@@ -25,7 +25,7 @@ from stepgraph.runtime.draft_length import DraftLengthChooser
 from stepgraph.sampling.fields import check_value, whole
 
 Interval = tuple[int, int]  # start and end in nanoseconds
-ROUNDS = whole(1)._replace(expected="an integer >= 1")
+ROUNDS_CHECK = whole(1)._replace(expected="an integer >= 1")
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Timeline:
         main = [span for span in self.spans if span.stream == MAIN]
         busy = union((span.start_ns, span.end_ns) for span in main if span.kind == "stage" and span.round != OUTSIDE)
         host = [(span.start_ns, span.end_ns) for span in self.spans if span.kind == "host"]
-        total, hidden = length(host), sum(covered(interval, busy) for interval in host)
+        total, hidden = total_length(host), sum(covered(interval, busy) for interval in host)
         extents = list(self.extents().values())
         gaps = [(end, start) for (_, end), (start, _) in itertools.pairwise(extents) if start > end]
         between = union((span.start_ns, span.end_ns) for span in main if span.round == OUTSIDE)
@@ -122,17 +122,17 @@ class Timeline:
             hidden_ns=hidden,
             exposed_ns=total - hidden,
             exposed_wait_ns=sum(span.end_ns - span.start_ns for span in main if span.kind == "wait"),
-            idle_ns=length(gaps) - sum(covered(gap, between) for gap in gaps),
+            idle_ns=total_length(gaps) - sum(covered(gap, between) for gap in gaps),
         )
 
     def extents(self) -> dict[int, Interval]:
         """Start and end of each round's work on the main stream."""
-        found: dict[int, Interval] = {}
+        extents: dict[int, Interval] = {}
         for span in self.spans:
             if span.stream == MAIN and span.round != OUTSIDE:
-                start, end = found.get(span.round, (span.start_ns, span.end_ns))
-                found[span.round] = min(start, span.start_ns), max(end, span.end_ns)
-        return dict(sorted(found.items()))
+                start, end = extents.get(span.round, (span.start_ns, span.end_ns))
+                extents[span.round] = min(start, span.start_ns), max(end, span.end_ns)
+        return dict(sorted(extents.items()))
 
     def save_perfetto(self, path: str | Path) -> None:
         """Write a file for ui.perfetto.dev and chrome://tracing. Arrows connect host nodes with the waits for them."""
@@ -176,12 +176,12 @@ class Timeline:
 class Trace:
     """Traces the next `rounds` rounds of an engine while its `with` block lasts. After the block, `timeline` is available."""
 
-    def __init__(self, backend: Backend, first_round: int, rounds: int, eager: bool, lengths: DraftLengthChooser | None = None) -> None:
-        check_value("Engine.trace.rounds", rounds, ROUNDS)
+    def __init__(self, backend: Backend, first_round: int, rounds: int, eager: bool, chooser: DraftLengthChooser | None = None) -> None:
+        check_value("Engine.trace.rounds", rounds, ROUNDS_CHECK)
         if eager:
             got = "an engine with EngineConfig.eager=True or with graphs that could not be captured"
             raise ValueError(f"Engine.trace: got {got}, expected one whose rounds are recorded")
-        self._backend, self._first_round, self._rounds, self._lengths = backend, first_round, rounds, lengths
+        self._backend, self._first_round, self._rounds, self._chooser = backend, first_round, rounds, chooser
         self._chosen: list[tuple[Drafting, float]] = []
         self._timeline: Timeline | None = None
 
@@ -193,13 +193,13 @@ class Trace:
 
     def __enter__(self) -> Trace:
         self._backend.start_trace(self._first_round, self._rounds)
-        if self._lengths:
-            self._lengths.log = self._chosen
+        if self._chooser:
+            self._chooser.choice_log = self._chosen
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._lengths:
-            self._lengths.log = None
+        if self._chooser:
+            self._chooser.choice_log = None
         chosen = tuple(
             ChosenLength(number, drafting.length, account, drafting.model)
             for number, (drafting, account) in enumerate(self._chosen[: self._rounds], self._first_round)
@@ -230,7 +230,7 @@ def covered(interval: Interval, busy: Sequence[Interval]) -> int:
     return total
 
 
-def length(intervals: Iterable[Interval]) -> int:
+def total_length(intervals: Iterable[Interval]) -> int:
     return sum(end - start for start, end in intervals)
 
 

@@ -33,7 +33,7 @@ from stepgraph.sampling.grammar.automaton.arena import ArenaBlock
 from stepgraph.sampling.grammar.status import FinishCode
 from stepgraph.sampling.sampler import Param
 
-Launch = Callable[[Callable[[], object]], Event]
+CopyLaunch = Callable[[Callable[[], object]], Event]
 
 
 class PinnedRing:
@@ -48,17 +48,17 @@ class PinnedRing:
     @property
     def ready(self) -> bool:
         """Whether `send` will not wait."""
-        busy = self._events[self._next]
-        return busy is None or busy.query()
+        last_copy = self._events[self._next]
+        return last_copy is None or last_copy.query()
 
-    def send(self, values: Sequence[int] | npt.NDArray[Any], copy: Callable[[Any], object], launch: Launch | None = None) -> Event:
+    def send(self, values: Sequence[int] | npt.NDArray[Any], copy: Callable[[Any], object], launch: CopyLaunch | None = None) -> Event:
         """Write `values` to the start of the next slot, and launch `copy(slot)`. Waits while the slot is being copied.
 
         launch: replaces the launch between rounds. Returns an event after the copy.
         """
-        busy = self._events[self._next]
-        if busy is not None and not self.ready:
-            busy.wait()
+        last_copy = self._events[self._next]
+        if last_copy is not None and not self.ready:
+            last_copy.wait()
         slot = self._ring[self._next]
         slot.numpy()[: len(values)] = values
         self._events[self._next] = copied = (launch or self._run)(lambda: copy(slot))
@@ -85,39 +85,39 @@ class Uploader:
         processors: Sequence[LogitsProcessor] = (),
     ) -> None:
         self._backend, self._buffers, self._models, self._limits = backend, buffers, models, limits
-        self._chunks, self._graphs, self._states = prompts, graphs, states
-        self._admissions = PinnedRing(backend, buffers.admission_ring_host)
-        self._prompts = PinnedRing(backend, buffers.prompt_ring_host)
-        self._texts = PinnedRing(backend, buffers.text_ring_host) if models.reads_text else None
-        self._seen = PinnedRing(backend, buffers.seen_ring_host)
-        self._options = PinnedRing(backend, buffers.options_ring_host) if "options_ring_host" in buffers else None
+        self._prompts, self._graphs, self._states = prompts, graphs, states
+        self._admission_ring = PinnedRing(backend, buffers.admission_ring_host)
+        self._prompt_ring = PinnedRing(backend, buffers.prompt_ring_host)
+        self._text_ring = PinnedRing(backend, buffers.text_ring_host) if models.reads_text else None
+        self._seen_ring = PinnedRing(backend, buffers.seen_ring_host)
+        self._option_ring = PinnedRing(backend, buffers.options_ring_host) if "options_ring_host" in buffers else None
         self._processors = processors
-        self._images = PinnedRing(backend, buffers.image_ring_host) if "image_ring_host" in buffers else None
-        self._copied: weakref.WeakKeyDictionary[ArenaBlock, Event] = weakref.WeakKeyDictionary()  # the event of its last copy
+        self._grammar_ring = PinnedRing(backend, buffers.image_ring_host) if "image_ring_host" in buffers else None
+        self._copy_events: weakref.WeakKeyDictionary[ArenaBlock, Event] = weakref.WeakKeyDictionary()  # the event of its last copy
 
-    def send_image(self, request: ActiveRequest) -> bool:
+    def send_grammar(self, request: ActiveRequest) -> bool:
         """Launch copies of the request's grammar to its block, until one would wait. Returns whether all are launched.
 
         The copies run beside the rounds. Rounds in flight may still read the grammar that had this memory before.
         """
-        block, images = request.block, self._images
-        while block is not None and images is not None and block.num_copied < len(block.image):
-            if not images.ready:
+        block, grammar_ring = request.arena_block, self._grammar_ring
+        while block is not None and grammar_ring is not None and block.num_copied < len(block.image):
+            if not grammar_ring.ready:
                 return False
-            part = block.image[block.num_copied : block.num_copied + images.width]
+            part = block.image[block.num_copied : block.num_copied + grammar_ring.width]
             start = block.offset + block.num_copied
             copy = functools.partial(_copy_start, self._buffers.grammar_arena[start : start + len(part)])
             launch = functools.partial(self._backend.copy_aside, after_launched=not block.num_copied)
-            self._copied[block] = images.send(part, copy, launch)
+            self._copy_events[block] = grammar_ring.send(part, copy, launch)
             block.num_copied += len(part)
         return True
 
     def prefill(self, request: ActiveRequest, budget: int) -> int:
         """Launch the next chunk of the prompt; after the last one the request is decoding. Returns the number of tokens."""
-        start, reused = request.prefilled, request.job.num_cached_tokens
-        count = min(request.to_prefill, max(budget, reused - start + 1))  # recompute at least one token past the shared prefix
-        chunk, spans = Chunk(request.row, start, count, reused, request.job.lora.slot), tuple(_spans(request.job, start, count + 1))
-        graph, buffers, chunks = self._graphs.prompt_graph(count), self._buffers, self._chunks
+        start, reused = request.num_prefilled, request.job.num_cached_tokens
+        count = min(request.num_to_prefill, max(budget, reused - start + 1))  # recompute at least one token past the shared prefix
+        chunk, spans = Chunk(request.row, start, count, reused, request.job.lora.slot), tuple(_embeddings(request.job, start, count + 1))
+        graph, buffers, prompts = self._graphs.prompt_graph(count), self._buffers, self._prompts
 
         def send(slot: Tensor) -> None:
             buffers.prompt.copy_(slot, non_blocking=True)
@@ -125,18 +125,18 @@ class Uploader:
                 buffers.prompt_embeddings[offset : offset + len(values)].copy_(values, non_blocking=True)
             if graph is None:
                 with step_errors("a chunk of a prompt", buffers.device):
-                    chunks.run(buffers, chunk, bool(spans))
+                    prompts.run(buffers, chunk, bool(spans))
 
         embedded = [(offset, len(values)) for offset, values in spans]
-        self._prompts.send(chunk.line(request.job.given_ids[start : start + count + 1], self._limits, embedded), send)
+        self._prompt_ring.send(chunk.line(request.job.context_ids[start : start + count + 1], self._limits, embedded), send)
         if graph is not None:
             graph.replay(is_round=False)
         if self._states:
             self._states.prompt_launched(request.job, count)
-        request.prefilled += count
-        if request.to_prefill == 0:
-            if request.block is not None:
-                self._backend.wait_for(self._copied[request.block])
+        request.num_prefilled += count
+        if request.num_to_prefill == 0:
+            if request.arena_block is not None:
+                self._backend.wait_for(self._copy_events[request.arena_block])
             self._upload_state(request)
             request.decoding = True
         return count
@@ -149,7 +149,7 @@ class Uploader:
     def begin(self, request: ActiveRequest) -> None:
         """Upload a request's block table, stop ids and biases, before its first chunk."""
         buffers, limits, row, stop_ids = self._buffers, self._limits, request.row, request.job.stop_ids
-        biases, resumed = request.job.sampling.biases, request.job.resumed_host
+        biases, resumed = request.job.sampling.biases, request.job.prior_output_host
         unused = limits.max_bias_ids - len(biases)
         parts = {
             "row_stop_ids": [*stop_ids, *[-1] * (limits.max_stop_ids - len(stop_ids))],
@@ -167,14 +167,14 @@ class Uploader:
                 tokens = resumed.to(counts.device, non_blocking=True)
                 counts.index_add_(0, tokens, torch.ones_like(tokens, dtype=counts.dtype))
 
-        self._admissions.send(_joined(parts), copy)
-        if self._options is not None:
-            options = {name: part for name, part in _options(request.job, limits, self._processors).items() if name in buffers}
-            self._options.send(_joined(options), functools.partial(_copy_parts, buffers, row, options))
+        self._admission_ring.send(_joined(parts), copy)
+        if self._option_ring is not None:
+            options = {name: part for name, part in _optional_settings(request.job, limits, self._processors).items() if name in buffers}
+            self._option_ring.send(_joined(options), functools.partial(_copy_parts, buffers, row, options))
         if request.job.sampling.repetition_penalty != 1:  # otherwise the prompt's tokens have no effect
             self._upload_seen(request)
-        if self._texts is not None:
-            self._upload_text(request, self._texts)
+        if self._text_ring is not None:
+            self._upload_text(request, self._text_ring)
 
     def _upload_seen(self, request: ActiveRequest) -> None:
         """Upload which tokens the prompt contains. All at once, since the part found in the cache is not prefilled."""
@@ -182,11 +182,11 @@ class Uploader:
         seen = np.zeros(self._buffers.seen_ring_host.shape[1] * 32, dtype=np.bool_)
         seen[list(request.job.prompt_ids)] = True
         words = np.packbits(seen, bitorder="little").view(np.int32)
-        self._seen.send(words, lambda slot: row_seen.copy_(bitmask.unpack(slot.to(row_seen.device, non_blocking=True), count)))
+        self._seen_ring.send(words, lambda slot: row_seen.copy_(bitmask.unpack(slot.to(row_seen.device, non_blocking=True), count)))
 
     def _upload_text(self, request: ActiveRequest, texts: PinnedRing) -> None:
         """Upload what a proposer reads: the text and, from `given_from` on, the end of the prompt and draft_ids."""
-        row_text, text, start = self._buffers.row_text[request.row], request.job.given_ids, given_from(self._limits)
+        row_text, text, start = self._buffers.row_text[request.row], request.job.context_ids, given_from(self._limits)
         given = (*request.job.prompt_ids[-ANCHOR:], *request.job.draft_ids) if request.job.draft_ids else ()
         first, split, end = start + len(request.job.draft_ids) - len(given), len(text), len(text) + len(given)
 
@@ -201,20 +201,20 @@ class Uploader:
         buffers, job, row = self._buffers, request.job, request.row
         prompt, start = len(job.prompt_ids), given_from(self._limits)
         # With draft masks, a draft is verified with the mask it was chosen under; draft_ids have no such mask.
-        usable = not job.given_output and (not request.constrained or (self._models.draft is None and "batch_forced" not in buffers))
+        usable = not job.prior_output and (not request.constrained or (self._models.draft is None and "batch_forced" not in buffers))
         offered = min(len(job.draft_ids), job.num_speculative_tokens) if usable else 0
         state = {
             Column.OWNER: job.id,
-            Column.GENERATED: len(job.given_output),
-            Column.LAST_TOKEN: job.given_ids[-1],
+            Column.GENERATED: len(job.prior_output),
+            Column.LAST_TOKEN: job.context_ids[-1],
             Column.FINISH: int(FinishCode.RUNNING),
             Column.DRAFT_COUNT: offered,
-            Column.LENGTH: len(job.given_ids),
+            Column.LENGTH: len(job.context_ids),
             Column.MAX_LENGTH: prompt + job.max_new_tokens,
             Column.CONSTRAINED: int(request.constrained),
             Column.DRAFT_LIMIT: job.num_speculative_tokens,
             Column.SEED: job.seed,
-            Column.IMAGE: request.block.offset if request.block else 0,
+            Column.IMAGE: request.arena_block.offset if request.arena_block else 0,
             Column.LORA: job.lora.slot,
         }
         params = [getattr(job.sampling, column.name.lower()) for column in Param]
@@ -231,10 +231,10 @@ class Uploader:
             buffers.row_tags[row].fill_(0)
             _copy_parts(buffers, row, parts, buffers.admission)
 
-        self._admissions.send(_joined(parts), copy)
+        self._admission_ring.send(_joined(parts), copy)
 
 
-def _spans(job: Job, start: int, count: int) -> Iterator[tuple[int, Tensor]]:
+def _embeddings(job: Job, start: int, count: int) -> Iterator[tuple[int, Tensor]]:
     """The embeddings of `count` prompt tokens: (position from `start` on, tensor [n, width])."""
     for position, values in job.embeddings:
         first, end = max(position, start), min(position + len(values), start + count)
@@ -246,7 +246,7 @@ def _copy_start(to: Tensor, slot: Tensor) -> None:
     to.copy_(slot[: len(to)], non_blocking=True)
 
 
-def _options(job: Job, limits: Limits, processors: Sequence[LogitsProcessor]) -> dict[str, list[int]]:
+def _optional_settings(job: Job, limits: Limits, processors: Sequence[LogitsProcessor]) -> dict[str, list[int]]:
     """Optional settings by table. A bad word fills the end of its line; recent tokens are the end of the output so far."""
     size, words = limits.max_bad_word_tokens, [[int(token) for token in word] for word in job.sampling.bad_words]
     words += [[]] * (limits.max_bad_words - len(words))
@@ -256,7 +256,7 @@ def _options(job: Job, limits: Limits, processors: Sequence[LogitsProcessor]) ->
         settings += [float(arguments is not None), *(arguments or [0.0] * processor.num_arguments)]
     return {
         "row_bad_words": [token for word in words for token in (*[-1] * (size - len(word)), *word)],
-        "row_recent": [*[-1] * (size - 1), *job.given_output][1 - size :],
+        "row_recent": [*[-1] * (size - 1), *job.prior_output][1 - size :],
         "row_relaxed": _float_bits([job.sampling.relaxed_top_n, job.sampling.relaxed_delta]),
         "row_processors": _float_bits(settings),
     }

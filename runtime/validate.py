@@ -50,12 +50,12 @@ class RequestOptions(TypedDict, total=False):
     tenant: str
 
 
-_SETTINGS = {field.name: f"config=EngineConfig({field.name}=)" for field in fields(EngineConfig)}
-_SETTINGS |= {other: _SETTINGS[name] for other, name in CONFIG_NAMES.items() if name in _SETTINGS}
-_SAMPLING = {field.name: f"sampling=SamplingParams({field.name}=)" for field in fields(SamplingParams)}
-_SAMPLING |= {other: _SAMPLING[name] for other, name in SAMPLING_NAMES.items() if name in _SAMPLING}
+_CONFIG_ARGUMENTS = {field.name: f"config=EngineConfig({field.name}=)" for field in fields(EngineConfig)}
+_CONFIG_ARGUMENTS |= {other: _CONFIG_ARGUMENTS[name] for other, name in CONFIG_NAMES.items() if name in _CONFIG_ARGUMENTS}
+_SAMPLING_ARGUMENTS = {field.name: f"sampling=SamplingParams({field.name}=)" for field in fields(SamplingParams)}
+_SAMPLING_ARGUMENTS |= {other: _SAMPLING_ARGUMENTS[name] for other, name in SAMPLING_NAMES.items() if name in _SAMPLING_ARGUMENTS}
 
-ENGINE_NAMES = _SETTINGS | {
+ENGINE_NAMES = _CONFIG_ARGUMENTS | {
     **dict.fromkeys(("model", "model_path"), "the model as the first argument"),
     **dict.fromkeys(("draft_model", "assistant_model", "speculative_config", "speculative_model"), "draft"),
     **dict.fromkeys(("tensor_parallel_size", "tp_size"), "tensor_parallel, of Engine.from_pretrained"),
@@ -64,7 +64,7 @@ ENGINE_NAMES = _SETTINGS | {
     **dict.fromkeys(("device", "device_map", "n_gpu_layers"), "config=EngineConfig(backend=)"),
     "trust_remote_code": "nothing: no code of a model's folder is run",
 }
-REQUEST_NAMES = _SAMPLING | {
+REQUEST_NAMES = _SAMPLING_ARGUMENTS | {
     **dict.fromkeys(("max_tokens", "max_length", "n_predict"), "max_new_tokens"),
     **dict.fromkeys(("sampling_params", "generation_config"), "sampling"),
     **dict.fromkeys(("prompts", "messages", "inputs", "input_ids", "prompt_token_ids"), "the prompt as the first argument"),
@@ -101,7 +101,7 @@ class RequestValidator:
         self._pinned = pinned
         self._ids = itertools.count(1)  # never reused: an id also identifies the owner in mask tags
 
-    def job(
+    def make_job(
         self,
         prompt_ids: Any,
         constraint: object,
@@ -128,7 +128,7 @@ class RequestValidator:
         if constraint is not None:
             typed = typed_constraint(constraint.constraint if isinstance(constraint, CompiledConstraint) else constraint)
         sampling = self._sampling(sampling, constraint is not None, new_tokens)
-        stops = self._stop_ids(sampling)
+        stop_ids = self._stop_ids(sampling)
         seed = sampling.seed if sampling.seed is not None else 0 if sampling.greedy else secrets.randbits(63)
         if not isinstance(cache_salt, str):
             raise ValueError(f"cache_salt: got {type(cache_salt).__name__}, expected a string")
@@ -142,7 +142,7 @@ class RequestValidator:
             sampling,
             new_tokens,
             drafts,
-            stops,
+            stop_ids,
             seed,
             expected_text,
             cache_salt,
@@ -157,7 +157,7 @@ class RequestValidator:
         if job.resume_from:
             self._check_resumed(job)
             ids = torch.tensor(job.resume_from)
-            job.resumed_host = ids.pin_memory() if self._pinned else ids
+            job.prior_output_host = ids.pin_memory() if self._pinned else ids
         return job
 
     def _check_resumed(self, job: Job) -> None:
@@ -240,11 +240,11 @@ class RequestValidator:
     def _stop_ids(self, sampling: SamplingParams) -> tuple[int, ...]:
         """The vocabulary's stop ids, unless `ignore_eos`, and the request's own."""
         own, limit = checked_ids("sampling.stop_token_ids", sampling.stop_token_ids, self._limits.num_tokens), self._limits.max_stop_ids
-        stops = tuple(dict.fromkeys([*(() if sampling.ignore_eos else self._stop_token_ids), *own]))
-        if len(stops) > limit:
+        stop_ids = tuple(dict.fromkeys([*(() if sampling.ignore_eos else self._stop_token_ids), *own]))
+        if len(stop_ids) > limit:
             expected = f"expected at most EngineConfig.max_stop_ids={limit}"
-            raise ValueError(f"sampling.stop_token_ids: got {len(stops)} including the vocabulary's, {expected}")
-        return stops
+            raise ValueError(f"sampling.stop_token_ids: got {len(stop_ids)} including the vocabulary's, {expected}")
+        return stop_ids
 
     def _embeddings(self, embeddings: Any, prompt_tokens: int) -> tuple[tuple[int, Tensor], ...]:
         """Spans (first position, host tensor [n, width]) in order. Look-up and penalties use the ids at these positions as they are."""
@@ -289,13 +289,13 @@ def check_options(sampling: SamplingParams, config: EngineConfig, limits: Limits
         if len(word) > limits.max_bad_word_tokens:
             expected = f"expected at most EngineConfig.max_bad_word_tokens={limits.max_bad_word_tokens}"
             raise ValueError(f"sampling.bad_words[{index}]: got {len(word)} tokens, {expected}")
-    known = {processor.name: processor for processor in config.logits_processors}
+    allowed = {processor.name: processor for processor in config.logits_processors}
     for name, arguments in sampling.logits_processors.items():
-        if name not in known:
-            names = ", ".join(map(repr, known)) or "none: EngineConfig.logits_processors is empty"
+        if name not in allowed:
+            names = ", ".join(map(repr, allowed)) or "none: EngineConfig.logits_processors is empty"
             raise ValueError(f"sampling.logits_processors: got the name {clip_repr(name)}, expected {names}")
-        if len(arguments) != known[name].num_arguments:
-            raise ValueError(f"sampling.logits_processors[{name!r}]: got {len(arguments)} numbers, expected {known[name].num_arguments}")
+        if len(arguments) != allowed[name].num_arguments:
+            raise ValueError(f"sampling.logits_processors[{name!r}]: got {len(arguments)} numbers, expected {allowed[name].num_arguments}")
     if sampling.relaxed_top_n and not config.relaxed_acceptance:
         raise ValueError(f"sampling.relaxed_top_n: got {sampling.relaxed_top_n}, expected 0, or EngineConfig(relaxed_acceptance=True)")
 

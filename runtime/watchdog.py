@@ -35,7 +35,7 @@ class Watchdog:
 
     def __init__(self, backend: Backend, seconds: float | None) -> None:
         self._backend, self._seconds, self._expired = backend, seconds, False
-        self.backend = backend if seconds is None else cast("Backend", _Watched(backend, self.wait))
+        self.backend = backend if seconds is None else cast("Backend", _TimedBackend(backend, self.wait))
 
     def wait(self, event: Event) -> bool:
         """RoundTimeoutError if the event is not reached in time."""
@@ -57,7 +57,7 @@ class Watchdog:
         limit = f"{self._seconds:g} s (EngineConfig.round_timeout_seconds)"
         return RoundTimeoutError(f"the device did not finish within {limit}{doing and ': ' + doing}")
 
-    def end(self, in_flight: InFlight, host: HostLink) -> None:
+    def close(self, in_flight: InFlight, host: HostLink) -> None:
         """Wait for the device, and close the backend and the host link. After a time-out: log the report, and free nothing."""
         with contextlib.suppress(Exception):  # work in flight fails for the reason that already ends the engine
             if self._seconds is not None and not self._expired:
@@ -75,7 +75,7 @@ class Watchdog:
     def _report(self, in_flight: InFlight, host: HostLink) -> str:
         stats = host.stats
         counters = f"{sum(stats.nodes)} ended, {stats.fills} masks, {stats.accepts} accepted tokens, {stats.rollbacks} rollbacks"
-        rounds = ", ".join(f"{'launch' if each.loops else 'round'} {each.number} ({each.key})" for each in in_flight.pending)
+        rounds = ", ".join(f"{'launch' if each.is_loop else 'round'} {each.number} ({each.key})" for each in in_flight.pending)
         lines = [
             f"the device of an engine did not finish within {self._seconds:g} s; in flight: {rounds or 'no rounds'}",
             *(self._backend.active_work() or ("no information about its streams",)),
@@ -87,7 +87,7 @@ class Watchdog:
         return "\n".join(lines)
 
 
-class _Watched:
+class _TimedBackend:
     """A backend whose events time out."""
 
     def __init__(self, backend: Backend, wait: Callable[[Event], bool]) -> None:

@@ -119,7 +119,7 @@ class Bench:
         )
         assert isinstance(pair.draft, nn.Module)
         self.engine = Engine(pair.target, NeverRight(pair.draft) if wrong else pair.draft, vocabulary=pair.vocabulary, config=config)
-        chooser = self.engine._parts.lengths
+        chooser = self.engine._parts.draft_lengths
         assert chooser is not None
         chooser.clock = time.process_time
         self.engine.capture()
@@ -131,7 +131,7 @@ class Bench:
 
     def run(self, asks: Sequence[Ask], new_tokens: int, variant: Drafting | str) -> Sample:
         engine, before = self.engine, self._rounds()
-        self.chooser.fixed = None if isinstance(variant, str) else variant
+        self.chooser.fixed_drafting = None if isinstance(variant, str) else variant
         for ask in asks:
             if ask.constraint is not None:
                 engine.compile(ask.constraint)  # not measured
@@ -151,7 +151,7 @@ class Bench:
         for _ in engine.stream():
             pass
         seconds = time.process_time() - begin
-        self.chooser.fixed = None
+        self.chooser.fixed_drafting = None
         wrong = [job.error for job in jobs if job.error]
         assert not wrong, wrong
         rounds = {length: count - before.get(length, 0) for length, count in self._rounds().items()}

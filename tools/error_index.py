@@ -110,7 +110,7 @@ def _accepted(check: ast.expr, constants: Mapping[str, ast.expr]) -> str:
     if kind in ("whole", "number"):
         limits = f"from {texts[0]} to {texts[1]}" if len(texts) > 1 else f">= {texts[0]}"
         return f"a {'whole ' * (kind == 'whole')}number {limits}"
-    return texts[1] if kind in ("Check", "instance_of", "_series_of") and len(texts) > 1 else INSERTED
+    return texts[1] if kind in ("Check", "instance_of", "_iterable_of") and len(texts) > 1 else INSERTED
 
 
 def _text(node: ast.expr) -> str:

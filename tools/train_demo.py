@@ -41,7 +41,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace) -> int:
-    from stepgraph.runtime.demo.pair import HEAD, target_path
+    from stepgraph.runtime.demo.pair import HEAD_FOLDER, target_path
     from tools.train.demo.card import card
     from tools.train.demo.collect import collect
     from tools.train.demo.measure import measure
@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
     (options.work / "report.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     (options.work / "README.md").write_text(card(found), encoding="utf-8")
     if options.install:
-        install(options.work, head, HEAD)
+        install(options.work, head, HEAD_FOLDER)
     print(json.dumps(found))
     return 0
 

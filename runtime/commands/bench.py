@@ -35,7 +35,7 @@ COLUMNS = {
 
 
 README_RATES = {"plain": 66, "plain + grammar": 67, "speculative": 148, "speculative + grammar": 165}  # tokens per second
-PAIRS = (("plain + grammar", "plain"), ("speculative", "plain"), ("speculative + grammar", "plain + grammar"))
+COMPARISONS = (("plain + grammar", "plain"), ("speculative", "plain"), ("speculative + grammar", "plain + grammar"))
 
 
 class Prompt(NamedTuple):
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
         for variant in variants(options.drafts, options.look_up, None, options.draft_length)[: 4 if speculative else 2]:
             cases.append(Case(variant, pair, longest))
             stack.enter_context(cases[-1].engine).capture(progress=terminal.shows_progress())
-        same, failed = _measure(cases, prompts, options)
+        equal, failed = _measure(cases, prompts, options)
         compared = options.repeats * len(prompts) * (len(cases) > 2)
         document: dict[str, Any] = {
             "model": pair.name,
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
             "device": cases[0].engine.backend.name,
-            "same_texts": {name: f"{same[constrained]} of {compared}" for name, constrained in (("free", False), ("grammar", True))},
+            "same_texts": {name: f"{equal[constrained]} of {compared}" for name, constrained in (("free", False), ("grammar", True))},
             "failed": failed,
             "variants": [_figures(case, len(prompts)) for case in cases],
         }
@@ -139,7 +139,7 @@ def _encode(entry: dict[str, Any], codec: TextCodec) -> list[int]:
 
 def _measure(cases: list[Case], prompts: list[Prompt], options: argparse.Namespace) -> tuple[dict[bool, int], list[str]]:
     """How many speculative answers equal the plain ones, without and with a grammar, and the failures. The first repeat is a warm-up."""
-    same, failed = {False: 0, True: 0}, []
+    equal, failed = {False: 0, True: 0}, []
     total = (1 + options.repeats) * len(cases) * len(prompts)
     with tqdm(total=total, desc="bench", unit="answer", disable=not terminal.shows_progress(), leave=False) as bar:
         for repeat in range(1 + options.repeats):
@@ -152,8 +152,8 @@ def _measure(cases: list[Case], prompts: list[Prompt], options: argparse.Namespa
                     if failure := engines.failure_of(job):
                         failed.append(f"{case.variant.name}, prompt {index + 1}: {failure}")
                     other = texts.setdefault((index, constrained), job.tokens)
-                    same[constrained] += repeat > 0 and other is not job.tokens and other == job.tokens
-    return same, failed
+                    equal[constrained] += repeat > 0 and other is not job.tokens and other == job.tokens
+    return equal, failed
 
 
 def _figures(case: Case, prompts: int) -> dict[str, Any]:
@@ -172,7 +172,7 @@ def ratios(variants: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Ratios of tokens per second: each is the ratio of tokens per round, divided by the ratio of round times."""
     rows = {row["variant"]: row for row in variants}
     found = []
-    for name, base in PAIRS:
+    for name, base in COMPARISONS:
         if name in rows and rows[base]["tokens_per_second"] and rows[name]["tokens_per_second"]:
             rate, tokens = (rows[name][field] / rows[base][field] for field in ("tokens_per_second", "tokens_per_round"))
             figures = {"ratio": rate, "tokens_per_round": tokens, "time_of_a_round": tokens / rate}
@@ -193,8 +193,8 @@ def _print_table(document: dict[str, Any]) -> None:
     terminal.print_text(
         "ratio of tokens/s = ratio of tokens/round divided by ratio of times of a round; in README: measured with the pair of the demo"
     )
-    same = document["same_texts"]
-    terminal.print_text(f"speculative answers equal to the plain ones: {same['free']} without a grammar, {same['grammar']} with one")
+    equal = document["same_texts"]
+    terminal.print_text(f"speculative answers equal to the plain ones: {equal['free']} without a grammar, {equal['grammar']} with one")
 
 
 def _cell(value: object) -> str:

@@ -146,8 +146,8 @@ def _trace(error: BaseException | None) -> str:
     """The exception with the frames of the user's files; the frames above them belong to this command."""
     assert error is not None
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if Path(frame.filename).is_relative_to(Path.cwd()) and "site-packages" not in frame.filename]
-    shown = own[-MAX_FRAMES:] or [frame for frame in frames[-1:] if frame.line]
+    user_frames = [frame for frame in frames if Path(frame.filename).is_relative_to(Path.cwd()) and "site-packages" not in frame.filename]
+    shown = user_frames[-MAX_FRAMES:] or [frame for frame in frames[-1:] if frame.line]
     lines = [f"  {frame.filename}:{frame.lineno}\n    {frame.line}" for frame in shown]
     return "\n".join([*lines, *(line.rstrip() for line in traceback.format_exception_only(error))])
 

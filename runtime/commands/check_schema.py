@@ -11,7 +11,7 @@ from stepgraph.sampling.grammar import Constraint, coverage
 from stepgraph.sampling.grammar.constraints.unsupported import Unsupported
 from stepgraph.sampling.grammar.schema.reader import clip_json, value_of
 
-HEAD = ("place", "keyword", "value", "result", "reason", "suggestion")
+COLUMNS = ("place", "keyword", "value", "result", "reason", "suggestion")
 MAX_VALUE = 40  # characters of a value in the table
 
 
@@ -27,11 +27,11 @@ def run(options: argparse.Namespace) -> int:
 def _checked(schema: dict[str, Any], objects: Any) -> dict[str, Any]:
     constraint = Constraint.json_schema(schema, objects=objects)
     with terminal.waiting("compiling ..."):
-        found = coverage(constraint)
-    parts = found.narrowed if found.enforced else found.unenforced or next(iter(found.unsupported.values()))
-    result = "narrowed" if found.enforced else "refused"
+        report = coverage(constraint)
+    parts = report.narrowed if report.enforced else report.unenforced or next(iter(report.unsupported.values()))
+    result = "narrowed" if report.enforced else "refused"
     rows = [_row(part, schema, result) for part in sorted(set(parts), key=lambda part: (part.where, part.keyword))]
-    return {"enforced": found.enforced, "backend": found.backend, "reason": found.reason, "objects": objects, "parts": rows}
+    return {"enforced": report.enforced, "backend": report.backend, "reason": report.reason, "objects": objects, "parts": rows}
 
 
 def _row(part: Unsupported, schema: dict[str, Any], result: str) -> dict[str, Any]:
@@ -40,13 +40,13 @@ def _row(part: Unsupported, schema: dict[str, Any], result: str) -> dict[str, An
     suggestion = suggestion or ("nothing to do" if result == "narrowed" else "remove it, and check it in the finished text")
     value = None if part.where == "#" and part.keyword not in schema else value_of(schema, part)  # None: the whole document
     reason = reason.removeprefix(f"got {clip_json(value)}").removeprefix(", which ").removeprefix(": ") or "is not accepted"
-    return dict(zip(HEAD, (part.where, part.keyword, value, result, reason, suggestion), strict=True))
+    return dict(zip(COLUMNS, (part.where, part.keyword, value, result, reason, suggestion), strict=True))
 
 
 def _table(document: dict[str, Any]) -> list[str]:
-    rows = [[_cell(row[name], name) for name in HEAD] for row in document["parts"]]
-    widths = [max(map(len, column)) for column in zip(HEAD, *rows, strict=True)]
-    lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip() for cells in (HEAD, *rows)]
+    rows = [[_cell(row[name], name) for name in COLUMNS] for row in document["parts"]]
+    widths = [max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)]
+    lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip() for cells in (COLUMNS, *rows)]
     if not document["enforced"]:
         return [*lines, f"not enforced: {len(rows)} {'part is' if len(rows) == 1 else 'parts are'} refused"]
     summary = f"enforced by {document['backend']}" + (f" ({document['reason']})" if document["reason"] else "")

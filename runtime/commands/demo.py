@@ -25,11 +25,11 @@ from stepgraph.runtime.trace import StageTime, Timeline
 from stepgraph.sampling.grammar.compile.backends import check_constraints
 from stepgraph.sampling.grammar.compile.compiler import CompiledConstraint
 
-TRACE = "timeline.json"
+TRACE_FILE = "timeline.json"
 TRACED_ROUNDS = 6
 MIN_LENGTH = 512
-WIDTH = 2400  # of the timeline, which can be scrolled
-ROW = 26
+WIDTH = 2400  # of the timeline in pixels; it can be scrolled
+ROW = 26  # height in pixels
 STYLE = """
 :root { color-scheme: light dark; --text: #1b1f24; --back: #ffffff; --line: #d0d7de; --soft: #57606a; --draft: #c6efd0; --look_up: #b8e3f5;
   --forced: #e7d4fa; --target: #ffe3b3; --stage: #4c8dd6; --host: #b45fc9; --wait: #c9ced4; --launch: #d98b3a }
@@ -71,7 +71,7 @@ class Demonstration:
         self.prompts = {scenario.name: pair.codec.chat(scenario.messages) for scenario in scenarios}
         self.cases: list[Case] = []
         self.pieces: dict[str, list[tuple[str, str]]] = {}  # by scenario: text and origin of each token of the answer
-        self.traced: Timeline | None = None
+        self.traced_timeline: Timeline | None = None
         self.rates: dict[str, dict[str, float]] = {}  # tokens per second, by variant and scenario
         self._colour = terminal.colour_enabled(sys.stdout) and not options.json
         self._progress = terminal.shows_progress() and not options.json
@@ -87,7 +87,7 @@ class Demonstration:
         if self._colour:
             print(", ".join(terminal.coloured(meaning, origin) for origin, meaning in ORIGINS.items()))
         answers = {scenario.name: self.answer(scenario) for scenario in self.scenarios}
-        with self._bar("race", self.options.repeats * sum(len(self._suitable(scenario)) for scenario in self.scenarios)) as bar:
+        with self._progress_bar("race", self.options.repeats * sum(len(self._cases_for(scenario)) for scenario in self.scenarios)) as bar:
             for scenario in self.scenarios:
                 self.race(scenario, bar.update)
         head, rows = table(self.cases, self.rates)
@@ -100,7 +100,7 @@ class Demonstration:
             document["timeline"] = self.timeline()
         if self.options.html:
             shown = [(each, self.pieces[each.name]) for each in self.scenarios]
-            Path(self.options.html).write_text(page(self.pair.name, shown, head, rows, self.traced), encoding="utf-8")
+            Path(self.options.html).write_text(page(self.pair.name, shown, head, rows, self.traced_timeline), encoding="utf-8")
             self._print(f"{self.options.html}: answers, table and timeline as a page")
         return document
 
@@ -109,7 +109,7 @@ class Demonstration:
         length = max(MIN_LENGTH, *(len(prompt) + self.options.max_new_tokens for prompt in self.prompts.values()))
         # A draft of the toy pair takes as long as the target: with "auto" no round would have drafts.
         all_variants = variants(self.options.drafts, draft_length=self.options.drafts if self.options.toy else "auto")
-        with self._bar("prepare", len(all_variants) + len(self.scenarios)) as bar:
+        with self._progress_bar("prepare", len(all_variants) + len(self.scenarios)) as bar:
             for variant in all_variants:
                 self.cases.append(Case(variant, self.pair, length))
                 stack.enter_context(self.cases[-1].engine)
@@ -123,13 +123,13 @@ class Demonstration:
     def answer(self, scenario: Scenario) -> dict[str, Any]:
         """One answer of every variant; the fastest variant's is printed while it is generated."""
         self._print(f"\n{scenario.name}: {scenario.user}\n")
-        *others, fastest = self._suitable(scenario)
+        *others, fastest = self._cases_for(scenario)
         stream = self.pair.codec.stream()
         pieces = self.pieces[scenario.name] = []
         job = self._run(fastest, scenario, lambda event: self._show(event, stream.push, pieces))
         self._print(stream.finish())
         tokens: dict[str, list[int]] = {}
-        with self._bar("the other variants", len(others)) as bar:
+        with self._progress_bar("the other variants", len(others)) as bar:
             for case in others:
                 tokens[case.variant.name] = self._run(case, scenario).tokens
                 bar.update()
@@ -142,7 +142,7 @@ class Demonstration:
 
     def race(self, scenario: Scenario, update: Callable[[], object]) -> None:
         """Measure the variants, interleaved. The answers before are not counted."""
-        cases = self._suitable(scenario)
+        cases = self._cases_for(scenario)
         for _ in range(self.options.repeats):
             for case in cases:
                 self._run(case, scenario)
@@ -153,23 +153,23 @@ class Demonstration:
 
     def timeline(self) -> dict[str, Any]:
         """Trace some rounds of the fastest variant on the first scenario."""
-        scenario, path = self.scenarios[0], self.options.out / TRACE
-        case = self._suitable(scenario)[-1]
-        with self._bar("timeline", 1):
+        scenario, path = self.scenarios[0], self.options.out / TRACE_FILE
+        case = self._cases_for(scenario)[-1]
+        with self._progress_bar("timeline", 1):
             with case.engine.trace(rounds=TRACED_ROUNDS) as trace:
                 self._run(case, scenario)
             trace.timeline.save_perfetto(path)
-        self.traced, summary = trace.timeline, trace.timeline.summary()
+        self.traced_timeline, summary = trace.timeline, trace.timeline.summary()
         self._print(f"\n{summary}\n{path}: the timeline, for ui.perfetto.dev")
         return {"trace": str(path), "summary": summary.as_dict()}
 
-    def _bar(self, label: str, steps: int) -> Any:
+    def _progress_bar(self, label: str, steps: int) -> Any:
         return tqdm(total=steps, desc=label, disable=not self._progress, leave=False)
 
     def _compiled(self, scenario: Scenario) -> CompiledConstraint | None:
         return self.cases[-1].engine.compile(scenario.constraint) if scenario.constraint else None
 
-    def _suitable(self, scenario: Scenario) -> list[Case]:
+    def _cases_for(self, scenario: Scenario) -> list[Case]:
         """The variants to run for this scenario: without a schema, only the variants without grammars."""
         return [case for case in self.cases if scenario.schema is not None or not case.variant.constrained]
 
@@ -227,9 +227,9 @@ def page(
     for scenario, pieces in answers:
         parts.append(f'<h2>{html.escape(scenario.name)}</h2><pre class="prompt">{html.escape(scenario.user)}</pre>')
         parts.append(f"<pre>{''.join(_piece(*piece) for piece in pieces)}</pre>")
-    parts.append("<h2>Variants</h2>" + _table(head, rows))
+    parts.append("<h2>Variants</h2>" + _html_table(head, rows))
     if timeline is not None:
-        parts.append("<h2>Timeline</h2>" + "".join(_timeline(timeline)))
+        parts.append("<h2>Timeline</h2>" + "".join(_timeline_svg(timeline)))
     start = '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
     return f"{start}<title>stepgraph: {html.escape(title)}</title><style>{STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
 
@@ -238,13 +238,13 @@ def _piece(text: str, origin: str) -> str:
     return f'<mark class="{origin}" title="{ORIGINS[origin]}">{html.escape(text)}</mark>'
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def _html_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     cells = ["".join(f"<th>{html.escape(name)}</th>" for name in head)]
     cells += ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows]
     return '<div class="scroll"><table>' + "".join(f"<tr>{row}</tr>" for row in cells) + "</table></div>"
 
 
-def _timeline(timeline: Timeline) -> Iterator[str]:
+def _timeline_svg(timeline: Timeline) -> Iterator[str]:
     summary, spans = timeline.summary(), timeline.spans
     yield f"<p>{summary.rounds} rounds of {summary.round_ns / 1e6:.2f} ms. The pointer on a bar shows its name and time.</p>"
     begin, end = min((span.start_ns for span in spans), default=0), max((span.end_ns for span in spans), default=1)
@@ -254,17 +254,17 @@ def _timeline(timeline: Timeline) -> Iterator[str]:
     for stream, number in streams.items():
         yield f'<text x="0" y="{2 * ROW * number + 16}">{html.escape(stream)}</text>'
     for span in spans:
-        yield _bar(span, (span.start_ns - begin) / (end - begin) * WIDTH, (span.end_ns - span.start_ns) / (end - begin) * WIDTH, streams)
+        yield _rect(span, (span.start_ns - begin) / (end - begin) * WIDTH, (span.end_ns - span.start_ns) / (end - begin) * WIDTH, streams)
     yield "</svg></div>"
-    times = [(_name(stage), str(stage.count), f"{stage.median_ns / 1e6:.3f}") for stage in summary.stages]
-    yield _table(("stage", "count", "median ms"), times)
+    times = [(_span_label(stage), str(stage.count), f"{stage.median_ns / 1e6:.3f}") for stage in summary.stages]
+    yield _html_table(("stage", "count", "median ms"), times)
 
 
-def _name(work: Span | StageTime) -> str:
+def _span_label(work: Span | StageTime) -> str:
     return f"{work.stream}: {'wait for ' if work.kind == 'wait' else ''}{work.name}"
 
 
-def _bar(span: Span, left: float, width: float, streams: dict[str, int]) -> str:
-    what = f"{_name(span)}, {(span.end_ns - span.start_ns) / 1e6:.3f} ms"
-    place = f'x="{left:.2f}" y="{2 * ROW * streams[span.stream] + ROW - 4}" width="{max(width, 0.5):.2f}" height="{ROW - 6}"'
-    return f'<rect class="{span.kind}" {place}><title>{html.escape(what)}</title></rect>'
+def _rect(span: Span, left: float, width: float, streams: dict[str, int]) -> str:
+    what = f"{_span_label(span)}, {(span.end_ns - span.start_ns) / 1e6:.3f} ms"
+    geometry = f'x="{left:.2f}" y="{2 * ROW * streams[span.stream] + ROW - 4}" width="{max(width, 0.5):.2f}" height="{ROW - 6}"'
+    return f'<rect class="{span.kind}" {geometry}><title>{html.escape(what)}</title></rect>'

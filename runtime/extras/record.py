@@ -35,8 +35,8 @@ from stepgraph.sampling.lifetimes import call_after_fork
 FORMAT = 1
 PACKAGES = ("torch", "xgrammar", "llguidance", "triton")
 # Arguments of submit() that a line contains unchanged.
-COPIED = ("prompt_ids", "max_new_tokens", "num_speculative_tokens", "draft_ids", "cache_salt", "resume_from", "priority", "tenant")
-FULL = b'{"kind":"full"}\n'
+SUBMIT_FIELDS = ("prompt_ids", "max_new_tokens", "num_speculative_tokens", "draft_ids", "cache_salt", "resume_from", "priority", "tenant")
+FULL_LINE = b'{"kind":"full"}\n'
 FIRST_VALUES = 16  # of each tensor: enough to distinguish models of the same shape
 
 
@@ -61,7 +61,7 @@ class Recorder:
 
     def __init__(self, recording: Recording, header: dict[str, Any]) -> None:
         """ValueError if the file cannot be created."""
-        self._path, self._left, self._lock = Path(recording.path), recording.max_bytes - len(FULL), threading.Lock()
+        self._path, self._bytes_left, self._lock = Path(recording.path), recording.max_bytes - len(FULL_LINE), threading.Lock()
         self.steps = 0  # begun so far
         try:
             # Unbuffered, readable by its owner only, and never over an existing file.
@@ -72,11 +72,11 @@ class Recorder:
         call_after_fork(self._detach)
         self.write("engine", **header)
 
-    def chosen(self, drafting: Drafting) -> None:
+    def record_drafting(self, drafting: Drafting) -> None:
         """Record how the round of this step drafts, if that is chosen for each round."""
         self.write("round", drafts=drafting.length, model=drafting.model)
 
-    def closed(self, why: str) -> None:
+    def record_close(self, why: str) -> None:
         self.write("closed", why=why)
         self.close()
 
@@ -88,12 +88,12 @@ class Recorder:
             with self._lock:
                 if self._file is None:
                     return
-                self._left -= len(line)
-                if self._left >= 0:
+                self._bytes_left -= len(line)
+                if self._bytes_left >= 0:
                     if self._file.write(line) != len(line):
                         raise OSError("only a part of a line could be written")
                     return
-                self._file.write(FULL)
+                self._file.write(FULL_LINE)
             self._fail("its size reached Recording.max_bytes")
         except Exception as error:
             self._fail(str(error) or type(error).__name__)
@@ -161,7 +161,7 @@ def model_fingerprints(models: ModelPair) -> dict[str, dict[str, Any]]:
 
 def request_fields(job: Job) -> dict[str, Any]:
     """The arguments of submit(); of prompt embeddings only position, length and hash."""
-    return {name: getattr(job, name) for name in COPIED} | {
+    return {name: getattr(job, name) for name in SUBMIT_FIELDS} | {
         "job": job.id,
         "constraint": asdict(job.constraint) if job.constraint else None,
         "sampling": asdict(job.sampling) | {"seed": job.seed, "logit_bias": list(job.sampling.logit_bias.items())},

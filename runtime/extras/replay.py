@@ -19,7 +19,7 @@ from stepgraph.graphs.model import TargetModel
 from stepgraph.runtime.check_models import Drafter, resolve_drafter
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.engine import Engine
-from stepgraph.runtime.extras.record import COPIED, FORMAT, model_fingerprints, versions, vocabulary_fingerprint
+from stepgraph.runtime.extras.record import FORMAT, SUBMIT_FIELDS, model_fingerprints, versions, vocabulary_fingerprint
 from stepgraph.runtime.request import FinishReason, Job
 from stepgraph.sampling.fields import clip_error, clip_name, clip_repr, is_int
 from stepgraph.sampling.grammar.compile.limits import GrammarLimits
@@ -45,8 +45,8 @@ class RecordedRun:
     path: Path
     header: dict[str, Any]
     by_id: dict[int, RecordedRequest] = field(default_factory=dict)  # in the order of submission
-    lengths: dict[int, Drafting] = field(default_factory=dict)  # by step: how its round drafted, if that was chosen for each round
-    admitted: int = 0
+    draftings: dict[int, Drafting] = field(default_factory=dict)  # by step: how its round drafted, if that was chosen for each round
+    num_admits: int = 0
     steps: int = 0
     ending: str = "the process ended"  # why the recording ends
     closed: bool = False  # jobs that end later were cut off
@@ -63,10 +63,10 @@ class RecordedRun:
             job_id = int(event["job"])
             self.by_id[job_id] = RecordedRequest(job_id, int(event["step"]), _options(event))
         elif kind == "admit":
-            self.by_id[event["job"]].admission = int(event["step"]), self.admitted
-            self.admitted += 1
+            self.by_id[event["job"]].admission = int(event["step"]), self.num_admits
+            self.num_admits += 1
         elif kind == "round":
-            self.lengths[int(event["step"])] = Drafting(int(event["drafts"]), bool(event.get("model", True)))
+            self.draftings[int(event["step"])] = Drafting(int(event["drafts"]), bool(event.get("model", True)))
         elif kind == "refused":
             self.by_id.pop(event["job"], None)
         elif kind == "tokens":
@@ -170,35 +170,35 @@ def replay_on(engine: Engine, run: RecordedRun) -> ReplayReport:
 
 def version_differences(run: RecordedRun) -> tuple[str, ...]:
     """Packages whose version is not the recorded one."""
-    recorded, here = run.header["versions"], versions()
+    recorded, installed = run.header["versions"], versions()
     return tuple(
-        f"{name}: {here.get(name, 'none')}, recorded with {recorded.get(name, 'none')}"
-        for name in sorted({*recorded, *here})
-        if recorded.get(name) != here.get(name)
+        f"{name}: {installed.get(name, 'none')}, recorded with {recorded.get(name, 'none')}"
+        for name in sorted({*recorded, *installed})
+        if recorded.get(name) != installed.get(name)
     )
 
 
 def _execute(run: RecordedRun, engine: Engine) -> dict[int, Job]:
     """Submit and cancel the requests after as many steps as in the recording. Returns the jobs by recorded job id."""
-    requests, lengths = [request for request in run.requests if request.options], engine._parts.lengths
+    requests, chooser = [request for request in run.requests if request.options], engine._parts.draft_lengths
     # Within a step, submissions come before cancellations, and requests that got a row come first, in the order of their admission.
-    submits = [(*(request.admission or (max(request.step + 1, request.end_step), run.admitted)), request, False) for request in requests]
+    submits = [(*(request.admission or (max(request.step + 1, request.end_step), run.num_admits)), request, False) for request in requests]
     cancelled = [request for request in requests if request.reason == FinishReason.CANCELLED]
-    cancels = [(max(request.end_step, request.step + 1), run.admitted + 1, request, True) for request in cancelled]
+    cancels = [(max(request.end_step, request.step + 1), run.num_admits + 1, request, True) for request in cancelled]
     actions = collections.deque(sorted([*submits, *cancels], key=lambda action: action[:2]))
     jobs, step = dict[int, Job](), 0
     while actions or engine.has_work:
         if actions and (actions[0][0] <= step + 1 or not engine.has_work):  # steps of an idle engine are skipped
-            time, _, request, cancels_it = actions.popleft()
-            step = max(step, time - 1)
+            action_step, _, request, cancels_it = actions.popleft()
+            step = max(step, action_step - 1)
             if cancels_it:
                 engine.cancel(jobs[request.job_id])
             else:
                 jobs[request.job_id] = _submit(request, engine)
             continue
         step += 1
-        if lengths:
-            lengths.fixed = run.lengths.get(step)
+        if chooser:
+            chooser.fixed_drafting = run.draftings.get(step)
         engine.step()
         if step >= run.steps:
             # Cancel the jobs that have no recorded end, once they have as many tokens as were recorded.
@@ -206,8 +206,8 @@ def _execute(run: RecordedRun, engine: Engine) -> dict[int, Job]:
                 job = jobs.get(request.job_id)
                 if job and request.reason is None and len(job.tokens) >= len(request.tokens):
                     engine.cancel(job)
-    if lengths:
-        lengths.fixed = None
+    if chooser:
+        chooser.fixed_drafting = None
     return jobs
 
 
@@ -259,7 +259,7 @@ def _options(event: Mapping[str, Any]) -> dict[str, Any]:
     prompt = event["prompt_ids"]
     if not isinstance(prompt, list) or not all(map(is_int, prompt)):  # submit() also takes texts and messages
         raise ValueError(f"prompt_ids: got {clip_repr(prompt)}, expected a list of token ids")
-    copied = {name: event[name] for name in COPIED}
+    copied = {name: event[name] for name in SUBMIT_FIELDS}
     return copied | {"draft_ids": event["draft_ids"] or None, "sampling": SamplingParams(**sampling), "constraint": constraint}
 
 

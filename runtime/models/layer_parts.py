@@ -28,9 +28,9 @@ class ExpertMlp(nn.Module):
         self.experts, self.activation = experts, config.activation
         routed = torch.empty(0, dtype=torch.float32, device=like.device) if experts.routing else like
         shapes = {
-            "router": (routed, experts.count, config.hidden_size),
-            "gate_up": (like, experts.count * 2 * experts.size, config.hidden_size),
-            "down": (like, experts.count * config.hidden_size, experts.size),
+            "router": (routed, experts.num_experts, config.hidden_size),
+            "gate_up": (like, experts.num_experts * 2 * experts.expert_size, config.hidden_size),
+            "down": (like, experts.num_experts * config.hidden_size, experts.expert_size),
         }
         for name, (kind, outer, inner) in shapes.items():
             self.register_parameter(name, empty_weight(kind, outer, inner))
@@ -41,28 +41,28 @@ class ExpertMlp(nn.Module):
         self.router_bias: nn.Parameter | None
         self.gate_up_bias: nn.Parameter | None
         self.down_bias: nn.Parameter | None
-        self.correction = empty_weight(routed, experts.count) if experts.routing else None
+        self.correction = empty_weight(routed, experts.num_experts) if experts.routing else None
         if experts.shared_size:
             self.shared_gate_up = empty_weight(like, 2 * experts.shared_size, config.hidden_size)
             self.shared_down = empty_weight(like, config.hidden_size, experts.shared_size)
 
-    def forward(self, states: Tensor, adapted: Adapted) -> Tensor:
-        count = self.experts.count
-        shares, chosen = self._choose(states)
-        gated = activate_and_mul(expert_linear(states, chosen, self.gate_up, count, self.gate_up_bias), self.activation)
-        found = combine_experts(expert_linear(gated, chosen, self.down, count, self.down_bias), shares)
+    def forward(self, states: Tensor, product_hook: Adapted) -> Tensor:
+        count = self.experts.num_experts
+        weights, expert_ids = self._choose(states)
+        gated = activate_and_mul(expert_linear(states, expert_ids, self.gate_up, count, self.gate_up_bias), self.activation)
+        output = combine_experts(expert_linear(gated, expert_ids, self.down, count, self.down_bias), weights)
         if not self.experts.shared_size:
-            return found
-        gated = activate_and_mul(adapted("shared_gate_up", states, linear(states, self.shared_gate_up)), self.activation)
-        return found + adapted("shared_down", gated, linear(gated, self.shared_down))
+            return output
+        gated = activate_and_mul(product_hook("shared_gate_up", states, linear(states, self.shared_gate_up)), self.activation)
+        return output + product_hook("shared_down", gated, linear(gated, self.shared_down))
 
     def _choose(self, states: Tensor) -> tuple[Tensor, Tensor]:
         experts, routing = self.experts, self.experts.routing
         if routing is None or self.correction is None:
-            return choose_experts(linear(states, self.router, self.router_bias), experts.taken, experts.normalised)
+            return choose_experts(linear(states, self.router, self.router_bias), experts.experts_per_token, experts.normalised)
         logits = linear(states.to(self.router.dtype), self.router)
-        groups = routing.groups, routing.groups_taken
-        return choose_grouped_experts(logits, self.correction, experts.taken, *groups, experts.normalised, routing.factor)
+        groups = routing.num_groups, routing.groups_per_token
+        return choose_grouped_experts(logits, self.correction, experts.experts_per_token, *groups, experts.normalised, routing.scale)
 
 
 class LatentProjection(nn.Module):
@@ -72,7 +72,7 @@ class LatentProjection(nn.Module):
     def __init__(self, config: LlamaConfig, latent: LatentConfig, like: Tensor) -> None:
         super().__init__()
         heads, rank = config.num_heads, latent.query_rank
-        self.sizes = [rank or heads * latent.size, latent.rank, latent.rotated]
+        self.sizes = [rank or heads * latent.size, latent.rank, latent.rotated_size]
         self.query_norm = None if rank is None else empty_weight(like, rank)
         self.entry_norm = empty_weight(like, latent.rank)
         for name, (_, outer, inner) in latent.products(heads).items():
@@ -82,22 +82,22 @@ class LatentProjection(nn.Module):
         self.register_buffer("columns", _head_columns(latent, heads, like.device), persistent=False)
         self.columns: Tensor
 
-    def forward(self, mixed: Tensor, adapted: Adapted) -> Tensor:
+    def forward(self, qkv: Tensor, product_hook: Adapted) -> Tensor:
         """[N, 3 * heads * size]: queries, keys and values, the rotated elements of each head first, as `rotate` expects them."""
-        query, state, rotated = mixed.split(self.sizes, 1)
+        query, state, rotated = qkv.split(self.sizes, 1)
         if self.query_norm is not None:
             query = rms_norm(query, self.query_norm, _EPSILON)
-            query = adapted("query", query, linear(query, self.query))
+            query = product_hook("query", query, linear(query, self.query))
         state = rms_norm(state, self.entry_norm, _EPSILON)
-        entries = adapted("entries", state, linear(state, self.entries))
+        entries = product_hook("entries", state, linear(state, self.entries))
         return torch.cat([query, entries, rotated], 1).index_select(1, self.columns)
 
 
 def _head_columns(latent: LatentConfig, heads: int, device: torch.device) -> Tensor:
     """The column of each element of queries, keys and values in the concatenation of queries, entries and rotated keys."""
-    size, plain = latent.size, latent.plain
+    size, plain = latent.size, latent.unrotated_size
     unrotated = heads * (plain + latent.value_size)
-    turned = torch.arange(latent.rotated, device=device)
+    turned = torch.arange(latent.rotated_size, device=device)
     turned = turned.view(-1, 2).T.flatten() if latent.interleaved else turned
     entries = heads * size + torch.arange(unrotated, device=device).view(heads, -1)
     queries = torch.arange(heads * size, device=device).view(heads, size)

@@ -108,19 +108,19 @@ class Llama(LlamaBase):
         normed = rms_norm(states, first, epsilon, offset)
         for index, (layer, next_norm, *cache) in enumerate(zip(self.layers, norms, keys.unbind(), values.unbind(), strict=True)):
             layer_inputs.append(states)
-            adapted = self.adapted(index, inputs, buffers)
+            product_hook = self.product_hook(index, inputs, buffers)
             angles = rotation if layer.window is None else local
-            states, normed = layer(states, normed, angles, inputs, *cache, next_norm, adapted)
+            states, normed = layer(states, normed, angles, inputs, *cache, next_norm, product_hook)
         layer_inputs.append(states)
         shape = inputs.tokens.shape
         hidden = normed.view(*shape, -1)
         features = [layer_inputs[layer] for layer in self.feature_layers]
         return ModelOutput(hidden, torch.cat(features, -1).view(*shape, -1) if features else hidden)
 
-    def adapted(self, index: int, inputs: ModelInput, buffers: StaticBuffers) -> Adapted:
-        """The function that adds LoRA adapters to the products of a layer."""
+    def product_hook(self, index: int, inputs: ModelInput, buffers: StaticBuffers) -> Adapted:
+        """A function of each product of a layer: it adds LoRA adapters."""
         prefix = f"{self.name}_{index}_"
-        return unchanged if inputs.lora_slots is None else lambda name, x, found: add_lora(prefix + name, x, found, inputs, buffers)
+        return unchanged if inputs.lora_slots is None else lambda name, x, product: add_lora(prefix + name, x, product, inputs, buffers)
 
 
 def embed(inputs: ModelInput, table: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
@@ -170,34 +170,34 @@ class LlamaLayer(nn.Module):
         keys: Tensor,
         values: Tensor,
         next_norm: Tensor,
-        adapted: Adapted = unchanged,
+        product_hook: Adapted = unchanged,
     ) -> Residual:
         """normed: the input of attention. next_norm: the weight of the norm after this layer, whose output is returned as `normed`."""
-        return self.finish(states, self.attend(normed, rotation, inputs, keys, values, adapted), next_norm, adapted)
+        return self.finish(states, self.attend(normed, rotation, inputs, keys, values, product_hook), next_norm, product_hook)
 
-    def finish(self, states: Tensor, attended: Tensor, next_norm: Tensor, adapted: Adapted = unchanged) -> Residual:
+    def finish(self, states: Tensor, attended: Tensor, next_norm: Tensor, product_hook: Adapted = unchanged) -> Residual:
         """The residual connection around attention, the MLP and its residual connection."""
         scales = self.config.norm_epsilon, self.config.norm_offset
         if self.attention_output_norm is not None:
             attended = rms_norm(attended, self.attention_output_norm, *scales)
         states, normed = add_rms_norm(states, attended, self.mlp_norm, *scales)
-        update = self.mlp(normed, adapted) if self.experts is None else self.experts(normed, adapted)
+        update = self.mlp(normed, product_hook) if self.experts is None else self.experts(normed, product_hook)
         if self.mlp_output_norm is not None:
             update = rms_norm(update, self.mlp_output_norm, *scales)
         return add_rms_norm(states, update, next_norm, *scales)
 
-    def mlp(self, normed: Tensor, adapted: Adapted) -> Tensor:
-        gated = activate_and_mul(adapted("gate_up", normed, linear(normed, self.gate_up)), self.config.activation)
-        return adapted("down", gated, linear(gated, self.down))
+    def mlp(self, normed: Tensor, product_hook: Adapted) -> Tensor:
+        gated = activate_and_mul(product_hook("gate_up", normed, linear(normed, self.gate_up)), self.config.activation)
+        return product_hook("down", gated, linear(gated, self.down))
 
     def attend(
-        self, states: Tensor, rotation: Rotation, inputs: ModelInput, keys: Tensor, values: Tensor, adapted: Adapted = unchanged
+        self, states: Tensor, rotation: Rotation, inputs: ModelInput, keys: Tensor, values: Tensor, product_hook: Adapted = unchanged
     ) -> Tensor:
         """The attention output of normalised states."""
         config, heads, kv_heads, size = self.config, self.config.num_heads, self.config.num_kv_heads, self.config.head_size
-        mixed = adapted("qkv", states, linear(states, self.qkv, self.qkv_bias))
-        mixed = mixed if self.latent is None else self.latent(mixed, adapted)
-        query, key, value = mixed.view(len(states), -1, size).split([heads, kv_heads, kv_heads], 1)
+        qkv = product_hook("qkv", states, linear(states, self.qkv, self.qkv_bias))
+        qkv = qkv if self.latent is None else self.latent(qkv, product_hook)
+        query, key, value = qkv.view(len(states), -1, size).split([heads, kv_heads, kv_heads], 1)
         if self.query_norm is not None and self.key_norm is not None:
             pairs = (query, self.query_norm), (key, self.key_norm)
             query, key = (rms_norm(part, norm, config.norm_epsilon, config.norm_offset) for part, norm in pairs)
@@ -206,4 +206,4 @@ class LlamaLayer(nn.Module):
             query.view(*inputs.tokens.shape, heads, size), keys, values, inputs, self.window, config.attention_scale, sinks=self.sinks
         )
         attended = attended[..., : self.value_size].reshape(len(states), -1)
-        return adapted("output", attended, linear(attended, self.output, self.output_bias))
+        return product_hook("output", attended, linear(attended, self.output, self.output_bias))

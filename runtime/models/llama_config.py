@@ -40,13 +40,13 @@ class RopeConfig:
     low_frequency_factor: float = 1.0
     high_frequency_factor: float = 4.0
     original_length: int | None = None  # in tokens
-    rotated: int | None = None  # number of rotated elements of a head; None: all
+    rotated_size: int | None = None  # number of rotated elements of a head; None: all
     divisors: tuple[float, ...] = ()  # one for each frequency
     magnitude: float = 1.0  # factor of cosines and sines
 
     def frequencies(self, size: int) -> Tensor:
-        """[rotated / 2] float32 radians per position, for heads of `size` elements."""
-        size = self.rotated or size
+        """[rotated_size / 2] float32 radians per position, for heads of `size` elements."""
+        size = self.rotated_size or size
         powers = torch.arange(0, size, 2, dtype=torch.int64, device="cpu").float() / size
         frequencies = 1.0 / (self.theta**powers)
         if self.original_length is None:
@@ -61,28 +61,28 @@ class RopeConfig:
 class Routing(NamedTuple):
     """A router by sigmoid, in float32: see `choose_grouped_experts`."""
 
-    groups: int
-    groups_taken: int
-    factor: float
+    num_groups: int
+    groups_per_token: int
+    scale: float
 
 
 @dataclass(frozen=True)
 class ExpertsConfig:
     """The MLP of some layers: a router and experts, of which every token takes a few."""
 
-    count: int
-    taken: int  # experts per token
-    size: int  # intermediate size of each expert
+    num_experts: int
+    experts_per_token: int
+    expert_size: int  # intermediate size of each expert
     normalised: bool  # whether the weights of the taken experts sum to one
     # Names in files: of the MLP in a layer, and of gate, up and down in an expert; None: the layout of GPT-OSS.
-    stored: tuple[str, str, str, str] | None
+    stored_names: tuple[str, str, str, str] | None
     dense_layers: frozenset[int] = frozenset()  # layers with a dense MLP
     routing: Routing | None = None  # None: softmax
     shared_size: int = 0  # intermediate size of the shared MLP, which every token takes
 
     @property
     def biased(self) -> bool:
-        return self.stored is None
+        return self.stored_names is None
 
 
 @dataclass(frozen=True)
@@ -91,18 +91,18 @@ class LatentConfig:
 
     query_rank: int | None  # size of the state of queries; None: queries are projected from the hidden state
     rank: int  # size of the state of keys and values
-    plain: int  # number of elements of a query or key that are not rotated
-    rotated: int
+    unrotated_size: int  # number of elements of a query or key that are not rotated
+    rotated_size: int
     value_size: int
     interleaved: bool  # the two elements of a rotated pair are adjacent
 
     @property
     def size(self) -> int:
-        return self.plain + self.rotated
+        return self.unrotated_size + self.rotated_size
 
     def products(self, heads: int) -> dict[str, tuple[str, int, int]]:
         """The products with the small states, by parameter name: name in files, number of outputs and of inputs."""
-        entries = "kv_b_proj", heads * (self.plain + self.value_size), self.rank
+        entries = "kv_b_proj", heads * (self.unrotated_size + self.value_size), self.rank
         query = {} if self.query_rank is None else {"query": ("q_b_proj", heads * self.size, self.query_rank)}
         return query | {"entries": entries}
 
@@ -145,7 +145,7 @@ class LlamaConfig:
         query, entry = self.num_heads * self.head_size, self.num_kv_heads * self.head_size
         if self.latent is not None:
             first = {"q_proj": query} if self.latent.query_rank is None else {"q_a_proj": self.latent.query_rank}
-            return first | {"kv_a_proj_with_mqa": self.latent.rank + self.latent.rotated}
+            return first | {"kv_a_proj_with_mqa": self.latent.rank + self.latent.rotated_size}
         return {"qkv_proj": query + 2 * entry} if self.fused else {"q_proj": query, "k_proj": entry, "v_proj": entry}
 
     @property
@@ -173,24 +173,24 @@ class LlamaConfig:
         """Whether layers have exactly the parts of a Llama layer, stored under the same names, as draft heads require."""
         plain = replace(self, output_norms=False, norm_offset=0.0, activation=Activation.SILU, attention_scale=None, embedding_scale=1.0)
         plain = replace(plain, fused=False, experts=None, latent=None, sinks=False)
-        return self == replace(plain, rope=replace(self.rope, rotated=None, divisors=()), local_rope=None)
+        return self == replace(plain, rope=replace(self.rope, rotated_size=None, divisors=()), local_rope=None)
 
     def products(self, experts: ExpertsConfig | None) -> dict[str, tuple[int, dict[str, int]]]:
         """The products of a layer, without those of experts, by parameter name: number of inputs, and numbers of outputs by the name of the
         module in files."""
         attended, middle, prefix, names = self.num_heads * self.value_size, self.intermediate_size, "mlp", ("gate_up", "down")
-        found = {
+        products = {
             "qkv": (self.hidden_size, {f"self_attn.{part}": size for part, size in self.qkv_parts.items()}),
             "output": (attended, {"self_attn.o_proj": self.hidden_size}),
         }
         for name, (part, size, inner) in {} if self.latent is None else self.latent.products(self.num_heads).items():
-            found[f"latent.{name}"] = inner, {f"self_attn.{part}": size}
+            products[f"latent.{name}"] = inner, {f"self_attn.{part}": size}
         if experts is not None:
             middle, prefix, names = experts.shared_size, "mlp.shared_experts", ("experts.shared_gate_up", "experts.shared_down")
         if middle:
             gate_up = {f"{prefix}.gate_up_proj": 2 * middle} if self.fused else {f"{prefix}.gate_proj": middle, f"{prefix}.up_proj": middle}
-            found |= {names[0]: (self.hidden_size, gate_up), names[1]: (middle, {f"{prefix}.down_proj": self.hidden_size})}
-        return found
+            products |= {names[0]: (self.hidden_size, gate_up), names[1]: (middle, {f"{prefix}.down_proj": self.hidden_size})}
+        return products
 
     def lora_weights(self, name: str) -> dict[str, LoraWeight]:
         """The weights that adapters change, by the names of their buffers in a model `name`."""

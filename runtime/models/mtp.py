@@ -72,15 +72,15 @@ class MtpModules(nn.Module):
 
     def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:
         assert inputs.features is not None
-        kept, shape, single = buffers["draft_states"], inputs.tokens.shape, len(self.depths) == 1
+        saved_states, shape, single = buffers["draft_states"], inputs.tokens.shape, len(self.depths) == 1
         embedded = embed(inputs, self.embedding, self.embedding.dtype)
         outputs: list[Tensor] = []
-        for index in (0,) if single else range(inputs.step - 1, len(kept) + 1):
+        for index in (0,) if single else range(inputs.step - 1, len(saved_states) + 1):
             entries = shift_inputs(inputs, index + 1)
-            previous = inputs.features if index == 0 else kept[index - 1][entries.slots]
+            previous = inputs.features if index == 0 else saved_states[index - 1][entries.slots]
             states = self.run_module(index, previous.flatten(0, 1), embedded, entries, buffers).view(*shape, -1)
-            if index < len(kept):
-                kept[index].index_put_((entries.slots,), states)
+            if index < len(saved_states):
+                saved_states[index].index_put_((entries.slots,), states)
             outputs.append(states)
         return ModelOutput(outputs[0], outputs[0])
 
@@ -119,14 +119,14 @@ class TransformersMtp(MtpModules):
         self.embedding, self.head = embedding, head
         self.vocab_size, self.hidden_size = head.shape
         self.attends = tuple(shape for decoder in decoders for shape in decoder.attends)
-        self._in_order = tuple(DecoderModule(decoder, epsilon) for decoder in decoders)
-        self.depths = nn.ModuleList(self._in_order)
+        self._decoder_modules = tuple(DecoderModule(decoder, epsilon) for decoder in decoders)
+        self.depths = nn.ModuleList(self._decoder_modules)
 
     def entry_specs(self, count: int, limits: Limits) -> Sequence[BufferSpec]:
-        return [spec for module in self._in_order[:count] for spec in module.decoder.cache_specs(limits)]
+        return [spec for module in self._decoder_modules[:count] for spec in module.decoder.cache_specs(limits)]
 
     def run_module(self, index: int, previous: Tensor, embedded: Tensor, entries: ModelInput, buffers: StaticBuffers) -> Tensor:
-        return self._in_order[index].forward(previous, embedded, entries, buffers)
+        return self._decoder_modules[index].forward(previous, embedded, entries, buffers)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return linear(hidden.reshape(-1, hidden.shape[-1]), self.head).view(*hidden.shape[:-1], -1)
@@ -142,7 +142,7 @@ class Join(nn.Module):
         self.state_norm = empty_weight(like, hidden)
         self.join = empty_weight(like, hidden, 2 * hidden)
 
-    def joined(self, states: Tensor, embedded: Tensor) -> Tensor:
+    def combine(self, states: Tensor, embedded: Tensor) -> Tensor:
         pair = [rms_norm(embedded, self.token_norm, self.epsilon), rms_norm(states, self.state_norm, self.epsilon)]
         return linear(torch.cat(pair, -1), self.join)
 
@@ -154,7 +154,7 @@ class DecoderModule(Join):
         self.decoder = decoder
 
     def forward(self, previous: Tensor, embedded: Tensor, entries: ModelInput, buffers: StaticBuffers) -> Tensor:
-        joined = self.joined(previous, embedded).view(*entries.tokens.shape, -1)
+        joined = self.combine(previous, embedded).view(*entries.tokens.shape, -1)
         return self.decoder.decode({"inputs_embeds": joined}, entries, buffers)[0].flatten(0, 1)
 
 
@@ -169,7 +169,7 @@ class MtpModule(Join):
     def forward(
         self, states: Tensor, embedded: Tensor, rotation: tuple[Tensor, Tensor], inputs: ModelInput, keys: Tensor, values: Tensor
     ) -> Tensor:
-        joined = self.joined(states, embedded)
+        joined = self.combine(states, embedded)
         normed = rms_norm(joined, self.layer.attention_norm, self.epsilon)
         output: Residual = self.layer(joined, normed, rotation, inputs, keys, values, self.norm)
         return output.normed

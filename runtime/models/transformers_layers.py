@@ -23,10 +23,10 @@ from stepgraph.graphs.layers.lora import add_lora
 from stepgraph.graphs.layers.slot_mapping import rope_and_write_kv, rope_angles
 from stepgraph.graphs.model_call import ModelInput
 
-_TOKENS = 5  # of the inputs for comparisons
-_NEAR = 1e-4  # tolerance relative to the largest value, in float32
-_PAGE = 16
-_STEP = 40_001  # between the positions compared: large, so that every use of positions shows
+_NUM_TOKENS = 5  # of the inputs for comparisons
+_TOLERANCE = 1e-4  # tolerance relative to the largest value, in float32
+_PAGE_SIZE = 16
+_POSITION_STEP = 40_001  # between the positions compared: large, so that every use of positions shows
 
 
 class LayerAttention(NamedTuple):
@@ -40,7 +40,7 @@ class LayerAttention(NamedTuple):
     sinks: bool = False
 
 
-class Call(NamedTuple):
+class DecoderCall(NamedTuple):
     """One call of a decoder; passed through its modules as a keyword argument."""
 
     layers: Sequence[LayerAttention]
@@ -66,7 +66,7 @@ class Call(NamedTuple):
         return output[..., : layer.value_size]
 
 
-class Product(nn.Module):
+class FusedLinear(nn.Module):
     """nn.Linears with the same input as one product: on the CPU a row has the same bits in any batch. Adapters use their names."""
 
     def __init__(self, linears: Mapping[str, nn.Linear]) -> None:
@@ -76,15 +76,15 @@ class Product(nn.Module):
         self.weight = weights[0] if len(modules) == 1 else joined(weights)
         self.bias = None if biases[0] is None else biases[0] if len(modules) == 1 else joined(biases)
         self.parts = {name: each.out_features for name, each in linears.items()}
-        self.lora = ""  # the name of its adapters
-        self.calls: Sequence[Call] = ()  # the current call, if the model has adapters
+        self.lora_name = ""  # the name of its adapters
+        self.calls: Sequence[DecoderCall] = ()  # the current call, if the model has adapters
 
     def forward(self, states: Tensor) -> Tensor:
         flat = states.reshape(-1, states.shape[-1])
-        found = product(flat, self.weight, self.bias)
+        output = product(flat, self.weight, self.bias)
         for call in self.calls:
-            found = add_lora(self.lora, flat, found, call.inputs, call.buffers)
-        return found.view(*states.shape[:-1], -1)
+            output = add_lora(self.lora_name, flat, output, call.inputs, call.buffers)
+        return output.view(*states.shape[:-1], -1)
 
 
 def joined(tensors: Sequence[Tensor]) -> nn.Parameter:
@@ -111,16 +111,16 @@ class Attention(nn.Module):
         super().__init__()
         self.layer_idx: int = module.layer_idx
         self.layer = layers[self.layer_idx]
-        self.qkv, self.output = Product(_linears(module, path, self.parts[:3])), Product(_linears(module, path, self.parts[3:]))
+        self.qkv, self.output = FusedLinear(_linears(module, path, self.parts[:3])), FusedLinear(_linears(module, path, self.parts[3:]))
         self.query_norm, self.key_norm = (getattr(module, f"{part}_norm", None) for part in "qk")
         self.sinks = module.sinks if self.layer.sinks else None
 
     def forward(
-        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], stepgraph: Call, **_: object
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], stepgraph: DecoderCall, **_: object
     ) -> tuple[Tensor, None]:
         layer, inputs = self.layer, stepgraph.inputs
-        mixed = self.qkv(hidden_states).view(inputs.tokens.numel(), -1, layer.size)
-        query, key, value = mixed.split([layer.heads, layer.kv_heads, layer.kv_heads], 1)
+        qkv = self.qkv(hidden_states).view(inputs.tokens.numel(), -1, layer.size)
+        query, key, value = qkv.split([layer.heads, layer.kv_heads, layer.kv_heads], 1)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = (rms_norm(part, norm.weight, norm.epsilon) for part, norm in ((query, self.query_norm), (key, self.key_norm)))
         keys, values = stepgraph.cache_of(self.layer_idx, stepgraph.buffers)
@@ -138,11 +138,11 @@ class GatedMlp(nn.Module):
 
     def __init__(self, module: nn.Module, path: str) -> None:
         super().__init__()
-        self.gate_up, self.down = Product(_linears(module, path, self.parts[:2])), Product(_linears(module, path, self.parts[2:]))
+        self.gate_up, self.down = FusedLinear(_linears(module, path, self.parts[:2])), FusedLinear(_linears(module, path, self.parts[2:]))
 
     def forward(self, states: Tensor) -> Tensor:
-        found: Tensor = self.down(activate_and_mul(self.gate_up(states)))
-        return found
+        output: Tensor = self.down(activate_and_mul(self.gate_up(states)))
+        return output
 
 
 class Layer(nn.Module):
@@ -185,42 +185,42 @@ def replace_modules(decoder: nn.Module, prefix: str, layers: Sequence[LayerAtten
         for _, parent, name, child in list(_children(decoder, prefix)):
             if (norm := _norm_of(child)) is not None:
                 setattr(parent, name, norm)
-        comparison = _Comparison(decoder, layers)
+        check = _EquivalenceCheck(decoder, layers)
         for path, parent, name, child in list(_children(decoder, prefix)):
             if _is_attention(child, layers):
-                comparison.replace(parent, name, functools.partial(Attention, path=path, layers=layers))
+                check.replace(parent, name, functools.partial(Attention, path=path, layers=layers))
             elif _consists_of(child, GatedMlp.parts, "act_fn") and isinstance(child.act_fn, (nn.SiLU, SiLUActivation)):
-                comparison.replace(parent, name, functools.partial(GatedMlp, path=path))
+                check.replace(parent, name, functools.partial(GatedMlp, path=path))
         for _, parent, name, child in list(_children(decoder, prefix)):
             if child._modules.keys() == set(Layer.parts) and all(isinstance(child.get_submodule(part), Norm) for part in Layer.parts[2:]):
-                comparison.replace(parent, name, Layer)
-        if comparison.rotary is not None:
-            decoder.rotary_emb = comparison.rotary
+                check.replace(parent, name, Layer)
+        if check.rotary is not None:
+            decoder.rotary_emb = check.rotary
     for path, parent, name, child in list(_children(decoder, prefix)):
         if type(child) is nn.Linear:
-            setattr(parent, name, Product({path: child}))
+            setattr(parent, name, FusedLinear({path: child}))
 
 
-class _Comparison:
+class _EquivalenceCheck:
     """Inputs in float32 for which a module and its replacement must return the same."""
 
     def __init__(self, decoder: nn.Module, layers: Sequence[LayerAttention]) -> None:
         weight = next(decoder.parameters())
-        self._made, self._layers, self._device = torch.Generator().manual_seed(0), layers, weight.device
-        self._positions = torch.arange(_TOKENS, device=weight.device)[None] * _STEP
+        self._generator, self._layers, self._device = torch.Generator().manual_seed(0), layers, weight.device
+        self._positions = torch.arange(_NUM_TOKENS, device=weight.device)[None] * _POSITION_STEP
         rotary, states = getattr(decoder, "rotary_emb", None), torch.ones(1, device=weight.device)
         frequencies, self._angles = getattr(rotary, "inv_freq", None), _run(rotary, states, self._positions)
-        made = Rotary(frequencies) if isinstance(frequencies, Tensor) else None
-        self.rotary = made if _agree(self._angles, _run(made, states, self._positions)) else None
+        replacement = Rotary(frequencies) if isinstance(frequencies, Tensor) else None
+        self.rotary = replacement if _agree(self._angles, _run(replacement, states, self._positions)) else None
 
     def replace(self, parent: nn.Module, name: str, make: Callable[[nn.Module], nn.Module]) -> None:
         """Replace a module by the result of `make`, if both compute the same."""
         module = copy.deepcopy(parent.get_submodule(name)).float()
         size = next(each.shape[-1] for each in module.parameters() if each.dim() == 2)
-        states = torch.randn(1, _TOKENS, size, generator=self._made).to(self._device)
-        other = make(module)
+        states = torch.randn(1, _NUM_TOKENS, size, generator=self._generator).to(self._device)
+        replacement = make(module)
         # With a single token no two attention scores can be close, so inputs may be large: clamps change the result.
-        if all(_agree(self._run(module, given), self._run(other, given)) for given in (states, states[:, :1] * 1000)):
+        if all(_agree(self._run(module, sample), self._run(replacement, sample)) for sample in (states, states[:, :1] * 1000)):
             setattr(parent, name, make(parent.get_submodule(name)))
 
     def _run(self, module: nn.Module, states: Tensor) -> tuple[Tensor, ...] | None:
@@ -228,16 +228,16 @@ class _Comparison:
             return _run(module, states)
         count = states.shape[1]
         index = torch.arange(count, device=self._device)[None]
-        inputs = ModelInput(torch.zeros_like(index), index, index + _PAGE, torch.ones_like(index[:, :1]), _PAGE)
+        inputs = ModelInput(torch.zeros_like(index), index, index + _PAGE_SIZE, torch.ones_like(index[:, :1]), _PAGE_SIZE)
         angles = None if self._angles is None else tuple(each[:, -count:] for each in self._angles)
 
         def cache_of(index: int, _: StaticBuffers) -> tuple[Tensor, Tensor]:
-            shape = 2 * _PAGE, self._layers[index].kv_heads, self._layers[index].size
+            shape = 2 * _PAGE_SIZE, self._layers[index].kv_heads, self._layers[index].size
             return torch.zeros(shape, device=self._device), torch.zeros(shape, device=self._device)
 
-        call = Call(self._layers, cache_of, inputs, StaticBuffers([]), {})
-        places = {"position_ids": self._positions[:, -count:], "position_embeddings": angles}
-        return _run(module, hidden_states=states, **places, attention_mask=None, stepgraph=call)
+        call = DecoderCall(self._layers, cache_of, inputs, StaticBuffers([]), {})
+        position_options = {"position_ids": self._positions[:, -count:], "position_embeddings": angles}
+        return _run(module, hidden_states=states, **position_options, attention_mask=None, stepgraph=call)
 
 
 @torch.no_grad()
@@ -253,7 +253,7 @@ def _run(module: Any, *inputs: Tensor, **options: Any) -> tuple[Tensor, ...] | N
 def _agree(one: tuple[Tensor, ...] | None, other: tuple[Tensor, ...] | None) -> bool:
     if one is None or other is None or [each.shape for each in one] != [each.shape for each in other]:
         return False
-    return all(bool((a - b).abs().max() <= _NEAR * a.abs().max()) for a, b in zip(one, other, strict=True))
+    return all(bool((a - b).abs().max() <= _TOLERANCE * a.abs().max()) for a, b in zip(one, other, strict=True))
 
 
 def _children(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:

@@ -24,10 +24,10 @@ from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import AttentionShape, cache_specs
 from stepgraph.graphs.model_call import ModelInput, ModelOutput
 from stepgraph.runtime.models.draft_llama import TokenMap, TokenMapped
-from stepgraph.runtime.models.transformers_layers import Call, LayerAttention, Product, replace_modules
+from stepgraph.runtime.models.transformers_layers import DecoderCall, FusedLinear, LayerAttention, replace_modules
 
-PAGED, INSPECTED = "stepgraph", "stepgraph_inspected"  # names in transformers' attention interface
-_ACCEPTED = {"dropout", "position_ids", "use_cache", "sliding_window", "is_causal"}  # options of attention that have no effect here
+PAGED_ATTENTION, INSPECTED_ATTENTION = "stepgraph", "stepgraph_inspected"  # names in transformers' attention interface
+_IGNORED_OPTIONS = {"dropout", "position_ids", "use_cache", "sliding_window", "is_causal"}  # options of attention that have no effect here
 _PROBED_TOKENS = 2
 
 
@@ -47,7 +47,7 @@ class ModelSizes:
 
 
 class _Inspection:
-    """Replaces a Call for tensors without data: collects the attention parameters of every layer."""
+    """Replaces a DecoderCall for tensors without data: collects the attention parameters of every layer."""
 
     def __init__(self) -> None:
         self.layers: dict[int, LayerAttention] = {}
@@ -59,7 +59,7 @@ class _Inspection:
         if index is None or index in self.layers:
             raise ValueError(f"{name}: got a second attention, expected one per layer")
         scale, softcap, sinks = (options.pop(option, None) for option in ("scaling", "softcap", "s_aux"))
-        unknown = [option for option, given in options.items() if option not in _ACCEPTED and given is not None]
+        unknown = [option for option, given in options.items() if option not in _IGNORED_OPTIONS and given is not None]
         if unknown or options.get("is_causal") is False:
             raise ValueError(f"{name}: got the option {(unknown or ['is_causal=False'])[0]} of attention, which is not supported")
         sizes = query.shape[1], key.shape[1], key.shape[3], value.shape[3]
@@ -71,19 +71,19 @@ class _Inspection:
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
 
 
-def _attention(module: nn.Module, *tensors: Any, stepgraph: Call | _Inspection | None = None, **options: Any) -> tuple[Tensor, None]:
+def _attention(module: nn.Module, *tensors: Any, stepgraph: DecoderCall | _Inspection | None = None, **options: Any) -> tuple[Tensor, None]:
     if stepgraph is None:
         raise ValueError(f"{type(module).__name__} does not pass keyword arguments to its attention, which is required here")
     return stepgraph.attend(module, *tensors, **options), None
 
 
-AttentionInterface.register(PAGED, _attention)
-AttentionInterface.register(INSPECTED, _attention)
-AttentionMaskInterface.register(INSPECTED, lambda **options: options["mask_function"])  # PAGED has no mask function: no mask is built
+AttentionInterface.register(PAGED_ATTENTION, _attention)
+AttentionInterface.register(INSPECTED_ATTENTION, _attention)
+AttentionMaskInterface.register(INSPECTED_ATTENTION, lambda **options: options["mask_function"])  # PAGED_ATTENTION has none: no masks
 
 
 def inspect_model(model: PreTrainedModel) -> ModelSizes:
-    """The sizes of a model on the meta device that was made with INSPECTED. ValueError names an unsupported layer, and why."""
+    """The sizes of a model on the meta device that was made with INSPECTED_ATTENTION. ValueError names an unsupported layer, and why."""
     config, inspection = model.config.get_text_config(), _Inspection()
     decoder = decoder_of(model)
     ids = torch.zeros(1, _PROBED_TOKENS, dtype=torch.int64, device="meta")
@@ -105,14 +105,14 @@ def inspect_model(model: PreTrainedModel) -> ModelSizes:
 def _window(layer: int, mask: Any, positions: int) -> int | None:
     """The attention window of a mask function. ValueError for a mask that is not causal with at most a window."""
     query = min(positions, 1 << 17) - 2
-    places = torch.arange(query + 2)
+    key_positions = torch.arange(query + 2)
     zero = torch.zeros((), dtype=torch.int64)
     try:
-        seen = torch.broadcast_to(mask(zero, zero, torch.tensor(query), places), places.shape)
+        visible = torch.broadcast_to(mask(zero, zero, torch.tensor(query), key_positions), key_positions.shape)
     except (TypeError, RuntimeError, NotImplementedError):
-        seen = torch.zeros_like(places, dtype=torch.bool)
-    count = int(seen.sum())
-    if not count or not torch.equal(seen, (places <= query) & (places > query - count)):
+        visible = torch.zeros_like(key_positions, dtype=torch.bool)
+    count = int(visible.sum())
+    if not count or not torch.equal(visible, (key_positions <= query) & (key_positions > query - count)):
         raise ValueError(f"layer {layer}: its attention mask is neither causal nor causal with a window, and is not supported")
     return None if count > query else count
 
@@ -131,7 +131,7 @@ def _layers(decoder: nn.Module, config: Any) -> nn.ModuleList:
     return lists[0]
 
 
-class _Given(nn.Module):
+class _PassThrough(nn.Module):
     """Replaces the decoder, so that the model's own forward computes logits from a hidden state."""
 
     def forward(self, inputs_embeds: Tensor, **_: object) -> MoeModelOutputWithPast:
@@ -139,7 +139,7 @@ class _Given(nn.Module):
 
 
 class TransformersModel(nn.Module):
-    """A target. model: loaded, with PAGED attention. sizes: from `inspect_model`. feature_layers, name: as in Llama."""
+    """A target. model: loaded, with PAGED_ATTENTION. sizes: from `inspect_model`. feature_layers, name: as in Llama."""
 
     def __init__(self, model: PreTrainedModel, sizes: ModelSizes, *, feature_layers: Sequence[int] = (), name: str = "target") -> None:
         super().__init__()
@@ -153,18 +153,18 @@ class TransformersModel(nn.Module):
         self.decoder, output = decoder_of(model), model.get_output_embeddings()  # type: ignore[no-untyped-call]
         self._output = next((child_name for child_name, child in model.named_children() if child is output), "")
         self.head = copy.copy(model)  # shares every parameter
-        self.head._modules = {name: _Given() if child is self.decoder else child for name, child in model._modules.items()}
+        self.head._modules = {name: _PassThrough() if child is self.decoder else child for name, child in model._modules.items()}
         decoder_name = next(child_name for child_name, child in model.named_children() if child is self.decoder)
         replace_modules(self.decoder, decoder_name, sizes.attention)
         for child_name, child in self.head.named_children():
             if type(child) is nn.Linear:
-                setattr(self.head, child_name, Product({child_name: child}))
-        self._calls: list[Call] = []  # the current call
+                setattr(self.head, child_name, FusedLinear({child_name: child}))
+        self._calls: list[DecoderCall] = []  # the current call
         self.lora_weights: dict[str, LoraWeight] = {}
-        for index, module in enumerate(module for module in self.decoder.modules() if isinstance(module, Product)):
-            module.lora, module.calls = f"{name}_lora{index}", self._calls
-            self.lora_weights[module.lora] = LoraWeight(module.parts, module.weight.shape[1])
-        products = [module for module in self.modules() if isinstance(module, (Product, nn.Embedding))]
+        for index, module in enumerate(module for module in self.decoder.modules() if isinstance(module, FusedLinear)):
+            module.lora_name, module.calls = f"{name}_lora{index}", self._calls
+            self.lora_weights[module.lora_name] = LoraWeight(module.parts, module.weight.shape[1])
+        products = [module for module in self.modules() if isinstance(module, (FusedLinear, nn.Embedding))]
         known = {id(weight) for module in products for weight in module.parameters()}
         # Whether on the CPU a row has the same bits in any batch. Routers and experts multiply without nn.Linear.
         self.batch_invariant = all(weight.dim() == 1 or id(weight) in known for weight in self.parameters())
@@ -214,19 +214,19 @@ class TransformersModel(nn.Module):
         return buffers[f"{name}_keys"][place], buffers[f"{name}_values"][place]
 
     def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:
-        given: Mapping[str, Tensor] = {"input_ids": inputs.tokens}
+        token_inputs: Mapping[str, Tensor] = {"input_ids": inputs.tokens}
         if inputs.embeddings is not None:
             embedded = cast("PreTrainedModel", self.decoder).get_input_embeddings()(inputs.tokens)
-            given = {"inputs_embeds": torch.where(inputs.embeddings.given[..., None], inputs.embeddings.values, embedded)}
-        hidden, layer_inputs = self.decode(given, inputs, buffers)
+            token_inputs = {"inputs_embeds": torch.where(inputs.embeddings.given[..., None], inputs.embeddings.values, embedded)}
+        hidden, layer_inputs = self.decode(token_inputs, inputs, buffers)
         features = [layer_inputs[layer] for layer in self.feature_layers]
         return ModelOutput(hidden, torch.cat(features, -1) if features else None)
 
-    def decode(self, given: Mapping[str, Tensor], inputs: ModelInput, buffers: StaticBuffers) -> tuple[Tensor, Mapping[int, Tensor]]:
-        """[B, Q, H] states after the last norm, and the inputs of the feature layers. given: ids or embeddings."""
-        call = Call(self.config.attention, self.cache_of, inputs, buffers, {})
+    def decode(self, token_inputs: Mapping[str, Tensor], inputs: ModelInput, buffers: StaticBuffers) -> tuple[Tensor, Mapping[int, Tensor]]:
+        """[B, Q, H] states after the last norm, and the inputs of the feature layers. token_inputs: ids or embeddings."""
+        call = DecoderCall(self.config.attention, self.cache_of, inputs, buffers, {})
         self._calls[:] = [call]
-        output = self.decoder(**given, position_ids=inputs.positions, use_cache=False, stepgraph=call)
+        output = self.decoder(**token_inputs, position_ids=inputs.positions, use_cache=False, stepgraph=call)
         self._calls.clear()  # a call holds the buffers
         return output.last_hidden_state, call.layer_inputs
 

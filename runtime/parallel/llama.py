@@ -19,18 +19,18 @@ from stepgraph.graphs.layers.quantised import Grouped, pack
 from stepgraph.graphs.layers.vocabulary_shard import VocabularyShard, part_of
 from stepgraph.graphs.model_call import ModelInput
 from stepgraph.runtime.models.draft_llama import DraftLlama, TokenMap
-from stepgraph.runtime.models.files.checkpoint import Checkpoint, kept_quantised
+from stepgraph.runtime.models.files.checkpoint import Checkpoint, quantised_parameters
 from stepgraph.runtime.models.files.draft import Draft, DraftCheckpoint, StoredDraft
 from stepgraph.runtime.models.files.quantised_folder import QuantisedSource
-from stepgraph.runtime.models.files.weights import SafetensorsSource, Source, Stored, StoredModel, llama_slices
+from stepgraph.runtime.models.files.weights import SafetensorsSource, Source, StoredModel, StoredTensor, llama_slices
 from stepgraph.runtime.models.llama import Llama, LlamaLayer, unchanged
 from stepgraph.runtime.models.llama_config import LlamaConfig
 from stepgraph.runtime.parallel.ranks import Ranks
 
 _TOKEN_ROWS = ("model.embed_tokens.weight", "lm_head.weight")
-_ADDED = ("o_proj.bias", "experts.down_proj_bias")  # biases of a sum over the ranks: loaded on rank 0, zeros on other ranks
-_SUMMED = ("output", "down")  # products with a part of a weight's columns: their sum over the ranks is the whole product
-LEAST_LAYER_WEIGHTS = 7_000_000  # in a layer of a draft model that is divided; measured, see docs/tensor-parallel.md
+_ROW_PARALLEL_BIASES = ("o_proj.bias", "experts.down_proj_bias")  # biases of a sum over the ranks: loaded on rank 0, zeros on other ranks
+_ROW_PARALLEL = ("output", "down")  # products with a part of a weight's columns: their sum over the ranks is the whole product
+MIN_LAYER_WEIGHTS = 7_000_000  # in a layer of a draft model that is divided; measured, see docs/tensor-parallel.md
 
 
 class ShardedLayer(LlamaLayer):
@@ -44,11 +44,11 @@ class ShardedLayer(LlamaLayer):
         sums, between = self._groups.sums, self.attention_output_norm is not None or self.experts is not None or self.config.norm_offset
         return None if sums is None or between else sums.fused
 
-    def finish(self, states: Tensor, attended: Tensor, next_norm: Tensor, adapted: Adapted = unchanged) -> Residual:
+    def finish(self, states: Tensor, attended: Tensor, next_norm: Tensor, product_hook: Adapted = unchanged) -> Residual:
         if (fused := self.fused) is None:
-            return super().finish(states, attended, next_norm, adapted)
+            return super().finish(states, attended, next_norm, product_hook)
         states, normed = fused(states, attended, self.mlp_norm, self.config.norm_epsilon)
-        return fused(states, self.mlp(normed, adapted), next_norm, self.config.norm_epsilon)
+        return fused(states, self.mlp(normed, product_hook), next_norm, self.config.norm_epsilon)
 
 
 class ShardedLayers(Llama):
@@ -62,13 +62,13 @@ class ShardedLayers(Llama):
             if layer.experts is not None:  # every rank has some rows of each expert, and the whole router
                 layer.experts.register_forward_hook(lambda module, inputs, found: sum_over_ranks.out(found, ranks.groups.current))
 
-    def adapted(self, index: int, inputs: ModelInput, buffers: StaticBuffers) -> Adapted:
+    def product_hook(self, index: int, inputs: ModelInput, buffers: StaticBuffers) -> Adapted:
         layer = self.layers[index]
         assert isinstance(layer, ShardedLayer)
         return self._summed if layer.fused is None else unchanged
 
     def _summed(self, name: str, states: Tensor, product: Tensor) -> Tensor:
-        if name in _SUMMED:
+        if name in _ROW_PARALLEL:
             sum_over_ranks.out(product, self.ranks.groups.current)
         return product
 
@@ -108,23 +108,23 @@ PartSource: TypeAlias = SafetensorsSource | QuantisedSource
 class ShardSource:
     """The part of every tensor that one rank has. Nothing else is read from the files, except for scales of quantised weights."""
 
-    def __init__(self, checkpoint: Checkpoint, local: LlamaConfig, rank: int, size: int, tokens: slice | None) -> None:
-        """checkpoint: of the whole model. local: the config of one rank. tokens: rows of embedding and head; None: all.
+    def __init__(self, checkpoint: Checkpoint, rank_config: LlamaConfig, rank: int, size: int, tokens: slice | None) -> None:
+        """checkpoint: of the whole model. rank_config: the config of one rank. tokens: rows of embedding and head; None: all.
 
         If there are fewer key-value heads than ranks, neighbouring ranks share a head."""
         assert isinstance(checkpoint.source, PartSource)
         self._source, self._rank = checkpoint.source, rank
-        self.tensors: dict[str, Stored] = dict(checkpoint.source.tensors)
+        self.tensors: dict[str, StoredTensor] = dict(checkpoint.source.tensors)
         self._parts = dict[str, tuple[int, list[slice | None]]]()  # of divided tensors: the dimension, and this rank's parts of it
-        outline = Llama(local, device="meta")
-        for name, target in llama_slices(local).items():
+        outline = Llama(rank_config, device="meta")
+        for name, target in llama_slices(rank_config).items():
             whole, own = self.tensors[name].shape, target.stored_shape(outline)
             if name in _TOKEN_ROWS and tokens:
                 own, self._parts[name] = (tokens.stop - tokens.start, whole[1]), (0, [tokens])
             elif whole != own:
                 dim = next(dim for dim, length in enumerate(own) if length != whole[dim])
                 start, parts = 0, list[slice | None]()
-                for length, width in zip(_lengths(checkpoint.config, name, whole[dim]), _lengths(local, name, own[dim]), strict=True):
+                for length, width in zip(_lengths(checkpoint.config, name, whole[dim]), _lengths(rank_config, name, own[dim]), strict=True):
                     first = start + rank * (length // width) // size * width
                     parts.append(slice(first, first + width))
                     start += length
@@ -135,7 +135,7 @@ class ShardSource:
         dim, parts = self._parts.get(name, (0, [None]))
         found = [self._source.read(name, dim, part) for part in parts]
         joined = found[0] if len(found) == 1 else torch.cat(found, dim)
-        return torch.zeros_like(joined) if name.endswith(_ADDED) and self._rank else joined
+        return torch.zeros_like(joined) if name.endswith(_ROW_PARALLEL_BIASES) and self._rank else joined
 
     read_scales = read
 
@@ -160,10 +160,10 @@ class ShardedCheckpoint(Checkpoint):
     next_source: Source = field(kw_only=True)
 
     def outline(self, feature_layers: Sequence[int] = ()) -> Llama:
-        return self.make_room(ShardedLlama(self.config, self.ranks, len(self.vocabulary.tokens), feature_layers, "meta"))
+        return self.allocate_packed(ShardedLlama(self.config, self.ranks, len(self.vocabulary.tokens), feature_layers, "meta"))
 
     def load(self, device: str | torch.device, feature_layers: Sequence[int] = (), progress: bool = False) -> Llama:
-        model = self.make_room(ShardedLlama(self.config, self.ranks, len(self.vocabulary.tokens), feature_layers, device))
+        model = self.allocate_packed(ShardedLlama(self.config, self.ranks, len(self.vocabulary.tokens), feature_layers, device))
         self.fill(model, progress)
         model.origin = self.path.name
         require_equal_weights(self, model, self.ranks, self.next_source)
@@ -215,7 +215,7 @@ def check_divisible(checkpoint: object, size: int) -> Checkpoint:
     config = checkpoint.config
     divided = {name: getattr(config, name) for name in ("num_heads", "intermediate_size", "num_kv_heads")}
     if config.experts is not None:
-        divided["moe_intermediate_size"] = config.experts.size
+        divided["moe_intermediate_size"] = config.experts.expert_size
     if size % config.num_kv_heads == 0:
         del divided["num_kv_heads"]
     for name, length in divided.items():
@@ -236,12 +236,12 @@ def _divide(checkpoint: Checkpoint, rank: int, size: int, tokens: bool = True) -
     config = checkpoint.config
     heads, middle = config.num_heads // size, config.intermediate_size // size
     experts = config.experts
-    experts = experts and replace(experts, size=experts.size // size, shared_size=experts.shared_size // size)
+    experts = experts and replace(experts, expert_size=experts.expert_size // size, shared_size=experts.shared_size // size)
     local = replace(config, num_heads=heads, num_kv_heads=max(1, config.num_kv_heads // size), intermediate_size=middle, experts=experts)
     source = ShardSource(checkpoint, local, rank, size, part_of(len(checkpoint.vocabulary.tokens), rank, size) if tokens else None)
     part = replace(checkpoint, source=source, slices=llama_slices(local), config=local, packed={})
     layers = {name: target for name, target in part.slices.items() if name not in _TOKEN_ROWS or not tokens}
-    return replace(part, packed=kept_quantised(replace(part, slices=layers))) if checkpoint.packed else part
+    return replace(part, packed=quantised_parameters(replace(part, slices=layers))) if checkpoint.packed else part
 
 
 def shard(checkpoint: Checkpoint, ranks: Ranks) -> ShardedCheckpoint:
@@ -257,7 +257,7 @@ def shard_draft(draft: StoredDraft | None, ranks: Ranks) -> StoredDraft | None:
     if not isinstance(draft, DraftCheckpoint) or draft.model is None:
         return draft
     last = LlamaLayer(draft.model.config, draft.model.config.num_layers - 1, torch.empty(0, device="meta"))
-    if sum(parameter.numel() for parameter in last.parameters()) < LEAST_LAYER_WEIGHTS:
+    if sum(parameter.numel() for parameter in last.parameters()) < MIN_LAYER_WEIGHTS:
         return draft
     try:
         own, following = _own_and_next(check_divisible(draft.model, ranks.size), ranks, tokens=False)
@@ -266,7 +266,7 @@ def shard_draft(draft: StoredDraft | None, ranks: Ranks) -> StoredDraft | None:
     tensors = sorted(draft.source.tensors.items())
     ranks.require_equal("the configs and tensor tables of the drafts", repr((own.config, own.packed, tensors)).encode())
 
-    def make(around: object, device: str | torch.device) -> DraftLlama:
+    def make(target_model: object, device: str | torch.device) -> DraftLlama:
         return ShardedDraft(own.config, draft.token_map, ranks, device)
 
     changed = {"source": own.source, "slices": own.slices, "packed": own.packed, "make": make}

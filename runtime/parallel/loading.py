@@ -32,28 +32,28 @@ def load_part(path: str | Path, draft: object, config: EngineConfig | None, size
 
     options: as for load_models; and `vocabulary`, a picklable function that maps the vocabulary in the files, on every rank.
     """
-    wanted = f"tensor_parallel={size}"
+    setting = f"tensor_parallel={size}"
     if record is not None:
-        raise ValueError(f"record: got {clip_repr(record)} with {wanted}, expected None")
+        raise ValueError(f"record: got {clip_repr(record)} with {setting}, expected None")
     if not isinstance(draft, (str, Path, NoneType)):
-        raise ValueError(f"draft: got {clip_repr(draft)} with {wanted}, expected None, a folder or a name")
+        raise ValueError(f"draft: got {clip_repr(draft)} with {setting}, expected None, a folder or a name")
     backend = "auto" if config is None else config.backend
-    on_cuda, own = uses_cuda(backend), int(os.environ.get("LOCAL_RANK", 0)) if under_torchrun() else 0
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", size)) if under_torchrun() else size
-    if on_cuda and torch.cuda.device_count() < here:
-        expected = f"'tape', or a GPU for each of {here} processes: there are {torch.cuda.device_count()} GPUs"
-        raise ValueError(f"EngineConfig.backend: got {backend!r} with {wanted}, expected {expected}")
+    on_cuda, local_rank = uses_cuda(backend), int(os.environ.get("LOCAL_RANK", 0)) if under_torchrun() else 0
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size)) if under_torchrun() else size
+    if on_cuda and torch.cuda.device_count() < local_size:
+        expected = f"'tape', or a GPU for each of {local_size} processes: there are {torch.cuda.device_count()} GPUs"
+        raise ValueError(f"EngineConfig.backend: got {backend!r} with {setting}, expected {expected}")
     for name, accepted in _ACCEPTED.items() if config is not None else ():
         if getattr(config, name) not in accepted:
             names = " or ".join(map(repr, accepted))
             raise ValueError(f"EngineConfig.{name}: got {getattr(config, name)!r} with tensor_parallel, expected {names}")
     if config is not None and not under_torchrun():
-        _require_copies(config)
+        _require_picklable(config)
     seconds = (config and config.round_timeout_seconds) or TIMEOUT_SECONDS
     arguments = size, path, draft, config
-    following = (*arguments, options | {"progress": False})
-    connect = functools.partial(Ranks.join, size, seconds) if under_torchrun() else functools.partial(Ranks.start, size, seconds, following)
-    return load_rank(functools.partial(connect, on_cuda=on_cuda), own if on_cuda else None, *arguments, options)
+    for_ranks = (*arguments, options | {"progress": False})
+    connect = functools.partial(Ranks.join, size, seconds) if under_torchrun() else functools.partial(Ranks.start, size, seconds, for_ranks)
+    return load_rank(functools.partial(connect, on_cuda=on_cuda), local_rank if on_cuda else None, *arguments, options)
 
 
 def load_rank(
@@ -82,25 +82,25 @@ def load_rank(
             assert isinstance(loaded.target, Llama)
             rows = loaded.config.max_rows * (loaded.config.num_speculative_tokens + 1)  # of the largest round
             joined[0].choose_sums(loaded.target.norm.new_empty(rows, loaded.target.config.hidden_size))
-        return _in_step(loaded._replace(vocabulary=vocabulary(loaded.vocabulary)), joined[0])
+        return _with_fixed_settings(loaded._replace(vocabulary=vocabulary(loaded.vocabulary)), joined[0])
     except BaseException:
         for ranks in joined:
             ranks.close()
         raise
 
 
-def _in_step(loaded: Loaded, ranks: Ranks) -> Loaded:
+def _with_fixed_settings(loaded: Loaded, ranks: Ranks) -> Loaded:
     """Replace settings whose effect depends on measured times, which differ between ranks."""
-    fixed = replace(loaded.config, round_timeout_seconds=ranks.seconds)
+    fixed = replace(loaded.config, round_timeout_seconds=ranks.timeout_seconds)
     if fixed.grammar_lane == "auto":  # the copy of a grammar to the device ends at different steps
         fixed = replace(fixed, grammar_lane="host")
     if fixed.draft_length == "auto":  # chosen by measured times
         fixed = replace(fixed, draft_length=fixed.num_speculative_tokens)
-    ranks.require_equal("the engine configs", _described(fixed).encode())
+    ranks.require_equal("the engine configs", _config_text(fixed).encode())
     return loaded._replace(config=fixed)
 
 
-def _require_copies(config: EngineConfig) -> None:
+def _require_picklable(config: EngineConfig) -> None:
     """ValueError for a logits processor that cannot be copied to the processes of other ranks."""
     for index, processor in enumerate(config.logits_processors):
         try:
@@ -114,7 +114,7 @@ def _require_copies(config: EngineConfig) -> None:
             )
 
 
-def _described(config: EngineConfig) -> str:
+def _config_text(config: EngineConfig) -> str:
     """A text that is equal on ranks with equal configs. The repr of a function contains its address."""
     processors = []
     for name, function, num_arguments in ((each.name, each.function, each.num_arguments) for each in config.logits_processors):

@@ -1,6 +1,6 @@
 """Keeps the ranks of a tensor-parallel engine in step.
 
-Ranks that the first rank starts: it decides each step and publishes it, and every COMPARED_STEPS steps the ranks compare their results.
+Ranks that the first rank starts: it decides each step and publishes it; every STEPS_PER_COMPARISON steps the ranks compare their results.
 Under torchrun: every rank makes the same calls of submit(), cancel() and step() in the same order, each rank in one thread; before every
 step the ranks compare their requests and results.
 """
@@ -12,13 +12,13 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from stepgraph.graphs.row_layout import ResultRecord
-from stepgraph.runtime.parallel.ranks import COMPARED_STEPS, Ranks
+from stepgraph.runtime.parallel.ranks import STEPS_PER_COMPARISON, Ranks
 from stepgraph.runtime.request import ActiveRequest, FinishReason, Job, StepEvent
 from stepgraph.runtime.request_queue import QueuedRequest, RequestQueue
 from stepgraph.runtime.scheduler import Scheduler
 
 
-class Decided(NamedTuple):
+class StepDecision(NamedTuple):
     """The contents of the next step, which the first rank publishes."""
 
     submitted: list[tuple[int, Sequence[int], dict[str, Any], int]]  # id, prompt, options, and the turn of its tenant
@@ -38,7 +38,7 @@ class LockstepQueue(RequestQueue):
         job = queued.job
         if job.embeddings:
             raise ValueError("prompt_embeddings: got embeddings with tensor_parallel, expected None: ranks do not compare them")
-        if self.ranks.decided:
+        if self.ranks.rank0_decides:
             super().enqueue(queued, require_open)
             return
         if job.sampling.temperature and job.sampling.seed is None:
@@ -55,7 +55,7 @@ class LockstepQueue(RequestQueue):
 
     def cancel(self, requested: Job | int) -> bool:
         found = super().cancel(requested)
-        if not self.ranks.decided:
+        if not self.ranks.rank0_decides:
             self.ranks.note(found)
         return found
 
@@ -72,7 +72,7 @@ class LockstepScheduler(Scheduler):
         if self._ranks.writer:
             self._publish([job.id for job, _ in cancelled])
         self._steps += 1
-        if not self._ranks.decided or self._steps % COMPARED_STEPS == 0:
+        if not self._ranks.rank0_decides or self._steps % STEPS_PER_COMPARISON == 0:
             self._ranks.require_same_notes()
         return cancelled
 
@@ -91,7 +91,7 @@ class LockstepScheduler(Scheduler):
             self._ranks.abort()  # a sum that waits for a lost rank fails at once
         super().finish_all(reason, error)
 
-    def _held_back(self, queued: QueuedRequest) -> bool:
+    def _is_held_back(self, queued: QueuedRequest) -> bool:
         return queued.job.id not in self._admissible
 
     def _publish(self, cancelled: list[int]) -> None:
@@ -103,8 +103,8 @@ class LockstepScheduler(Scheduler):
         self._published.update(queued.job.id for queued in submitted)
         self._admissible.update(queued.job.id for queued in ready)
         self._ranks.publish(
-            Decided(
-                [(queued.job.id, queued.job.prompt_ids, _options(queued.job), queued.place[1]) for queued in submitted],
+            StepDecision(
+                [(queued.job.id, queued.job.prompt_ids, _options(queued.job), queued.order[1]) for queued in submitted],
                 known,
                 [(queued.job.id, bool(queued.error)) for queued in ready],
             )

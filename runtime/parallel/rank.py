@@ -15,14 +15,14 @@ import torch
 
 from stepgraph.runtime.engine import Engine
 from stepgraph.runtime.parallel.loading import load_rank
-from stepgraph.runtime.parallel.lockstep import Decided, LockstepQueue
+from stepgraph.runtime.parallel.lockstep import LockstepQueue, StepDecision
 from stepgraph.runtime.parallel.ranks import CAPTURE, Link, MessageReader, RankError, Ranks
 from stepgraph.runtime.request import Job
 
 
 def follow(link: Link, file: int) -> None:
     rank, size, seconds, folder, on_cuda, threads, arguments = pickle.loads(link.recv_bytes())
-    threading.Thread(target=_end_with, args=(link,), daemon=True).start()
+    threading.Thread(target=_exit_when_closed, args=(link,), daemon=True).start()
     messages = MessageReader(file, link)
     os.close(file)
     torch.set_num_threads(threads)
@@ -48,14 +48,14 @@ def follow(link: Link, file: int) -> None:
             del jobs[job_id]
 
 
-def _apply(engine: Engine, decided: Decided, jobs: dict[int, Job], seconds: float) -> None:
+def _apply(engine: Engine, decision: StepDecision, jobs: dict[int, Job], seconds: float) -> None:
     assert isinstance(engine.queue, LockstepQueue)
-    for job_id, prompt, options, engine.queue.published_turn in decided.submitted:
+    for job_id, prompt, options, engine.queue.published_turn in decision.submitted:
         jobs[job_id] = engine.submit(prompt, **options)
-    for job_id in decided.cancelled:
+    for job_id in decision.cancelled:
         engine.cancel(jobs[job_id])
     end = time.monotonic() + seconds
-    for job_id, failed in decided.admissible:
+    for job_id, failed in decision.admissible:
         queued = engine.queue.unfinished[jobs[job_id].id]
         while not queued.ready:
             if time.monotonic() > end:
@@ -66,11 +66,11 @@ def _apply(engine: Engine, decided: Decided, jobs: dict[int, Job], seconds: floa
         engine.queue.admissible.add(queued.job.id)
 
 
-def _end_with(link: Link) -> None:
+def _exit_when_closed(link: Link) -> None:
     """End the process when the link closes, even if the main thread waits."""
-    hung_up = select.poll()
-    hung_up.register(link, 0)  # poll() always reports that the other end is closed
-    hung_up.poll()
+    poller = select.poll()
+    poller.register(link, 0)  # poll() always reports that the other end is closed
+    poller.poll()
     os._exit(0)
 
 

@@ -34,9 +34,9 @@ from stepgraph.graphs.layers.rank_sums import choose_sums
 TIMEOUT_SECONDS = 60.0  # where EngineConfig.round_timeout_seconds is None
 START_SECONDS = 600.0  # for a process to start, and to load its part of the model
 END_SECONDS = 2.0  # for a process to end by itself
-COMPARED_STEPS = 16  # steps between two comparisons of results, if the first rank decides each step
-SIZE = 1 << 20  # most bytes that the first rank writes ahead of a reader
-_LENGTH = 8  # bytes of a number in messages
+STEPS_PER_COMPARISON = 16  # steps between two comparisons of results, if the first rank decides each step
+RING_BYTES = 1 << 20  # most bytes that the first rank writes ahead of a reader
+_NUMBER_BYTES = 8  # bytes of a number in messages
 _GROUPS = ("graph", "eager", "control")  # on GPUs the first two use NCCL
 CAPTURE = "capture"  # a message: record all graphs
 RANK_MODULE = "stepgraph.runtime.parallel.rank"
@@ -50,13 +50,13 @@ class RankError(RuntimeError):
 class Ranks:
     """This process as one of `size` ranks. groups: for recorded sums, for other sums, and for comparisons between ranks.
 
-    writer, processes: writer of messages to the other ranks, and their processes, if this rank has started them. decided: whether the first
-    rank decides each step, as after `start`; otherwise every rank runs the same program.
+    writer, processes: writer of messages to the other ranks, and their processes, if this rank has started them. rank0_decides: whether the
+    first rank decides each step, as after `start`; otherwise every rank runs the same program.
     """
 
-    def __init__(self, rank: int, groups: Sequence[dist.ProcessGroup], seconds: float, decided: bool = True) -> None:
+    def __init__(self, rank: int, groups: Sequence[dist.ProcessGroup], seconds: float, rank0_decides: bool = True) -> None:
         self._graph, self._eager, self._control = graph, eager, _ = groups
-        self.rank, self.size, self.seconds, self.decided = rank, graph.size(), seconds, decided
+        self.rank, self.size, self.timeout_seconds, self.rank0_decides = rank, graph.size(), seconds, rank0_decides
         self.groups, self._notes = RankGroups(register_group(graph, seconds), register_group(eager, seconds)), hashlib.sha256()
         self.writer: MessageWriter | None = None
         self.processes = list[subprocess.Popen[bytes]]()
@@ -73,7 +73,7 @@ class Ranks:
             raise ValueError(f"tensor_parallel: got {size} with {found} processes, expected {found}")
         with _errors_only():
             groups = [dist.new_group(backend="nccl" if on_cuda and name != "control" else "gloo", timeout=timeout) for name in _GROUPS]
-        return cls(dist.get_rank(), groups, seconds, decided=False)
+        return cls(dist.get_rank(), groups, seconds, rank0_decides=False)
 
     @classmethod
     def start(cls, size: int, seconds: float, arguments: object, on_cuda: bool = False) -> Ranks:
@@ -83,30 +83,30 @@ class Ranks:
         try:
             for rank in range(1, size):
                 started = pickle.dumps((rank, size, seconds, folder, on_cuda, torch.get_num_threads(), arguments))
-                processes.append(_start(links, file, started, seconds))
+                processes.append(_start_process(links, file, started, seconds))
             for link in links:
                 _wait_for_start(link)
             writer, ranks = MessageWriter(file, links, seconds), cls.meet(0, size, seconds, folder, on_cuda)
         except BaseException:
-            _end(os.getpid(), processes, links, folder)
+            _end_processes(os.getpid(), processes, links, folder)
             raise
         finally:
             os.close(file)
         ranks.writer, ranks.processes = writer, processes
-        ranks.close = weakref.finalize(ranks, _end, os.getpid(), processes, links, folder)
+        ranks.close = weakref.finalize(ranks, _end_processes, os.getpid(), processes, links, folder)
         return ranks
 
     @classmethod
     def meet(cls, rank: int, size: int, seconds: float, folder: str, on_cuda: bool = False) -> Ranks:
         """Connects the ranks through a file in this folder. RankError if one is lost or late."""
-        with _lost(rank, size, seconds), _errors_only():
-            waits = max(seconds, START_SECONDS)
-            groups = [process_group(f"{folder}/{name}", rank, size, waits, on_cuda and name != "control") for name in _GROUPS]
+        with _as_rank_error(rank, size, seconds), _errors_only():
+            timeout = max(seconds, START_SECONDS)
+            groups = [process_group(f"{folder}/{name}", rank, size, timeout, on_cuda and name != "control") for name in _GROUPS]
         return cls(rank, groups, seconds)
 
     def choose_sums(self, like: Tensor) -> None:
         """Choose the sums of tensors on a GPU. Every rank must call this. RankError if no sum works."""
-        with _lost(self.rank, self.size, START_SECONDS):
+        with _as_rank_error(self.rank, self.size, START_SECONDS):
             self.note_of_sums = f"sums over ranks: {choose_sums(self, self.groups, like)}"
 
     def exchange(self, value: object) -> list[Any]:
@@ -136,7 +136,7 @@ class Ranks:
 
     def gather(self, values: Tensor, seconds: float = START_SECONDS) -> Tensor:
         """[size, ...]: `values` of every rank. RankError if a rank is lost, or does not call it in time."""
-        with _lost(self.rank, self.size, seconds):
+        with _as_rank_error(self.rank, self.size, seconds):
             return gather(self._control, values, seconds)
 
     def note(self, value: object) -> None:
@@ -145,7 +145,7 @@ class Ranks:
 
     def require_same_notes(self) -> None:
         """RankError unless every rank has made the same notes."""
-        self.require_equal("the requests or the results of earlier steps", self._notes.digest(), self.seconds)
+        self.require_equal("the requests or the results of earlier steps", self._notes.digest(), self.timeout_seconds)
 
     def require_equal(self, what: str, value: bytes, seconds: float = START_SECONDS) -> None:
         """RankError unless `value` is the same on every rank."""
@@ -188,14 +188,14 @@ def _errors_only() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _lost(rank: int, size: int, seconds: float) -> Iterator[None]:
+def _as_rank_error(rank: int, size: int, seconds: float) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
         raise RankError(f"rank {rank} of {size}: another rank is lost, or did not answer within {seconds:g} s: {error}") from error
 
 
-def _start(links: list[Link], file: int, arguments: bytes, seconds: float) -> subprocess.Popen[bytes]:
+def _start_process(links: list[Link], file: int, arguments: bytes, seconds: float) -> subprocess.Popen[bytes]:
     """Start a process and append its link. The process ends when the link closes, also if this process is killed."""
     own, other = socket.socketpair()
     with other:
@@ -220,7 +220,7 @@ def _wait_for_start(link: Link) -> None:
     raise RankError(f"a rank did not start within {START_SECONDS:g} s")
 
 
-def _end(owner: int, processes: list[subprocess.Popen[bytes]], links: list[Link], folder: str) -> None:
+def _end_processes(owner: int, processes: list[subprocess.Popen[bytes]], links: list[Link], folder: str) -> None:
     """Close the links, which ends the processes, and kill those that do not end."""
     for link in links:
         link.close()
@@ -235,7 +235,7 @@ def _end(owner: int, processes: list[subprocess.Popen[bytes]], links: list[Link]
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def anonymous_file(size: int = SIZE) -> int:
+def anonymous_file(size: int = RING_BYTES) -> int:
     """The descriptor of a file without a name."""
     if sys.platform == "linux":
         found = os.memfd_create("stepgraph-ranks")
@@ -262,9 +262,9 @@ class MessageWriter:
                     if not link.poll(self._seconds):
                         raise TimeoutError(f"a rank has read nothing for {self._seconds:g} s")
                     self._read[index] = int.from_bytes(link.recv_bytes(), "little")
-            at, room = self._written % size, size - (self._written - min(self._read))
-            part = rest[: min(room, size - at)]
-            self._memory[at : at + len(part)] = part
+            offset, room = self._written % size, size - (self._written - min(self._read))
+            part = rest[: min(room, size - offset)]
+            self._memory[offset : offset + len(part)] = part
             self._written, rest = self._written + len(part), rest[len(part) :]
             for link in self._links:
                 link.send_bytes(_number(self._written))
@@ -273,26 +273,26 @@ class MessageWriter:
 class MessageReader:
     def __init__(self, file: int, link: Link) -> None:
         self._memory, self._link = mmap.mmap(file, 0), link
-        self._written = self._read = self._answered = 0
+        self._written = self._read = self._acknowledged = 0
 
     def receive(self) -> bytes:
         """The next message. EOFError or OSError if the first rank has ended."""
-        return self._take(int.from_bytes(self._take(_LENGTH), "little"))
+        return self._take(int.from_bytes(self._take(_NUMBER_BYTES), "little"))
 
     def _take(self, count: int) -> bytes:
         found, size = bytearray(), len(self._memory)
         while (missing := count - len(found)) > 0:
             if self._read == self._written:
                 self._written = int.from_bytes(self._link.recv_bytes(), "little")
-            at = self._read % size
-            part = self._memory[at : min(size, at + min(missing, self._written - self._read))]
+            offset = self._read % size
+            part = self._memory[offset : min(size, offset + min(missing, self._written - self._read))]
             found += part
             self._read += len(part)
-            if self._read - self._answered >= size // 4:  # rarely, but before the writer runs out of room
+            if self._read - self._acknowledged >= size // 4:  # rarely, but before the writer runs out of room
                 self._link.send_bytes(_number(self._read))
-                self._answered = self._read
+                self._acknowledged = self._read
         return bytes(found)
 
 
 def _number(value: int) -> bytes:
-    return value.to_bytes(_LENGTH, "little")
+    return value.to_bytes(_NUMBER_BYTES, "little")

@@ -30,7 +30,7 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 from stepgraph.runtime.aio import AsyncEngine
 from stepgraph.runtime.engine import Engine
 from stepgraph.runtime.metrics import counter, engine_metrics
-from stepgraph.runtime.replicas.replica import Ask, Info, Part, answer, identity_of, info_of
+from stepgraph.runtime.replicas.replica import AnswerPart, EngineInfo, ReplicaRequest, answer, identity_of, info_of
 from stepgraph.runtime.replicas.router import FREE_PAGES, PrefixRouter, scale
 from stepgraph.runtime.replicas.streams import Counts, ReplicaLost, ResumedStream, Resumption
 from stepgraph.runtime.request_queue import QueueFullError
@@ -38,9 +38,9 @@ from stepgraph.runtime.stats import EngineStats
 from stepgraph.runtime.text import TextCodec
 from stepgraph.sampling.fields import check_value, whole
 
-NAME = "stepgraph"  # of the deployment
+DEPLOYMENT_NAME = "stepgraph"
 METRICS_SECONDS = 5
-LOST = (RayActorError, ReplicaUnavailableError, RequestCancelledError, TaskCancelledError)
+LOST_ERRORS = (RayActorError, ReplicaUnavailableError, RequestCancelledError, TaskCancelledError)
 
 
 class Replica:
@@ -48,35 +48,35 @@ class Replica:
 
     async def __init__(self, make_engine: Callable[[], Engine]) -> None:  # type: ignore[misc]  # Ray awaits it
         self._engine = engine = await asyncio.to_thread(make_engine)  # until it returns, the replica gets no requests
-        self._serving = AsyncEngine(engine)
-        await self._serving.open()
+        self._async_engine = AsyncEngine(engine)
+        await self._async_engine.open()
         self._name = str(serve.get_replica_context().replica_id.unique_id)
         self._identity = identity_of(engine)
 
     def check_health(self) -> None:
         """Ray calls this every half second; after three errors the replica gets no more requests and is replaced."""
-        if self._serving.failure is not None:
-            raise RuntimeError(f"the engine failed: {self._serving.failure}")
+        if self._async_engine.failure is not None:
+            raise RuntimeError(f"the engine failed: {self._async_engine.failure}")
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         stats = self._engine.stats()
         return {FREE_PAGES: stats.free_pages / max(1, stats.pages)}
 
-    async def describe(self) -> Info:
+    async def describe(self) -> EngineInfo:
         return info_of(self._engine, self._name)
 
     async def labelled_stats(self) -> tuple[dict[str, str], EngineStats]:
         return {"replica": self._name}, await asyncio.to_thread(self._engine.stats)
 
-    async def generate(self, ask: Ask) -> AsyncIterator[Part]:
+    async def generate(self, request: ReplicaRequest) -> AsyncIterator[AnswerPart]:
         """The parts of an answer. Ray closes the generator when the caller drops it, which cancels the job."""
-        async with contextlib.aclosing(answer(self._serving, ask, self._name, self._identity)) as parts:
+        async with contextlib.aclosing(answer(self._async_engine, request, self._name, self._identity)) as parts:
             async for part in parts:
                 yield part
 
     async def __del__(self) -> None:
         """Ray calls it once the requests have ended, or after graceful_shutdown_timeout_s."""
-        await self._serving.close(drain=False)
+        await self._async_engine.close(drain=False)
         self._engine.close()
 
 
@@ -94,20 +94,20 @@ class PrefixRequestRouter(RequestRouter):
         """One list per replica. Ray takes the first replica that is not full, and calls again later if all are full."""
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True
-        ask = _ask_of(pending_request)
+        request = _replica_request(pending_request)
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         loads = {name: self.replica_queue_len_cache.get(replica.replica_id) or 0 for name, replica in replicas.items()}
-        ranked = self._prefixes.rank(ask.pages if ask else (), loads, ask.avoid if ask else ())
+        ranked = self._prefixes.rank(request.pages if request else (), loads, request.avoid if request else ())
         return [[replicas[name]] for name in ranked]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: Any, result: Any) -> None:
-        if ask := _ask_of(pending_request):
-            self._prefixes.note(ask.pages, replica_id.unique_id)
+        if request := _replica_request(pending_request):
+            self._prefixes.note(request.pages, replica_id.unique_id)
 
 
-def _ask_of(request: PendingRequest | None) -> Ask | None:
+def _replica_request(request: PendingRequest | None) -> ReplicaRequest | None:
     found = request.args[0] if request is not None and request.args else None
-    return found if isinstance(found, Ask) else None
+    return found if isinstance(found, ReplicaRequest) else None
 
 
 def deployment(
@@ -141,7 +141,7 @@ def deployment(
         scaling = {"autoscaling_config": limits}
     made = serve.deployment(
         Replica,
-        name=NAME,
+        name=DEPLOYMENT_NAME,
         max_ongoing_requests=rows + max(1, rows // 4),
         max_queued_requests=-1,  # ReplicaPool limits requests, so that a stream that continues is never refused
         graceful_shutdown_timeout_s=drain_seconds,
@@ -160,30 +160,30 @@ def deployment(
 class ReplicaPool:
     """A Serving over the replicas of a deployment, which a server uses instead of an engine."""
 
-    def __init__(self, handle: Any, info: Info, codec: TextCodec, replicas: int, how: Resumption, max_open: int) -> None:
+    def __init__(self, handle: Any, info: EngineInfo, codec: TextCodec, replicas: int, resume: Resumption, max_open: int) -> None:
         """Use open()."""
         self._handle, self._generate = handle, handle.options(stream=True, method_name="generate")
-        self.info, self._how, self._max_open = info, how, max_open
+        self.info, self._resume, self._max_open = info, resume, max_open
         self.codec, self.max_rows, self.max_length = codec, info.max_rows * replicas, info.max_length
         self.failure: BaseException | None = None
-        self.counts, self._open = Counts(), 0
+        self.counts, self._num_open = Counts(), 0
 
     @classmethod
     async def open(
         cls,
         handle: Any,
-        codec: Callable[[Info], TextCodec] | None = None,
+        codec: Callable[[EngineInfo], TextCodec] | None = None,
         *,
         replicas: int = 1,
-        how: Resumption | None = None,
+        resume: Resumption | None = None,
         max_open: int = 4096,
     ) -> ReplicaPool:
-        """Wait for a replica and read the Info of its engine.
+        """Wait for a replica and read the EngineInfo of its engine.
 
         codec: makes the TextCodec of a server. replicas: their maximum number. max_open: requests at once; more raise QueueFullError.
         """
         info = await handle.describe.remote()
-        return cls(handle, info, codec(info) if codec else TextCodec.of_bytes(info.vocabulary), replicas, how or Resumption(), max_open)
+        return cls(handle, info, codec(info) if codec else TextCodec.of_bytes(info.vocabulary), replicas, resume or Resumption(), max_open)
 
     def list_loras(self) -> Sequence[str]:
         return self.info.lora_names
@@ -193,27 +193,27 @@ class ReplicaPool:
 
         ValueError as for Engine.submit(), from the replica; QueueFullError; AnswerError if no replica can serve it.
         """
-        if self._open >= self._max_open:
-            raise QueueFullError(f"{self._open} requests are open already, of at most {self._max_open}")
-        stream = ResumedStream(self._call, self.info, self._how, self.counts, self._closed, tuple(prompt_ids), options)
-        self._open += 1
+        if self._num_open >= self._max_open:
+            raise QueueFullError(f"{self._num_open} requests are open already, of at most {self._max_open}")
+        stream = ResumedStream(self._call, self.info, self._resume, self.counts, self._on_stream_end, tuple(prompt_ids), options)
+        self._num_open += 1
         await stream.open()
         return stream
 
-    async def _call(self, ask: Ask) -> AsyncGenerator[Part, None]:
-        response = self._generate.remote(ask)
+    async def _call(self, request: ReplicaRequest) -> AsyncGenerator[AnswerPart, None]:
+        response = self._generate.remote(request)
         try:
             async for part in response:
                 yield part
-        except LOST as error:
+        except LOST_ERRORS as error:
             raise ReplicaLost(f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
         except RayTaskError as error:  # raised by the replica's code
             raise RuntimeError(f"a replica failed: {error}") from error
         finally:
             response.cancel()
 
-    def _closed(self) -> None:
-        self._open -= 1
+    def _on_stream_end(self) -> None:
+        self._num_open -= 1
 
     async def metrics(self) -> list[Metric]:
         """The metrics of every replica, with its label, and of the streams."""

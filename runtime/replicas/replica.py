@@ -21,11 +21,11 @@ from stepgraph.runtime.request_queue import QueueFullError
 from stepgraph.sampling import native
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
-_NO_EFFECT = ("max_rows", "buckets", "num_pages", "prefix_cache_pages", "max_queued", "save_hidden_states", "round_timeout_seconds")
+_IGNORED_SETTINGS = ("max_rows", "buckets", "num_pages", "prefix_cache_pages", "max_queued", "save_hidden_states", "round_timeout_seconds")
 
 
 @dataclass(frozen=True)
-class Ask:
+class ReplicaRequest:
     """A request, or the rest of one."""
 
     prompt_ids: tuple[int, ...]
@@ -35,7 +35,7 @@ class Ask:
     identity: str = ""  # only a replica with this identity may answer; empty: any
 
 
-class Refused(NamedTuple):
+class Refusal(NamedTuple):
     """The replica has not accepted the request, or its engine has failed."""
 
     replica: str
@@ -54,7 +54,7 @@ class Tokens(NamedTuple):
     num_cached_tokens: int = 0
 
 
-class Opened(NamedTuple):
+class Accepted(NamedTuple):
     """The first part of a request that the replica has accepted; one message of Ray with its first tokens."""
 
     replica: str
@@ -62,11 +62,11 @@ class Opened(NamedTuple):
     part: Tokens
 
 
-Part = Opened | Refused | Tokens
+AnswerPart = Accepted | Refusal | Tokens
 
 
 @dataclass(frozen=True)
-class Info:
+class EngineInfo:
     """Properties of an engine for callers. All replicas of a deployment have equal ones, except replica, device and process."""
 
     max_rows: int
@@ -88,15 +88,15 @@ def device_name(engine: Engine) -> str:
     if device.type == "cuda":
         found = torch.cuda.get_device_properties(device)
         return f"{found.name}, capability {found.major}.{found.minor}, CUDA {torch.version.cuda}"
-    return f"{_processor('model name')}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+    return f"{_cpu_fields('model name')}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
 
 
 def identity_of(engine: Engine) -> str:
     """A hash of hardware, package versions, weights, vocabulary and settings."""
-    settings = {name: value for name, value in asdict(engine.config).items() if name not in _NO_EFFECT}
-    facts: dict[str, Any] = {
+    settings = {name: value for name, value in asdict(engine.config).items() if name not in _IGNORED_SETTINGS}
+    properties: dict[str, Any] = {
         "device": device_name(engine),
-        "instructions": _processor("flags", "Features", "cpu family", "model", "stepping", "cache size"),
+        "instructions": _cpu_fields("flags", "Features", "cpu family", "model", "stepping", "cache size"),
         "native": not native.why_not(),
         "versions": versions(),
         "models": model_fingerprints(engine._parts.models),
@@ -105,7 +105,7 @@ def identity_of(engine: Engine) -> str:
         "loras": engine.list_loras(),
     }
     # For settings that are not JSON: the repr of a function contains its address, which differs between processes.
-    text = json.dumps(facts, sort_keys=True, default=lambda value: str(getattr(value, "__qualname__", value)))
+    text = json.dumps(properties, sort_keys=True, default=lambda value: str(getattr(value, "__qualname__", value)))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -113,7 +113,7 @@ def vocabulary_of(engine: Engine) -> Vocabulary | None:
     return engine._parts.compiler.vocabulary if engine._parts.compiler else None
 
 
-def _processor(*fields: str) -> str:
+def _cpu_fields(*fields: str) -> str:
     """These fields of /proc/cpuinfo: two processors with equal instruction sets may differ in caches and so in block sizes."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.exists() else []
@@ -121,32 +121,32 @@ def _processor(*fields: str) -> str:
     return " ".join([platform.machine(), *sorted(names)])
 
 
-async def answer(serving: AsyncEngine, ask: Ask, replica: str, identity: str) -> AsyncGenerator[Part, None]:
+async def answer(async_engine: AsyncEngine, request: ReplicaRequest, replica: str, identity: str) -> AsyncGenerator[AnswerPart, None]:
     """The parts of an answer. Closing the generator cancels the job. replica, identity: those of this process."""
-    if ask.identity not in ("", identity):
-        yield Refused(replica, "identity", f"replica {replica} has other hardware, packages, weights or settings")
+    if request.identity not in ("", identity):
+        yield Refusal(replica, "identity", f"replica {replica} has other hardware, packages, weights or settings")
         return
     try:
-        stream = await serving.submit(ask.prompt_ids, **ask.options)
+        stream = await async_engine.submit(request.prompt_ids, **request.options)
     except (ValueError, QueueFullError, EngineClosedError) as error:
         why = "value" if isinstance(error, ValueError) else "full" if isinstance(error, QueueFullError) else "failed"
-        yield Refused(replica, why, str(error))
+        yield Refusal(replica, why, str(error))
         return
     opened = False
     async with stream:
         async for event in stream:
-            if event.finish_reason == FinishReason.ERROR and serving.failure is not None:
-                yield Refused(replica, "failed", event.error)  # an error of the engine and not of this request
+            if event.finish_reason == FinishReason.ERROR and async_engine.failure is not None:
+                yield Refusal(replica, "failed", event.error)  # an error of the engine and not of this request
                 return
             part = Tokens(event.tokens, event.logprobs, event.finish_reason, event.error, stream.job.rounds, stream.job.num_cached_tokens)
-            yield part if opened else Opened(replica, identity, part)
+            yield part if opened else Accepted(replica, identity, part)
             opened = True
 
 
-def info_of(engine: Engine, replica: str) -> Info:
+def info_of(engine: Engine, replica: str) -> EngineInfo:
     config, models = engine.config, engine._parts.models
     fixed, exact = (getattr(model, "batch_invariant", False) for model in (models.drafter, models.target))
-    return Info(
+    return EngineInfo(
         max_rows=config.max_rows,
         max_length=engine.limits.max_length,
         page_size=config.page_size,

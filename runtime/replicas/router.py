@@ -18,13 +18,13 @@ from stepgraph.sampling.fields import Check, check_value, is_number, whole
 MAX_PAGES = 256  # of a prompt that are compared: 4,096 tokens at the default size
 MAX_HOLDERS = 8  # replicas that are remembered for a page
 FREE_PAGES = "free_pages"  # share of a replica's cache pages that a request can get
-LEAST_FREE = 0.1  # if all replicas have less, another one is started
+MIN_FREE_SHARE = 0.1  # if all replicas have less, another one is started
 
 
 def wanted_replicas(requests: float, target: float, running: int, free_pages: Mapping[Any, float]) -> int:
     """target: requests per replica. free_pages: by replica."""
     wanted = math.ceil(requests / target)
-    if free_pages and len(free_pages) >= running and max(free_pages.values()) < LEAST_FREE:
+    if free_pages and len(free_pages) >= running and max(free_pages.values()) < MIN_FREE_SHARE:
         wanted = max(wanted, running + 1)  # even few requests may wait for pages
     return max(wanted, 1)
 

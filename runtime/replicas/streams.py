@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
-from stepgraph.runtime.replicas.replica import Ask, Info, Opened, Part, Refused, Tokens
+from stepgraph.runtime.replicas.replica import Accepted, AnswerPart, EngineInfo, Refusal, ReplicaRequest, Tokens
 from stepgraph.runtime.replicas.router import page_hashes
 from stepgraph.runtime.request import FinishReason, StepEvent, TokenLogprob
 from stepgraph.runtime.request_queue import QueueFullError
@@ -25,8 +25,8 @@ from stepgraph.sampling.fields import check_value, number, one_of, whole
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
 from stepgraph.sampling.params import SamplingParams
 
-# Calls a replica. Yields Opened with the first tokens, then Tokens; or Refused. Raises ReplicaLost.
-Call = Callable[[Ask], AsyncGenerator[Part, None]]
+# Calls a replica. Yields Accepted with the first tokens, then Tokens; or a Refusal. Raises ReplicaLost.
+Call = Callable[[ReplicaRequest], AsyncGenerator[AnswerPart, None]]
 POLICIES = ("exact", "same-hardware", "never")
 
 
@@ -34,7 +34,7 @@ class ReplicaLost(RuntimeError):
     """The replica of a stream ended before the stream did, or its engine failed."""
 
 
-class OtherHardware(ReplicaLost):
+class IdentityMismatch(ReplicaLost):
     """The replica would not compute the same bits."""
 
 
@@ -75,7 +75,7 @@ class Resumption:
         check_value("Resumption.attempts", self.attempts, whole(1))
         check_value("Resumption.backoff_seconds", self.backoff_seconds, number(0, 3600))
 
-    def continues(self, info: Info) -> bool:
+    def continues(self, info: EngineInfo) -> bool:
         """Whether a stream of such an engine goes on after its first token."""
         return self.policy == "same-hardware" or (self.policy == "exact" and info.exact)
 
@@ -86,31 +86,31 @@ class ResumedStream:
     def __init__(
         self,
         call: Call,
-        info: Info,
-        how: Resumption,
+        info: EngineInfo,
+        resume: Resumption,
         counts: Counts,
-        ended: Callable[[], None],
+        on_end: Callable[[], None],
         prompt_ids: tuple[int, ...],
         options: dict[str, Any],
     ) -> None:
-        """ended: called once, at the end of a stream that was opened."""
-        self._call, self._info, self._how, self._counts, self._started = call, info, how, counts, time.perf_counter()
+        """on_end: called once, at the end of a stream that was opened."""
+        self._call, self._info, self._resume, self._counts, self._started = call, info, resume, counts, time.perf_counter()
         sampling: SamplingParams = options.get("sampling") or SamplingParams()
         if not sampling.greedy and sampling.seed is None:  # a seed drawn by the replica could not be repeated
             sampling = replace(sampling, seed=secrets.randbits(63))
         drafts = options.get("num_speculative_tokens")
         drafts = info.num_drafts if drafts is None else drafts
-        by_drafts = bool(drafts) and (not sampling.greedy or sampling.relaxed_top_n > 0)  # tokens depend on where rounds begin
-        if by_drafts and not info.fixed_drafts and how.continues(info):
+        depends_on_drafts = bool(drafts) and (not sampling.greedy or sampling.relaxed_top_n > 0)  # tokens depend on where rounds begin
+        if depends_on_drafts and not info.fixed_drafts and resume.continues(info):
             options = options | {"num_speculative_tokens": 0}  # a repetition could have other drafts
-            by_drafts = False
-        self._repeats = by_drafts
+            depends_on_drafts = False
+        self._recomputes_tokens = depends_on_drafts
         options = options | {"sampling": sampling}
         pages = page_hashes(prompt_ids, info.page_size, (options.get("cache_salt", ""), options.get("lora_name", "")))
-        self._ask = Ask(prompt_ids, options, pages)
+        self._request = ReplicaRequest(prompt_ids, options, pages)
         self.job = RemoteJob(options.get("constraint"), sampling.seed or 0)
         self._identity, self._avoid = "", set[str]()
-        self._events = self._replicas(ended)
+        self._events = self._replicas(on_end)
         self._first: StepEvent | None = None
 
     async def open(self) -> None:
@@ -130,11 +130,11 @@ class ResumedStream:
     async def aclose(self) -> None:
         await self._events.aclose()
 
-    async def _replicas(self, ended: Callable[[], None]) -> AsyncGenerator[StepEvent, None]:
-        lost, job = 0, self.job
+    async def _replicas(self, on_end: Callable[[], None]) -> AsyncGenerator[StepEvent, None]:
+        num_lost, job = 0, self.job
         try:
             while True:
-                known = len(job.tokens)
+                num_known = len(job.tokens)
                 try:
                     async with contextlib.aclosing(self._attempt()) as events:
                         async for event in events:
@@ -143,23 +143,23 @@ class ResumedStream:
                                 return
                     raise ReplicaLost("the stream ended without a finish reason", *job.replicas[-1:])
                 except ReplicaLost as error:
-                    lost = 1 if len(job.tokens) > known else lost + (not isinstance(error, OtherHardware))
-                    self._check(error, lost)
+                    num_lost = 1 if len(job.tokens) > num_known else num_lost + (not isinstance(error, IdentityMismatch))
+                    self._check(error, num_lost)
                     self._avoid |= {*error.args[1:]}
                 self._counts.retried += not job.tokens
                 self._counts.continued += bool(job.tokens)
-                await asyncio.sleep((lost > 1) * self._how.backoff_seconds * 2 ** (lost - 2) * random.uniform(0.8, 1.2))
+                await asyncio.sleep((num_lost > 1) * self._resume.backoff_seconds * 2 ** (num_lost - 2) * random.uniform(0.8, 1.2))
         finally:
-            ended()
+            on_end()
 
-    def _check(self, error: ReplicaLost, lost: int) -> None:
+    def _check(self, error: ReplicaLost, num_lost: int) -> None:
         """AnswerError if the request must not be sent to another replica."""
         why = ""
-        if lost >= self._how.attempts:
-            why = f"{lost} replicas in a row gave no new token"
-        elif self.job.tokens and self._how.policy == "never":
+        if num_lost >= self._resume.attempts:
+            why = f"{num_lost} replicas in a row gave no new token"
+        elif self.job.tokens and self._resume.policy == "never":
             why = "Resumption.policy is 'never'"
-        elif self.job.tokens and not self._how.continues(self._info):
+        elif self.job.tokens and not self._resume.continues(self._info):
             why = f"with this model on {self._info.device} a near tie may end differently; Resumption.policy 'same-hardware' accepts that"
         if why:
             self._fail(f"{why} ({error.args[0]})", error)
@@ -170,23 +170,23 @@ class ResumedStream:
 
     async def _attempt(self) -> AsyncGenerator[StepEvent, None]:
         """The new tokens of one replica."""
-        job, options = self.job, self._ask.options
-        skip = list(job.tokens) if self._repeats else []  # tokens that the replica computes again
-        if job.tokens and not self._repeats:
+        job, options = self.job, self._request.options
+        skip = list(job.tokens) if self._recomputes_tokens else []  # tokens that the replica computes again
+        if job.tokens and not self._recomputes_tokens:
             options = options | {"resume_from": (*options.get("resume_from", ()), *job.tokens)}
-        ask = replace(self._ask, options=options, avoid=frozenset(self._avoid), identity=self._identity if job.tokens else "")
-        async with contextlib.aclosing(self._call(ask)) as parts:
+        request = replace(self._request, options=options, avoid=frozenset(self._avoid), identity=self._identity if job.tokens else "")
+        async with contextlib.aclosing(self._call(request)) as parts:
             async for part in parts:
-                if isinstance(part, Refused):
+                if isinstance(part, Refusal):
                     self._refused(part)
-                if isinstance(part, Opened):
+                if isinstance(part, Accepted):
                     self._identity = part.identity
                     job.replicas.append(part.replica)
                     part = part.part
                 if (event := self._event(part, skip)) is not None:
                     yield event
 
-    def _refused(self, part: Refused) -> NoReturn:
+    def _refused(self, part: Refusal) -> NoReturn:
         if part.why == "value":
             if not self.job.tokens:
                 raise ValueError(part.message)
@@ -197,7 +197,7 @@ class ResumedStream:
             if part.replica in self._avoid:  # no other replica is left
                 self._fail(part.message)
             self._avoid.add(part.replica)
-            raise OtherHardware(part.message, part.replica)
+            raise IdentityMismatch(part.message, part.replica)
         raise ReplicaLost(part.message, part.replica)
 
     def _event(self, part: Tokens, skip: list[int]) -> StepEvent | None:

@@ -24,15 +24,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from stepgraph.runtime.metrics import gauge, prometheus_text
 from stepgraph.runtime.request import EngineClosedError, FinishReason, StepEvent
 from stepgraph.runtime.request_queue import QueueFullError
-from stepgraph.runtime.serve.calls import Delta, call_style
-from stepgraph.runtime.serve.fields import GenerationRequest, checked_model, parse_request, runtime_refusal
+from stepgraph.runtime.serve.calls import Delta, choose_format
+from stepgraph.runtime.serve.fields import GenerationRequest, checked_model, parse_request, request_error
 from stepgraph.runtime.serve.gate import Gate, Ticket
 from stepgraph.runtime.serve.http import (
     Bounds,
     EventStream,
     HttpError,
     Server,
-    dumped,
+    compact_json,
     error_response,
     json_response,
     read_json,
@@ -52,11 +52,11 @@ class App:
     def __init__(self, serving: Serving, model: str, bounds: Bounds, keys: Sequence[str] = (), tool_format: str = "auto") -> None:
         self.serving, self._codec, self._model, self.bounds = serving, serving.codec, model, bounds
         self._keys = {hashlib.sha256(key.encode()).hexdigest() for key in keys}  # looked up by hash: times of comparisons reveal no key
-        self._style = call_style(self._codec, tool_format)
+        self._chosen_format = choose_format(self._codec, tool_format)
         rows = serving.max_rows
         self.gate = Gate(rows + max(1, rows // 4), bounds.waiting)  # some requests wait in the engine for the next free row
-        self._opened = int(time.time())
-        self.leaving = False
+        self._created = int(time.time())
+        self.shutting_down = False
         routes = [
             Route("/v1/chat/completions", self._generate, methods=["POST"]),
             Route("/v1/completions", self._generate, methods=["POST"]),
@@ -68,14 +68,14 @@ class App:
         self.asgi = Starlette(routes=routes, exception_handlers={HTTPException: error_response, Exception: error_response})
         self.asgi.router.redirect_slashes = False
 
-    async def serve(self, listener: socket.socket, soon: asyncio.Event, at_once: asyncio.Event, grace: float) -> None:
-        """Serve until `soon` is set; let answers end for `grace` seconds or until `at_once` is set, then cancel their jobs."""
+    async def serve(self, listener: socket.socket, drain: asyncio.Event, stop_now: asyncio.Event, grace_seconds: float) -> None:
+        """Serve until `drain` is set; let answers end for `grace_seconds` or until `stop_now` is set, then cancel their jobs."""
         server = Server(server_config(self.asgi, self.bounds))
-        serving, cut = asyncio.ensure_future(server.serve([listener])), asyncio.ensure_future(at_once.wait())
-        await soon.wait()
-        self.leaving = server.should_exit = True
-        await asyncio.wait({serving, cut}, timeout=grace, return_when=asyncio.FIRST_COMPLETED)
-        cut.cancel()
+        serving, stopped = asyncio.ensure_future(server.serve([listener])), asyncio.ensure_future(stop_now.wait())
+        await drain.wait()
+        self.shutting_down = server.should_exit = True
+        await asyncio.wait({serving, stopped}, timeout=grace_seconds, return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
         try:
             await self.serving.close(drain=False)  # answers in progress end with an error; raises that of a failed engine
         finally:
@@ -87,36 +87,36 @@ class App:
         return Response(prometheus_text([*await self.serving.metrics(), waiting]), media_type=CONTENT_TYPE_LATEST)
 
     async def _health(self, request: Request) -> Response:
-        if self.serving.failure is None and not self.leaving:
+        if self.serving.failure is None and not self.shutting_down:
             return json_response({"status": "ok"})
         return json_response({"status": str(self.serving.failure or "shutting down")}, 503)
 
     async def _models(self, request: Request) -> Response:
         self._authorize(request)
-        return json_response({"object": "list", "data": [self._card(name) for name in self._names]})
+        return json_response({"object": "list", "data": [self._model_entry(name) for name in self._names]})
 
     async def _one_model(self, request: Request) -> Response:
         self._authorize(request)
-        return json_response(self._card(checked_model(request.path_params["name"], self._names)))
+        return json_response(self._model_entry(checked_model(request.path_params["name"], self._names)))
 
     @property
     def _names(self) -> list[str]:
         """The name of the model, then those of its adapters."""
         return [self._model, *self.serving.list_loras()]
 
-    def _card(self, name: str) -> dict[str, Any]:
-        card = {"id": name, "object": "model", "created": self._opened, "owned_by": "stepgraph"}
-        return card if name == self._model else {**card, "parent": self._model}
+    def _model_entry(self, name: str) -> dict[str, Any]:
+        entry = {"id": name, "object": "model", "created": self._created, "owned_by": "stepgraph"}
+        return entry if name == self._model else {**entry, "parent": self._model}
 
     def _authorize(self, request: Request) -> str:
         """The hash of the caller's key; empty if none is required. HttpError for a wrong key."""
         if not self._keys:
             return ""
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        found = hashlib.sha256(key.strip().encode()).hexdigest()
-        if scheme.lower() != "bearer" or found not in self._keys:
+        key_hash = hashlib.sha256(key.strip().encode()).hexdigest()
+        if scheme.lower() != "bearer" or key_hash not in self._keys:
             raise HttpError(401, "Authorization: expected `Bearer` and an API key of this server", code="invalid_api_key")
-        return found
+        return key_hash
 
     async def _generate(self, request: Request) -> ASGIApp:
         started = time.perf_counter()
@@ -131,9 +131,9 @@ class App:
         key = self._authorize(request)
         body = await read_json(request, self.bounds)
         chat = request.scope["path"] == "/v1/chat/completions"
-        parsed = parse_request(body, chat, self._codec, self._names, self.serving.max_length, self._style)
+        parsed = parse_request(body, chat, self._codec, self._names, self.serving.max_length, self._chosen_format)
         parsed.options["cache_salt"] = parsed.options["tenant"] = key  # callers with different keys share no cached prefixes
-        if self.leaving:
+        if self.shutting_down:
             raise HttpError(503, "the server is shutting down")
         try:
             tickets = self.gate.tickets(parsed.n, parsed.options["priority"], key)
@@ -156,7 +156,7 @@ class Answer:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         status: int | str = "disconnected"
         events = EventStream(send)
-        answering = self._stream(events) if self._request.stream else self._whole(scope, receive, send)
+        answering = self._send_stream(events) if self._request.stream else self._send_whole(scope, receive, send)
         try:
             if await until_disconnect(receive, answering, self._bounds.answer_seconds):
                 status = 200
@@ -165,7 +165,7 @@ class Answer:
             status = error.status_code
             if not events.started:
                 raise error from None
-            await events.event(dumped(error.body))
+            await events.event(compact_json(error.body))
             await events.end()
         except HttpError as error:
             status = error.status_code
@@ -175,7 +175,7 @@ class Answer:
                 self._gate.leave(ticket)
             _log(self._started, status, self._log_fields())
 
-    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         replies = self._replies
         deltas: list[list[Delta]] = [[] for _ in replies]
         async with contextlib.aclosing(self._deltas()) as found:
@@ -188,7 +188,7 @@ class Answer:
             choices.append(choice | ({"message": message} if self._request.chat else {"text": message["content"]}))
         await json_response(self._envelope | {"choices": choices, "usage": usage_of(replies)})(scope, receive, send)
 
-    async def _stream(self, events: EventStream) -> None:
+    async def _send_stream(self, events: EventStream) -> None:
         offsets, begun = [0] * len(self._replies), set[int]()  # characters sent so far, and choices that have begun
 
         async def send(reply: Reply, delta: Delta, reason: str | None) -> None:
@@ -198,7 +198,7 @@ class Answer:
                 delta = {"role": "assistant", **(delta or {"content": ""})}
             choice |= {"delta": delta} if self._request.chat else {"text": delta.get("content", "")}
             offsets[reply.index] += len(delta.get("content", ""))
-            await events.event(dumped(self._envelope | {"choices": [choice]}))
+            await events.event(compact_json(self._envelope | {"choices": [choice]}))
 
         try:
             async with contextlib.aclosing(self._deltas()) as deltas:
@@ -207,16 +207,16 @@ class Answer:
         except HttpError as error:
             if not events.started:
                 raise
-            await events.event(dumped(error.body))
+            await events.event(compact_json(error.body))
         else:
             if self._request.include_usage:
-                await events.event(dumped(self._envelope | {"choices": [], "usage": usage_of(self._replies)}))
+                await events.event(compact_json(self._envelope | {"choices": [], "usage": usage_of(self._replies)}))
             await events.event("[DONE]")
         await events.end()
 
     async def _deltas(self) -> AsyncGenerator[tuple[Reply, Delta | None], None]:
         """Deltas of all choices as they arrive, then None for each choice. HttpError if one fails."""
-        found: asyncio.Queue[tuple[Reply, Delta | HttpError | None]] = asyncio.Queue(2 * self._request.n)  # full if a client is slow
+        updates: asyncio.Queue[tuple[Reply, Delta | HttpError | None]] = asyncio.Queue(2 * self._request.n)  # full if a client is slow
 
         async def read(reply: Reply, ticket: Ticket) -> None:
             end: HttpError | None = None
@@ -224,7 +224,7 @@ class Answer:
                 await asyncio.shield(ticket.entered)  # a cancelled reader must not cancel the ticket
                 async with contextlib.aclosing(self._answer(reply)) as deltas:
                     async for delta in deltas:
-                        await found.put((reply, delta))
+                        await updates.put((reply, delta))
             except HttpError as error:
                 end = error
             except AnswerError as error:
@@ -233,13 +233,13 @@ class Answer:
                 LOG.exception("an answer failed")
                 end = HttpError(500, f"{type(error).__name__}: {error}")
             self._gate.leave(ticket)
-            await found.put((reply, end))
+            await updates.put((reply, end))
 
         readers = [asyncio.ensure_future(read(*pair)) for pair in zip(self._replies, self._tickets, strict=True)]
         running = self._request.n
         try:
             while running:
-                reply, delta = await found.get()
+                reply, delta = await updates.get()
                 if isinstance(delta, HttpError):
                     raise delta
                 running -= delta is None
@@ -277,7 +277,7 @@ class Answer:
         try:
             stream = await self._serving.generate(prompt_ids, **request.options_of(reply.index, reply.tokens))
         except ValueError as error:
-            raise runtime_refusal(error, "messages" if request.chat else "prompt", request.constraint_field) from None
+            raise request_error(error, "messages" if request.chat else "prompt", request.constraint_field) from None
         except QueueFullError as error:
             raise HttpError(429, str(error), code="rate_limit_exceeded") from None
         except EngineClosedError as error:
@@ -293,7 +293,7 @@ class Answer:
         if event.finish_reason == FinishReason.ERROR:
             refused = job.constraint is not None and not job.rounds and self._serving.failure is None
             if refused:
-                raise runtime_refusal(str(event.error), constraint_field=self._request.constraint_field)
+                raise request_error(str(event.error), constraint_field=self._request.constraint_field)
             raise HttpError(500, str(event.error))
 
     def _log_fields(self) -> dict[str, Any]:

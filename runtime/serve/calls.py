@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
-from stepgraph.runtime.text import TextCodec, held_back
+from stepgraph.runtime.text import TextCodec, partial_match
 from stepgraph.sampling.grammar.schema.parameters import PARAMETER_END
 
 Delta = dict[str, Any]  # content or reasoning_content: some text, or tool_calls: the next part of one call
@@ -83,12 +83,12 @@ FORMATS = {
 }
 
 
-class CallStyle(NamedTuple):
-    form: CallFormat
+class ChosenFormat(NamedTuple):
+    call_format: CallFormat
     templated: bool  # the chat template describes this format; otherwise a system message does
 
 
-def call_style(codec: TextCodec, name: str = "auto") -> CallStyle:
+def choose_format(codec: TextCodec, name: str = "auto") -> ChosenFormat:
     """The format of that name, or the one that the chat template describes; Hermes if it describes no known format."""
     described = {  # the first match is used
         "gpt-oss": "<|channel|>",
@@ -100,10 +100,10 @@ def call_style(codec: TextCodec, name: str = "auto") -> CallStyle:
     }
     found = next((name for name, words in described.items() if codec.template_mentions(words)), "")
     chosen = (found or "hermes") if name == "auto" else name
-    form = FORMATS[chosen]
-    if codec.template_mentions(form.opening.replace(" ", "")):  # "[TOOL_CALLS][" of some Mistral models
-        form = replace(form, opening=form.opening.replace(" ", ""))
-    return CallStyle(form, chosen == found)
+    fmt = FORMATS[chosen]
+    if codec.template_mentions(fmt.opening.replace(" ", "")):  # "[TOOL_CALLS][" of some Mistral models
+        fmt = replace(fmt, opening=fmt.opening.replace(" ", ""))
+    return ChosenFormat(fmt, chosen == found)
 
 
 class CallParser:
@@ -112,8 +112,8 @@ class CallParser:
     only_calls: a grammar allows calls only; text between them is dropped.
     """
 
-    def __init__(self, stops: Sequence[str], form: CallFormat | None, texts: TextParameters, only_calls: bool, parallel: bool) -> None:
-        self._stops, self._form, self._texts, self._only_calls, self._parallel = tuple(stops), form, texts, only_calls, parallel
+    def __init__(self, stops: Sequence[str], fmt: CallFormat | None, texts: TextParameters, only_calls: bool, parallel: bool) -> None:
+        self._stops, self._format, self._texts, self._only_calls, self._parallel = tuple(stops), fmt, texts, only_calls, parallel
         self._pending, self._ended = "", False
         self.calls = 0  # number of complete calls
         self.at_stop_text = False
@@ -135,24 +135,24 @@ class CallParser:
     # These generators yield None when they need more text.
 
     def _parse(self) -> Steps[None]:
-        form = self._form
-        delimiters = (*self._stops, *([form.trigger] if form else ()))
+        fmt = self._format
+        delimiters = (*self._stops, *([fmt.trigger] if fmt else ()))
         while not self.stopped:
             found = yield from self._up_to(delimiters, lambda text: {"content": text}, self._only_calls)
             if not found:
                 return
             self.at_stop_text = found in self._stops
-            if form is None or self.at_stop_text:
+            if fmt is None or self.at_stop_text:
                 continue
-            if form.is_list:
-                yield from self._skip(form.opening)
-            while (yield from self._call(form)) and form.is_list and not self.stopped and (yield from self._skip(form.separator)):
+            if fmt.is_list:
+                yield from self._skip(fmt.opening)
+            while (yield from self._call(fmt)) and fmt.is_list and not self.stopped and (yield from self._skip(fmt.separator)):
                 pass
-            yield from self._skip(form.closing)
+            yield from self._skip(fmt.closing)
 
-    def _call(self, form: CallFormat) -> Steps[bool]:
+    def _call(self, fmt: CallFormat) -> Steps[bool]:
         """Parse one call. Returns whether it is complete."""
-        header = yield from self._match(re.escape(form.prefix) + r"([\w-]+)" + re.escape(form.infix))
+        header = yield from self._match(re.escape(fmt.prefix) + r"([\w-]+)" + re.escape(fmt.infix))
         if header is None:
             yield {"content": self._pending}
             self._pending = ""
@@ -160,9 +160,9 @@ class CallParser:
         call_id = uuid.uuid4().hex[:9]  # templates of Mistral accept exactly nine characters
         function = {"name": header[1], "arguments": ""}
         yield {"tool_calls": [{"index": self.calls, "id": call_id, "type": "function", "function": function}]}
-        if not (yield from self._parameters(self._texts[header[1]]) if form.style == "qwen_xml" else self._object()):
+        if not (yield from self._parameters(self._texts[header[1]]) if fmt.style == "qwen_xml" else self._object()):
             return False
-        yield from self._skip(form.suffix)
+        yield from self._skip(fmt.suffix)
         self.calls += 1
         return True
 
@@ -213,7 +213,7 @@ class CallParser:
         while True:
             found = [(start, -len(each), each) for each in delimiters if (start := self._pending.find(each)) >= 0]
             start, _, delimiter = min(found, default=(len(self._pending), 0, ""))
-            size = start if found or self._ended else start - held_back(self._pending, delimiters)
+            size = start if found or self._ended else start - partial_match(self._pending, delimiters)
             text, self._pending = self._pending[:size], self._pending[size:]
             if text and not is_dropped:
                 yield delta(text)
@@ -260,13 +260,13 @@ class _ObjectEnd:
         return None
 
 
-def joined(first: Delta, then: Delta) -> Delta | None:
+def merge_deltas(first: Delta, following: Delta) -> Delta | None:
     """Two deltas as one; None if that is not possible."""
-    if first.keys() != then.keys():
+    if first.keys() != following.keys():
         return None
     if "tool_calls" not in first:
-        return {kind: first[kind] + text for kind, text in then.items()}
-    (call,), (rest,) = first["tool_calls"], then["tool_calls"]
+        return {kind: first[kind] + text for kind, text in following.items()}
+    (call,), (rest,) = first["tool_calls"], following["tool_calls"]
     if call["index"] != rest["index"] or "id" in rest:
         return None
     function = {**call["function"], "arguments": call["function"]["arguments"] + rest["function"]["arguments"]}

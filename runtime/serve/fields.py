@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
-from stepgraph.runtime.serve.calls import CallStyle
+from stepgraph.runtime.serve.calls import ChosenFormat
 from stepgraph.runtime.serve.http import HttpError
 from stepgraph.runtime.serve.reasoning import Reasoning, reasoning_of
 from stepgraph.runtime.serve.tools import ToolUse, tool_use
@@ -17,29 +17,29 @@ from stepgraph.sampling.fields import BOOL, Check, instance_of, is_int, whole
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
 from stepgraph.sampling.params import SamplingParams
 
-_SAMPLING = {  # field of the request: field of SamplingParams
+_SAMPLING_FIELDS = {  # field of the request: field of SamplingParams
     **{name: name for name in ("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty")},
     **{name: name for name in ("top_k", "min_p", "repetition_penalty", "ignore_eos", "stop_token_ids")},  # vLLM's extensions
     "min_tokens": "min_new_tokens",
 }
-_BOTH = {*_SAMPLING, "model", "n", "stream", "stream_options", "max_tokens", "stop", "logit_bias", "logprobs", "response_format"}
-_BOTH |= {"priority"}
-_CHAT = {*_BOTH, "messages", "max_completion_tokens", "tools", "tool_choice"}
-_COMPLETION = {*_BOTH, "prompt", "best_of"}
-_CHAT |= {"top_logprobs", "parallel_tool_calls", "reasoning_effort", "thinking_token_budget", "chat_template_kwargs"}
-_MESSAGE = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"}
+_COMMON = {*_SAMPLING_FIELDS, "model", "n", "stream", "stream_options", "max_tokens", "stop", "logit_bias", "logprobs", "response_format"}
+_COMMON |= {"priority"}
+_CHAT_FIELDS = {*_COMMON, "messages", "max_completion_tokens", "tools", "tool_choice"}
+_COMPLETION_FIELDS = {*_COMMON, "prompt", "best_of"}
+_CHAT_FIELDS |= {"top_logprobs", "parallel_tool_calls", "reasoning_effort", "thinking_token_budget", "chat_template_kwargs"}
+_MESSAGE_FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"}
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 _EFFORT = Check(_EFFORTS.__contains__, f"one of {', '.join(_EFFORTS)}")
-_FLAG, _OBJECT = BOOL._replace(expected="true or false"), instance_of(dict, "an object")
-_NOTES = {**dict.fromkeys(("user", "safety_identifier", "prompt_cache_key"), instance_of(str, "a string")), "metadata": _OBJECT}  # ignored
-_NO_EFFECT: dict[str, tuple[Any, ...]] = {  # fields that are accepted with these values only
+_BOOL, _OBJECT = BOOL._replace(expected="true or false"), instance_of(dict, "an object")
+_IGNORED_FIELDS = {**dict.fromkeys(("user", "safety_identifier", "prompt_cache_key"), instance_of(str, "a string")), "metadata": _OBJECT}
+_FIXED_FIELDS: dict[str, tuple[Any, ...]] = {  # fields that are accepted with these values only
     "echo": (False,),
     "store": (False,),
     "service_tier": ("auto", "default"),
     "modalities": (["text"],),
 }
-_REQUEST_FIELDS = {runtime: field for field, runtime in _SAMPLING.items()}
+_REQUEST_FIELDS = {runtime: field for field, runtime in _SAMPLING_FIELDS.items()}
 MAX_STOPS = 4
 MAX_CHOICES = 16
 MAX_CHAT_LOGPROBS, MAX_COMPLETION_LOGPROBS = 20, 5  # as OpenAI's endpoints
@@ -87,17 +87,17 @@ class GenerationRequest:
 
 
 def parse_request(
-    body: Mapping[str, Any], chat: bool, codec: TextCodec, models: Sequence[str], max_length: int, style: CallStyle
+    body: Mapping[str, Any], chat: bool, codec: TextCodec, models: Sequence[str], max_length: int, chosen_format: ChosenFormat
 ) -> GenerationRequest:
     """HttpError names the field that is wrong or not supported. models: the name of the model, and those of its adapters."""
     fields = {name: value for name, value in body.items() if value is not None}
-    for name in _NOTES.keys() & fields.keys():
-        _checked(fields, name, _NOTES[name])
+    for name in _IGNORED_FIELDS.keys() & fields.keys():
+        _checked(fields, name, _IGNORED_FIELDS[name])
         del fields[name]
-    _check_known(fields, _CHAT if chat else _COMPLETION)
+    _check_known(fields, _CHAT_FIELDS if chat else _COMPLETION_FIELDS)
     model = checked_model(fields.get("model", models[0]), models)
-    parallel = _checked(fields, "parallel_tool_calls", _FLAG, True)
-    tools = tool_use(fields.get("tools"), fields.get("tool_choice"), parallel, style) if chat else None
+    parallel = _checked(fields, "parallel_tool_calls", _BOOL, True)
+    tools = tool_use(fields.get("tools"), fields.get("tool_choice"), parallel, chosen_format) if chat else None
     prompt_ids = _chat_ids(fields, tools, codec) if chat else _prompt_ids(fields, codec)
     logprobs, top_logprobs = _logprobs(fields, chat)
     sampling = _sampling(fields, logprobs, top_logprobs)
@@ -105,7 +105,7 @@ def parse_request(
     options = {"max_new_tokens": max_tokens, "sampling": sampling, "constraint": _constraint(fields, tools)}
     options["lora_name"] = "" if model == models[0] else model
     options["priority"] = _checked(fields, "priority", _PRIORITY, 0)
-    stream, include_usage = _checked(fields, "stream", _FLAG, False), _include_usage(fields)
+    stream, include_usage = _checked(fields, "stream", _BOOL, False), _include_usage(fields)
     n = _checked(fields, "n", whole(1, MAX_CHOICES), 1)
     if fields.get("best_of", n) != n:
         _refuse("best_of", fields["best_of"], f"n, which is {n}")
@@ -124,7 +124,7 @@ def checked_model(name: Any, models: Sequence[str]) -> str:
     return str(name)
 
 
-def runtime_refusal(error: ValueError | str, prompt_field: str = "messages", constraint_field: str = "response_format") -> HttpError:
+def request_error(error: ValueError | str, prompt_field: str = "messages", constraint_field: str = "response_format") -> HttpError:
     """The response to an error of the runtime, with the field name of the request body instead of the runtime's."""
     message = re.sub(r"^constraint \w+:", "constraint:", str(error))  # kinds of constraints have no name in requests
     subject, _, reason = message.partition(":")
@@ -146,10 +146,10 @@ def _refuse(field: str, value: Any, expected: str) -> NoReturn:
 def _check_known(fields: dict[str, Any], known: set[str]) -> None:
     for full_name in fields.keys() - known:
         value, name = fields[full_name], full_name[:100] or "''"
-        if name not in _NO_EFFECT:
+        if name not in _FIXED_FIELDS:
             raise HttpError(400, f"{name}: got {_clipped(value)}, but the field is not supported", name, "unsupported_parameter")
-        if not any(value == accepted and type(value) is type(accepted) for accepted in _NO_EFFECT[name]):
-            expected = " or ".join(map(json.dumps, _NO_EFFECT[name]))
+        if not any(value == accepted and type(value) is type(accepted) for accepted in _FIXED_FIELDS[name]):
+            expected = " or ".join(map(json.dumps, _FIXED_FIELDS[name]))
             raise HttpError(400, f"{name}: got {_clipped(value)}, expected {expected}", name, "unsupported_value")
 
 
@@ -164,7 +164,7 @@ def _chat_ids(fields: Mapping[str, Any], tools: ToolUse | None, codec: TextCodec
     try:
         return codec.chat(plain, variables=variables) if tools is None else tools.prompt_ids(codec, plain, variables)
     except ValueError as error:
-        raise runtime_refusal(error) from None
+        raise request_error(error) from None
 
 
 def _message(message: Any, name: str) -> dict[str, Any]:
@@ -174,7 +174,7 @@ def _message(message: Any, name: str) -> dict[str, Any]:
     if message.get("role") not in _ROLES:
         _refuse(f"{name}.role", message.get("role"), f"one of {', '.join(_ROLES)}")
     message = {field: value for field, value in message.items() if value is not None}
-    for field in message.keys() - _MESSAGE:
+    for field in message.keys() - _MESSAGE_FIELDS:
         raise HttpError(400, f"{name}.{field[:100]}: the field is not supported", f"{name}.{field[:100]}")
     content = message.get("content")
     if isinstance(content, list):
@@ -244,7 +244,7 @@ def _prompt_ids(fields: Mapping[str, Any], codec: TextCodec) -> list[int]:
 
 
 def _sampling(fields: Mapping[str, Any], logprobs: bool, top_logprobs: int) -> SamplingParams:
-    params = {runtime: fields[field] for field, runtime in _SAMPLING.items() if field in fields}
+    params = {runtime: fields[field] for field, runtime in _SAMPLING_FIELDS.items() if field in fields}
     biases = fields.get("logit_bias", {})
     if not isinstance(biases, dict) or not all(re.fullmatch(r"\d{1,9}", token) for token in biases):
         _refuse("logit_bias", biases, "an object from token ids to numbers")
@@ -252,7 +252,7 @@ def _sampling(fields: Mapping[str, Any], logprobs: bool, top_logprobs: int) -> S
         params = {"temperature": 1.0, **params, "logit_bias": {int(token): bias for token, bias in biases.items()}}
         return SamplingParams(**params, logprobs=logprobs, top_logprobs=top_logprobs)
     except ValueError as error:
-        raise runtime_refusal(error) from None
+        raise request_error(error) from None
 
 
 def _constraint(fields: Mapping[str, Any], tools: ToolUse | None) -> Constraint | None:
@@ -267,7 +267,7 @@ def _constraint(fields: Mapping[str, Any], tools: ToolUse | None) -> Constraint 
         except ValueError as error:
             raise HttpError(400, f"tools: {error}", "tools") from None
     except ValueError as error:
-        raise runtime_refusal(error) from None
+        raise request_error(error) from None
 
 
 def _stops(fields: Mapping[str, Any]) -> tuple[str, ...]:
@@ -300,7 +300,7 @@ def _logprobs(fields: Mapping[str, Any], chat: bool) -> tuple[bool, int]:
     if not chat:
         top = _checked(fields, "logprobs", whole(0, MAX_COMPLETION_LOGPROBS))
         return top is not None, top or 0
-    chosen, top = _checked(fields, "logprobs", _FLAG, False), _checked(fields, "top_logprobs", whole(0, MAX_CHAT_LOGPROBS), 0)
+    chosen, top = _checked(fields, "logprobs", _BOOL, False), _checked(fields, "top_logprobs", whole(0, MAX_CHAT_LOGPROBS), 0)
     if top and not chosen:
         _refuse("top_logprobs", top, "none without logprobs: true")
     return chosen, top

@@ -13,7 +13,7 @@ from stepgraph.runtime.request_queue import QueueFullError
 class Ticket:
     """A place in the order; `entered` is done once the request may be submitted."""
 
-    key: tuple[int, int, int]  # priority, turn, arrival
+    order: tuple[int, int, int]  # priority, turn, arrival
     tenant: str
     entered: asyncio.Future[None] = field(compare=False)
 
@@ -37,17 +37,17 @@ class Gate:
         if waiting + count > self._max_waiting:
             raise QueueFullError(f"{max(waiting, 0)} requests are waiting already, of at most {self._max_waiting}")
         first = self._next_turn(priority, tenant)
-        made = asyncio.get_running_loop().create_future
-        tickets = [Ticket((priority, first + index, next(self._arrivals)), tenant, made()) for index in range(count)]
+        make_future = asyncio.get_running_loop().create_future
+        tickets = [Ticket((priority, first + index, next(self._arrivals)), tenant, make_future()) for index in range(count)]
         self._waiting = sorted(self._waiting + tickets)
         self._admit()
         return tickets
 
     def _next_turn(self, priority: int, tenant: str) -> int:
         """The first turn, from the present one on, in which no earlier request of the tenant enters."""
-        entered, waiting = ([each for each in them if each.key[0] == priority] for them in (self._entered, self._waiting))
-        present = max((each.key[1] for each in entered), default=min((each.key[1] for each in waiting), default=0))
-        return max([present, *(each.key[1] + 1 for each in entered + waiting if each.tenant == tenant)])
+        entered, waiting = ([each for each in them if each.order[0] == priority] for them in (self._entered, self._waiting))
+        present = max((each.order[1] for each in entered), default=min((each.order[1] for each in waiting), default=0))
+        return max([present, *(each.order[1] + 1 for each in entered + waiting if each.tenant == tenant)])
 
     def leave(self, ticket: Ticket) -> None:
         """Remove a ticket, entered or waiting. Idempotent."""
@@ -57,7 +57,7 @@ class Gate:
                 self._admit()
 
     def _admit(self) -> None:
-        while self._waiting and sum(each.key[0] <= self._waiting[0].key[0] for each in self._entered) < self._capacity:
+        while self._waiting and sum(each.order[0] <= self._waiting[0].order[0] for each in self._entered) < self._capacity:
             ticket = self._waiting.pop(0)
             self._entered.append(ticket)
             ticket.entered.set_result(None)

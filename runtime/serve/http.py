@@ -143,22 +143,22 @@ async def until_disconnect(receive: Receive, answering: Coroutine[Any, Any, None
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    work, gone = asyncio.ensure_future(answering), asyncio.ensure_future(disconnect())
+    work, disconnected = asyncio.ensure_future(answering), asyncio.ensure_future(disconnect())
     try:
-        done, _ = await asyncio.wait({work, gone}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait({work, disconnected}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         if not done:
             raise asyncio.TimeoutError
         if work.done():
             work.result()
         return work.done()
     finally:
-        for task in (work, gone):
+        for task in (work, disconnected):
             task.cancel()
-        await asyncio.gather(work, gone, return_exceptions=True)
+        await asyncio.gather(work, disconnected, return_exceptions=True)
 
 
 def json_response(value: Any, status: int = 200) -> Response:
-    return Response(dumped(value), status, media_type="application/json")
+    return Response(compact_json(value), status, media_type="application/json")
 
 
 async def error_response(request: Request, error: Exception) -> Response:
@@ -171,7 +171,7 @@ async def error_response(request: Request, error: Exception) -> Response:
     return response
 
 
-def dumped(value: Any) -> str:
+def compact_json(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stepgraph.runtime.serve.calls import FORMATS, call_style
-from stepgraph.runtime.text import TextCodec, held_back
+from stepgraph.runtime.serve.calls import FORMATS, choose_format
+from stepgraph.runtime.text import TextCodec, partial_match
 
-OPENING, CLOSING = "<think>", "</think>"
+THINK_BEGIN, THINK_END = "<think>", "</think>"
 CHANNEL, MESSAGE, MESSAGE_END = "<|channel|>", "<|message|>", "<|end|>"
 
 
@@ -26,7 +26,7 @@ class Reasoning:
     def marker(self, of_calls: bool, required: bool, closed: bool) -> str | None:
         """The text after which a constraint applies; None for the whole answer. closed: the answer continues after closed reasoning."""
         if not self.in_channels:
-            return None if closed else CLOSING
+            return None if closed else THINK_END
         if of_calls:
             return MESSAGE_END if required and not closed else None  # free text with calls has triggers that occur nowhere else
         return f"{CHANNEL}final{MESSAGE}"
@@ -34,57 +34,57 @@ class Reasoning:
 
 def with_markers(codec: TextCodec, tool_format: str) -> TextCodec:
     """The codec in which markers of reasoning and calls are text, even if they are control tokens."""
-    found = {
-        *([OPENING, CLOSING] if codec.template_mentions(OPENING) else ()),
+    markers = {
+        *([THINK_BEGIN, THINK_END] if codec.template_mentions(THINK_BEGIN) else ()),
         *([MESSAGE_END] if codec.template_mentions(CHANNEL) else ()),
     }
-    return codec.with_text(call_style(codec, tool_format).form.markers | found)
+    return codec.with_text(choose_format(codec, tool_format).call_format.markers | markers)
 
 
 def reasoning_of(prompt_ids: Sequence[int], codec: TextCodec, variables: Mapping[str, Any], budget: int | None) -> Reasoning | None:
     """The reasoning of an answer; None if the template has no reasoning or it was switched off."""
     if codec.template_mentions(CHANNEL):
         return Reasoning(False, budget, tuple(codec.encode(MESSAGE_END, begins=False)), in_channels=True)
-    if not codec.template_mentions(OPENING):
+    if not codec.template_mentions(THINK_BEGIN):
         return None
     end = codec.vocabulary.decode(prompt_ids[-32:]).decode("utf-8", "replace").rstrip()
-    opened = end.endswith(OPENING)
-    switched_on = codec.template_mentions("enable_thinking") and variables.get("enable_thinking", True) and not end.endswith(CLOSING)
+    opened = end.endswith(THINK_BEGIN)
+    switched_on = codec.template_mentions("enable_thinking") and variables.get("enable_thinking", True) and not end.endswith(THINK_END)
     if not opened and not switched_on:
         return None
-    return Reasoning(opened, budget, tuple(codec.encode(f"\n{CLOSING}\n\n", begins=False)))
+    return Reasoning(opened, budget, tuple(codec.encode(f"\n{THINK_END}\n\n", begins=False)))
 
 
 class ReasoningSplitter:
     """Splits text that arrives in pieces; holds back what may be the beginning of a marker, and blanks between reasoning and answer."""
 
     def __init__(self, reasoning: Reasoning | None) -> None:
-        self.inside = reasoning is not None and reasoning.opened
+        self.in_reasoning = reasoning is not None and reasoning.opened
         self._may_open = reasoning is not None and not reasoning.opened
-        self._pending, self._trims = "", False
+        self._pending, self._trim_blanks = "", False
 
     def push(self, text: str, ended: bool = False) -> Iterator[tuple[bool, str]]:
         """Yields pieces, with True for reasoning. ended: no more text follows."""
         self._pending += text
         if self._may_open:
             start = self._pending.lstrip()
-            if OPENING.startswith(start) and not ended:
+            if THINK_BEGIN.startswith(start) and not ended:
                 return
-            self._may_open, self.inside = False, start.startswith(OPENING)
-            self._pending = start.removeprefix(OPENING) if self.inside else self._pending
-        if self.inside:
-            piece, found, rest = self._pending.partition(CLOSING)
+            self._may_open, self.in_reasoning = False, start.startswith(THINK_BEGIN)
+            self._pending = start.removeprefix(THINK_BEGIN) if self.in_reasoning else self._pending
+        if self.in_reasoning:
+            piece, found, rest = self._pending.partition(THINK_END)
             if found:
-                self.inside, self._trims, self._pending = False, True, rest
+                self.in_reasoning, self._trim_blanks, self._pending = False, True, rest
             else:
-                held = 0 if ended else held_back(piece, [CLOSING])
+                held = 0 if ended else partial_match(piece, [THINK_END])
                 piece, self._pending = piece[: len(piece) - held], piece[len(piece) - held :]
             if piece:
                 yield True, piece
-        if not self.inside:
-            self._pending = self._pending.lstrip() if self._trims else self._pending
+        if not self.in_reasoning:
+            self._pending = self._pending.lstrip() if self._trim_blanks else self._pending
             if self._pending:
-                self._trims = False
+                self._trim_blanks = False
                 yield False, self._pending
                 self._pending = ""
 
@@ -94,7 +94,7 @@ class ChannelSplitter:
     The header of a call becomes the one of its format; the other headers are left out."""
 
     def __init__(self) -> None:
-        self.inside = False
+        self.in_reasoning = False
         self._pending, self._in_header = "", True
 
     def push(self, text: str, ended: bool = False) -> Iterator[tuple[bool, str]]:
@@ -109,18 +109,18 @@ class ChannelSplitter:
                     return
                 self._in_header, self._pending = False, rest
                 call = re.search(r" to=functions\.([\w-]+)", header)
-                self.inside = call is None and f"{CHANNEL}analysis" in header
+                self.in_reasoning = call is None and f"{CHANNEL}analysis" in header
                 if call:
                     yield False, FORMATS["gpt-oss"].begin(call[1])
             end = re.search(r"<\|end\|>|<\|start\|>", self._pending)
-            size = end.start() if end else len(self._pending) - (0 if ended else held_back(self._pending, [MESSAGE_END, "<|start|>"]))
+            size = end.start() if end else len(self._pending) - (0 if ended else partial_match(self._pending, [MESSAGE_END, "<|start|>"]))
             piece, self._pending = self._pending[:size], self._pending[end.end() if end else size :]
             if piece:
-                yield self.inside, piece
+                yield self.in_reasoning, piece
             if end is None:
                 return
-            self._in_header, self.inside = True, False
+            self._in_header, self.in_reasoning = True, False
 
 
-def splitter(reasoning: Reasoning | None) -> ReasoningSplitter | ChannelSplitter:
+def make_splitter(reasoning: Reasoning | None) -> ReasoningSplitter | ChannelSplitter:
     return ChannelSplitter() if reasoning is not None and reasoning.in_channels else ReasoningSplitter(reasoning)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from stepgraph.runtime.request import FinishReason, StepEvent, TokenLogprob
-from stepgraph.runtime.serve.calls import CallParser, Delta, joined
+from stepgraph.runtime.serve.calls import CallParser, Delta, merge_deltas
 from stepgraph.runtime.serve.fields import GenerationRequest
-from stepgraph.runtime.serve.reasoning import splitter
+from stepgraph.runtime.serve.reasoning import make_splitter
 from stepgraph.runtime.serve.serving import AnswerJob
 from stepgraph.runtime.text import TextCodec
 
@@ -19,19 +19,19 @@ class Reply:
     def __init__(self, request: GenerationRequest, codec: TextCodec, index: int) -> None:
         self.request, self.index, self._codec = request, index, codec
         self.job: AnswerJob | None = None  # set when it is submitted
-        self._text = codec.stream()
+        self._text_stream = codec.stream()
         tools = request.tools
         only_calls = tools is not None and tools.required
-        form, texts, parallel = (tools.form, tools.texts, tools.parallel) if tools is not None else (None, {}, True)
-        self._calls = CallParser(() if only_calls else request.stops, form, texts, only_calls, parallel)
-        self._reasoning = splitter(request.reasoning)
+        fmt, texts, parallel = (tools.call_format, tools.texts, tools.parallel) if tools is not None else (None, {}, True)
+        self._call_parser = CallParser(() if only_calls else request.stops, fmt, texts, only_calls, parallel)
+        self._splitter = make_splitter(request.reasoning)
         self.ids: list[int] = []
         self.reasoning_tokens = 0
         self._logprobs: list[tuple[int, TokenLogprob]] = []  # of tokens that no delta has reported yet
 
     @property
     def stopped(self) -> bool:
-        return self._calls.stopped
+        return self._call_parser.stopped
 
     def push(self, event: StepEvent) -> list[Delta]:
         deltas: list[Delta] = []
@@ -42,8 +42,8 @@ class Reply:
             self.ids.append(token)
             if event.logprobs:
                 self._logprobs.append((token, event.logprobs[index]))
-            deltas += self._deltas(self._text.push([token]))
-            self.reasoning_tokens += self._reasoning.inside and (limit is None or self.reasoning_tokens < limit)
+            deltas += self._deltas(self._text_stream.push([token]))
+            self.reasoning_tokens += self._splitter.in_reasoning and (limit is None or self.reasoning_tokens < limit)
             if self.stopped:
                 break
         return _merged(deltas)
@@ -57,25 +57,25 @@ class Reply:
         """Whether the reasoning has to be closed here."""
         reasoning = self.request.reasoning
         budget = reasoning.budget if reasoning is not None and self.request.reasoning_limit is None else None
-        return budget is not None and self._reasoning.inside and self.reasoning_tokens >= budget
+        return budget is not None and self._splitter.in_reasoning and self.reasoning_tokens >= budget
 
     def close_reasoning(self) -> list[Delta]:
         """Continue as if the model had closed its reasoning."""
         assert self.request.reasoning is not None
         self.ids += self.request.reasoning.closing_ids
-        return _merged(self._deltas(self._text.push(self.request.reasoning.closing_ids)))
+        return _merged(self._deltas(self._text_stream.push(self.request.reasoning.closing_ids)))
 
     def finish(self) -> list[Delta]:
         """The deltas that were held back until the end."""
         if self.stopped:
             return []
-        return _merged([*self._deltas(self._text.finish(), ended=True), *self._calls.push("", ended=True)])
+        return _merged([*self._deltas(self._text_stream.finish(), ended=True), *self._call_parser.push("", ended=True)])
 
     @property
     def reason(self) -> str:
         if self.job is not None and self.job.finish_reason == FinishReason.LENGTH and not self.stopped:
             return "length"
-        return "tool_calls" if self._calls.calls and not self._calls.at_stop_text else "stop"
+        return "tool_calls" if self._call_parser.calls and not self._call_parser.at_stop_text else "stop"
 
     def take_logprobs(self, offset: int = 0) -> dict[str, Any] | None:
         """Log-probabilities of the tokens since the last call, in the endpoint's form. offset: characters of the answer before them."""
@@ -103,8 +103,8 @@ class Reply:
 
     def _deltas(self, text: str, ended: bool = False) -> list[Delta]:
         deltas: list[Delta] = []
-        for reasoning, piece in self._reasoning.push(text, ended):
-            deltas += [{"reasoning_content": piece}] if reasoning else self._calls.push(piece)
+        for reasoning, piece in self._splitter.push(text, ended):
+            deltas += [{"reasoning_content": piece}] if reasoning else self._call_parser.push(piece)
         return deltas
 
 
@@ -112,7 +112,7 @@ def _merged(deltas: Sequence[Delta]) -> list[Delta]:
     """The deltas, with adjacent parts of a text or a call joined."""
     merged: list[Delta] = []
     for delta in deltas:
-        if merged and (both := joined(merged[-1], delta)) is not None:
+        if merged and (both := merge_deltas(merged[-1], delta)) is not None:
             merged[-1] = both
         else:
             merged.append(delta)

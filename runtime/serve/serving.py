@@ -65,24 +65,24 @@ class Serving(Protocol):
 
 
 class EngineServing:
-    def __init__(self, serving: AsyncEngine) -> None:
-        self._serving, engine = serving, serving.engine
+    def __init__(self, async_engine: AsyncEngine) -> None:
+        self._async_engine, engine = async_engine, async_engine.engine
         self.codec, self.max_rows, self.max_length = engine.tokenizer, engine.config.max_rows, engine.limits.max_length
 
     @property
     def failure(self) -> BaseException | None:
-        return self._serving.failure
+        return self._async_engine.failure
 
     def list_loras(self) -> Sequence[str]:
-        return self._serving.engine.list_loras()
+        return self._async_engine.engine.list_loras()
 
     async def metrics(self) -> list[Metric]:
         from stepgraph.runtime.metrics import engine_metrics  # needs the extra
 
-        return engine_metrics([({}, await asyncio.to_thread(self._serving.engine.stats))])
+        return engine_metrics([({}, await asyncio.to_thread(self._async_engine.engine.stats))])
 
     async def generate(self, prompt_ids: list[int], **options: Any) -> JobStream:
-        return self._serving.generate(prompt_ids, **options)
+        return self._async_engine.generate(prompt_ids, **options)
 
     async def close(self, drain: bool = True) -> None:
-        await self._serving.close(drain)
+        await self._async_engine.close(drain)

@@ -10,7 +10,7 @@ from functools import cached_property
 from types import NoneType
 from typing import Any
 
-from stepgraph.runtime.serve.calls import CallFormat, CallStyle, TextParameters
+from stepgraph.runtime.serve.calls import CallFormat, ChosenFormat, TextParameters
 from stepgraph.runtime.serve.http import HttpError
 from stepgraph.runtime.text import Message, TextCodec
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
@@ -21,8 +21,8 @@ _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": Fal
 
 @dataclass(frozen=True)
 class ToolUse:
-    callable: tuple[dict[str, Any], ...]  # entries of `tools` that may be called
-    form: CallFormat
+    allowed: tuple[dict[str, Any], ...]  # entries of `tools` that may be called
+    call_format: CallFormat
     templated: bool  # the chat template describes this format
     required: bool = False  # the answer consists of calls
     parallel: bool = True  # an answer may have several calls
@@ -30,33 +30,33 @@ class ToolUse:
     @cached_property
     def functions(self) -> dict[str, Any]:
         """Schemas of the arguments, by name."""
-        functions = [tool["function"] for tool in self.callable]
+        functions = [tool["function"] for tool in self.allowed]
         return {each["name"]: {"type": "object", **(each.get("parameters") or _NO_ARGUMENTS)} for each in functions}
 
     @cached_property
     def texts(self) -> TextParameters:
         """Parameters whose values are plain text. UnsupportedError for a schema that the format cannot express."""
-        return {name: text_parameters(schema) for name, schema in self.functions.items()} if self.form.style == "qwen_xml" else {}
+        return {name: text_parameters(schema) for name, schema in self.functions.items()} if self.call_format.style == "qwen_xml" else {}
 
     def constraint(self) -> Constraint:
-        return Constraint.structural_tag(self.form.structural_tag(self.functions, self.required, self.parallel))
+        return Constraint.structural_tag(self.call_format.structural_tag(self.functions, self.required, self.parallel))
 
     def prompt_ids(self, codec: TextCodec, messages: Sequence[Message], variables: Mapping[str, Any]) -> list[int]:
         """The conversation with the functions, described by the chat template if it has the format, else by a system message."""
         ids = codec.chat(messages, variables=variables)
-        with_tools = codec.chat(messages, self.callable, variables=variables) if self.templated else ids
+        with_tools = codec.chat(messages, self.allowed, variables=variables) if self.templated else ids
         return with_tools if with_tools != ids else codec.chat(self._as_system_message(messages), variables=variables)
 
     def _as_system_message(self, messages: Sequence[Message]) -> list[Message]:
-        lines = [json.dumps(tool["function"], ensure_ascii=False) for tool in self.callable]
+        lines = [json.dumps(tool["function"], ensure_ascii=False) for tool in self.allowed]
         only = "Answer with a call and nothing else" if self.required else "To call one"
-        text = "\n".join(["These functions can be called:", *lines, f"{only}, write:\n{self.form.example}"])
+        text = "\n".join(["These functions can be called:", *lines, f"{only}, write:\n{self.call_format.example}"])
         if messages[0]["role"] != "system":
             return [{"role": "system", "content": text}, *messages]
         return [{**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}, *messages[1:]]
 
 
-def tool_use(tools: Any, choice: Any, parallel: bool, style: CallStyle) -> ToolUse | None:
+def tool_use(tools: Any, choice: Any, parallel: bool, chosen_format: ChosenFormat) -> ToolUse | None:
     """The functions that may be called; None if there are none. HttpError names the field that is wrong."""
     if tools is None:
         if choice not in (None, "none"):
@@ -71,12 +71,12 @@ def tool_use(tools: Any, choice: Any, parallel: bool, style: CallStyle) -> ToolU
         names = ", ".join(tool["function"]["name"] for tool in tools)
         raise HttpError(400, f"tools: got the names {names}, expected different names", "tools")
     if choice in (None, "auto", "required"):
-        return ToolUse(tuple(tools), *style, choice == "required", parallel)
+        return ToolUse(tuple(tools), *chosen_format, choice == "required", parallel)
     if choice == "none":
         return None
     for name, tool in by_name.items():
         if choice == {"type": "function", "function": {"name": name}}:
-            return ToolUse((tool,), *style, required=True, parallel=False)
+            return ToolUse((tool,), *chosen_format, required=True, parallel=False)
     expected = "none, auto, required or one of the functions"
     raise HttpError(400, f"tool_choice: got {json.dumps(choice)[:60]}, expected {expected}", "tool_choice")
 

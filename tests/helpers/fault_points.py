@@ -122,7 +122,7 @@ def ring_full(engine: Engine, fault: Fault) -> Iterator[None]:
 
 @contextlib.contextmanager
 def pages_empty(engine: Engine, fault: Fault) -> Iterator[None]:
-    prefixes = engine._scheduler.rows.pages
+    prefixes = engine._scheduler.rows.page_cache
     real = prefixes.allocate
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefixes, "allocate", lambda count: None if fault.due() else real(count))

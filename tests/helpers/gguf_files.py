@@ -13,7 +13,7 @@ import numpy.typing as npt
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
-from stepgraph.runtime.models.files.gguf import LAYOUTS
+from stepgraph.runtime.models.files.gguf import BLOCK_LAYOUTS
 from tests.helpers.made_tokenizers import byte_level
 
 Quantise = Kind | Callable[[str], Kind]  # of all matrices, or by name
@@ -56,7 +56,7 @@ def random_blocks(values: npt.NDArray[np.float32], quantise: Kind) -> npt.NDArra
     """Blocks with every number and small scales, where the package cannot quantise."""
     draw, (size, block_bytes) = np.random.default_rng(values.size), gguf.GGML_QUANT_SIZES[quantise]
     blocks = draw.integers(256, size=(values.size // size, block_bytes), dtype=np.uint8)
-    scales = blocks[:, LAYOUTS[quantise.name].scales]
+    scales = blocks[:, BLOCK_LAYOUTS[quantise.name].scales]
     scales[:] = draw.uniform(1e-5, 1e-4, size=(len(blocks), scales.shape[1] // 2)).astype(np.float16).view(np.uint8)
     return blocks.reshape(*values.shape[:-1], -1)
 

@@ -88,7 +88,7 @@ class NoSharedWrites(TorchDispatchMode):
         super().__init__()
         models = [model for model in engine._parts.models if model is not None]
         self.caches = {storage_key(engine.buffers[spec.name]) for model in models for spec in model.cache_specs(engine.limits)}
-        self.prefixes, self.writes = engine._scheduler.rows.pages, 0
+        self.prefixes, self.writes = engine._scheduler.rows.page_cache, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         taken = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | (kwargs or {})

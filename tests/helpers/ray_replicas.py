@@ -13,7 +13,7 @@ from stepgraph import AsyncEngine, Constraint, Engine, EngineConfig, SamplingPar
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.model_call import ModelInput, ModelOutput
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
-from stepgraph.runtime.replicas.replica import Ask, Info, Opened, Part, Tokens, info_of
+from stepgraph.runtime.replicas.replica import Accepted, AnswerPart, EngineInfo, ReplicaRequest, Tokens, info_of
 from stepgraph.runtime.request import FinishReason
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,15 +101,15 @@ class Canned:
     def __init__(self) -> None:
         self._engine: Engine | None = None
 
-    async def describe(self) -> Info:
+    async def describe(self) -> EngineInfo:
         self._engine = self._engine or make_engine()
         return info_of(self._engine, "canned")
 
-    async def generate(self, ask: Ask) -> AsyncIterator[Part]:
+    async def generate(self, ask: ReplicaRequest) -> AsyncIterator[AnswerPart]:
         count = ask.options["max_new_tokens"]
         for index in range(count):
             part = Tokens((index,), reason=None if index < count - 1 else FinishReason.LENGTH, rounds=1)
-            yield part if index else Opened("canned", "x", part)
+            yield part if index else Accepted("canned", "x", part)
 
 
 class Bare:

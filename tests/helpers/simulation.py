@@ -73,7 +73,7 @@ class Simulation:
 
     def run(self, seed: int) -> list[Entry]:
         self.delays.start(seed)
-        prefixes = self.engine._scheduler.rows.pages
+        prefixes = self.engine._scheduler.rows.page_cache
         prefixes._evict(len(prefixes._idle))  # cached pages of earlier schedules
         submissions: list[Entry | None] = []
         before = self.engine.stats()
@@ -157,13 +157,13 @@ class Simulation:
 
     def check_books(self) -> None:
         engine, stats = self.engine, self.engine.stats()
-        rows, prefixes = engine._scheduler.rows, engine._scheduler.rows.pages
+        rows, prefixes = engine._scheduler.rows, engine._scheduler.rows.page_cache
         assert (stats.running, stats.waiting, len(engine._scheduler._active)) == (0, 0, 0)
         assert sorted(rows._free_rows) == list(range(self.world.max_rows)), f"rows {rows._free_rows} are free"
         known = list(prefixes._published.values())
         held = sorted([*prefixes._free, *(page.page for page in known)])
         assert held == list(range(1, NUM_PAGES + 1)), f"pages {held} are free or published"
-        assert all(page.holders == 0 for page in known), "a page is held after all jobs ended"
+        assert all(page.ref_count == 0 for page in known), "a page is held after all jobs ended"
         compiler = engine._parts.compiler
         assert compiler is not None and not engine.queue.unfinished
         assert not any(entry.claims for entry in compiler._cache._entries.values()), "a grammar is claimed after all jobs ended"

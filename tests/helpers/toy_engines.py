@@ -166,12 +166,12 @@ def make_engine(setup: Setup, backend: TapeBackend | None = None, **others: Any)
 
 def switch_draft_lengths(engine: Engine, seed: int = 0) -> None:
     """Give every later round a random draft length."""
-    lengths, random = engine._parts.lengths, Random(seed)
+    lengths, random = engine._parts.draft_lengths, Random(seed)
     assert lengths is not None
     choose = lengths.choose
 
     def choose_at_random(requests: tuple[ActiveRequest, ...], key: GraphKey) -> Drafting:
-        lengths.fixed = random.choice(lengths.choices)
+        lengths.fixed_drafting = random.choice(lengths.choices)
         return choose(requests, key)
 
     lengths.choose = choose_at_random  # type: ignore[method-assign]

@@ -181,7 +181,7 @@ def test_requests_wait_while_no_page_is_free(engine: Engine, expected: list[Endi
     first = submit(engine, [0, 4])
     engine.step()
     engine.step()
-    prefixes, before = engine._scheduler.rows.pages, engine.stats().waiting
+    prefixes, before = engine._scheduler.rows.page_cache, engine.stats().waiting
     taken = prefixes.allocate(prefixes.num_free)
     assert taken and before == 0 and not any(job.finished for job in first)
     (late,) = submit(engine, [3])
@@ -215,7 +215,7 @@ def test_failed_saving_does_not_affect_jobs_when_warnings_are_errors(
             jobs += submit(engine, [index])
             for _ in engine.stream():
                 pass
-            while engine._parts.hidden_states.writer._held:  # type: ignore[union-attr]
+            while engine._parts.hidden_states.writer._buffered_bytes:  # type: ignore[union-attr]
                 pass
         assert [ending(job) for job in jobs] == [expected[0], expected[2], expected[4]]
         assert CAUSE in engine.stats().saving_error

@@ -176,7 +176,7 @@ def _check_nothing_is_held(engine: Engine, rows: Sequence[weakref.ref[Any]] = ()
     assert compiler is not None
     held = engine._scheduler.active, engine._in_flight.pending, engine.queue.waiting, engine.queue.unfinished
     assert not any(map(len, held))
-    assert engine._scheduler.rows.pages.num_free == engine.limits.num_pages
+    assert engine._scheduler.rows.page_cache.num_free == engine.limits.num_pages
     assert not any(entry.claims for entry in compiler._cache._entries.values())
     if any(row() for row in rows):
         gc.collect()  # tracebacks form reference cycles

@@ -16,7 +16,7 @@ import pytest
 from starlette.requests import Request
 
 from stepgraph import Constraint, Engine, EngineConfig, QueueFullError, SamplingParams, Vocabulary
-from stepgraph.runtime.extras.hidden_states import MOST_INDEX_BYTES
+from stepgraph.runtime.extras.hidden_states import MAX_INDEX_BYTES
 from stepgraph.runtime.extras.record import Recording
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.files.config_fields import _MAX_PARAMETERS, read_config
@@ -51,7 +51,7 @@ FIXED = {
     "parameters that a config may claim": float(f"{_MAX_PARAMETERS:.1e}"),
     "ids of a tokenizer": MAX_IDS,
     "tensors, fields and values of arrays of a GGUF file": MAX_GGUF_ENTRIES,
-    "bytes of an index of hidden states": MOST_INDEX_BYTES,
+    "bytes of an index of hidden states": MAX_INDEX_BYTES,
 }
 OWNERS: dict[str, Any] = {"GrammarLimits": GrammarLimits(), "EngineConfig": EngineConfig(), "Recording": Recording("x"), "Bounds": Bounds()}
 SMALL: dict[str, Any] = {"max_length": 24, "page_size": 4, "num_pages": 12, "max_stop_ids": 2, "max_bias_ids": 1, "max_queued": 1}
@@ -166,7 +166,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "parameters": (lambda folder: read_config({"architectures": ["LlamaForCausalLM"], **HUGE}), "parameters, expected at most"),
     "ids": (lambda folder: wide_tokenizer(folder / "t.json"), f"expected one from 0 to {MAX_IDS - 1}"),
     "GGUF": (lambda folder: full_gguf(folder / "model.gguf"), f"expected at most {MAX_GGUF_ENTRIES}"),
-    "index": (lambda folder: SavedStates(large(folder / "states.json", MOST_INDEX_BYTES + 1).parent), f"most {MOST_INDEX_BYTES}"),
+    "index": (lambda folder: SavedStates(large(folder / "states.json", MAX_INDEX_BYTES + 1).parent), f"most {MAX_INDEX_BYTES}"),
 }
 
 

@@ -22,7 +22,7 @@ def decode(drafter: Drafter, first: Sequence[Drafting], tokens: int, given: Sequ
     """The engine after one request, and its tokens. The first rounds draft as in `first`, all others K tokens with the model."""
     look_up = 0 if given is None else 2
     engine = drafter.engine(K, draft_length="auto", max_length=240, max_rows=1, buckets=(1,), look_up=look_up)
-    chooser, script = engine._parts.lengths, iter(first)
+    chooser, script = engine._parts.draft_lengths, iter(first)
     assert chooser is not None
     choose = chooser.choose
 

@@ -192,7 +192,7 @@ def test_unclosed_engine_stops_when_dropped_or_when_its_loop_closes(engine: Engi
     stepper, job = loop.run_until_complete(main())
     if how == "loop closed before a scheduled call":
         gate.allow(1)
-        while not stepper._notified:  # the loop does not run, so the call is lost
+        while not stepper._deliver_pending:  # the loop does not run, so the call is lost
             time.sleep(0.001)
     loop.close()
     gc.collect()

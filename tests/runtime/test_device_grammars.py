@@ -185,13 +185,13 @@ def test_large_grammar_is_copied_in_parts_that_do_not_wait(monkeypatch: pytest.M
     monkeypatch.setattr("stepgraph.graphs.round_specs.IMAGE_CHUNK", 64)
     monkeypatch.setattr("stepgraph.graphs.round_specs.IMAGE_CHUNKS", 2)
     answers = list[bool]()
-    send = Uploader.send_image
+    send = Uploader.send_grammar
 
     def watched(self: Uploader, request: ActiveRequest) -> bool:
         answers.append(send(self, request))
         return answers[-1]
 
-    monkeypatch.setattr(Uploader, "send_image", watched)
+    monkeypatch.setattr(Uploader, "send_grammar", watched)
     backend = TapeBackend(asynchronous=True, delay=lambda name: time.sleep(0.002))
     with make_engine(DEVICE, backend) as engine:
         running = submit(engine, [3, 3], SHAPES[2], 20)

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from stepgraph import Constraint, Engine, EngineConfig, Job, SamplingParams
 from stepgraph.graphs.graph_key import PLAIN, Drafting, GraphKey
 from stepgraph.graphs.tape.backend import Tape
-from stepgraph.runtime.calibration import CALIBRATING_ROUNDS
-from stepgraph.runtime.draft_length import SLACK, SPELL, Costs, Counts, DraftLengths, RoundCosts, Sources, first_account, verified
+from stepgraph.runtime.calibration import REPLAYS_PER_MEASUREMENT
+from stepgraph.runtime.draft_length import DRAFT_RUN, SLACK, Acceptances, Costs, Counts, DraftPolicy, RoundCosts, counts_of, initial_account
 from stepgraph.runtime.request import Origin
 from tests.helpers.c_library import needs_c
 from tests.helpers.toy_engines import DRAFTERS, TARGET, VOCABULARY, Setup, make_engine, plain
@@ -57,8 +57,8 @@ def alternating(first: Drafter, second: Drafter, period: int) -> Drafter:
     return lambda generator, step: (second if step // period % 2 else first)(generator, step)
 
 
-def of_model(row: Sources, offered: int, accepted: int) -> tuple[Sources, Counts]:
-    return row, verified(True, offered, accepted, offered, 0)
+def of_model(row: Acceptances, offered: int, accepted: int) -> tuple[Acceptances, Counts]:
+    return row, counts_of(True, offered, accepted, offered, 0)
 
 
 class Run:
@@ -70,10 +70,10 @@ class Run:
     def __init__(
         self, drafters: Sequence[Drafter], costs: Costs, rounds: int, choose: Callable[[], int] | None = None, seed: int = 0, renew: int = 0
     ) -> None:
-        generator, lengths = random.Random(seed), DraftLengths(list(costs))
+        generator, lengths = random.Random(seed), DraftPolicy(list(costs))
         rows = [lengths.row() for _ in drafters]
         self.seconds, self.tokens, self.lengths = 0.0, 0, list[int]()
-        in_flight: collections.deque[tuple[Drafting, list[tuple[Sources, Counts]]]] = collections.deque()
+        in_flight: collections.deque[tuple[Drafting, list[tuple[Acceptances, Counts]]]] = collections.deque()
         before = 0
         for step in range(rounds):
             if renew and step % renew == 0:
@@ -162,24 +162,24 @@ def test_loss_is_bounded_for_every_acceptance(accepts: list[int], steps: list[fl
     for rounds in (10, len(accepts), 3 * len(accepts)):
         run = Run([drafter] * rows, costs, rounds)
         plain_seconds = run.tokens / rows * costs[PLAIN]
-        assert run.seconds <= plain_seconds * (1 + SLACK) + first_account(costs) + 1e-9
+        assert run.seconds <= plain_seconds * (1 + SLACK) + initial_account(costs) + 1e-9
 
 
 def test_row_without_requested_drafts_gets_plain_rounds() -> None:
-    lengths = DraftLengths(list(map(Drafting, LENGTHS)))
+    lengths = DraftPolicy(list(map(Drafting, LENGTHS)))
     row = lengths.row()
     assert [lengths.choose([(row, 0)], CPU_COSTS) for _ in range(5)] == [PLAIN] * 5
 
 
 def test_length_never_exceeds_the_longest_request() -> None:
-    lengths = DraftLengths(list(map(Drafting, LENGTHS)))
+    lengths = DraftPolicy(list(map(Drafting, LENGTHS)))
     rows = [(lengths.row(), 3), (lengths.row(), 1)]
     assert max(lengths.choose(rows, GPU_COSTS).length for _ in range(20)) <= 3
 
 
 def test_request_with_an_upper_bound_between_two_lengths_gets_drafts() -> None:
     """The next longer graph drafts for it; it verifies no more than it requested."""
-    lengths = DraftLengths([PLAIN, Drafting(7)])
+    lengths = DraftPolicy([PLAIN, Drafting(7)])
     row, chosen = lengths.row(), list[Drafting]()
     for _ in range(20):
         chosen.append(lengths.choose([(row, 3)], GPU_COSTS))
@@ -188,12 +188,12 @@ def test_request_with_an_upper_bound_between_two_lengths_gets_drafts() -> None:
 
 
 def test_new_row_starts_from_the_results_of_the_rows_before() -> None:
-    lengths = DraftLengths(list(map(Drafting, LENGTHS)))
+    lengths = DraftPolicy(list(map(Drafting, LENGTHS)))
     first = lengths.row()
     for _ in range(100):
         lengths.choose([(first, 7)], GPU_COSTS)
         lengths.add(Drafting(7), [of_model(first, 7, 7)], GPU_COSTS)
-    assert lengths.row()[True].expected[7] > 6 > DraftLengths(list(map(Drafting, LENGTHS))).row()[True].expected[7]
+    assert lengths.row()[True].expected[7] > 6 > DraftPolicy(list(map(Drafting, LENGTHS))).row()[True].expected[7]
 
 
 WITH_TEXT = [*map(Drafting, LENGTHS), Drafting(7, model=False)]
@@ -204,14 +204,14 @@ WITH_TEXT = [*map(Drafting, LENGTHS), Drafting(7, model=False)]
 )
 def test_source_with_the_most_tokens_per_second_is_chosen(modelled: int, looked_up: int, expected: Drafting) -> None:
     """The model continues the chains of the look-up: it accepts `modelled` drafts, the look-up alone the first `looked_up` of these."""
-    costs, lengths = {**GPU_COSTS, Drafting(7, False): 5.2}, DraftLengths(WITH_TEXT)
+    costs, lengths = {**GPU_COSTS, Drafting(7, False): 5.2}, DraftPolicy(WITH_TEXT)
     row, before, chosen = lengths.row(), PLAIN, list[Drafting]()
     for _ in range(300):
         chosen.append(lengths.choose([(row, 7)], costs))
         offered = min(before.length, chosen[-1].length)
         drafts = offered if before.model else min(offered, looked_up)
         accepted = min(modelled if before.model else looked_up, offered)
-        lengths.add(chosen[-1], [(row, verified(before.model, offered, accepted, drafts, looked_up))], costs)
+        lengths.add(chosen[-1], [(row, counts_of(before.model, offered, accepted, drafts, looked_up))], costs)
         before = chosen[-1]
     if expected == PLAIN:
         assert sum(costs[each] for each in chosen) <= 1.02 * len(chosen) * costs[PLAIN], collections.Counter(chosen)
@@ -220,8 +220,8 @@ def test_source_with_the_most_tokens_per_second_is_chosen(modelled: int, looked_
 
 
 def test_rounds_with_the_model_show_what_the_look_up_alone_would_have_accepted() -> None:
-    assert verified(True, offered=7, accepted=5, drafts=7, certain=2) == {True: (7, 5), False: (7, 2)}
-    of_text = verified(False, offered=7, accepted=5, drafts=5, certain=5)
+    assert counts_of(True, offered=7, accepted=5, drafts=7, num_before_model=2) == {True: (7, 5), False: (7, 2)}
+    of_text = counts_of(False, offered=7, accepted=5, drafts=5, num_before_model=5)
     assert of_text == {True: (5, 5), False: (7, 5)}, "the model would have continued after the fifth draft"
 
 
@@ -230,11 +230,11 @@ def test_code_editing_runs_rounds_without_the_draft_model(monkeypatch: pytest.Mo
     monkeypatch.setattr(RoundCosts, "of", lambda *_: {**costs_of({0: 4.0, 3: 4.9, 7: 6.1}), Drafting(7, False): 5.2})
     engine = make_engine(Setup(k=7, drafter="adversarial", max_rows=1, buckets=(1,), look_up=2), draft_length="auto")
     expected = plain([5, 6], 80, sampling=IGNORE_EOS).tokens
-    chooser = engine._parts.lengths
+    chooser = engine._parts.draft_lengths
     assert chooser is not None
-    chooser.log = []
+    chooser.choice_log = []
     job = engine.generate([5, 6], max_new_tokens=80, sampling=IGNORE_EOS, draft_ids=expected)
-    drafting = [choice for choice, _ in chooser.log]
+    drafting = [choice for choice, _ in chooser.choice_log]
     assert job.tokens == expected and job.rounds < 15
     assert len(drafting) >= 12 and set(drafting[7:]) == {Drafting(7, False)}, drafting
     assert job.origins.count(Origin.LOOK_UP) == job.num_accepted_drafts > 50
@@ -283,18 +283,18 @@ def test_costs_are_measured_for_every_length() -> None:
     engine = make_engine(Setup(k=3, max_rows=2), draft_length="auto")
     assert (engine.stats().replays, engine.stats().host_syncs) == (0, 0), "calls that measure are not rounds"
     engine.generate([5, 6], max_new_tokens=20, sampling=IGNORE_EOS)
-    lengths = engine._parts.lengths
+    lengths = engine._parts.draft_lengths
     assert lengths is not None and lengths.choices == tuple(map(Drafting, (0, 1, 3)))
     for rows, constrained in itertools.product((1, 2), (False, True)):
         assert all(0 < seconds < 10 for seconds in lengths.costs.of(GraphKey(rows, constrained)).values())
-    assert lengths.costs.catch_ups.keys() == {1, 2} and all(seconds > 0 for seconds in lengths.costs.catch_ups.values())
+    assert lengths.costs.catch_up_seconds.keys() == {1, 2} and all(seconds > 0 for seconds in lengths.costs.catch_up_seconds.values())
     engine.close()
 
 
 def test_costs_include_what_the_draft_model_does_later_for_skipped_tokens() -> None:
     choices = PLAIN, Drafting(7), Drafting(7, False)
     key, costs = GraphKey(2, False), RoundCosts(choices)
-    costs.catch_ups[2] = 3.2  # for 32 tokens
+    costs.catch_up_seconds[2] = 3.2  # for 32 tokens
     for drafting in choices:
         costs.calibrate(key.with_drafting(drafting), 5.0 if drafting.length else 4.0)
     assert costs.of(key) == pytest.approx({PLAIN: 4.1, Drafting(7): 5.0, Drafting(7, False): 5.8})
@@ -316,15 +316,15 @@ def test_graphs_of_all_lengths_take_less_than_twice_those_of_one(
             reports = [recorded.report for recorded in engine._graphs._recorded.values()]
             sizes.append([sum(sum(each.nodes.values()) for each in reports), sum(each.nbytes for each in reports)])
             assert len(reports) == (graphs if length == "auto" else 3)
-            lengths = len(engine._parts.lengths.choices) if engine._parts.lengths else 0
+            lengths = len(engine._parts.draft_lengths.choices) if engine._parts.draft_lengths else 0
     assert all(every < 2 * one for one, every in zip(*sizes, strict=True)), sizes
-    assert len(replays) == lengths * CALIBRATING_ROUNDS
+    assert len(replays) == lengths * REPLAYS_PER_MEASUREMENT
 
 
 def test_plain_cost_that_was_measured_too_high_is_corrected() -> None:
     """As on a busy machine. The drafter is never right."""
     both = PLAIN, Drafting(3)
-    key, costs, lengths = GraphKey(1, False), RoundCosts(both), DraftLengths(both)
+    key, costs, lengths = GraphKey(1, False), RoundCosts(both), DraftPolicy(both)
     for length, seconds in ((0, 50.0), (3, 5.0)):
         costs.calibrate(replace(key, draft_length=length), seconds)
     row, chosen = lengths.row(), [0]
@@ -333,14 +333,14 @@ def test_plain_cost_that_was_measured_too_high_is_corrected() -> None:
         chosen.append(drafting.length)
         costs.add(key, drafting, 5.0 if drafting.length else 2.0)
         lengths.add(drafting, [of_model(row, min(chosen[-2:]), 0)], costs.of(key))
-    assert chosen[-80:].count(0) >= 80 - SPELL and costs.of(key)[PLAIN] < 2.1
+    assert chosen[-80:].count(0) >= 80 - DRAFT_RUN and costs.of(key)[PLAIN] < 2.1
 
 
 @pytest.mark.parametrize("known", [True, False])
 def test_cost_that_was_measured_on_a_busy_machine_is_measured_again(known: bool) -> None:
     """Three drafts took as long as seven, then 10% less. One draft is accepted. known: also measured by rounds, not only by calibration."""
     choices = PLAIN, Drafting(3), Drafting(7)
-    key, costs, lengths = GraphKey(1, False), RoundCosts(choices), DraftLengths(choices)
+    key, costs, lengths = GraphKey(1, False), RoundCosts(choices), DraftPolicy(choices)
     for drafting, seconds in zip(choices, (2.0, 2.7, 2.7), strict=True):
         costs.calibrate(replace(key, draft_length=drafting.length), seconds)
         for _ in range(40 * known):
@@ -361,7 +361,7 @@ def test_cost_that_was_measured_on_a_busy_machine_is_measured_again(known: bool)
 def test_length_that_was_measured_at_twice_its_time_is_tried_again() -> None:
     """Of seven drafts, four are right, so that this length is the best one."""
     choices = PLAIN, Drafting(3), Drafting(7)
-    key, costs, lengths = GraphKey(1, False), RoundCosts(choices), DraftLengths(choices)
+    key, costs, lengths = GraphKey(1, False), RoundCosts(choices), DraftPolicy(choices)
     for drafting, seconds in zip(choices, (2.0, 2.4, 5.4), strict=True):
         costs.calibrate(replace(key, draft_length=drafting.length), seconds)
     row, chosen = lengths.row(), [PLAIN]
@@ -378,27 +378,27 @@ def test_length_that_was_measured_at_twice_its_time_is_tried_again() -> None:
 def test_rounds_with_host_grammars_beside_device_grammars_have_two_lengths() -> None:
     """A mixed batch, also where another length is requested. The tokens are those of plain decoding."""
     engine = make_engine(Setup(k=7, max_rows=2, buckets=(2,)), draft_length="auto")
-    chooser, grammar = engine._parts.lengths, Constraint.regex("[a-z]{40}")
+    chooser, grammar = engine._parts.draft_lengths, Constraint.regex("[a-z]{40}")
     assert chooser is not None
     engine.compile(on_host := replace(grammar, backend="xgrammar"))
-    for chooser.fixed in (None, Drafting(3)):
+    for chooser.fixed_drafting in (None, Drafting(3)):
         before = {graph.key: graph.rounds for graph in engine.stats().graphs}
         jobs = [engine.submit([5, 6], constraint=each, max_new_tokens=30) for each in (grammar, on_host)]
         for _ in engine.stream():
             pass
         used = [graph.key for graph in engine.stats().graphs if graph.rounds > before.get(graph.key, 0) and graph.key.on_host]
         assert jobs[0].tokens == jobs[1].tokens == plain([5, 6], 30, grammar).tokens
-        assert used and {key.draft_length for key in used} <= ({7} if chooser.fixed else {0, 7})
+        assert used and {key.draft_length for key in used} <= ({7} if chooser.fixed_drafting else {0, 7})
     engine.close()
 
 
 def test_rounds_after_prompts_and_skipped_tokens_measure_no_cost() -> None:
     """Their time includes that of other work."""
     engine, measured = make_engine(Setup(k=3, max_rows=1, buckets=(1,)), draft_length="auto"), list[bool]()
-    chooser = engine._parts.lengths
+    chooser = engine._parts.draft_lengths
     assert chooser is not None
     engine.submit([5, 6, 7], max_new_tokens=30, sampling=IGNORE_EOS)
-    for chooser.fixed in (PLAIN, PLAIN, Drafting(3), Drafting(3)):
+    for chooser.fixed_drafting in (PLAIN, PLAIN, Drafting(3), Drafting(3)):
         engine.step()
         measured.append(math.isfinite(engine._in_flight.pending[-1].launched_at))
     assert measured == [False, True, False, True]
@@ -423,7 +423,7 @@ def test_slower_rounds_raise_the_costs_of_all_lengths() -> None:
 def test_costs_are_those_of_contexts_of_about_the_same_length() -> None:
     """Requests with short and long contexts by turns: with a long one, seven drafts take twice as long, and three are the best length."""
     choices = PLAIN, Drafting(3), Drafting(7)
-    key, costs, lengths = GraphKey(1, False), RoundCosts(choices), DraftLengths(choices)
+    key, costs, lengths = GraphKey(1, False), RoundCosts(choices), DraftPolicy(choices)
     times = {100: (2.0, 2.4, 2.5), 900: (2.2, 2.9, 5.0)}
     for drafting, seconds in zip(choices, times[100], strict=True):
         costs.calibrate(replace(key, draft_length=drafting.length), seconds)
@@ -443,7 +443,7 @@ def test_costs_are_those_of_contexts_of_about_the_same_length() -> None:
 
 def test_costs_that_fall_do_not_stop_drafting() -> None:
     """Each round in flight is at risk for the time that it was launched with. All drafts are right."""
-    lengths = DraftLengths([PLAIN, Drafting(3)])
+    lengths = DraftPolicy([PLAIN, Drafting(3)])
     row, chosen = lengths.row(), list[Drafting]()
     for _ in range(200):
         chosen.append(lengths.choose([(row, 3)], costs_of({0: 4.0, 3: 6.0})))
@@ -453,7 +453,7 @@ def test_costs_that_fall_do_not_stop_drafting() -> None:
 
 def test_results_of_a_row_count_for_all_rows_of_its_kind() -> None:
     """The kinds are with and without a grammar. Results also count for rows that started before, and not for the other kind."""
-    lengths = DraftLengths([PLAIN, Drafting(3)])
+    lengths = DraftPolicy([PLAIN, Drafting(3)])
     first, second, other = lengths.row(constrained=True), lengths.row(constrained=True), lengths.row()
     expected = second[True].expected[3]
     assert expected == other[True].expected[3]
@@ -467,7 +467,7 @@ def test_results_of_a_row_count_for_all_rows_of_its_kind() -> None:
 def test_slow_first_replays_do_not_stop_drafting() -> None:
     """The first replay of a graph takes longer. All drafts are right."""
     both = PLAIN, Drafting(3)
-    costs, lengths = RoundCosts(both), DraftLengths(both)
+    costs, lengths = RoundCosts(both), DraftPolicy(both)
     for length, seconds in ((0, 2.0), (3, 2.5)):
         costs.calibrate(GraphKey(1, False, draft_length=length), seconds)
     key, row, chosen = GraphKey(1, True), lengths.row(), list[Drafting]()
@@ -483,7 +483,7 @@ def test_slow_first_replays_do_not_stop_drafting() -> None:
 def test_drafts_without_another_source_count_as_model_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds of different lengths have their results in different columns."""
     engine, lengths = make_engine(Setup(k=7, drafter="perfect", max_rows=1, buckets=(1,)), draft_length="auto"), itertools.cycle((7, 3, 0))
-    chooser = engine._parts.lengths
+    chooser = engine._parts.draft_lengths
     assert chooser is not None
     monkeypatch.setattr(chooser, "choose", lambda *_, choose=chooser.choose: choose(*_) and Drafting(next(lengths)))
     job = engine.generate([5, 6], constraint=Constraint.regex("[a-z]{60}"), max_new_tokens=60)
@@ -564,9 +564,9 @@ def test_seeded_requests_have_the_same_tokens_for_any_acceptance_history() -> No
     engine, answers = make_engine(Setup(k=4, max_rows=2, greedy_only=False), draft_length="auto"), set[tuple[int, ...]]()
     for acceptance in (True, False):
         for _ in range(60):
-            lengths = engine._parts.lengths
+            lengths = engine._parts.draft_lengths
             assert lengths is not None
-            lengths._choice._all[False][True].add(4, 4 * acceptance)
+            lengths._policy._acceptance_of_all[False][True].add(4, 4 * acceptance)
         sampling = SamplingParams(temperature=1.2, seed=5, ignore_eos=True)
         other = engine.submit([3], max_new_tokens=60 * acceptance + 1, sampling=IGNORE_EOS)
         job = engine.submit([5, 6], max_new_tokens=40, sampling=sampling, num_speculative_tokens=3)
@@ -614,8 +614,8 @@ def test_rejected_drafts_of_prose_do_not_slow_json_in_the_same_batch(monkeypatch
 
 
 def test_rejected_drafts_of_prose_do_not_stop_those_of_json() -> None:
-    """Wrong drafts of free text leave less in its account than a spell costs. With grammars all drafts are right."""
-    lengths, costs = DraftLengths([PLAIN, Drafting(3)]), costs_of({0: 4.0, 3: 7.0})
+    """Wrong drafts of free text leave less in its account than a run of drafts costs. With grammars all drafts are right."""
+    lengths, costs = DraftPolicy([PLAIN, Drafting(3)]), costs_of({0: 4.0, 3: 7.0})
     for constrained, rounds in ((False, 200), (True, 20)):
         row, chosen = lengths.row(constrained), list[Drafting]()
         for _ in range(rounds):
@@ -632,7 +632,7 @@ def test_length_is_an_integer_or_chosen() -> None:
     config = EngineConfig(num_speculative_tokens=5, draft_length=2, max_rows=1, max_length=32, grammar_lane="host")
     engine = Engine(TARGET, DRAFTERS["perfect"](), vocabulary=VOCABULARY, config=config)
     engine.capture()
-    assert engine.limits.num_speculative_tokens == 2 and engine._parts.lengths is None and len(engine._graphs._recorded) == 4
+    assert engine.limits.num_speculative_tokens == 2 and engine._parts.draft_lengths is None and len(engine._graphs._recorded) == 4
     assert engine.generate([1], max_new_tokens=9, sampling=IGNORE_EOS).rounds == 4
     with pytest.raises(ValueError, match="num_speculative_tokens: got 3"):
         engine.submit([1], max_new_tokens=9, num_speculative_tokens=3)

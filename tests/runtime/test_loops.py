@@ -15,7 +15,7 @@ from stepgraph import AsyncEngine, Constraint, Engine, EngineConfig, Job, Sampli
 from stepgraph.graphs import TapeBackend
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.round_specs import Control, Counter
-from stepgraph.runtime.profiled import ROUNDS
+from stepgraph.runtime.profiled import ROUNDS_VARIABLE
 from stepgraph.runtime.watchdog import RoundTimeoutError
 from stepgraph.sampling import native
 from stepgraph.sampling.params import GREEDY
@@ -256,6 +256,6 @@ def test_engines_that_need_the_host_between_rounds_are_refused(tmp_path: Any, mo
         Engine(TARGET, vocabulary=VOCABULARY, config=plain_config, record=tmp_path / "run.jsonl")
     with Engine(TARGET, vocabulary=VOCABULARY, config=plain_config) as engine, pytest.raises(RuntimeError, match=r"Engine\.trace\(\)"):
         engine.trace()
-    monkeypatch.setenv(ROUNDS, "2-4")
-    with pytest.raises(ValueError, match=f"expected 1: {ROUNDS} profiles single rounds"):
+    monkeypatch.setenv(ROUNDS_VARIABLE, "2-4")
+    with pytest.raises(ValueError, match=f"expected 1: {ROUNDS_VARIABLE} profiles single rounds"):
         Engine(TARGET, vocabulary=VOCABULARY, config=plain_config)

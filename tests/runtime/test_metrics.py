@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from stepgraph import Constraint, EngineStats
 from stepgraph.graphs.graph_key import GraphKey
 from stepgraph.runtime.metrics import engine_metrics, prometheus_text
-from stepgraph.runtime.scheduler import Loss
+from stepgraph.runtime.scheduler import LossCause
 from stepgraph.runtime.stats import GraphStats, Histogram
 from stepgraph.sampling.native import why_not
 from tests.helpers.toy_engines import CONSTRAINTS, Setup, shared_engine
@@ -88,7 +88,7 @@ def test_metrics_equal_stats() -> None:
     assert all(value(read, "lane_requests_total", lane=lane) == getattr(lanes, lane) for lane in ("device", "host"))
     assert lanes.host > 0 and (lanes.device > 0 or why_not())
     assert all(value(read, "finished_total", reason=reason) == count for reason, count in stats.finished)
-    assert all(value(read, "lost_chains_total", cause=loss.value) == getattr(drafting, loss.value) for loss in Loss)
+    assert all(value(read, "lost_chains_total", cause=loss.value) == getattr(drafting, loss.value) for loss in LossCause)
     for position in (1, 2, 3):
         assert value(read, "position_offered_total", position=position) == drafting.offered[position - 1]
         assert value(read, "position_accepted_total", position=position) == drafting.accepted[position - 1]

@@ -149,11 +149,11 @@ def test_idle_pages_are_evicted_least_recently_used_first() -> None:
         held = ask(engine, [1] * 16, 24, sampling=endless)
         engine.step()
         assert (held.num_cached_tokens, engine.stats().evicted_pages) == (12, 2), "seven pages allocated, five free"
-        assert [len(engine._scheduler.rows.pages.find(("", 0), text, 23)) for text in texts] == [3, 5, 5, 5, 5]
+        assert [len(engine._scheduler.rows.page_cache.find(("", 0), text, 23)) for text in texts] == [3, 5, 5, 5, 5]
         more = ask(engine, [0] * 16, 20, sampling=endless)  # nine pages, of which it finds three
         engine.step()
         assert (more.num_cached_tokens, engine.stats().evicted_pages) == (12, 8)
-        assert [len(engine._scheduler.rows.pages.find(("", 0), text, 23)) for text in texts] == [3, 3, 1, 5, 5], "held pages stay"
+        assert [len(engine._scheduler.rows.page_cache.find(("", 0), text, 23)) for text in texts] == [3, 3, 1, 5, 5], "held pages stay"
         finish(engine)
 
 

@@ -72,7 +72,7 @@ class RowTableMachine(RuleBasedStateMachine):
     def end(self, drawn: random.Random, reason: FinishReason) -> None:
         """A cancel may come while rounds are in flight: the host then knows less of the text than the device."""
         request = drawn.choice(self.active)
-        job, cached = request.job, list(request.cached)
+        job, cached = request.job, list(request.cached_pages)
         if reason == FinishReason.STOP:
             while not request.decoding:
                 self.chunk(request, 6)
@@ -112,11 +112,11 @@ class RowTableMachine(RuleBasedStateMachine):
                     held = self.entries[shift, self.slot(request, position)]
                     assert held == (request.job.cache_salt, *ids[: position + 1 + max(shift, 0)]), f"position {position} of {ids}"
             self.found += reused
-        start = request.prefilled
-        request.prefilled += min(request.to_prefill, max(budget, request.job.num_cached_tokens - start + 1))
-        self.write(request, ids, range(start, request.prefilled), range(start + 1 if start else 0, request.prefilled + 1))
+        start = request.num_prefilled
+        request.num_prefilled += min(request.num_to_prefill, max(budget, request.job.num_cached_tokens - start + 1))
+        self.write(request, ids, range(start, request.num_prefilled), range(start + 1 if start else 0, request.num_prefilled + 1))
         self.rows.publish_prompt(request)
-        request.decoding = request.to_prefill == 0
+        request.decoding = request.num_to_prefill == 0
 
     def launch(self, request: ActiveRequest, tokens: list[int]) -> None:
         """One round: some drafts are accepted; the entries of the rejected and of the next drafts are garbage."""
@@ -131,14 +131,14 @@ class RowTableMachine(RuleBasedStateMachine):
         self.emitted[job] += tokens
 
     def published(self) -> Iterator[object]:
-        return iter(self.rows.pages._published.values())
+        return iter(self.rows.page_cache._published.values())
 
     def slot(self, request: ActiveRequest, position: int) -> int:
         return request.pages[position // PAGE] * PAGE + position % PAGE
 
     def write(self, request: ActiveRequest, text: tuple[int, ...], targets: range, drafted: range) -> None:
         """Write the target's entries of `targets` and the draft's of `drafted`; `text` GARBAGE: of drafts that will be rejected."""
-        shared = {page.page for page in self.rows.pages._published.values()}
+        shared = {page.page for page in self.rows.page_cache._published.values()}
         most = min(len(request.pages) * PAGE, len(request.job.prompt_ids) + request.job.max_new_tokens)
         entries = [(position, -1) for position in targets] + [(token - shift, shift) for token in drafted for shift in self.shifts]
         for position, shift in entries:
@@ -153,17 +153,17 @@ class RowTableMachine(RuleBasedStateMachine):
         """Every page is accounted for exactly once, and its holders are counted correctly."""
         if not hasattr(self, "rows"):
             return
-        pages, requests = self.rows.pages, self.active
+        pages, requests = self.rows.page_cache, self.active
         published = list(pages._published.values())
-        holders = collections.Counter(page for request in requests for page in request.cached)
-        assert all(page.holders == count for page, count in holders.items())
-        assert all(page.holders == holders[page] and (page in pages._idle) == (not holders[page]) for page in published)
-        private = [page for request in requests for page in set(request.pages) - {page.page for page in request.cached}]
+        holders = collections.Counter(page for request in requests for page in request.cached_pages)
+        assert all(page.ref_count == count for page, count in holders.items())
+        assert all(page.ref_count == holders[page] and (page in pages._idle) == (not holders[page]) for page in published)
+        private = [page for request in requests for page in set(request.pages) - {page.page for page in request.cached_pages}]
         cached = {page.page for page in (*published, *holders)}
         accounted = sorted([*pages._free, *private, *cached])
         assert accounted == list(range(1, PAGES + 1)), "each page is free, private, published or held"
         assert all(len(set(request.pages)) == len(request.pages) for request in requests)
-        assert self.rows.pages.num_free == len(pages._free) + sum(not page.holders for page in published)
+        assert self.rows.page_cache.num_free == len(pages._free) + sum(not page.ref_count for page in published)
 
 
 TestRowTable = RowTableMachine.TestCase
@@ -186,4 +186,4 @@ def test_long_random_schedules(kind: str, max_idle: int | None) -> None:
         while len(machine.waiting) > 6 and machine.active:
             machine.end(drawn, drawn.choice(ENDS))
             machine.admit()
-    assert machine.found > 100 and machine.rows.pages.evicted > 50
+    assert machine.found > 100 and machine.rows.page_cache.evicted > 50

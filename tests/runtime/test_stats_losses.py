@@ -9,7 +9,7 @@ import pytest
 from stepgraph import Constraint, Engine, SamplingParams
 from stepgraph.graphs.row_layout import REFUSED, Column, ResultRecord
 from stepgraph.runtime.request import ActiveRequest
-from stepgraph.runtime.scheduler import Loss, loss_of
+from stepgraph.runtime.scheduler import LossCause, loss_cause
 from stepgraph.sampling.grammar.status import MaskStatus
 from tests.helpers.stat_checks import holds, run
 from tests.helpers.toy_engines import CONSTRAINTS, STOP, Setup, compiled, make_engine, shared_engine
@@ -25,29 +25,29 @@ TERMINATED, COMPLETE = int(MaskStatus.TERMINATED), int(MaskStatus.COMPLETE)
         ((3, 4, 3, 3, [OK] * 4, [5, 6, 7]), None),
         ((2, 3, 2, 3, [OK] * 4, [5, 6, 7]), None),  # the request allows two drafts, and both were accepted
         ((3, 3, 3, 3, [OK, OK, OK, TERMINATED], [5, 6, STOP]), None),  # the last draft ended the text
-        ((3, 1, 1, 3, [OK] * 4, [5, 6, 7]), Loss.ENDED),  # a limit between two accepted drafts
-        ((3, 1, 1, 1, [OK, COMPLETE, NONE, NONE], [5, -1, -1]), Loss.ENDED),
-        ((3, 0, 0, 0, [NONE] * 4, [-1, -1, -1]), Loss.ENDED),  # a failed mask ended the text
-        ((3, 2, 1, 3, [OK] * 4, [5, 6, 7]), Loss.IMPROBABLE),
-        ((3, 2, 1, 3, [OK, OK, TERMINATED, NONE], [5, STOP, 7]), Loss.IMPROBABLE),  # a stop token was drafted, and not chosen
-        ((3, 2, 1, 3, [OK, OK, ILLEGAL, NONE], [5, 6, 7]), Loss.ILLEGAL),
-        ((3, 1, 0, 3, [OK, NONE, NONE, NONE], [5, 6, 7]), Loss.ILLEGAL),  # the draft was not checked
-        ((3, 2, 1, 1, [OK] * 4, [5, REFUSED, -1]), Loss.ILLEGAL),
-        ((3, 2, 1, 1, [OK] * 4, [5, -1, -1]), Loss.UNDRAFTED),
-        ((3, 1, 0, 0, [OK] * 4, [-1, -1, -1]), Loss.UNDRAFTED),
+        ((3, 1, 1, 3, [OK] * 4, [5, 6, 7]), LossCause.ENDED),  # a limit between two accepted drafts
+        ((3, 1, 1, 1, [OK, COMPLETE, NONE, NONE], [5, -1, -1]), LossCause.ENDED),
+        ((3, 0, 0, 0, [NONE] * 4, [-1, -1, -1]), LossCause.ENDED),  # a failed mask ended the text
+        ((3, 2, 1, 3, [OK] * 4, [5, 6, 7]), LossCause.IMPROBABLE),
+        ((3, 2, 1, 3, [OK, OK, TERMINATED, NONE], [5, STOP, 7]), LossCause.IMPROBABLE),  # a stop token was drafted, and not chosen
+        ((3, 2, 1, 3, [OK, OK, ILLEGAL, NONE], [5, 6, 7]), LossCause.ILLEGAL),
+        ((3, 1, 0, 3, [OK, NONE, NONE, NONE], [5, 6, 7]), LossCause.ILLEGAL),  # the draft was not checked
+        ((3, 2, 1, 1, [OK] * 4, [5, REFUSED, -1]), LossCause.ILLEGAL),
+        ((3, 2, 1, 1, [OK] * 4, [5, -1, -1]), LossCause.UNDRAFTED),
+        ((3, 1, 0, 0, [OK] * 4, [-1, -1, -1]), LossCause.UNDRAFTED),
     ],
 )
-def test_loss_of_each_kind_of_round(arguments: Any, loss: Loss | None) -> None:
+def test_loss_of_each_kind_of_round(arguments: Any, loss: LossCause | None) -> None:
     requested, emitted, accepted, draft_count, statuses, drafts = arguments
     result = ResultRecord(emitted, 0, accepted, draft_count, [], statuses, drafts, forced=0, looked_up=0, relaxed=0, logprobs=[])
-    assert loss_of(requested, result) == loss
+    assert loss_cause(requested, result) == loss
 
 
 class Judge:
     """Reads the drafts before each round, and determines the loss with its own matcher."""
 
     def __init__(self, engine: Engine) -> None:
-        self.engine, self.seen, self.judged = engine, dict[int, tuple[int, list[int]]](), list[Loss | None]()
+        self.engine, self.seen, self.judged = engine, dict[int, tuple[int, list[int]]](), list[LossCause | None]()
         self.real_launch, self.real_record = engine._in_flight.launch, engine._scheduler.record
         vars(engine._in_flight)["launch"], vars(engine._scheduler)["record"] = self.launch, self.record
 
@@ -64,24 +64,24 @@ class Judge:
         event = self.real_record(request, result)
         if (first and not offered) or not job.num_speculative_tokens:
             return event
-        expected: Loss | None = None
+        expected: LossCause | None = None
         if accepted < job.num_speculative_tokens:
             if job.finished and len(tokens) == accepted:
-                expected = Loss.ENDED
+                expected = LossCause.ENDED
             elif accepted < offered:
                 legal = self.legal(job.constraint, history, drafts[accepted])
-                expected = Loss.IMPROBABLE if legal else Loss.ILLEGAL
+                expected = LossCause.IMPROBABLE if legal else LossCause.ILLEGAL
                 assert drafts[accepted] != tokens[accepted], "a draft equal to the token of the target is accepted"
             else:
                 expected = self.undrafted(job.constraint, offered)
-        assert loss_of(job.num_speculative_tokens, result) == expected, f"{offered} of {drafts}, {accepted} held, then {tokens}"
+        assert loss_cause(job.num_speculative_tokens, result) == expected, f"{offered} of {drafts}, {accepted} held, then {tokens}"
         self.judged.append(expected)
         return event
 
-    def undrafted(self, constraint: Constraint | None, offered: int) -> Loss:
+    def undrafted(self, constraint: Constraint | None, offered: int) -> LossCause:
         """With forced drafts, the test has one drafter: it always proposes the control token, which every grammar refuses."""
         refused = "batch_forced" in self.engine.buffers and constraint is not None and not offered
-        return Loss.ILLEGAL if refused else Loss.UNDRAFTED
+        return LossCause.ILLEGAL if refused else LossCause.UNDRAFTED
 
     @staticmethod
     def legal(constraint: Constraint | None, history: list[int], draft: int) -> bool:
@@ -97,23 +97,23 @@ class Judge:
 @pytest.mark.parametrize(
     ("drafter", "draft_masks", "forced", "causes"),
     [
-        ("fair", True, False, {Loss.IMPROBABLE, Loss.ENDED, None}),
-        ("illegal", False, False, {Loss.ILLEGAL, Loss.IMPROBABLE, Loss.ENDED}),
-        ("half", True, False, {Loss.IMPROBABLE, Loss.UNDRAFTED, Loss.ENDED}),
-        ("control", True, False, {Loss.ILLEGAL, Loss.IMPROBABLE, Loss.ENDED}),
-        ("control", True, True, set(Loss) | {None}),
-        ("ngram", True, False, {Loss.ILLEGAL, Loss.IMPROBABLE, Loss.UNDRAFTED, Loss.ENDED}),
+        ("fair", True, False, {LossCause.IMPROBABLE, LossCause.ENDED, None}),
+        ("illegal", False, False, {LossCause.ILLEGAL, LossCause.IMPROBABLE, LossCause.ENDED}),
+        ("half", True, False, {LossCause.IMPROBABLE, LossCause.UNDRAFTED, LossCause.ENDED}),
+        ("control", True, False, {LossCause.ILLEGAL, LossCause.IMPROBABLE, LossCause.ENDED}),
+        ("control", True, True, set(LossCause) | {None}),
+        ("ngram", True, False, {LossCause.ILLEGAL, LossCause.IMPROBABLE, LossCause.UNDRAFTED, LossCause.ENDED}),
     ],
 )
-def test_losses_agree_with_an_independent_matcher(drafter: str, draft_masks: bool, forced: bool, causes: set[Loss | None]) -> None:
+def test_losses_agree_with_an_independent_matcher(drafter: str, draft_masks: bool, forced: bool, causes: set[LossCause | None]) -> None:
     setup = Setup(3, draft_masks, drafter, rounds_in_flight=1, asynchronous=False, forced_drafts=forced, eager=True)
     with make_engine(setup) as engine:
         judge = Judge(engine)
         tokens = run(engine)
         drafting = engine.stats().drafting
-        counted = {loss: getattr(drafting, loss.value) for loss in Loss}
+        counted = {loss: getattr(drafting, loss.value) for loss in LossCause}
         assert (drafting.full, drafting.rounds) == (judge.judged.count(None), len(judge.judged))
-        assert counted == {loss: judge.judged.count(loss) for loss in Loss}
+        assert counted == {loss: judge.judged.count(loss) for loss in LossCause}
         assert set(judge.judged) == causes, "every cause occurs"
         assert engine.stats().tokens == tokens
         holds(engine.stats())

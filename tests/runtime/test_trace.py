@@ -19,7 +19,7 @@ from stepgraph.graphs.context import MAIN
 from stepgraph.graphs.spans import BETWEEN, LAUNCHER, OUTSIDE, Span
 from stepgraph.graphs.tape.backend import Tape
 from stepgraph.graphs.tape.player import Segment
-from stepgraph.runtime.trace import Timeline, covered, length, union
+from stepgraph.runtime.trace import Timeline, covered, total_length, union
 from tests.helpers.toy_engines import DRAFTERS, TARGET, VOCABULARY
 
 ROUNDS, SIDE = 5, "side"
@@ -200,7 +200,7 @@ def test_covered_time_agrees_with_counting_nanoseconds() -> None:
         window = (start, start + pick.randint(0, 20))
         busy = {at for begin, end in intervals for at in range(begin, end)}
         joined = union(intervals)
-        assert length(joined) == len(busy)
+        assert total_length(joined) == len(busy)
         assert covered(window, joined) == sum(at in busy for at in range(*window))
 
 

@@ -54,7 +54,7 @@ def replay_every_key_twice(engine: Engine, drafting: tuple[Drafting, ...] = (FUL
             with counters.counted() as counts:
                 for _ in range(2):
                     if isinstance(key, GraphKey) and key.constrained and not key.device:
-                        engine._in_flight._host.push_batch([None] * key.rows)
+                        engine._in_flight._host_link.push_batch([None] * key.rows)
                     recorded.replay()
                     backend.synchronize()
             assert counts["graph_launches"] == 2, key
@@ -201,7 +201,7 @@ def test_host_nodes_take_pushed_batches_in_order(backend: Backend) -> None:
     """Six rounds are launched before the host waits for one; each takes its own batch."""
     engine = make("own vocabulary", backend, host_link="python")
     recorded = backend.capture(engine._graphs.step(GraphKey(2, True)), engine.buffers)
-    link: Any = engine._in_flight._host
+    link: Any = engine._in_flight._host_link
     link._pushed = taken = Taken()
     for _ in range(6):
         link.push_batch([None] * 2)
@@ -249,7 +249,7 @@ def test_threads_that_fill_masks_are_started_before_the_capture(backend: Backend
     recorded = backend.capture(engine._graphs.step(GraphKey(2, True)), engine.buffers)
     captured = threads_of_this_process()
     for _ in range(3):
-        engine._in_flight._host.push_batch([None] * 2)
+        engine._in_flight._host_link.push_batch([None] * 2)
         recorded.replay()
     backend.synchronize()
     assert started <= captured == threads_of_this_process(), "neither the capture nor a replay starts or ends a thread"

@@ -37,7 +37,7 @@ class Checkpoint(StoredModel):
 
     def outline(self, feature_layers: Sequence[int] = ()) -> Llama:
         """The model on the meta device."""
-        return self.make_room(Llama(self.config, feature_layers=feature_layers, device="meta"))
+        return self.allocate_packed(Llama(self.config, feature_layers=feature_layers, device="meta"))
 
     @property
     def mtp_tensors(self) -> frozenset[str]:
@@ -51,7 +51,7 @@ class Checkpoint(StoredModel):
     def load(self, device: str | torch.device, feature_layers: Sequence[int] = (), progress: bool = False) -> Llama:
         """Call `check` first."""
         # Packed weights replace empty ones, for which a GPU would have to allocate memory; on the host untouched memory costs nothing.
-        model = self.make_room(Llama(self.config, feature_layers=feature_layers, device="cpu" if self.packed else device)).to(device)
+        model = self.allocate_packed(Llama(self.config, feature_layers=feature_layers, device="cpu" if self.packed else device)).to(device)
         self.fill(model, progress)
         model.origin = self.path.name
         return model
@@ -102,10 +102,10 @@ def open_checkpoint(path: str | Path, dtype: torch.dtype | None = None, weights:
         source.dtype = config.dtype
     checkpoint = Checkpoint(path, source, llama_slices(config), config, Vocabulary.from_table(table), mtp_modules)
     checkpoint.check_header(checkpoint.outline(), checkpoint.mtp_tensors | ({"lm_head.weight"} if config.tied else set()))
-    return checkpoint if weights == DEQUANTISED else replace(checkpoint, packed=kept_quantised(checkpoint))
+    return checkpoint if weights == DEQUANTISED else replace(checkpoint, packed=quantised_parameters(checkpoint))
 
 
-def kept_quantised(checkpoint: Checkpoint) -> dict[str, Kind]:
+def quantised_parameters(checkpoint: Checkpoint) -> dict[str, Kind]:
     """The parameters that stay quantised, by name. Raises ValueError for a quantised tensor that cannot stay so."""
     packable = checkpoint.packable()
     if not torch.cuda.is_available() and (why_not := why_no_c(checkpoint.config.dtype)):

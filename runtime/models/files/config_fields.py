@@ -34,8 +34,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 MTP_COUNT = "num_nextn_predict_layers"
 _MAX_PARAMETERS = 1 << 42
 _ORIGINAL_LENGTH = "original_max_position_embeddings"
-_MOST_HEAD = 1024
-_GROUPED_ONLY = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+_MAX_HEAD_SIZE = 1024
+_REQUIRED_ROUTING = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 
 
 class UnsupportedConfigError(ValueError):
@@ -106,15 +106,15 @@ def read_config(config: Mapping[str, Any]) -> LlamaConfig:
     biased = ("LlamaForCausalLM", "Qwen3ForCausalLM", GEMMA, QWEN_EXPERTS)
     bias = gpt_oss or (flag_field(config, "attention_bias") if architecture in biased else False)
     windows = _windows(config, architecture, layers)
-    rope, local_rope = _ropes(config, architecture, head_size if latent is None else latent.rotated)
+    rope, local_rope = _ropes(config, architecture, head_size if latent is None else latent.rotated_size)
     # Beyond the original length, longrope uses other divisors, which would change the cache entries of all tokens before.
     positions = count_field(
         config, _ORIGINAL_LENGTH if architecture == PHI and rope.divisors else "max_position_embeddings", 1 << 30, default=1 << 20
     )
     scale = number_field(config, "query_pre_attn_scalar", 0.0, 1e6, default=256.0) ** -0.5 if gemma else None
     if latent is not None:
-        rope, scale = replace(rope, rotated=latent.rotated), _latent_scale(config, latent.size)
-    found = LlamaConfig(
+        rope, scale = replace(rope, rotated_size=latent.rotated_size), _latent_scale(config, latent.size)
+    llama_config = LlamaConfig(
         vocab_size=count_field(config, "vocab_size", 1 << 24),
         hidden_size=hidden,
         intermediate_size=count_field(config, "intermediate_size", 1 << 20),
@@ -141,8 +141,8 @@ def read_config(config: Mapping[str, Any]) -> LlamaConfig:
         max_positions=positions,
         dtype=dtype_field(config),
     )
-    _check_total_size(found)
-    return found
+    _check_total_size(llama_config)
+    return llama_config
 
 
 def _experts(config: Mapping[str, Any], architecture: str, layers: int) -> ExpertsConfig | None:
@@ -165,7 +165,7 @@ def _experts(config: Mapping[str, Any], architecture: str, layers: int) -> Exper
 
 def _check_total_size(config: LlamaConfig) -> None:
     """ValueError for an absurd total: each size may be in range on its own."""
-    wide = 3 * max(config.intermediate_size, config.experts.count * config.experts.size if config.experts else 0)
+    wide = 3 * max(config.intermediate_size, config.experts.num_experts * config.experts.expert_size if config.experts else 0)
     per_layer = config.hidden_size * (config.qkv_size + config.num_heads * config.head_size + wide)
     parameters = config.num_layers * per_layer + config.vocab_size * config.hidden_size
     if parameters > _MAX_PARAMETERS:
@@ -223,10 +223,10 @@ def _read_latent(config: Mapping[str, Any]) -> LatentConfig:
     """The attention of models like DeepSeek-V3."""
     require_off(config, {"attention_bias": False})
     query_rank = None if config.get("q_lora_rank") is None else count_field(config, "q_lora_rank", 1 << 17)
-    rotated = count_field(config, "qk_rope_head_dim", _MOST_HEAD)
+    rotated = count_field(config, "qk_rope_head_dim", _MAX_HEAD_SIZE)
     if rotated % 2:
         raise ValueError(f"config.qk_rope_head_dim: got {rotated}, expected an even number")
-    plain = count_field(config, "qk_nope_head_dim", _MOST_HEAD)
+    plain = count_field(config, "qk_nope_head_dim", _MAX_HEAD_SIZE)
     value_size = count_field(config, "v_head_dim", plain + rotated)
     rank = count_field(config, "kv_lora_rank", 1 << 17)
     return LatentConfig(query_rank, rank, plain, rotated, value_size, flag_field(config, "rope_interleave", default=True))
@@ -243,7 +243,7 @@ def _latent_scale(config: Mapping[str, Any], size: int) -> float:
 
 def _read_grouped_experts(config: Mapping[str, Any], layers: int) -> ExpertsConfig:
     """The experts of models like DeepSeek-V3 and GLM-4.5."""
-    require_off(config, _GROUPED_ONLY)
+    require_off(config, _REQUIRED_ROUTING)
     name = "n_routed_experts" if config.get("n_routed_experts") is not None else "num_local_experts"
     count, size = count_field(config, name, 1024), count_field(config, "moe_intermediate_size", 1 << 20)
     groups = count_field(config, "n_group", count)
@@ -254,7 +254,7 @@ def _read_grouped_experts(config: Mapping[str, Any], layers: int) -> ExpertsConf
     )
     return ExpertsConfig(
         count,
-        count_field(config, "num_experts_per_tok", routing.groups_taken * (count // groups)),
+        count_field(config, "num_experts_per_tok", routing.groups_per_token * (count // groups)),
         size,
         flag_field(config, "norm_topk_prob", default=True),
         ("mlp", "gate_proj", "up_proj", "down_proj"),
@@ -338,7 +338,7 @@ def _partial_rope(config: Mapping[str, Any], head_size: int) -> RopeConfig:
     kind = config.get("rope_type", config.get("type", "default"))
     whole = None if rotated == head_size else rotated
     if kind == "default":
-        return RopeConfig(theta, rotated=whole)
+        return RopeConfig(theta, rotated_size=whole)
     if kind not in ("longrope", "su"):
         raise UnsupportedConfigError(f"config.rope_scaling.rope_type: got {kind!r:.100}, expected 'default' or 'longrope'")
     divisors, original = config.get("short_factor"), count_field(config, _ORIGINAL_LENGTH, 1 << 30)
@@ -347,4 +347,4 @@ def _partial_rope(config: Mapping[str, Any], head_size: int) -> RopeConfig:
         raise ValueError(f"config.rope_scaling.short_factor: got {divisors!r:.200}, expected {rotated // 2} numbers above 0")
     longer = max(1.0, count_field(config, "max_position_embeddings", 1 << 30) / original)
     magnitude = number_field(config, "attention_factor", 0.0, 1e3, default=math.sqrt(1 + math.log(longer) / math.log(max(2, original))))
-    return RopeConfig(theta, rotated=whole, divisors=tuple(divisors), magnitude=magnitude)
+    return RopeConfig(theta, rotated_size=whole, divisors=tuple(divisors), magnitude=magnitude)

@@ -51,12 +51,12 @@ class DraftCheckpoint(StoredModel):
     max_positions: int | None = None  # None: no limit; positions beyond those of the training only lower acceptance
     model: Checkpoint | None = None  # set for a complete model, which ranks may divide
     token_map: TokenMap | None = None
-    repeated: Mapping[str, str] = field(default_factory=dict)  # names of stored copies of target tensors, and their names in the target
+    target_copies: Mapping[str, str] = field(default_factory=dict)  # stored copies of target tensors, and their names in the target
 
-    def check_shapes(self, others: Iterable[str] = ()) -> DraftCheckpoint:
-        """Check names, shapes and types of all tensors but the `others`. Raises ValueError that names the tensor. Returns self."""
-        self.check_header(self._outline()[1], {"d2t", "t2d", *self.repeated, *others})
-        for name, target_name in self.repeated.items():
+    def check_shapes(self, other_tensors: Iterable[str] = ()) -> DraftCheckpoint:
+        """Check names, shapes and types of all tensors but the `other_tensors`. Raises ValueError that names the tensor. Returns self."""
+        self.check_header(self._outline()[1], {"d2t", "t2d", *self.target_copies, *other_tensors})
+        for name, target_name in self.target_copies.items():
             found, shape = self.source.tensors[name].shape, self._target_source.tensors[target_name].shape
             if found != shape:
                 raise ValueError(f"{self.path}: {name}: got shape {found}, expected {shape}, the shape of the target's {target_name}")
@@ -66,7 +66,7 @@ class DraftCheckpoint(StoredModel):
         target, draft = self._outline()
         return memory_need(f"{self.path.name}: {self.kind}", draft, limits, shared=target)
 
-    def own_weights(self) -> list[nn.Parameter]:
+    def unshared_weights(self) -> list[nn.Parameter]:
         """The parameters, on the meta device, that the draft does not share with the target."""
         target, draft = self._outline()
         shared = set(target.parameters())
@@ -79,17 +79,17 @@ class DraftCheckpoint(StoredModel):
 
     def _outline(self) -> tuple[Llama | TransformersModel, Draft]:
         target = self.target.outline(self.feature_layers)
-        return target, self.make_room(self.make(target, "meta"))
+        return target, self.allocate_packed(self.make(target, "meta"))
 
     def check(self, progress: bool = False) -> None:
         super().check(progress)
-        for name, target_name in self.repeated.items():
+        for name, target_name in self.target_copies.items():
             if not torch.equal(self.source.read(name), self._target_source.read(target_name)):
                 raise ValueError(f"{self.path}: {name} differs from the target's {target_name}, which MTP modules share")
 
     def load(self, target: Llama | TransformersModel, device: Device, progress: bool = False) -> Draft:
         """Call `check` first. target: the loaded target."""
-        model = self.make_room(self.make(target, device))
+        model = self.allocate_packed(self.make(target, device))
         self.fill(model, progress)
         return model
 
@@ -108,13 +108,13 @@ class TransformersDraft:
         return self.stored.config.max_positions
 
     def memory(self, limits: Limits) -> MemoryNeed:
-        return memory_need(f"{self.stored.path.name}: draft", self._wrapped(self.stored.outlined), limits)
+        return memory_need(f"{self.stored.path.name}: draft", self._wrapped(self.stored.meta_model), limits)
 
     def check(self, progress: bool = False) -> None:
         self.stored.check(progress)
 
     def load(self, target: object, device: Device, progress: bool = False) -> DraftTransformers:
-        return self._wrapped(self.stored.load_class(device, progress))
+        return self._wrapped(self.stored.load_model(device, progress))
 
     def _wrapped(self, model: Any) -> DraftTransformers:
         from stepgraph.runtime.models.transformers_model import DraftTransformers
@@ -180,10 +180,10 @@ def _open_eagle3(path: Path, fields: Mapping[str, object], target: Target) -> Dr
     # A head without lm_head.weight uses the target's, if that has the same width and vocabulary.
     own_head = own_head or not same_width or d2t is not None
 
-    def make(around: Llama | TransformersModel, device: Device) -> Eagle3:
-        embedding = None if own_embedding else around.embedding
-        made = Eagle3(config, d2t=d2t, embedding=embedding, head=None if own_head else around.unembedding, device=device)
-        return made if own_head else _share_head(made, around)
+    def make(target_model: Llama | TransformersModel, device: Device) -> Eagle3:
+        embedding = None if own_embedding else target_model.embedding
+        made = Eagle3(config, d2t=d2t, embedding=embedding, head=None if own_head else target_model.unembedding, device=device)
+        return made if own_head else _share_head(made, target_model)
 
     slices = layouts.eagle3_slices(config.layer, own_embedding, own_head)
     head = DraftCheckpoint(path, source, slices, "EAGLE-3 head", make, target, config.feature_layers).check_shapes()
@@ -202,15 +202,15 @@ def _open_mtp(path: Path, source: Source, fields: Mapping[str, object] | None, t
         layouts.mtp_layers(source) if fields is not None else range(target.config.num_layers, target.config.num_layers + target.mtp_modules)
     )
     first, count = min(layers), len(layers)
-    others = set() if fields is not None else source.tensors.keys() - target.mtp_tensors  # the target's own tensors
+    other_tensors = set() if fields is not None else source.tensors.keys() - target.mtp_tensors  # the target's own tensors
     if grouped:  # modules have the layer type of the target's last layers; the config of their own folder is not read
         config = replace(same, windows=same.windows[-1:] * count, experts=same.experts and replace(same.experts, dense_layers=frozenset()))
     else:
         layouts.check_dense_layers(source)
         config = layouts.read_mtp(fields, same, count) if fields is not None else replace(same, windows=same.windows[-1:] * count)
 
-    def make(around: Llama | TransformersModel, device: Device) -> Mtp:
-        return _share_head(Mtp(config, embedding=around.embedding, head=around.unembedding, device=device), around)
+    def make(target_model: Llama | TransformersModel, device: Device) -> Mtp:
+        return _share_head(Mtp(config, embedding=target_model.embedding, head=target_model.unembedding, device=device), target_model)
 
     return DraftCheckpoint(
         path,
@@ -220,8 +220,8 @@ def _open_mtp(path: Path, source: Source, fields: Mapping[str, object] | None, t
         make,
         target,
         max_drafts=layouts.MAX_DRAFTS if count == 1 else count,
-        repeated={name: its for name, its in layouts.mtp_shared(config, first, target.config.tied).items() if name in source.tensors},
-    ).check_shapes(others)
+        target_copies={name: its for name, its in layouts.mtp_shared(config, first, target.config.tied).items() if name in source.tensors},
+    ).check_shapes(other_tensors)
 
 
 def _open_model(path: Path, target: Target, dtype: torch.dtype | None, weights: str) -> StoredDraft:
@@ -230,7 +230,7 @@ def _open_model(path: Path, target: Target, dtype: torch.dtype | None, weights: 
     if isinstance(stored, TransformersCheckpoint):
         return TransformersDraft(stored, token_map)
 
-    def make(around: Llama | TransformersModel, device: Device) -> DraftLlama:
+    def make(target_model: Llama | TransformersModel, device: Device) -> DraftLlama:
         return DraftLlama(stored.config, token_map, device=device)
 
     return DraftCheckpoint(

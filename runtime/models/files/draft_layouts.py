@@ -45,13 +45,13 @@ def is_eagle3(config: Mapping[str, Any]) -> bool:
 
 def read_eagle3(config: Mapping[str, Any], target: LlamaConfig | ModelSizes) -> Eagle3Config:
     """Reads configs of EAGLE, SpecForge, ModelOpt and speculators, which nests the layer's fields."""
-    nested = config.get("eagle_config") or {}
+    eagle_config = config.get("eagle_config") or {}
     layer_config = config.get("transformer_layer_config") or {}
-    for name, part in (("eagle_config", nested), ("transformer_layer_config", layer_config)):
+    for name, part in (("eagle_config", eagle_config), ("transformer_layer_config", layer_config)):
         if not isinstance(part, Mapping):
             raise ValueError(f"config.{name}: got {part!r:.100}, expected an object")
     fields = {**layer_config, **config}
-    for part in (fields, nested):
+    for part in (fields, eagle_config):
         require_off(part, _UNSUPPORTED)
     layer = read_config({**fields, "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "tie_word_embeddings": False})
     hidden_size = fields.get("target_hidden_size")
@@ -60,20 +60,20 @@ def read_eagle3(config: Mapping[str, Any], target: LlamaConfig | ModelSizes) -> 
     _check_vocab_size(layer, target)
     return Eagle3Config(
         layer=replace(layer, dtype=target.dtype),
-        feature_layers=_feature_layers(fields, nested, target.num_layers),
+        feature_layers=_feature_layers(fields, eagle_config, target.num_layers),
         target_hidden_size=target.hidden_size,
         draft_vocab_size=count_field(fields, "draft_vocab_size", layer.vocab_size, default=layer.vocab_size),
         norm_before_residual=flag_field(fields, "norm_before_residual"),
     )
 
 
-def _feature_layers(fields: Mapping[str, Any], nested: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+def _feature_layers(fields: Mapping[str, Any], eagle_config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
     """The target's layers whose inputs are the features.
 
     At the top of a config (vLLM, speculators) an id names the layer whose input is taken. Inside `eagle_config` (written by
     ModelOpt, read by SGLang) it names the layer whose output is taken. Without ids, the inputs of layers 2, n // 2 and n - 3.
     """
-    layer_ids, offset = (fields[_LAYER_IDS], 0) if fields.get(_LAYER_IDS) else (nested.get(_LAYER_IDS), 1)
+    layer_ids, offset = (fields[_LAYER_IDS], 0) if fields.get(_LAYER_IDS) else (eagle_config.get(_LAYER_IDS), 1)
     if not layer_ids:
         if layers < 3:
             raise ValueError(f"config.{_LAYER_IDS}: got none, expected a list of layers: a target of {layers} layers has no default")

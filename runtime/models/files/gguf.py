@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.layers.quantised import TILE, Grouped
-from stepgraph.runtime.models.files.weights import Stored
+from stepgraph.runtime.models.files.weights import StoredTensor
 from stepgraph.runtime.models.llama_config import MIXTRAL, QWEN_EXPERTS
 from stepgraph.sampling.grammar.tokenizers.gguf import read_gguf_header
 
@@ -27,7 +27,7 @@ _ROTATED_PAIRS = (ARCHITECTURES["llama"], MIXTRAL)  # a llama with experts is a 
 _ROWS_AT_ONCE = 32  # the package handles 16 rows per call, which is too little work
 _VALUES_AT_ONCE = 2**18  # float32 values that fit in a cache
 _GROUPED_AT_ONCE = 2**17  # for weights that stay quantised; from 2**15 words on, torch starts threads, which takes longer than the work
-_FIELDS = {
+_CONFIG_KEYS = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
     "num_hidden_layers": "block_count",
@@ -41,8 +41,8 @@ _FIELDS = {
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
 }
-_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_BLOCK = {
+_TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LAYER_NAMES = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
@@ -55,7 +55,7 @@ _BLOCK = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")  # [experts, out, in]
+_EXPERT_TENSORS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")  # [experts, out, in]
 _EACH_EXPERT = "<expert>"
 
 Bytes = npt.NDArray[np.uint8]  # [blocks, bytes]
@@ -78,7 +78,7 @@ class GgufSource:
         self._path, self.metadata, self.dtype = path, header.metadata, torch.float32
         self._data = np.asarray(np.memmap(path, mode="r"))  # operations on a memmap itself are slow
         self._rows: dict[str, Bytes] = {}  # [rows, bytes per row]
-        self.tensors: dict[str, Stored] = {}
+        self.tensors: dict[str, StoredTensor] = {}
         for stored_name, tensor in header.tensors.items():
             name = self._renamed(stored_name, len(tensor.shape))
             try:
@@ -96,28 +96,28 @@ class GgufSource:
                 raise ValueError(f"{path}: not a complete GGUF file: {stored_name} ends at byte {end}, the file at {len(self._data)}")
             blocks = self._data[tensor.offset : end].reshape(rows)
             for index, part in enumerate(blocks) if _EACH_EXPERT in name else [(0, blocks)]:
-                own = name.replace(_EACH_EXPERT, str(index))
+                part_name = name.replace(_EACH_EXPERT, str(index))
                 shape = tensor.shape if part is blocks else tensor.shape[1:]
-                self._rows[own] = part.reshape(-1, rows[-1])
-                self.tensors[own] = Stored(shape, kind.name, kind.name in ("F32", "F16", "BF16", *LAYOUTS))
+                self._rows[part_name] = part.reshape(-1, rows[-1])
+                self.tensors[part_name] = StoredTensor(shape, kind.name, kind.name in ("F32", "F16", "BF16", *BLOCK_LAYOUTS))
         self.config = self._read_config(header.tensors)
 
     def read(self, name: str) -> Tensor:
         import gguf
 
         stored, (shape, kind, _) = self._rows[name], self.tensors[name]
-        values = torch.empty(len(stored), shape[-1], dtype=self.dtype if kind in LAYOUTS else torch.float32)
+        values = torch.empty(len(stored), shape[-1], dtype=self.dtype if kind in BLOCK_LAYOUTS else torch.float32)
         rows = max(_VALUES_AT_ONCE // values.shape[1] // _ROWS_AT_ONCE, 1) * _ROWS_AT_ONCE
         for first, part in enumerate(values.split(rows)):
             blocks = stored[first * rows :][: len(part)]
             joined = blocks.reshape(len(blocks) // math.gcd(len(blocks), _ROWS_AT_ONCE), -1)
             found = gguf.quants.dequantize(joined, gguf.GGMLQuantizationType[kind]).reshape(part.shape)
             part.copy_(torch.from_numpy(np.require(found, requirements=["C", "W"])))  # the mapped file is not writable
-        return self._in_order(name, values.view(shape))
+        return self._to_model_order(name, values.view(shape))
 
     def read_scales(self, name: str) -> Tensor:
         """The scales of a quantised tensor, which is finite exactly if they are: the other values of a block are small integers."""
-        layout = LAYOUTS.get(self.tensors[name].kind)
+        layout = BLOCK_LAYOUTS.get(self.tensors[name].kind)
         if layout is None:
             return self.read(name)
         blocks = self._rows[name].reshape(-1, layout.block_bytes)
@@ -125,11 +125,11 @@ class GgufSource:
 
     def read_grouped(self, name: str) -> Iterator[Grouped]:
         kind, (count, inner) = self.tensors[name].kind, self.tensors[name].shape
-        order = self._in_order(name, torch.arange(count)).numpy()
+        order = self._to_model_order(name, torch.arange(count)).numpy()
         for places in np.split(order, range(at_once := max(_GROUPED_AT_ONCE // inner // TILE, 1) * TILE, count, at_once)):
             yield read_blocks(kind, self._rows[name][places])
 
-    def _in_order(self, name: str, tensor: Tensor) -> Tensor:
+    def _to_model_order(self, name: str, tensor: Tensor) -> Tensor:
         num_heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
         if num_heads is not None and self.config["architectures"][0] in _ROTATED_PAIRS:
             # GGUF stores the two elements of a rotated pair next to each other; in the model they are half a head apart.
@@ -145,7 +145,7 @@ class GgufSource:
         if scaling not in (None, "none"):
             raise ValueError(f"{self._path}: {kind}.rope.scaling.type: got {scaling!r:.100}, expected none")
         embedding = tensors.get("token_embd.weight")
-        fields = {ours: metadata.get(f"{kind}.{theirs}") for ours, theirs in _FIELDS.items()}
+        fields = {ours: metadata.get(f"{kind}.{theirs}") for ours, theirs in _CONFIG_KEYS.items()}
         return fields | {
             "architectures": [MIXTRAL if kind == "llama" and fields["num_local_experts"] else ARCHITECTURES[kind]],
             "vocab_size": embedding.shape[0] if embedding else None,
@@ -159,11 +159,11 @@ class GgufSource:
         parts, kind = stored.split("."), self.metadata.get("general.architecture")
         has_experts, mixtral = bool(self.metadata.get(f"{kind}.expert_count")), kind == "llama"
         mlp, *experts = ("block_sparse_moe", "w1", "w3", "w2") if mixtral else ("mlp", "gate_proj", "up_proj", "down_proj")
-        block = _BLOCK | ({"ffn_gate_inp": f"{mlp}.gate"} if has_experts else {})
+        block = _LAYER_NAMES | ({"ffn_gate_inp": f"{mlp}.gate"} if has_experts else {})
         if dimensions == 3:
-            block = {name: f"{mlp}.experts.{_EACH_EXPERT}.{part}" for name, part in zip(_EXPERTS, experts, strict=True)}
-        if len(parts) == 2 and parts[0] in _TOP:
-            return f"{_TOP[parts[0]]}.{parts[1]}"
+            block = {name: f"{mlp}.experts.{_EACH_EXPERT}.{part}" for name, part in zip(_EXPERT_TENSORS, experts, strict=True)}
+        if len(parts) == 2 and parts[0] in _TOP_NAMES:
+            return f"{_TOP_NAMES[parts[0]]}.{parts[1]}"
         if len(parts) == 4 and parts[0] == "blk" and parts[2] in block:
             return f"model.layers.{parts[1]}.{block[parts[2]]}.{parts[3]}"
         raise ValueError(f"{self._path}: got the tensor {stored!r:.100}, which a model of the Llama family does not have")
@@ -171,7 +171,7 @@ class GgufSource:
 
 def read_blocks(kind: str, rows: Bytes) -> Grouped:
     """rows: [out, bytes], all blocks of each."""
-    layout = LAYOUTS[kind]
+    layout = BLOCK_LAYOUTS[kind]
     numbers, scales, minimums = (
         None if part is None else torch.from_numpy(part).view(len(rows), -1) for part in layout.read(rows.reshape(-1, layout.block_bytes))
     )
@@ -191,7 +191,7 @@ def _nibbles(stored: Bytes, width: int = 16) -> Bytes:
     return np.concatenate(parts, 2).reshape(len(stored), -1)
 
 
-def _fields(stored: Bytes, bits: int, width: int = 32) -> Bytes:
+def _unpack(stored: Bytes, bits: int, width: int = 32) -> Bytes:
     """The fields of `bits` bits in each `width` bytes, lowest bits first, each shifted to bit 4."""
     whole = np.ascontiguousarray(stored)
     parts = [(whole >> shift & (1 << bits) - 1) << 4 for shift in range(0, 8, bits)]
@@ -212,7 +212,7 @@ def _k_scales(blocks: Bytes) -> tuple[Floats, Floats]:
     return _floats(blocks[:, :2]) * whole, -(_floats(blocks[:, 2:4]) * whole_minimum)
 
 
-def _plain(blocks: Bytes, *, fifth_bits: bool, subtracted: int = 0) -> Parts:
+def _one_scale_blocks(blocks: Bytes, *, fifth_bits: bool, subtracted: int = 0) -> Parts:
     """Blocks with one scale, and with a minimum if nothing is subtracted from the integers."""
     start = 2 if subtracted else 4
     numbers = _nibbles(blocks[:, start + 4 * fifth_bits :])
@@ -222,12 +222,12 @@ def _plain(blocks: Bytes, *, fifth_bits: bool, subtracted: int = 0) -> Parts:
 
 
 def _q6_k(blocks: Bytes) -> Parts:
-    numbers = _nibbles(blocks[:, :128], 64) | _fields(blocks[:, 128:192], 2)
+    numbers = _nibbles(blocks[:, :128], 64) | _unpack(blocks[:, 128:192], 2)
     scales = blocks[:, 192:208].view(np.int8).astype(np.float32)
     return numbers - np.uint8(32), _floats(blocks[:, 208:]) * scales, None
 
 
-class Layout(NamedTuple):
+class BlockLayout(NamedTuple):
     """The layout of one kind of block."""
 
     block_bytes: int
@@ -235,13 +235,13 @@ class Layout(NamedTuple):
     read: Callable[[Bytes], Parts]
 
 
-LAYOUTS = {
-    "Q4_0": Layout(18, slice(2), functools.partial(_plain, fifth_bits=False, subtracted=8)),
-    "Q4_1": Layout(20, slice(4), functools.partial(_plain, fifth_bits=False)),
-    "Q5_0": Layout(22, slice(2), functools.partial(_plain, fifth_bits=True, subtracted=16)),
-    "Q5_1": Layout(24, slice(4), functools.partial(_plain, fifth_bits=True)),
-    "Q8_0": Layout(34, slice(2), lambda blocks: (np.ascontiguousarray(blocks[:, 2:]), _floats(blocks[:, :2]), None)),
-    "Q4_K": Layout(144, slice(4), lambda blocks: (_nibbles(blocks[:, 16:], 32), *_k_scales(blocks))),
-    "Q5_K": Layout(176, slice(4), lambda blocks: (_nibbles(blocks[:, 48:], 32) | _fields(blocks[:, 16:48], 1), *_k_scales(blocks))),
-    "Q6_K": Layout(210, slice(-2, None), _q6_k),
+BLOCK_LAYOUTS = {
+    "Q4_0": BlockLayout(18, slice(2), functools.partial(_one_scale_blocks, fifth_bits=False, subtracted=8)),
+    "Q4_1": BlockLayout(20, slice(4), functools.partial(_one_scale_blocks, fifth_bits=False)),
+    "Q5_0": BlockLayout(22, slice(2), functools.partial(_one_scale_blocks, fifth_bits=True, subtracted=16)),
+    "Q5_1": BlockLayout(24, slice(4), functools.partial(_one_scale_blocks, fifth_bits=True)),
+    "Q8_0": BlockLayout(34, slice(2), lambda blocks: (np.ascontiguousarray(blocks[:, 2:]), _floats(blocks[:, :2]), None)),
+    "Q4_K": BlockLayout(144, slice(4), lambda blocks: (_nibbles(blocks[:, 16:], 32), *_k_scales(blocks))),
+    "Q5_K": BlockLayout(176, slice(4), lambda blocks: (_nibbles(blocks[:, 48:], 32) | _unpack(blocks[:, 16:48], 1), *_k_scales(blocks))),
+    "Q6_K": BlockLayout(210, slice(-2, None), _q6_k),
 }

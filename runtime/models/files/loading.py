@@ -13,7 +13,7 @@ from stepgraph.graphs.memory import check_memory
 from stepgraph.graphs.model import TargetModel
 from stepgraph.runtime.check_models import AUTO, DRAFTER_NAMES, NONE, Drafter, check_config, checked_drafter, named_proposer, without_drafts
 from stepgraph.runtime.config import EngineConfig
-from stepgraph.runtime.demo.pair import DEMO, DRAFTS, head_path, path_of
+from stepgraph.runtime.demo.pair import DEMO, DRAFTS, head_path, model_path
 from stepgraph.runtime.models.files.checkpoint import DEQUANTISED, QUANTISED
 from stepgraph.runtime.models.files.draft import OWN_MTP, StoredDraft, open_draft
 from stepgraph.runtime.models.files.transformers_folder import AUTO as AUTO_CLASS
@@ -64,16 +64,16 @@ def load_models(
     backend = "auto" if config is None else config.backend
     on_cuda = uses_cuda(backend)
     _check_weights(weights, on_cuda)
-    checkpoint = open_target(path_of(path), dtype, weights, implementation)
+    checkpoint = open_target(model_path(path), dtype, weights, implementation)
     if draft in (None, NONE):
         config = without_drafts(config)
     drafter, draft_checkpoint = _open_drafter(draft, checkpoint, dtype, weights)
     checkpoint, draft_checkpoint = divide(checkpoint, draft_checkpoint)
     if draft_checkpoint is not None:
-        fed = draft_checkpoint.feature_layers
-        if tuple(feature_layers) not in ((), fed):
-            raise ValueError(f"feature_layers: got {tuple(feature_layers)}, expected none, as the draft determines them: {fed}")
-        feature_layers = fed
+        draft_layers = draft_checkpoint.feature_layers
+        if tuple(feature_layers) not in ((), draft_layers):
+            raise ValueError(f"feature_layers: got {tuple(feature_layers)}, expected none, as the draft determines them: {draft_layers}")
+        feature_layers = draft_layers
     if config is None:
         config = _default_config(checkpoint, draft_checkpoint, drafter, DRAFTS if path == DEMO else EngineConfig.num_speculative_tokens)
     if draft_checkpoint is None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.layers.lora import LoraWeight
-from stepgraph.runtime.models.files.quantised_folder import Fields
+from stepgraph.runtime.models.files.quantised_folder import ConfigFields
 from stepgraph.runtime.models.files.weights import SafetensorsSource, check_stored, read_finite, read_json
 from stepgraph.sampling.fields import is_int, is_number
 
@@ -44,21 +44,21 @@ def read_lora(folder: Path, weights: Mapping[str, LoraWeight], max_rank: int, dt
     rank, scale = _read_config(folder / "adapter_config.json", max_rank)
     source = SafetensorsSource(folder, "adapter_model.safetensors")
     modules = {module: (name, index) for name, weight in weights.items() for index, module in enumerate(weight.parts)}
-    found: list[str] = []  # modules
+    module_names: list[str] = []
     for tensor in source.tensors:
         match = _TENSOR.fullmatch(tensor)
         if match is None or match[1] not in modules:
             kinds = ", ".join(sorted({module.rpartition(".")[2] for module in modules}))
             expected = f"base_model.model.MODULE.lora_A.weight or lora_B.weight of the model's {kinds}"
             raise ValueError(f"{folder}: {tensor}: got this name, expected {expected}")
-        found.append(match[1])
-    if not found:
+        module_names.append(match[1])
+    if not module_names:
         raise ValueError(f"{folder}: got no tensors, expected those of an adapter")
     contents = {
         name: SlotContent(torch.zeros(weight.down_shape(max_rank), dtype=dtype), torch.zeros(weight.up_shape(max_rank), dtype=dtype))
         for name, weight in weights.items()
     }
-    for module in dict.fromkeys(found):
+    for module in dict.fromkeys(module_names):
         name, index = modules[module]
         weight, content = weights[name], contents[name]
         sizes = list(weight.parts.values())
@@ -73,7 +73,7 @@ def read_lora(folder: Path, weights: Mapping[str, LoraWeight], max_rank: int, dt
 def _read_config(path: Path, max_rank: int) -> tuple[int, float]:
     """Rank and scale of an adapter."""
     config = read_json(path)
-    fields = Fields(config, str(path))
+    fields = ConfigFields(config, str(path))
     for name, accepted in _ACCEPTED.items():
         fields.one_of(name, *accepted)
     rank, alpha = config.get("r"), config.get("lora_alpha")

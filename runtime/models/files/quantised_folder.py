@@ -11,52 +11,52 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.layers.quantised import TILE, Grouped
-from stepgraph.runtime.models.files.weights import SafetensorsSource, Source, Stored
+from stepgraph.runtime.models.files.weights import SafetensorsSource, Source, StoredTensor
 
 _AWQ_COLUMNS = [0, 4, 1, 5, 2, 6, 3, 7]  # the index of each column among the eight fields of a word
 _FP8_BLOCK = 128
 _ROWS_AT_ONCE = 16 * TILE
 _FP8_SCALES = ("weight_scale", "weight_scale_inv")
-_WORDS: dict[str, tuple[int, int, tuple[str, ...]]] = {  # dimension of the rows, packed dimension, names of the stored tensors
+_PACKED_FORMATS: dict[str, tuple[int, int, tuple[str, ...]]] = {  # dimension of the rows, packed dimension, names of the stored tensors
     "pack-quantized": (0, 1, ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape")),
     "awq": (1, 1, ("qweight", "scales", "qzeros")),
     "gptq": (1, 0, ("qweight", "scales", "qzeros", "g_idx")),
 }
 
 
-class Scheme(NamedTuple):
-    layout: str  # "fp8", or one of _WORDS
-    group: int = -1  # inner indices that share a scale; -1: a whole row
+class QuantisationScheme(NamedTuple):
+    layout: str  # "fp8", or one of _PACKED_FORMATS
+    group_size: int = -1  # inner indices that share a scale; -1: a whole row
     zero_offset: int = 0  # added to stored zero points
     bits: int = 4  # per weight in a word
 
 
-def read_scheme(config: object) -> Scheme:
+def read_scheme(config: object) -> QuantisationScheme:
     """config: `quantization_config` of a config.json. Raises ValueError that names the field."""
     if not isinstance(config, Mapping):
         raise ValueError(f"config.quantization_config: got {config!r:.200}, expected an object")
-    fields = Fields(config, "config.quantization_config")
+    fields = ConfigFields(config, "config.quantization_config")
     method = fields.one_of("quant_method", "compressed-tensors", "fp8", "awq", "gptq")
     if method == "compressed-tensors":
         return _read_compressed_tensors(fields)
     if method == "fp8":
         fields.one_of("weight_block_size", None, [_FP8_BLOCK, _FP8_BLOCK])
-        return Scheme("fp8")
+        return QuantisationScheme("fp8")
     fields.one_of("bits", 4)
     if method == "awq":
         fields.one_of("version", "gemm")
         fields.one_of("zero_point", True)
-        return Scheme("awq", fields.group_size())
+        return QuantisationScheme("awq", fields.group_size())
     fields.one_of("desc_act", False, None)
     fields.one_of("dynamic", None, {})
-    written = fields.one_of("checkpoint_format", None, "gptq", "gptq_v2")
-    return Scheme("gptq", fields.group_size(), 0 if written == "gptq_v2" else 1)
+    stored_format = fields.one_of("checkpoint_format", None, "gptq", "gptq_v2")
+    return QuantisationScheme("gptq", fields.group_size(), 0 if stored_format == "gptq_v2" else 1)
 
 
-def _read_compressed_tensors(fields: Fields) -> Scheme:
+def _read_compressed_tensors(fields: ConfigFields) -> QuantisationScheme:
     for name in ("kv_cache_scheme", "sparsity_config", "transform_config"):
         fields.one_of(name, None, {})
-    written = fields.one_of("format", "float-quantized", "pack-quantized")
+    stored_format = fields.one_of("format", "float-quantized", "pack-quantized")
     groups = fields.config.get("config_groups")
     if not isinstance(groups, Mapping) or len(groups) != 1:
         raise ValueError(f"{fields.path}.config_groups: got {groups!r:.200}, expected an object with one group")
@@ -64,22 +64,22 @@ def _read_compressed_tensors(fields: Fields) -> Scheme:
     group.one_of("targets", ["Linear"])
     group.one_of("output_activations", None)
     weights = group.inner("weights")
-    if written == "float-quantized":  # activations are not quantised, even if the scheme quantises them
+    if stored_format == "float-quantized":  # activations are not quantised, even if the scheme quantises them
         weights.one_of("type", "float")
         weights.one_of("num_bits", 8)
         if weights.one_of("strategy", "tensor", "channel", "block") == "block":
             weights.one_of("block_structure", [_FP8_BLOCK, _FP8_BLOCK])
-        return Scheme("fp8")
+        return QuantisationScheme("fp8")
     group.one_of("input_activations", None)
     weights.one_of("type", "int")
     bits = weights.one_of("num_bits", 4, 8)
     assert isinstance(bits, int)
     weights.one_of("actorder", None, "static", "weight")
     grouped = weights.one_of("strategy", "group", "channel") == "group"
-    return Scheme("pack-quantized", weights.group_size() if grouped else -1, bits=bits)
+    return QuantisationScheme("pack-quantized", weights.group_size() if grouped else -1, bits=bits)
 
 
-class Fields(NamedTuple):
+class ConfigFields(NamedTuple):
     """An object of a config, and its path for error messages."""
 
     config: Mapping[str, Any]
@@ -92,11 +92,11 @@ class Fields(NamedTuple):
             raise ValueError(f"{self.path}.{name}: got {value!r:.200}, expected {'one of ' * (len(accepted) > 1)}{expected}")
         return value
 
-    def inner(self, name: str) -> Fields:
+    def inner(self, name: str) -> ConfigFields:
         value = self.config.get(name)
         if not isinstance(value, Mapping):
             raise ValueError(f"{self.path}.{name}: got {value!r:.200}, expected an object")
-        return Fields(value, f"{self.path}.{name}")
+        return ConfigFields(value, f"{self.path}.{name}")
 
     def group_size(self) -> int:
         size = self.one_of("group_size", -1, 32, 64, 128)
@@ -107,9 +107,9 @@ class Fields(NamedTuple):
 class QuantisedSource:
     """The tensors of a folder, with each quantised weight as one tensor under its usual name."""
 
-    def __init__(self, source: SafetensorsSource, scheme: Scheme) -> None:
+    def __init__(self, source: SafetensorsSource, scheme: QuantisationScheme) -> None:
         self._source, self._scheme = source, scheme
-        self.tensors: dict[str, Stored] = dict(source.tensors)
+        self.tensors: dict[str, StoredTensor] = dict(source.tensors)
         find = self._find_fp8 if scheme.layout == "fp8" else self._find_words
         self._quantised = {name for stored in source.tensors if (name := find(stored))}
         if not self._quantised:
@@ -142,7 +142,7 @@ class QuantisedSource:
         numbers, scales, minimums = read(name, dim, part)
         if part is not None:
             inner = self.tensors[name].shape[1]
-            scales, minimums = _cut(scales, inner, dim, part), None if minimums is None else _cut(minimums, inner, dim, part)
+            scales, minimums = _sliced(scales, inner, dim, part), None if minimums is None else _sliced(minimums, inner, dim, part)
         return Grouped(numbers, scales, minimums)
 
     def _find_fp8(self, stored: str) -> str:
@@ -158,7 +158,7 @@ class QuantisedSource:
             raise ValueError(f"{module}.{_FP8_SCALES[0]}: got shapes {scales}, expected one of {', '.join(map(str, shapes))}")
         for suffix in (*_FP8_SCALES, "input_scale"):  # input_scale is of activations, which are not quantised here
             self.tensors.pop(f"{module}.{suffix}", None)
-        self.tensors[stored] = Stored(tensor.shape, "FP8", True)
+        self.tensors[stored] = StoredTensor(tensor.shape, "FP8", True)
         return stored
 
     def _read_fp8(self, name: str, dim: int, part: slice | None) -> Grouped:
@@ -171,16 +171,16 @@ class QuantisedSource:
         return Grouped(numbers, scale.reshape(-1, 1).expand(rows, 1) if scale.numel() in (1, rows) else scale)
 
     def _find_words(self, stored: str) -> str:
-        scheme, (of_rows, packed, (words, scales, *others)) = self._scheme, _WORDS[self._scheme.layout]
+        scheme, (row_dim, packed_dim, (words, scales, *others)) = self._scheme, _PACKED_FORMATS[self._scheme.layout]
         module, _, part = stored.rpartition(".")
         if part != words:
             return ""
         if f"{module}.{scales}" not in self.tensors:
             raise ValueError(f"{module}.{scales} is missing, expected it with {stored}")
         sizes, fields = self._source.tensors[stored].shape, 32 // scheme.bits
-        first, second = (size * fields if dim == packed else size for dim, size in enumerate(sizes))
-        rows, inner = (second, first) if of_rows else (first, second)
-        group = inner if scheme.group == -1 else scheme.group
+        first, second = (size * fields if dim == packed_dim else size for dim, size in enumerate(sizes))
+        rows, inner = (second, first) if row_dim else (first, second)
+        group = inner if scheme.group_size == -1 else scheme.group_size
         shape = (rows, inner // group) if scheme.layout == "pack-quantized" else (inner // group, rows)
         if self.tensors[f"{module}.{scales}"].shape != shape or inner % group:
             found = self.tensors[f"{module}.{scales}"].shape
@@ -191,34 +191,34 @@ class QuantisedSource:
             kind = "INT8" if narrow else "INT8_RANGED"
         for suffix in (words, scales, *others):
             self.tensors.pop(f"{module}.{suffix}", None)
-        self.tensors[f"{module}.weight"] = Stored((rows, inner), kind, True)
+        self.tensors[f"{module}.weight"] = StoredTensor((rows, inner), kind, True)
         return f"{module}.weight"
 
     def _read_words(self, name: str, dim: int, part: slice | None) -> Grouped:
         """The values of the part, and all scales and minimums."""
         module, scheme, shape = name.removesuffix(".weight"), self._scheme, self.tensors[name].shape
-        of_rows, packed, (words, *others) = _WORDS[scheme.layout]
+        row_dim, packed_dim, (words, *others) = _PACKED_FORMATS[scheme.layout]
         found = {each: self._source.read(stored) for each in others if (stored := f"{module}.{each}") in self._source.tensors}
-        stored_dim = of_rows if dim == 0 else 1 - of_rows
+        stored_dim = row_dim if dim == 0 else 1 - row_dim
         width = 32 // scheme.bits
-        wanted = slice(part.start // width, -(-part.stop // width)) if part is not None and stored_dim == packed else part
+        wanted = slice(part.start // width, -(-part.stop // width)) if part is not None and stored_dim == packed_dim else part
         found[words] = self._source.read(f"{module}.{words}", stored_dim, wanted)
         if scheme.layout == "pack-quantized":
-            numbers, scales = _fields(found["weight_packed"], scheme.bits), found["weight_scale"].float()
+            numbers, scales = _unpack(found["weight_packed"], scheme.bits), found["weight_scale"].float()
             stored_zeros = found.get("weight_zero_point")
-            zeros = torch.tensor(1 << scheme.bits - 1) if stored_zeros is None else _fields(stored_zeros.T.contiguous(), scheme.bits).T
+            zeros = torch.tensor(1 << scheme.bits - 1) if stored_zeros is None else _unpack(stored_zeros.T.contiguous(), scheme.bits).T
             if found["weight_shape"].tolist() != list(shape):
                 raise ValueError(f"{module}.weight_shape: got {found['weight_shape'].tolist()}, expected {list(shape)}")
         elif scheme.layout == "awq":
-            numbers, zeros = (_fields(found[each], places=_AWQ_COLUMNS).T for each in ("qweight", "qzeros"))
+            numbers, zeros = (_unpack(found[each], places=_AWQ_COLUMNS).T for each in ("qweight", "qzeros"))
             scales = found["scales"].float().T
         else:
-            numbers, zeros = _fields(found["qweight"].T.contiguous()), _fields(found["qzeros"]).T + scheme.zero_offset
+            numbers, zeros = _unpack(found["qweight"].T.contiguous()), _unpack(found["qzeros"]).T + scheme.zero_offset
             scales, inner = found["scales"].float().T, shape[1]
-            order = torch.arange(inner) // (inner if scheme.group == -1 else scheme.group)
+            order = torch.arange(inner) // (inner if scheme.group_size == -1 else scheme.group_size)
             if "g_idx" in found and not torch.equal(found["g_idx"].long(), order):
                 raise ValueError(f"{module}.g_idx: got another order, expected the groups one after another (desc_act=False)")
-        if part is not None and stored_dim == packed:
+        if part is not None and stored_dim == packed_dim:
             numbers = numbers.narrow(dim, part.start % width, part.stop - part.start)
         if scheme.bits == 8:  # kept as signed integers
             numbers, zeros = numbers - 128, zeros - 128.0
@@ -227,7 +227,7 @@ class QuantisedSource:
         return Grouped(numbers.contiguous(), scales.contiguous(), (-scales * zeros).contiguous())
 
 
-def _cut(values: Tensor, inner: int, dim: int, part: slice) -> Tensor:
+def _sliced(values: Tensor, inner: int, dim: int, part: slice) -> Tensor:
     """Scales [out, groups] of a part of the weight. Groups become smaller if a bound of the part divides one."""
     if dim == 0:
         return values[part]
@@ -236,7 +236,7 @@ def _cut(values: Tensor, inner: int, dim: int, part: slice) -> Tensor:
     return values.repeat_interleave(group // smaller, 1)[:, part.start // smaller : part.stop // smaller]
 
 
-def _fields(words: Tensor, bits: int = 4, places: list[int] | None = None) -> Tensor:
+def _unpack(words: Tensor, bits: int = 4, places: list[int] | None = None) -> Tensor:
     """The fields of each word in the last dimension, lowest bits first."""
     found = (words[..., None] >> torch.arange(0, 32, bits, dtype=torch.int32) & (1 << bits) - 1).to(torch.uint8)
     return (found if places is None else found[..., places]).flatten(-2)

@@ -22,10 +22,10 @@ from stepgraph.sampling.grammar.tokenizers.gguf import read_gguf_header, table_o
 from stepgraph.sampling.grammar.tokenizers.readers import read_json
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
-_SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}  # and their names in GGUF
+_SPECIAL_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}  # and their names in GGUF
 _CONTROL, _USER_DEFINED = 3, 4  # token types of GGUF
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORD_PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST_PATTERN = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 class _Generation(jinja2.ext.Extension):
@@ -51,8 +51,8 @@ class ChatTemplate:
         environment.filters["tojson"] = _json
         environment.globals.update(raise_exception=_raise, strftime_now=lambda form: datetime.now().strftime(form))
         try:
-            self._plain = environment.from_string(source)
-            self._with_tools = environment.from_string(with_tools) if with_tools is not None else self._plain
+            self._without_tools = environment.from_string(source)
+            self._with_tools = environment.from_string(with_tools) if with_tools is not None else self._without_tools
         except Exception as error:  # deep nesting raises RecursionError or MemoryError
             raise ValueError(f"chat_template: not a Jinja template: {error}") from None
 
@@ -74,10 +74,10 @@ class ChatTemplate:
             raise ValueError(f"tools: got {clip_repr(tools)}, expected a list of objects in the format of OpenAI's API")
         if not isinstance(variables, (Mapping, type(None))) or not all(isinstance(name, str) for name in variables or ()):
             raise ValueError(f"variables: got {clip_repr(variables)}, expected a mapping of names to values, or None")
-        own = {"messages": [dict(each) for each in messages], "tools": list(tools) if tools else None, "documents": None}
-        names = {**self._special_tokens, **(variables or {}), **own, "add_generation_prompt": answer}
+        base_variables = {"messages": [dict(each) for each in messages], "tools": list(tools) if tools else None, "documents": None}
+        names = {**self._special_tokens, **(variables or {}), **base_variables, "add_generation_prompt": answer}
         try:
-            return (self._with_tools if tools else self._plain).render(names)
+            return (self._with_tools if tools else self._without_tools).render(names)
         except Exception as error:  # a template can raise anything
             empty = [f"messages[{index}] has no content, " for index, each in enumerate(messages) if each.get("content") is None]
             raise ValueError(f"messages: {''.join(empty[:1])}the model's chat template fails: {error}") from None
@@ -115,7 +115,7 @@ def open_tokenizer(path: Path) -> OpenedTokenizer:
     raise ValueError(f"path: got {str(path)!r}, expected a local folder with a tokenizer.json, or a .gguf file; nothing is downloaded")
 
 
-def _library(path: Path) -> Any:
+def _import_tokenizers(path: Path) -> Any:
     try:
         import tokenizers
     except ModuleNotFoundError:
@@ -127,7 +127,7 @@ def _open_folder(folder: Path) -> OpenedTokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ValueError(f"{path}: no such file; it is required to encode text")
-    library = _library(folder)
+    library = _import_tokenizers(folder)
     try:
         tokenizer = library.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception
@@ -135,7 +135,7 @@ def _open_folder(folder: Path) -> OpenedTokenizer:
     tokenizer.no_truncation()  # training scripts save these settings
     tokenizer.no_padding()
     config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").exists() else {}
-    special = {name: text for name in _SPECIAL if (text := _token_text(config.get(name))) is not None}
+    special = {name: text for name in _SPECIAL_TOKENS if (text := _token_text(config.get(name))) is not None}
     adds_begin_id = config.get("add_bos_token")
     return OpenedTokenizer(
         tokenizer,
@@ -181,22 +181,22 @@ class _PreTokenizer(NamedTuple):
 _PRE_TOKENIZERS = {  # by tokenizer.ggml.pre
     "gpt-2": _PreTokenizer(),
     "smollm": _PreTokenizer(single_digits=True),
-    "qwen2": _PreTokenizer(_WORDS + r"\p{N}" + _REST, nfc=True),
-    "llama-bpe": _PreTokenizer(_WORDS + r"\p{N}{1,3}" + _REST, ignore_merges=True, adds_begin_id=True),
+    "qwen2": _PreTokenizer(_WORD_PATTERN + r"\p{N}" + _REST_PATTERN, nfc=True),
+    "llama-bpe": _PreTokenizer(_WORD_PATTERN + r"\p{N}{1,3}" + _REST_PATTERN, ignore_merges=True, adds_begin_id=True),
 }
 
 
 def _open_gguf(path: Path) -> OpenedTokenizer:
     metadata = read_gguf_header(path).metadata
     texts = metadata.get("tokenizer.ggml.tokens") or []
-    ids = {name: metadata.get(f"tokenizer.ggml.{stored}_token_id") for name, stored in _SPECIAL.items()}
+    ids = {name: metadata.get(f"tokenizer.ggml.{stored}_token_id") for name, stored in _SPECIAL_TOKENS.items()}
     special = {name: texts[index] for name, index in ids.items() if isinstance(index, int) and 0 <= index < len(texts)}
     byte_pairs = metadata.get("tokenizer.ggml.model") == "gpt2"
-    splitting = _PRE_TOKENIZERS.get(str(metadata.get("tokenizer.ggml.pre"))) if byte_pairs else None
+    pre_tokenizer = _PRE_TOKENIZERS.get(str(metadata.get("tokenizer.ggml.pre"))) if byte_pairs else None
     template = metadata.get("tokenizer.chat_template")
-    adds_begin_id = metadata.get("tokenizer.ggml.add_bos_token", None if splitting is None else splitting.adds_begin_id)
+    adds_begin_id = metadata.get("tokenizer.ggml.add_bos_token", None if pre_tokenizer is None else pre_tokenizer.adds_begin_id)
     return OpenedTokenizer(
-        _convert(path) if splitting is None else _build(path, metadata, splitting),
+        _convert(path) if pre_tokenizer is None else _build(path, metadata, pre_tokenizer),
         ids["bos_token"],
         adds_begin_id if isinstance(adds_begin_id, bool) else None,
         ChatTemplate(template, special) if isinstance(template, str) else None,
@@ -204,23 +204,23 @@ def _open_gguf(path: Path) -> OpenedTokenizer:
     )
 
 
-def _build(path: Path, metadata: Mapping[str, Any], splitting: _PreTokenizer) -> Any:
-    library = _library(path)
+def _build(path: Path, metadata: Mapping[str, Any], pre_tokenizer: _PreTokenizer) -> Any:
+    library = _import_tokenizers(path)
     try:
         texts, types, merges = (metadata[f"tokenizer.ggml.{name}"] for name in ("tokens", "token_type", "merges"))
         merges = [tuple(merge.split(" ")) for merge in merges]
         ids = {text: token_id for token_id, text in enumerate(texts)}
-        tokenizer = library.Tokenizer(library.models.BPE(ids, merges, ignore_merges=splitting.ignore_merges))
+        tokenizer = library.Tokenizer(library.models.BPE(ids, merges, ignore_merges=pre_tokenizer.ignore_merges))
         added = [(texts[token_id], type_) for token_id, type_ in enumerate(types) if type_ in (_CONTROL, _USER_DEFINED)]
         tokenizer.add_tokens([library.AddedToken(text, special=type_ == _CONTROL, normalized=False) for text, type_ in added])
     except Exception as error:  # the library raises plain Exception
         raise ValueError(f"{path}: tokenizer.ggml: the tokenizer cannot be built: {error!r:.200}") from None
     pre = library.pre_tokenizers
-    steps = [pre.Digits(individual_digits=True)] if splitting.single_digits else []
-    if splitting.pattern:
-        steps.append(pre.Split(library.Regex(splitting.pattern), "isolated"))
-    tokenizer.pre_tokenizer = pre.Sequence([*steps, pre.ByteLevel(add_prefix_space=False, use_regex=not splitting.pattern)])
-    if splitting.nfc:
+    steps = [pre.Digits(individual_digits=True)] if pre_tokenizer.single_digits else []
+    if pre_tokenizer.pattern:
+        steps.append(pre.Split(library.Regex(pre_tokenizer.pattern), "isolated"))
+    tokenizer.pre_tokenizer = pre.Sequence([*steps, pre.ByteLevel(add_prefix_space=False, use_regex=not pre_tokenizer.pattern)])
+    if pre_tokenizer.nfc:
         tokenizer.normalizer = library.normalizers.NFC()
     return tokenizer
 

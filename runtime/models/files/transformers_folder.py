@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from stepgraph.runtime.models.transformers_model import ModelSizes, TransformersModel
 
 AUTO, NATIVE, TRANSFORMERS = "auto", "native", "transformers"
-_EXPERTS = "batched_mm"  # the implementation of experts that reads nothing on the host
-_LAYERS = ("full_attention", "sliding_attention")
+_EXPERTS_IMPLEMENTATION = "batched_mm"  # the implementation of experts that reads nothing on the host
+_LAYER_TYPES = ("full_attention", "sliding_attention")
 _VARYING_ROPE = ("dynamic", "longrope")
-_OWN = {"enorm.weight": "token_norm", "hnorm.weight": "state_norm", "eh_proj.weight": "join"}
-_REPEATED = {"embed_tokens.weight": "embedding", "shared_head.head.weight": "unembedding"}  # copies of target tensors
+_JOIN = {"enorm.weight": "token_norm", "hnorm.weight": "state_norm", "eh_proj.weight": "join"}
+_COPIES = {"embed_tokens.weight": "embedding", "shared_head.head.weight": "unembedding"}  # copies of target tensors
 _LAST_NORM = "shared_head.norm.weight"
 
 
@@ -46,11 +46,11 @@ class TransformersCheckpoint:
     path: Path
     config: ModelSizes
     vocabulary: Vocabulary
-    outlined: Any  # the model on the meta device
+    meta_model: Any  # the model on the meta device
     mtp_modules: int = 0
 
     def outline(self, feature_layers: Sequence[int] = ()) -> TransformersModel:
-        return self._wrapped(self.outlined, feature_layers)
+        return self._wrapped(self.meta_model, feature_layers)
 
     def memory(self, limits: Limits) -> MemoryNeed:
         return memory_need(self.path.name, self.outline(), limits)
@@ -60,7 +60,7 @@ class TransformersCheckpoint:
 
     def load(self, device: str | torch.device, feature_layers: Sequence[int] = (), progress: bool = False) -> TransformersModel:
         """ValueError names a tensor that is missing, does not fit, or holds NaN or infinity."""
-        model = self._wrapped(self.load_class(device, progress), feature_layers)
+        model = self._wrapped(self.load_model(device, progress), feature_layers)
         model.origin = self.path.name
         return model
 
@@ -69,8 +69,8 @@ class TransformersCheckpoint:
 
         return TransformersModel(model, self.config, feature_layers=feature_layers)
 
-    def load_class(self, device: str | torch.device, progress: bool) -> Any:
-        kind, options = type(self.outlined), {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
+    def load_model(self, device: str | torch.device, progress: bool) -> Any:
+        kind, options = type(self.meta_model), {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
         return _load_weights(kind, self.path, self.config.dtype, self.mtp_prefixes, progress, **options).to(device)
 
     @property
@@ -84,13 +84,13 @@ def _load_weights(kind: Any, path: Path, dtype: torch.dtype, unused: tuple[str, 
 
     ValueError names a tensor that is missing, does not fit, or holds NaN or infinity.
     """
-    from stepgraph.runtime.models.transformers_model import PAGED
+    from stepgraph.runtime.models.transformers_model import PAGED_ATTENTION
 
     try:
         with _quiet(progress), torch.random.fork_rng(devices=[]):  # draws random values for missing tensors, which are refused below
             loaded, report = kind.from_pretrained(
                 None if "state_dict" in options else path,
-                **_model_options(dtype, PAGED),
+                **_model_options(dtype, PAGED_ATTENTION),
                 **options,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
@@ -122,18 +122,18 @@ def open_transformers(path: Path, dtype: torch.dtype | None = None) -> Transform
     dtype = dtype or (getattr(torch, stated) if isinstance(stated, str) else stated)
     if dtype not in DTYPES.values():
         raise ValueError(f"{path}: config.dtype: got {clip_repr(dtype)}, expected one of {', '.join(DTYPES)}")
-    outlined, sizes = _outline(path, kind, config, dtype)
+    meta_model, sizes = _outline(path, kind, config, dtype)
     vocabulary = Vocabulary.from_table(read_folder(path, fields, sizes.vocab_size))
-    return TransformersCheckpoint(path, sizes, vocabulary, outlined, count_field(fields, MTP_COUNT, 64, least=0, default=0))
+    return TransformersCheckpoint(path, sizes, vocabulary, meta_model, count_field(fields, MTP_COUNT, 64, least=0, default=0))
 
 
 def _outline(path: Path, kind: Any, config: Any, dtype: torch.dtype) -> tuple[Any, ModelSizes]:
-    from stepgraph.runtime.models.transformers_model import INSPECTED, inspect_model
+    from stepgraph.runtime.models.transformers_model import INSPECTED_ATTENTION, inspect_model
 
     try:
         with _quiet(False), torch.device("meta"), torch.random.fork_rng(devices=[]):
-            outlined = kind._from_config(config, **_model_options(dtype, INSPECTED)).eval().requires_grad_(False)
-        return outlined, inspect_model(outlined)
+            meta_model = kind._from_config(config, **_model_options(dtype, INSPECTED_ATTENTION)).eval().requires_grad_(False)
+        return meta_model, inspect_model(meta_model)
     except (ValueError, KeyError, TypeError, ZeroDivisionError, RuntimeError, AssertionError) as error:
         raise ValueError(f"{path}: {kind.__name__}: {clip_error(error)}") from None
 
@@ -167,9 +167,9 @@ def _check_config(path: Path, config: Any) -> None:
         raise _refused(path, "quantization_config", quantised, "weights that are not quantised")
     text = config.get_text_config()
     for index, kind in enumerate(getattr(text, "layer_types", None) or ()):
-        if kind not in _LAYERS:
+        if kind not in _LAYER_TYPES:
             why = "the state of other layers is not one entry per token, and drafts could not be undone"
-            raise ValueError(f"{path / 'config.json'}: layer_types: layer {index}: got {kind!r}, expected one of {_LAYERS}: {why}")
+            raise ValueError(f"{path / 'config.json'}: layer_types: layer {index}: got {kind!r}, expected one of {_LAYER_TYPES}: {why}")
     rope = getattr(text, "rope_parameters", None) or {}
     for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         if part.get("rope_type") in _VARYING_ROPE:
@@ -194,7 +194,7 @@ def _check_report(path: Path, report: Mapping[str, Any], unused: tuple[str, ...]
 
 
 def _model_options(dtype: torch.dtype, attention: str) -> dict[str, Any]:
-    return {"dtype": dtype, "attn_implementation": attention, "experts_implementation": _EXPERTS}
+    return {"dtype": dtype, "attn_implementation": attention, "experts_implementation": _EXPERTS_IMPLEMENTATION}
 
 
 @contextlib.contextmanager
@@ -219,7 +219,7 @@ class MtpCheckpoint:
     source: SafetensorsSource
     target: TransformersCheckpoint
     layers: tuple[int, ...]  # layer numbers of the modules in the file
-    outlined: Any  # a model of one layer on the meta device: the decoder of a module
+    meta_model: Any  # a model of one layer on the meta device: the decoder of a module
     sizes: ModelSizes
     kind: str = "MTP"
     feature_layers: tuple[int, ...] = ()
@@ -231,7 +231,7 @@ class MtpCheckpoint:
 
     def memory(self, limits: Limits) -> MemoryNeed:
         target = self.target.outline()
-        return memory_need(f"{self.path.name}: MTP", self._make(target, lambda layer: self.outlined), limits, shared=target)
+        return memory_need(f"{self.path.name}: MTP", self._make(target, lambda layer: self.meta_model), limits, shared=target)
 
     def check(self, progress: bool = False) -> None:
         """The weights are checked when they are loaded."""
@@ -240,9 +240,9 @@ class MtpCheckpoint:
         """ValueError names a tensor that is missing, does not fit, holds NaN or infinity, or differs from the target's."""
         draft = self._make(target, lambda layer: self._load(layer, progress).to(device))
         for module, layer in zip(draft.depths, self.layers, strict=True):
-            for name, parameter in _OWN.items():
+            for name, parameter in _JOIN.items():
                 module.get_parameter(parameter).copy_(read_finite(self.path, self.source, f"{_prefix(layer)}{name}"))
-            for name, repeated in _REPEATED.items():
+            for name, repeated in _COPIES.items():
                 stored = f"{_prefix(layer)}{name}"
                 if stored in self.source.tensors and not torch.equal(
                     self.source.read(stored).to(target.config.dtype), getattr(target, repeated).cpu()
@@ -254,17 +254,17 @@ class MtpCheckpoint:
         from stepgraph.runtime.models.transformers_model import TransformersModel
 
         decoders = [TransformersModel(model_of(layer), self.sizes, name=f"draft{layer}") for layer in self.layers]
-        return TransformersMtp(decoders, float(self.outlined.config.rms_norm_eps), target.embedding, target.unembedding)
+        return TransformersMtp(decoders, float(self.meta_model.config.rms_norm_eps), target.embedding, target.unembedding)
 
     def _load(self, layer: int, progress: bool) -> Any:
         """The decoder of a module. Its embedding and head have one token and are not used."""
         inside = {name: name.removeprefix(_prefix(layer)) for name in self.source.tensors if name.startswith(_prefix(layer))}
-        names = {stored: f"model.layers.0.{name}" for stored, name in inside.items() if name not in {**_OWN, **_REPEATED, _LAST_NORM: ""}}
+        names = {stored: f"model.layers.0.{name}" for stored, name in inside.items() if name not in {**_JOIN, **_COPIES, _LAST_NORM: ""}}
         names[f"{_prefix(layer)}{_LAST_NORM}"] = "model.norm.weight"
         state = {name: self.source.read(stored) for stored, name in names.items()}
         state |= dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), torch.zeros(1, self.sizes.hidden_size))
         try:
-            return _load_weights(type(self.outlined), self.path, self.sizes.dtype, config=self.outlined.config, state_dict=state)
+            return _load_weights(type(self.meta_model), self.path, self.sizes.dtype, config=self.meta_model.config, state_dict=state)
         except ValueError as error:
             raise ValueError(str(error).replace("model.layers.0.", _prefix(layer))) from None
 
@@ -272,23 +272,23 @@ class MtpCheckpoint:
 def open_transformers_mtp(path: Path, target: TransformersCheckpoint) -> MtpCheckpoint:
     """path: the target's folder, or one with the modules only."""
     source = SafetensorsSource(path)
-    layers, own = tuple(mtp_layers(source)), path == target.path
+    layers, in_target_folder = tuple(mtp_layers(source)), path == target.path
     expected = tuple(range(target.config.num_layers, target.config.num_layers + target.mtp_modules))
-    if own and layers != expected:
+    if in_target_folder and layers != expected:
         raise ValueError(f"{path}: eh_proj.weight: got it in layers {list(layers)}, expected {list(expected)}, as the config says")
-    config = copy.deepcopy(target.outlined.config)
+    config = copy.deepcopy(target.meta_model.config)
     last = config.num_hidden_layers - 1
     lists = {name: value[last:] for name, value in vars(config).items() if name.endswith("layer_types") and isinstance(value, list)}
     changes = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "vocab_size": 1, "tie_word_embeddings": False}
     for name, value in {**lists, **changes, **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))}.items():
         setattr(config, name, value)
-    outlined, sizes = _outline(path, type(target.outlined), config, target.config.dtype)
+    meta_model, sizes = _outline(path, type(target.meta_model), config, target.config.dtype)
     hidden = sizes.hidden_size
     shapes = {"enorm.weight": (hidden,), "hnorm.weight": (hidden,), "eh_proj.weight": (hidden, 2 * hidden), _LAST_NORM: (hidden,)}
     for layer in layers:
         for name, shape in shapes.items():
             check_stored(path, source, f"{_prefix(layer)}{name}", shape)
-    return MtpCheckpoint(path, source, target, layers, outlined, sizes)
+    return MtpCheckpoint(path, source, target, layers, meta_model, sizes)
 
 
 def _prefix(layer: int) -> str:

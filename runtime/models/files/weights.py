@@ -26,7 +26,7 @@ M = TypeVar("M", bound=nn.Module)
 R = TypeVar("R")
 
 
-class Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """A tensor as the file's header describes it."""
 
     shape: tuple[int, ...]
@@ -38,7 +38,7 @@ class Source(Protocol):
     """Tensors by their names in a Hugging Face folder."""
 
     @property
-    def tensors(self) -> Mapping[str, Stored]: ...
+    def tensors(self) -> Mapping[str, StoredTensor]: ...
 
     def read(self, name: str) -> Tensor:
         """The whole tensor, on the CPU."""
@@ -81,7 +81,7 @@ class SafetensorsSource:
     """The tensors of one file, or of the files that an index lists. renamed: maps a stored name to the name in `tensors`."""
 
     def __init__(self, folder: Path, single: str = "model.safetensors", renamed: Callable[[str], str] = str) -> None:
-        self.tensors: dict[str, Stored] = {}
+        self.tensors: dict[str, StoredTensor] = {}
         self._stored: dict[str, tuple[Any, str]] = {}  # the opened file of each tensor, and its name in the file
         index = folder / f"{single}.index.json"
         if index.exists():
@@ -102,7 +102,7 @@ class SafetensorsSource:
             name, kind = renamed(stored), header.get_dtype()
             if name in self.tensors:
                 raise ValueError(f"{name}: got it twice, as {self._stored[name][1]} and as {stored}")
-            self.tensors[name] = Stored(tuple(header.get_shape()), kind, kind in FLOATS)
+            self.tensors[name] = StoredTensor(tuple(header.get_shape()), kind, kind in FLOATS)
             self._stored[name] = opened[file], stored
 
     def read(self, name: str, dim: int = 0, part: slice | None = None) -> Tensor:
@@ -160,19 +160,19 @@ def layer_slices(config: LlamaConfig, stored: str, module: str, experts: Experts
 
 
 def _expert_slices(experts: ExpertsConfig, hidden_size: int, stored: str, module: str) -> Slices:
-    if experts.stored is None:
+    if experts.stored_names is None:
         return _gpt_oss_slices(experts, hidden_size, f"{stored}mlp.", module)
-    mlp, *gate_up, down = experts.stored
+    mlp, *gate_up, down = experts.stored_names
     whole = {"gate.weight": "router"} | ({"gate.e_score_correction_bias": "correction"} if experts.routing else {})
-    prefixes = [f"{stored}{mlp}.experts.{index}." for index in range(experts.count)]
-    first = {f"{prefix}{name}.weight": experts.size for prefix in prefixes for name in gate_up}
+    prefixes = [f"{stored}{mlp}.experts.{index}." for index in range(experts.num_experts)]
+    first = {f"{prefix}{name}.weight": experts.expert_size for prefix in prefixes for name in gate_up}
     last = {f"{prefix}{down}.weight": hidden_size for prefix in prefixes}
     return whole_slices(whole, f"{stored}{mlp}.", module) | _row_slices(first, f"{module}gate_up") | _row_slices(last, f"{module}down")
 
 
 def _gpt_oss_slices(experts: ExpertsConfig, hidden_size: int, stored: str, module: str) -> Slices:
     """The outputs are the last dimension of stored weights; those of gate and up alternate."""
-    count, size = experts.count, experts.size
+    count, size = experts.num_experts, experts.expert_size
     found = whole_slices({"router.weight": "router", "router.bias": "router_bias"}, stored, module)
     kinds = {
         "gate_up_proj": ("gate_up", (count, 2, size, hidden_size), (0, 3, 2, 1), (count, hidden_size, 2 * size)),
@@ -245,7 +245,7 @@ class StoredModel:
 
     def packable(self) -> dict[str, Kind]:
         """The parameters whose tensors have a common kind of KINDS, in whole tiles and groups."""
-        parts: dict[str, list[Stored]] = {}
+        parts: dict[str, list[StoredTensor]] = {}
         whole: dict[str, bool] = {}
         for name, target in self.slices.items():
             stored, start = self.source.tensors[name], target.rows.start or 0
@@ -255,12 +255,12 @@ class StoredModel:
         common = {name: common_kind({KINDS.get(part.kind) for part in stored}) for name, stored in parts.items() if whole[name]}
         return {name: kind for name, kind in common.items() if kind is not None and not parts[name][0].shape[1] % kind.block_size}
 
-    def make_room(self, model: M) -> M:
+    def allocate_packed(self, model: M) -> M:
         """Replace the parameters that stay quantised by packed ones. Returns the model."""
         for name, kind in self.packed.items():
             module, _, parameter = name.rpartition(".")
-            room = empty_packed(kind, model.get_parameter(name))
-            setattr(model.get_submodule(module), parameter, nn.Parameter(room, requires_grad=False))
+            packed_weight = empty_packed(kind, model.get_parameter(name))
+            setattr(model.get_submodule(module), parameter, nn.Parameter(packed_weight, requires_grad=False))
         return model
 
     @torch.no_grad()
@@ -272,10 +272,10 @@ class StoredModel:
                 part = target.of(model)
                 part.copy_(stored.view(part.shape))
                 continue
-            room, start = model.get_parameter(target.parameter)[target.tiles], 0
+            packed_weight, start = model.get_parameter(target.parameter)[target.tiles], 0
             for rows in stored:
                 packed = pack(self.packed[target.parameter], rows)
-                room[start : start + len(packed)].view(torch.int64).copy_(packed.view(torch.int64))  # few elements, so no threads
+                packed_weight[start : start + len(packed)].view(torch.int64).copy_(packed.view(torch.int64))  # few elements, so no threads
                 start += len(packed)
         model.eval()
 

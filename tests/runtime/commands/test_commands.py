@@ -101,13 +101,13 @@ def examples() -> Iterator[Any]:
 def test_examples_of_help_run(word: str, example: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     given, _, command = example.rpartition(" | ")
     if word == "serve":  # a signal ends it
-        announce = serve.announce
+        announce = serve.print_address
 
         def announce_and_stop(*given: Any) -> None:
             announce(*given)
             os.kill(os.getpid(), signal.SIGTERM)
 
-        monkeypatch.setattr(serve, "announce", announce_and_stop)
+        monkeypatch.setattr(serve, "print_address", announce_and_stop)
     if given:
         type_in(shlex.split(given)[1].encode(), monkeypatch)
     assert shlex.split(command)[:2] == ["stepgraph", word]

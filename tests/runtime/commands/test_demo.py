@@ -40,11 +40,11 @@ def test_demo_prints_answers_table_and_timeline(
     for scenario in SCENARIOS:
         assert f"{scenario.name}: {scenario.user}" in out
     for colour in ("draft", "forced", "target"):
-        assert terminal.COLOURS[colour] in out.split(SCENARIOS[0].user)[1], f"{colour}: of a token, not of the legend"
+        assert terminal.ORIGIN_COLOURS[colour] in out.split(SCENARIOS[0].user)[1], f"{colour}: of a token, not of the legend"
     table = out[out.index("tokens per second") :].splitlines()
     assert [line[:22].strip() for line in table[1:5]] == ["plain", "plain + grammar", "speculative", "speculative + grammar"]
     assert re.search(r"6 rounds of .* ms", out) and not errors, "no bars in a pipe"
-    assert json.loads((tmp_path / "shown" / demo.TRACE).read_text())["traceEvents"]
+    assert json.loads((tmp_path / "shown" / demo.TRACE_FILE).read_text())["traceEvents"]
 
 
 def test_demo_answers_a_given_prompt_as_json(capsys: Captured) -> None:
@@ -135,7 +135,7 @@ def test_demo_of_free_text_reports_a_failure(tmp_path: Path, monkeypatch: pytest
     out, errors = capsys.readouterr()
     assert errors == "stepgraph demo: yours: error: planted\n"
     assert "speculative" in out and "grammar" not in out.split("tokens per second")[1].split("\n\n")[0]
-    assert [file.name for file in tmp_path.iterdir()] == [demo.TRACE]
+    assert [file.name for file in tmp_path.iterdir()] == [demo.TRACE_FILE]
 
 
 def test_failure_of_checks_the_answer_against_its_schema() -> None:
@@ -194,6 +194,6 @@ def test_target_path_finds_the_gguf_file_of_the_wheel(tmp_path: Path, monkeypatc
         pair.target_path()
     (wheel / "model.gguf").touch()
     assert pair.target_path() == wheel / "model.gguf"
-    monkeypatch.setattr(pair, "HEAD", tmp_path)
+    monkeypatch.setattr(pair, "HEAD_FOLDER", tmp_path)
     with pytest.raises(ValueError, match=r"got no config\.json, expected the complete package"):
         pair.head_path()

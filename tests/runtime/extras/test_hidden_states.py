@@ -13,7 +13,7 @@ import torch
 
 from stepgraph import Engine, EngineConfig, Job
 from stepgraph.graphs import TapeBackend
-from stepgraph.runtime.extras.hidden_states import SavedText, StatesLayout, StatesWriter, whole_file
+from stepgraph.runtime.extras.hidden_states import SavedText, StatesLayout, StatesWriter, atomic_file
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.toy import ToyDraft
 from tests.helpers.families import FEATURE_LAYERS, folder_of, judge
@@ -207,7 +207,7 @@ def test_failed_write_leaves_no_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("before")
 
     def write() -> None:
-        with whole_file(tmp_path / "file") as part:
+        with atomic_file(tmp_path / "file") as part:
             part.write_text("half")
             raise OSError("full")
 
@@ -220,10 +220,10 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
     """Texts that arrive faster than the disk writes are refused and counted."""
     writer = StatesWriter(tmp_path, LAYOUT, shard_bytes=40_000)
     text = SavedText(torch.arange(100), 1, torch.rand(99, 6), torch.rand(99, 3))
-    with writer._lock:  # so the writing thread cannot change `_held` meanwhile
-        held = writer._held = 79_000
+    with writer._lock:  # so the writing thread cannot change `_buffered_bytes` meanwhile
+        held = writer._buffered_bytes = 79_000
     assert not writer.put(text) and writer.unsaved == 1
-    writer._held -= held
+    writer._buffered_bytes -= held
     assert writer.put(text)
     writer.close()
     assert not writer.put(text) and (writer.saved, writer.unsaved) == (1, 2)

@@ -115,7 +115,7 @@ def test_replay_repeats_the_draft_lengths_of_sampled_requests(ready: bool, tmp_p
     run = read_recording(path)
     found = replay(run, TARGET, DRAFT, VOCABULARY)
     assert found.equal and (found.tokens, found.rounds) == (found.recorded_tokens, rounds), found.differences
-    run.lengths.clear()
+    run.draftings.clear()
     assert not replay(run, TARGET, DRAFT, VOCABULARY).equal, "the lengths have no effect"
 
 

@@ -84,7 +84,7 @@ def test_logits_equal_transformers_at_every_step(family: str, implementation: st
     opened_draft.check()
     draft = opened_draft.load(opened.load("cpu"), "cpu")
     assert isinstance(draft, Mtp if implementation == NATIVE else TransformersMtp)
-    judge = type(open_transformers(folder).outlined).from_pretrained(folder)
+    judge = type(open_transformers(folder).meta_model).from_pretrained(folder)
     drafts = DRAFTS if count == 1 else DRAFTS[:, :1]
     with torch.no_grad():
         features = judge.model(tokens, use_cache=False).last_hidden_state[:, :-1]

@@ -35,7 +35,7 @@ from stepgraph.graphs.layers.vocabulary_shard import VocabularyShard
 from stepgraph.runtime.models.draft_llama import DraftLlama
 from stepgraph.runtime.models.files.weights import SafetensorsSource
 from stepgraph.runtime.parallel.loading import load_part
-from stepgraph.runtime.parallel.ranks import COMPARED_STEPS, RANK_MODULE, RankError, Ranks, process_group
+from stepgraph.runtime.parallel.ranks import RANK_MODULE, STEPS_PER_COMPARISON, RankError, Ranks, process_group
 from stepgraph.runtime.request_queue import RequestQueue
 from stepgraph.runtime.serve.http import Bounds
 from tests.helpers import parallel_program
@@ -139,7 +139,7 @@ def test_ranks_give_the_tokens_of_one_process(size: int, draft: str, monkeypatch
         job = engine.submit([1, 2, 3], max_new_tokens=60, num_speculative_tokens=0)
         with pytest.raises(RankError, match="the results of earlier steps differ"):
             list(engine.stream())
-        assert job.finish_reason == FinishReason.ERROR and len(job.tokens) <= COMPARED_STEPS
+        assert job.finish_reason == FinishReason.ERROR and len(job.tokens) <= STEPS_PER_COMPARISON
     assert len(processes) == size - 1 and all(process.poll() is not None for process in processes)
 
 

@@ -97,16 +97,16 @@ def require_the_texts_of_one_engine(
 @pytest.mark.replicas
 def test_the_address_of_a_killed_cluster_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray")
-    from stepgraph.runtime.commands.serve import noted_cluster_answers
+    from stepgraph.runtime.commands.serve import recorded_cluster_responds
 
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    assert not noted_cluster_answers()
+    assert not recorded_cluster_responds()
     (tmp_path / "ray").mkdir()
     note = tmp_path / "ray" / "ray_current_cluster"
     with socket.create_server(("127.0.0.1", 0)) as listener:
         note.write_text(f"127.0.0.1:{listener.getsockname()[1]}\n")
-        assert noted_cluster_answers()
-    assert not noted_cluster_answers()
+        assert recorded_cluster_responds()
+    assert not recorded_cluster_responds()
 
 
 @pytest.mark.replicas

@@ -53,9 +53,9 @@ def test_hardware_and_weights_change_the_identity(monkeypatch: pytest.MonkeyPatc
             other = "" if native.why_not() else "no C compiler"
             patch.setattr(native, "why_not", lambda: other)
             assert replica.identity_of(engine) != before
-        monkeypatch.setattr(replica, "_processor", lambda *fields: "another processor")
+        monkeypatch.setattr(replica, "_cpu_fields", lambda *fields: "another processor")
         assert replica.identity_of(engine) != before
 
 
 def test_every_setting_excluded_from_the_identity_exists() -> None:
-    assert {*replica._NO_EFFECT} <= {*EngineConfig.__dataclass_fields__}
+    assert {*replica._IGNORED_SETTINGS} <= {*EngineConfig.__dataclass_fields__}

@@ -13,7 +13,7 @@ import pytest
 
 from stepgraph import AsyncEngine, Constraint, Engine, FinishReason, SamplingParams
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
-from stepgraph.runtime.replicas.replica import Ask, Part, Refused, Tokens, answer, info_of
+from stepgraph.runtime.replicas.replica import AnswerPart, Refusal, ReplicaRequest, Tokens, answer, info_of
 from stepgraph.runtime.replicas.streams import Counts, ReplicaLost, ResumedStream, Resumption
 from stepgraph.runtime.request_queue import QueueFullError
 from stepgraph.runtime.serve.serving import AnswerError
@@ -32,12 +32,12 @@ class Replicas:
     serving: list[AsyncEngine]
     cuts: list[int]
     identities: list[str] = field(default_factory=lambda: ["x", "x"])
-    change: Callable[[Part], Part] = field(default=lambda part: part)
-    asks: list[Ask] = field(default_factory=list)
+    change: Callable[[AnswerPart], AnswerPart] = field(default=lambda part: part)
+    asks: list[ReplicaRequest] = field(default_factory=list)
     alive: list[int] = field(default_factory=lambda: [0, 1])
     returns: bool = True  # whether a lost replica becomes available again
 
-    async def call(self, ask: Ask) -> AsyncGenerator[Part, None]:
+    async def call(self, ask: ReplicaRequest) -> AsyncGenerator[AnswerPart, None]:
         names = ["a", "b"]
         number = min(self.alive, key=lambda each: (names[each] in ask.avoid, each))
         cut, self.asks = (self.cuts[len(self.asks)] if len(self.asks) < len(self.cuts) else 10**9), [*self.asks, ask]
@@ -168,7 +168,7 @@ def test_streams_are_not_continued_where_equal_tokens_are_not_promised(policy: s
 def test_a_replica_that_computes_other_tokens_is_detected() -> None:
     """A planted error: the second replica changes its tokens."""
 
-    def planted(part: Part) -> Part:
+    def planted(part: AnswerPart) -> AnswerPart:
         return part._replace(tokens=tuple(token ^ 1 for token in part.tokens)) if isinstance(part, Tokens) else part
 
     engine = shared_engine(DRAFTED)
@@ -191,12 +191,12 @@ def test_an_engine_that_fails_or_shuts_down_is_replaced() -> None:
     engine = shared_engine(PLAIN)
     options: dict[str, Any] = {"sampling": SamplingParams(ignore_eos=True), "max_new_tokens": TOKENS}
     whole = engine.generate(PROMPT, **options).tokens
-    for ending in (Refused("a", "failed", "the engine failed"), Tokens((), (), FinishReason.CANCELLED, "", 3, 0)):
+    for ending in (Refusal("a", "failed", "the engine failed"), Tokens((), (), FinishReason.CANCELLED, "", 3, 0)):
 
         class Ends(Replicas):
             last = ending
 
-            async def call(self, ask: Ask) -> AsyncGenerator[Part, None]:
+            async def call(self, ask: ReplicaRequest) -> AsyncGenerator[AnswerPart, None]:
                 try:
                     async for part in super().call(ask):
                         yield part
@@ -224,8 +224,8 @@ def test_wrong_requests_are_refused_by_the_replica() -> None:
     assert len(found.tokens) >= 1 and found.stream.job.finish_reason in ("stop", "constraint_complete")
 
     class Full(Replicas):
-        async def call(self, ask: Ask) -> AsyncGenerator[Part, None]:
-            yield Refused("a", "full", "too many wait")
+        async def call(self, ask: ReplicaRequest) -> AsyncGenerator[AnswerPart, None]:
+            yield Refusal("a", "full", "too many wait")
 
     async def main() -> None:
         stream = ResumedStream(Full([], []).call, info_of(engine, "a"), Resumption(), Counts(), lambda: None, tuple(PROMPT), {})

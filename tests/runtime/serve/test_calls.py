@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from stepgraph import Vocabulary
 from stepgraph.runtime.models.files.tokenizer import ChatTemplate
-from stepgraph.runtime.serve.calls import FORMATS, CallFormat, CallParser, Delta, call_style, joined
+from stepgraph.runtime.serve.calls import FORMATS, CallFormat, CallParser, Delta, choose_format, merge_deltas
 from stepgraph.runtime.serve.tools import ToolUse, tool_use
 from stepgraph.runtime.text import TextCodec
 from stepgraph.sampling.grammar import GrammarCompiler
@@ -38,7 +38,7 @@ CALLS = st.tuples(st.sampled_from(["f", "g_2"]), ARGUMENTS)
 
 def use_of(name: str, choice: Any = "auto", parallel: bool = True, template: str = "") -> ToolUse:
     codec = TextCodec(BYTES, lambda text, begins: list(text.encode()), ChatTemplate(template))
-    found = tool_use(TOOLS, choice, parallel, call_style(codec, name))
+    found = tool_use(TOOLS, choice, parallel, choose_format(codec, name))
     assert found is not None
     return found
 
@@ -57,10 +57,10 @@ def written(form: CallFormat, calls: list[tuple[str, dict[str, Any]]]) -> str:
 def read(pieces: list[str], use: ToolUse, stops: list[str] | None = None) -> list[Delta]:
     """The deltas of an answer, adjacent ones joined."""
     found: list[Delta] = []
-    parser = CallParser(stops or [], use.form, use.texts, use.required, use.parallel)
+    parser = CallParser(stops or [], use.call_format, use.texts, use.required, use.parallel)
     for index in range(len(pieces) + 1):
         for delta in parser.push(pieces[index]) if index < len(pieces) else parser.push("", ended=True):
-            both = joined(found[-1], delta) if found else None
+            both = merge_deltas(found[-1], delta) if found else None
             found[-1:] = [both] if both is not None else [*found[-1:], delta]
     return found
 
@@ -94,8 +94,8 @@ def accepted(use: ToolUse, text: str, backend: BackendChoice = "auto") -> bool:
 @given(calls=st.lists(CALLS, min_size=1, max_size=3), data=st.data())
 def test_grammar_and_parser_agree_on_required_calls(name: str, calls: Any, data: st.DataObject) -> None:
     use = use_of(name, "required")
-    calls = calls if use.form.parallel else calls[:1]
-    text = written(use.form, calls)
+    calls = calls if use.call_format.parallel else calls[:1]
+    text = written(use.call_format, calls)
     assert accepted(use, text) and not accepted(use, text + "x") and not accepted(use, "x" + text)
     assert accepted(use_of(name, "required", parallel=False), text) == (len(calls) == 1)
     whole = without_ids(read([text], use))
@@ -108,9 +108,9 @@ def test_grammar_and_parser_agree_on_required_calls(name: str, calls: Any, data:
 @given(parts=st.lists(FREE | st.lists(CALLS, min_size=1, max_size=2), max_size=6), data=st.data())
 def test_calls_in_free_text_do_not_depend_on_the_pieces(name: str, parts: list[Any], data: st.DataObject) -> None:
     use = use_of(name)
-    grouped = [[part] if isinstance(part, str) or use.form.is_list else [[call] for call in part] for part in parts]
+    grouped = [[part] if isinstance(part, str) or use.call_format.is_list else [[call] for call in part] for part in parts]
     parts = [part for group in grouped for part in group]
-    text = "".join(part if isinstance(part, str) else written(use.form, part) for part in parts)
+    text = "".join(part if isinstance(part, str) else written(use.call_format, part) for part in parts)
     assert accepted(use, text)
     whole = without_ids(read([text], use, STOPS))
     assert without_ids(read(pieces_of(text, data), use, STOPS)) == whole
@@ -118,7 +118,7 @@ def test_calls_in_free_text_do_not_depend_on_the_pieces(name: str, parts: list[A
     assert calls_in(whole) == given_calls[: len(calls_in(whole))]
     content = [delta.get("content", "") for delta in whole]
     assert not any("stop" in part for part in content)
-    if not any(stop in "".join(part for part in parts if isinstance(part, str)) for stop in STOPS) and not use.form.opening:
+    if not any(stop in "".join(part for part in parts if isinstance(part, str)) for stop in STOPS) and not use.call_format.opening:
         assert calls_in(whole) == given_calls
 
 
@@ -126,25 +126,25 @@ def test_calls_in_free_text_do_not_depend_on_the_pieces(name: str, parts: list[A
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_call_in_free_text_has_the_arguments_of_its_schema(name: str, backend: BackendChoice) -> None:
     use = use_of(name)
-    if use.form.style == "qwen_xml" and backend == "llguidance":
+    if use.call_format.style == "qwen_xml" and backend == "llguidance":
         with pytest.raises(ValueError, match="qwen_xml: is a style that only automata and xgrammar enforce"):
             COMPILER.compile(replace(use.constraint(), backend=backend))
         return
-    text = written(use.form, [("f", {"x": 1})])
+    text = written(use.call_format, [("f", {"x": 1})])
     assert accepted(use, f"so {text}", backend) and accepted(use, "so", backend)
     for wrong in (text.replace("1", "null"), text.replace("x", "z"), text[:-1]):
         assert not accepted(use, wrong, backend), wrong
     required = use_of(name, "required")
     assert accepted(required, text, backend) and not accepted(required, f"so {text}", backend)
-    twice = written(use.form, [("f", {"x": 1})] * 2)
-    assert accepted(required, twice, backend) == use.form.parallel
+    twice = written(use.call_format, [("f", {"x": 1})] * 2)
+    assert accepted(required, twice, backend) == use.call_format.parallel
 
 
 def test_a_call_that_is_cut_short() -> None:
     use = use_of("hermes")
     (text,) = read(["so: <tool_call>\n", '{"name": "f'], use)
     assert text == {"content": 'so: <tool_call>\n{"name": "f'}
-    (call,) = read([use.form.begin("f") + '{"x": [1, {}'], use)
+    (call,) = read([use.call_format.begin("f") + '{"x": [1, {}'], use)
     assert call["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"x": [1, {}'}
     (call,) = read(['<tool_call>\n<function=f>\n<parameter=s>\na"\n</para'], use_of("qwen3-coder"))
     assert call["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"s": "a\\"\\n</para'}
@@ -156,7 +156,7 @@ def test_a_call_that_is_cut_short() -> None:
 )
 def test_call_format_follows_the_chat_template(template: str, name: str, templated: bool) -> None:
     codec = TextCodec(Vocabulary.printable(), lambda text, begins: [], ChatTemplate(template))
-    assert call_style(codec) == (FORMATS[name], templated)
-    assert call_style(codec, "llama3") == (FORMATS["llama3"], False)
-    without_blank = call_style(TextCodec(Vocabulary.printable(), lambda text, begins: [], ChatTemplate("[TOOL_CALLS][")))
-    assert without_blank.form.opening == "[TOOL_CALLS]["
+    assert choose_format(codec) == (FORMATS[name], templated)
+    assert choose_format(codec, "llama3") == (FORMATS["llama3"], False)
+    without_blank = choose_format(TextCodec(Vocabulary.printable(), lambda text, begins: [], ChatTemplate("[TOOL_CALLS][")))
+    assert without_blank.call_format.opening == "[TOOL_CALLS]["

@@ -17,7 +17,7 @@ from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.model_call import ModelInput, ModelOutput
 from stepgraph.runtime.models.files.tokenizer import ChatTemplate
 from stepgraph.runtime.models.toy import ToyTarget
-from stepgraph.runtime.serve.calls import call_style
+from stepgraph.runtime.serve.calls import choose_format
 from stepgraph.runtime.serve.http import Bounds
 from stepgraph.runtime.serve.reasoning import with_markers
 from stepgraph.runtime.text import TextCodec
@@ -76,7 +76,7 @@ def serving(name: str) -> Iterator[tuple[Running, Writer]]:
     """A server of a model of this family."""
     vocabulary = Vocabulary(TOKENS, [STOP], control_token_ids=range(256, STOP))
     codec = with_markers(TextCodec(vocabulary, lambda text, begins: SPELLED.split_longest(text.encode()), template(name)), "auto")
-    assert call_style(codec).templated and call_style(codec).form == call_style(codec, name).form
+    assert choose_format(codec).templated and choose_format(codec).call_format == choose_format(codec, name).call_format
     target = Writer(codec.vocabulary.logits_width)
     config = EngineConfig(max_rows=1, max_length=4096, eager=True, num_speculative_tokens=0)
     with Engine(target, None, vocabulary=codec.vocabulary, tokenizer=codec, config=config) as engine, running(engine, Bounds()) as found:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from stepgraph.runtime.models.files.tokenizer import ChatTemplate
 from stepgraph.runtime.serve.http import Bounds
-from stepgraph.runtime.serve.reasoning import CLOSING, OPENING, ChannelSplitter, Reasoning, ReasoningSplitter
+from stepgraph.runtime.serve.reasoning import THINK_BEGIN, THINK_END, ChannelSplitter, Reasoning, ReasoningSplitter
 from stepgraph.runtime.text import TextCodec
 from tests.helpers.running_server import ASK, FORMAT, ON, SCHEMA, TOOLS, Running, engine_of, running
 
@@ -43,7 +43,7 @@ def test_a_budget_ends_the_reasoning_and_the_grammar_follows(server: Running, st
         answer: Any = client.chat.completions.create(**request, extra_body={"thinking_token_budget": 10})
         deltas = [chunk.choices[0].delta for chunk in answer] if stream else [answer.choices[0].message]
     reasoning = "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas)
-    assert len(reasoning.removesuffix("\n").encode()) > 0 and CLOSING not in reasoning
+    assert len(reasoning.removesuffix("\n").encode()) > 0 and THINK_END not in reasoning
     jsonschema.validate(json.loads("".join(delta.content or "" for delta in deltas)), SCHEMA)
     if not stream:
         assert answer.usage.completion_tokens_details.reasoning_tokens == 10
@@ -66,7 +66,7 @@ def test_reasoning_can_be_switched_off_and_calls_follow_it(server: Running) -> N
         assert caught.value.param == "thinking_token_budget"
 
 
-PIECES = st.lists(st.sampled_from(["a", "<", " ", "\n", "think>", "/think>", OPENING, CLOSING]), max_size=10)
+PIECES = st.lists(st.sampled_from(["a", "<", " ", "\n", "think>", "/think>", THINK_BEGIN, THINK_END]), max_size=10)
 
 
 @given(PIECES, st.booleans())
@@ -84,7 +84,7 @@ def test_splits_do_not_depend_on_the_pieces(pieces: list[str], opened: bool) -> 
     reasoning, answer = split(pieces)
     assert (reasoning, answer) == split([text])
     if opened:
-        assert (reasoning, answer) == (text.partition(CLOSING)[0], text.partition(CLOSING)[2].lstrip())
+        assert (reasoning, answer) == (text.partition(THINK_END)[0], text.partition(THINK_END)[2].lstrip())
 
 
 HEADERS = {

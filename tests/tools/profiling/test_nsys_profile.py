@@ -62,7 +62,7 @@ def test_nsys_command_has_the_flags_the_report_needs(capsys: pytest.CaptureFixtu
     assert (nsys, profile) == ("nsys", "profile")
     assert rest == [*GOLDEN, sys.executable, "serve.py", "--port", "80 00"]
     assert [reason.split(": ")[0] for reason in why] == [f"# {flag}" for flag in GOLDEN]
-    assert (command.ROUNDS, command.FILE, command.TOOL) == (profiled.ROUNDS, profiled.FILE, profiled.TOOL)
+    assert (command.ROUNDS, command.FILE, command.TOOL) == (profiled.ROUNDS_VARIABLE, profiled.FILE_VARIABLE, profiled.TOOL_VARIABLE)
 
 
 @pytest.mark.slow
@@ -136,9 +136,9 @@ def profile_rounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[
     """Request a profile of these rounds, as the environment of a new process does."""
 
     def ask(rounds: str) -> Path:
-        monkeypatch.setattr(profiled, "_first", threading.Lock())
-        monkeypatch.setenv(profiled.ROUNDS, rounds)
-        monkeypatch.setenv(profiled.FILE, str(tmp_path / "a.rounds.json"))
+        monkeypatch.setattr(profiled, "_first_engine", threading.Lock())
+        monkeypatch.setenv(profiled.ROUNDS_VARIABLE, rounds)
+        monkeypatch.setenv(profiled.FILE_VARIABLE, str(tmp_path / "a.rounds.json"))
         return tmp_path / "a.rounds.json"
 
     return ask
@@ -192,14 +192,14 @@ def test_report_of_eager_rounds_raises(profile_rounds: Callable[[str], Path], ca
 @pytest.mark.parametrize(
     ("variable", "value", "message"),
     [
-        (profiled.ROUNDS, "20", "STEPGRAPH_PROFILE_ROUNDS: got '20', expected FIRST-LAST"),
-        (profiled.TOOL, "ncu", "STEPGRAPH_PROFILE_WITH: got 'ncu', expected 'trace' or 'nsys'"),
-        (profiled.FILE, "/none/a.json", "STEPGRAPH_PROFILE_FILE: got '/none/a.json', expected a file in an existing folder"),
+        (profiled.ROUNDS_VARIABLE, "20", "STEPGRAPH_PROFILE_ROUNDS: got '20', expected FIRST-LAST"),
+        (profiled.TOOL_VARIABLE, "ncu", "STEPGRAPH_PROFILE_WITH: got 'ncu', expected 'trace' or 'nsys'"),
+        (profiled.FILE_VARIABLE, "/none/a.json", "STEPGRAPH_PROFILE_FILE: got '/none/a.json', expected a file in an existing folder"),
     ],
 )
 def test_invalid_environment_variable_is_named(variable: str, value: str, message: str) -> None:
     with pytest.raises(ValueError, match="STEPGRAPH") as raised:
-        profiled.read_range({profiled.ROUNDS: "1-2", variable: value})
+        profiled.read_range({profiled.ROUNDS_VARIABLE: "1-2", variable: value})
     assert message in str(raised.value)
     assert profiled.read_range({}) is None
 

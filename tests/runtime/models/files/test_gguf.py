@@ -18,7 +18,7 @@ from torch import Tensor
 from stepgraph import Engine, EngineConfig
 from stepgraph.graphs.layers.quantised import unpack
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
-from stepgraph.runtime.models.files.gguf import LAYOUTS, read_blocks
+from stepgraph.runtime.models.files.gguf import BLOCK_LAYOUTS, read_blocks
 from stepgraph.sampling.grammar.tokenizers.gguf import read_gguf_header
 from tests.helpers.c_library import needs_c
 from tests.helpers.families import BASE, Cached, judge, random_model, refused_when_damaged
@@ -81,7 +81,7 @@ def test_a_load_dequantises_each_tensor_once(tmp_path: Path, monkeypatch: pytest
     assert kinds.count(Kind.Q4_1) == stored.count(Kind.Q4_1) > 10
 
 
-@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("kind", BLOCK_LAYOUTS)
 def test_integers_and_scales_of_blocks_give_the_values_of_the_reference(kind: str) -> None:
     """Blocks of random bytes hold every integer of their type."""
     rows = random_blocks(np.zeros((16, 4096), np.float32), Kind[kind])
@@ -108,18 +108,18 @@ def test_weights_that_stay_quantised_are_not_dequantised(tmp_path: Path, monkeyp
         assert kinds == expected
 
 
-@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("kind", BLOCK_LAYOUTS)
 def test_a_quantised_tensor_is_finite_exactly_if_its_scales_are(kind: str) -> None:
     draw, size = np.random.default_rng(1), gguf.GGML_QUANT_SIZES[Kind[kind]][1]
     finite = draw.integers(256, size=(500, size), dtype=np.uint8)
-    scales = finite[:, LAYOUTS[kind].scales]
+    scales = finite[:, BLOCK_LAYOUTS[kind].scales]
     scales[:, 1::2] &= 0xFB  # clears a bit of the float16 exponent, so the scale is finite
-    finite[:, LAYOUTS[kind].scales] = scales
+    finite[:, BLOCK_LAYOUTS[kind].scales] = scales
     for index in range(0, scales.shape[1], 2):
         for value in (np.inf, -np.inf, np.nan):
             broken, bad = finite.copy(), scales.copy()
             bad[:, index : index + 2] = np.array([value], np.float16).view(np.uint8)
-            broken[:, LAYOUTS[kind].scales] = bad
+            broken[:, BLOCK_LAYOUTS[kind].scales] = bad
             with np.errstate(invalid="ignore"):
                 assert not np.isfinite(gguf.quants.dequantize(broken, Kind[kind])).all(axis=1).any()
     assert np.isfinite(gguf.quants.dequantize(finite, Kind[kind])).all()
@@ -129,7 +129,7 @@ def as_often_mixed(name: str) -> Kind:
     return Kind.Q6_K if "v_proj" in name or "down_proj" in name or "embed" in name else Kind.Q4_K
 
 
-@pytest.mark.parametrize("kind", [*(pytest.param(Kind[name], id=name) for name in LAYOUTS), pytest.param(as_often_mixed, id="mixed")])
+@pytest.mark.parametrize("kind", [*(pytest.param(Kind[name], id=name) for name in BLOCK_LAYOUTS), pytest.param(as_often_mixed, id="mixed")])
 @needs_c
 def test_weights_that_stay_quantised_have_the_bits_of_the_reference(tmp_path: Path, kind: Kind | Callable[[str], Kind]) -> None:
     """`gguf.quants.dequantize` is the reference: it fills the parameters of the dequantised model."""
