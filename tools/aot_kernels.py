@@ -362,9 +362,9 @@ def launches(width: int, size: int) -> dict[str, dict[str, Any]]:
     """The document of tools/launch_bytes.py, run as a subprocess: Triton interprets or compiles for the whole life of a process."""
     command = [sys.executable, "-m", "tools.launch_bytes", "--vocabulary", str(width), "--size", str(size)]
     environment, root = os.environ | {"TRITON_INTERPRET": "1"}, Path(__file__).resolve().parent.parent
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd=root, check=False)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd=root, check=False)
+    assert result.returncode == 0, result.stderr
+    found: dict[str, dict[str, Any]] = json.loads(result.stdout.splitlines()[-1])
     return found
 
 

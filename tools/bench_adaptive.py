@@ -34,7 +34,7 @@ from stepgraph.graphs.graph_key import PLAIN, Drafting
 from stepgraph.runtime.demo.variants import LOOK_UP, Pair, open_pair, toy_pair
 from tools.origin import origin
 from tools.profiling import picture
-from tools.train.demo.prompts import prompt
+from tools.train.demo.prompts import make_prompt
 from tools.train.demo.schemas import MEASURED, SCHEMAS
 
 AUTO = "auto"
@@ -59,7 +59,7 @@ CODE = """def total_price(items, discount):
 
 
 class Ask(NamedTuple):
-    prompt: tuple[int, ...]
+    make_prompt: tuple[int, ...]
     constraint: Constraint | None = None
     draft_ids: tuple[int, ...] | None = None
 
@@ -238,7 +238,7 @@ def demo_workloads(pair: Pair) -> dict[str, Workload]:
         return tuple(pair.codec.chat(messages))
 
     def of(kind: str, turn: int, row: int = 0) -> Ask:
-        made = prompt(FIRST_SEED + 100 * turn + row, kind, held_out=True)
+        made = make_prompt(FIRST_SEED + 100 * turn + row, kind, held_out=True)
         return Ask(ids(*made.messages), Constraint.json_schema(made.schema) if made.schema else None)
 
     def record(turn: int, row: int = 0) -> Ask:
@@ -250,12 +250,12 @@ def demo_workloads(pair: Pair) -> dict[str, Workload]:
         return Ask(ids({"role": "user", "content": request}), None, tuple(pair.codec.encode(CODE, begins=False)))
 
     def summary(turn: int, row: int = 0) -> Ask:
-        texts = [prompt(FIRST_SEED + 100 * turn + index, MEASURED[index], held_out=True).messages[0]["content"] for index in range(4)]
+        texts = [make_prompt(FIRST_SEED + 100 * turn + index, MEASURED[index], held_out=True).messages[0]["content"] for index in range(4)]
         notes = "\n\n".join(text.split("\n\n", 1)[1] for text in texts)
         return Ask(ids({"role": "user", "content": f"Summarise these notes in detail, one after the other.\n\n{notes}"}))
 
     def switching(turn: int, row: int = 0) -> Ask:
-        request = prompt(FIRST_SEED + turn, "person", held_out=True).messages[0]["content"]
+        request = make_prompt(FIRST_SEED + turn, "person", held_out=True).messages[0]["content"]
         return Ask(ids({"role": "user", "content": request}), Constraint.regex(f"({RECORD}{PROSE}){{2}}"))
 
     def batch(one: Callable[[int, int], Ask], rows: int) -> Callable[[int], Sequence[Ask]]:

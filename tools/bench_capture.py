@@ -73,10 +73,10 @@ def in_a_process(folder: str, *arguments: Any) -> dict[str, float]:
     """folder: the one that contains another `stepgraph`; empty for this one."""
     command = [sys.executable, __file__, "--one", json.dumps(arguments)]
     environment = {**os.environ, **({"PYTHONPATH": folder} if folder else {})}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"a capture failed: {done.stderr.strip()[-1000:]}")
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise RuntimeError(f"a capture failed: {result.stderr.strip()[-1000:]}")
+    found: dict[str, float] = json.loads(result.stdout.splitlines()[-1])
     return found
 
 

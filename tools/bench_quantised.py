@@ -30,8 +30,8 @@ from stepgraph.runtime.demo.variants import Case, open_pair, tokens_per_second, 
 from stepgraph.runtime.models.files.checkpoint import DEQUANTISED, QUANTISED
 from tools.bench_demo import FIRST_SEED, NEW_TOKENS
 from tools.origin import origin
-from tools.train.demo.collect import LONGEST_PROMPT, encoded
-from tools.train.demo.prompts import prompt
+from tools.train.demo.collect import LONGEST_PROMPT, encode_prompts
+from tools.train.demo.prompts import make_prompt
 from tools.train.demo.schemas import MEASURED, SCHEMAS
 
 PLAIN, SPECULATIVE = "plain + grammar", "speculative + grammar"
@@ -99,8 +99,8 @@ def report(drafts: int, draft_length: int | str, prompts: int, repeats: int, thr
     torch.set_num_threads(threads)
     given = [
         (ids, each.kind)
-        for ids, each in encoded(
-            target_path(), (prompt(FIRST_SEED + seed, kind, held_out=True) for seed in range(prompts) for kind in MEASURED)
+        for ids, each in encode_prompts(
+            target_path(), (make_prompt(FIRST_SEED + seed, kind, held_out=True) for seed in range(prompts) for kind in MEASURED)
         )
     ]
     runs: dict[str, Run] = {}

@@ -39,7 +39,7 @@ from stepgraph.sampling.kernels.operation import OPERATIONS
 from stepgraph.sampling.sampler import Param
 from tools.bench.plain_sampling import plain_sampling
 from tools.gpu.checks.context import Context
-from tools.gpu.checks.stopwatch import for_seconds, ratio_of, stopwatch, take_turns, until_done
+from tools.gpu.checks.stopwatch import for_seconds, ratio_of, stopwatch, take_turns, wait_us
 
 SHAPES = ((1, 4, 32_000), (8, 4, 32_000), (8, 0, 32_000), (1, 4, 151_936))  # rows, drafts, vocabulary
 ASKED = {Param.TEMPERATURE: 0.8, Param.TOP_K: 50, Param.TOP_P: 0.95, Param.REPETITION_PENALTY: 1.1, Param.FREQUENCY_PENALTY: 0.1}
@@ -79,17 +79,17 @@ class Scene:
     """Rows in mid-generation, each with a grammar, sampling settings and drafts near the target's distribution."""
 
     def __init__(self, device: torch.device, rows: int, k: int, width: int) -> None:
-        made = torch.Generator().manual_seed(width + k)
+        rng = torch.Generator().manual_seed(width + k)
         limits = Limits(rows, k, max_length=1024, page_size=64, num_pages=16 * rows, vocab_size=width, num_tokens=width, feature_size=0)
         self.rows, self.k = rows, k
         self.buffers = b = StaticBuffers(round_specs(limits), device)
-        logits = torch.randn(rows, k + 1, width, generator=made) * 3
-        allowed = torch.rand(rows, k + 1, width, generator=made) < LEGAL
+        logits = torch.randn(rows, k + 1, width, generator=rng) * 3
+        allowed = torch.rand(rows, k + 1, width, generator=rng) < LEGAL
         params = torch.zeros(rows, len(Param))
         params[:, list(ASKED)] = torch.tensor(list(ASKED.values()))
-        near = (logits + torch.randn(logits.shape, generator=made)).masked_fill(~allowed, float("-inf"))
+        near = (logits + torch.randn(logits.shape, generator=rng)).masked_fill(~allowed, float("-inf"))
         offered = sampler.distribution(near[:, :k], params)
-        drafts = sampler.race(offered, torch.empty_like(offered).exponential_(generator=made))
+        drafts = sampler.race(offered, torch.empty_like(offered).exponential_(generator=rng))
         state = {Column.GENERATED: 10, Column.FINISH: int(FinishCode.RUNNING), Column.LENGTH: 100, Column.MAX_LENGTH: 1000}
         state |= {Column.CONSTRAINED: 1, Column.DRAFT_COUNT: k, Column.DRAFT_LIMIT: k}
         for column, number in state.items():
@@ -152,7 +152,7 @@ def measure_shape(context: Context, rows: int, k: int, width: int, seconds: floa
     plain = scene.plain()
     count = len(seen(plain).calls)
     # multinomial makes the host wait, so it cannot be captured; it runs eagerly, as in such a loop
-    watches: dict[str, Callable[[], float]] = {"plain pipeline": partial(until_done, context, plain)}
+    watches: dict[str, Callable[[], float]] = {"plain pipeline": partial(wait_us, context, plain)}
     for index, entry in enumerate(entries):
         watches[f"{index}"] = stopwatch(context, entry.call)
         if entry.reference is not None:

@@ -45,7 +45,7 @@ from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.sampling.params import GREEDY
 from tools.bench_sampling import seen
 from tools.gpu.checks.context import Context, summary
-from tools.gpu.checks.stopwatch import stopwatch, take_turns, until_done
+from tools.gpu.checks.stopwatch import stopwatch, take_turns, wait_us
 from tools.origin import origin
 from tools.random_weights import randomised
 
@@ -188,7 +188,7 @@ def measure(context: Context, pair: Pair, rows: int, drafts: int, kind: tuple[bo
         calls = scene.calls()
         counts = {name: len(seen(call).calls) for name, call in calls.items()}
         watches = {name: stopwatch(context, call) for name, call in calls.items() if name != "prompt"}
-        watches["prompt"] = partial(until_done, context, calls["prompt"])  # attention plans on the host, so it cannot be captured
+        watches["prompt"] = partial(wait_us, context, calls["prompt"])  # attention plans on the host, so it cannot be captured
         times = take_turns(watches, range(turns))
         figures = {name: {"us": summary(times[name]), "operations": counts[name]} for name in calls}
         nodes = scene.host_nodes(turns + 1) if constrained else {}

@@ -153,9 +153,9 @@ class Simulation:
         """Compare each job with its result alone, and check that all resources are free."""
         for entry in entries:
             check_job(entry, *alone(entry.request, self.world))
-        self.check_books()
+        self.check_released()
 
-    def check_books(self) -> None:
+    def check_released(self) -> None:
         engine, stats = self.engine, self.engine.stats()
         rows, prefixes = engine._scheduler.rows, engine._scheduler.rows.pages
         assert (stats.running, stats.waiting, len(engine._scheduler._active)) == (0, 0, 0)

@@ -183,9 +183,9 @@ def test_rope_and_cache_write_equal_the_reference(dtype: torch.dtype, size: int,
         for run_it, outputs in ((rope_programs.rope_and_write_kv, found), (rope_and_write_kv.run_reference, expected)):
             arguments: list[Any] = [*parts, cosines, sines, slots, *outputs[1:], outputs[0]]
             run_it(*arguments)
-        near = 2**-6 if dtype is torch.bfloat16 else 0.0
+        tol = 2**-6 if dtype is torch.bfloat16 else 0.0
         for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=near, atol=near)
+            torch.testing.assert_close(one, other, rtol=tol, atol=tol)
 
 
 def test_too_large_heads_are_refused() -> None:

@@ -68,10 +68,10 @@ def _capture(size: str) -> None:
             backend.capture(step, buffers)
 
 
-def pack(cache: Path, to: Path) -> dict[str, str]:
+def pack(cache: Path, archive_path: Path) -> dict[str, str]:
     """Write a cache to one file; returns the versions that made it."""
     made_by: dict[str, str] = json.loads((cache / unpack.CACHE_KEYS).read_text(encoding="utf-8"))
-    with zipfile.ZipFile(to, "w", zipfile.ZIP_DEFLATED) as archive:
+    with zipfile.ZipFile(archive_path, "w", zipfile.ZIP_DEFLATED) as archive:
         for path in _files(cache):
             archive.write(path, path.relative_to(cache))
     return made_by
