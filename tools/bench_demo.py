@@ -36,13 +36,13 @@ from tools.train.demo.schemas import MEASURED, SCHEMAS
 
 FIRST_SEED = 1000  # above the seeds of the model card
 TRAINING_PROMPTS = 400  # number of training prompts whose kinds are listed
-FREE = "talk"
+TALK = "talk"
 ROUND_DRAFTS = 3  # drafts of the rounds of --grammar-rounds
 NEW_TOKENS = 160
 BASELINE = "transformers + grammar"
 
 
-def compared(drafts: int) -> list[Variant]:
+def bench_variants(drafts: int) -> list[Variant]:
     """The demonstration's four variants, then fixed draft lengths: with all sources, and the head alone."""
     return [
         *variants(drafts),
@@ -64,7 +64,7 @@ def throughput(pair: Pair, drafts: int, prompts: int, repeats: int, threads: int
     encoded_prompts = list(
         encode_prompts(target_path(), (make_prompt(FIRST_SEED + seed, kind, held_out=True) for seed in range(prompts) for kind in MEASURED))
     )
-    cases = [Case(variant, pair, LONGEST_PROMPT + NEW_TOKENS) for variant in compared(drafts)]
+    cases = [Case(variant, pair, LONGEST_PROMPT + NEW_TOKENS) for variant in bench_variants(drafts)]
     for case in cases:
         case.engine.capture()
     other = None
@@ -105,7 +105,7 @@ def throughput(pair: Pair, drafts: int, prompts: int, repeats: int, threads: int
 
 def free_text(cases: list[Case], prompts: int, repeats: int) -> dict[str, Any]:
     """The variants without grammars on held-out questions."""
-    questions = list(encode_prompts(target_path(), (make_prompt(FIRST_SEED + seed, FREE, held_out=True) for seed in range(prompts))))
+    questions = list(encode_prompts(target_path(), (make_prompt(FIRST_SEED + seed, TALK, held_out=True) for seed in range(prompts))))
     before = {case.variant.name: (len(case.times), case.engine.stats()) for case in cases}
     for ids, _ in tqdm(questions * repeats, desc="free text", unit="prompt", disable=not sys.stderr.isatty()):
         for case in cases:

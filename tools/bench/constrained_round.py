@@ -51,9 +51,9 @@ class Rounds:
         if self.job is None or self.job.finish_reason is not None:
             ids, constraint = next(self.prompts)
             self.job = self.engine.submit(ids, constraint=constraint, max_new_tokens=NEW_TOKENS)
-        running, begun = bool(self.job.tokens), time.process_time()
+        running, started = bool(self.job.tokens), time.process_time()
         self.engine.step()
-        spent = (time.process_time() - begun) * 1e3
+        spent = (time.process_time() - started) * 1e3
         return spent if running and self.job.finish_reason is None else None
 
 

@@ -87,7 +87,7 @@ class RowRound:
 
 
 @dataclass
-class Reader:
+class DocumentRounds:
     """Rounds of one row over its document, with random numbers of accepted drafts."""
 
     grammar: CompiledConstraint
@@ -95,15 +95,15 @@ class Reader:
     drafts: int
     rng: random.Random
     index: int = 0
-    fresh: bool = True
+    at_start: bool = True
 
     def turn(self) -> RowRound | None:
         """The next round; None at the end of the document."""
-        accepted = 0 if self.fresh else self.rng.randint(0, self.drafts)
-        start = 0 if self.fresh else self.index + accepted + 1
+        accepted = 0 if self.at_start else self.rng.randint(0, self.drafts)
+        start = 0 if self.at_start else self.index + accepted + 1
         if start + self.drafts > len(self.tokens):
             return None
-        token = -1 if self.fresh else self.tokens[start - 1]
-        rollback = 0 if self.fresh else self.drafts - accepted
-        self.index, self.fresh = start, False
+        token = -1 if self.at_start else self.tokens[start - 1]
+        rollback = 0 if self.at_start else self.drafts - accepted
+        self.index, self.at_start = start, False
         return RowRound(rollback, accepted, token, tuple(self.tokens[start : start + self.drafts]))

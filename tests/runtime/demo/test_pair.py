@@ -37,7 +37,7 @@ def pair() -> Pair:
 
 @pytest.fixture(scope="module")
 def cases(pair: Pair) -> Any:
-    made = {variant.name: Case(variant, pair, LONGEST_PROMPT + NEW_TOKENS) for variant in bench_demo.compared(DRAFTS)[:5]}
+    made = {variant.name: Case(variant, pair, LONGEST_PROMPT + NEW_TOKENS) for variant in bench_demo.bench_variants(DRAFTS)[:5]}
     for case in made.values():
         case.engine.capture()
     yield made

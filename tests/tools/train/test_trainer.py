@@ -14,7 +14,7 @@ from torch import Tensor
 from stepgraph.runtime.models.files.checkpoint import Checkpoint, open_checkpoint
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import LlamaConfig, RopeConfig
-from tests.helpers.draft_oracles import Drafting
+from tests.helpers.draft_oracles import CachedDraft
 from tests.helpers.families import folder_of
 from tools.random_weights import randomised
 from tools.train.acceptance import measure
@@ -72,7 +72,7 @@ def test_unrolled_chains_equal_drafting(kind: str, changes: dict[str, Any]) -> N
     drafter = head.drafter()
     compared = 0
     for row, (text, length) in enumerate(zip(texts, lengths, strict=True)):
-        drafting = Drafting(drafter, width)
+        drafting = CachedDraft(drafter, width)
         for pair in range(length):
             drafting.buffers.reset()
             logits, last = drafting.read(text[None, : pair + 2], features[row][None, : pair + 1], 64)

@@ -51,7 +51,7 @@ def _capture(size: str) -> None:
     from stepgraph.graphs import make_backend
     from stepgraph.graphs.graph_key import GraphKey
     from stepgraph.sampling import kernels
-    from tests.helpers.node_counts import round_of
+    from tests.helpers.node_counts import make_round
     from tools.gpu.checks.context import VOCABULARY, toy_draft, toy_target
     from tools.gpu.checks.shapes import SHAPES
 
@@ -63,7 +63,7 @@ def _capture(size: str) -> None:
             engine.capture()
         return
     for constrained, sampled, on_device in ((0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0), (1, 0, 1), (1, 1, 1)):
-        step, buffers = round_of(SHAPES[size], GraphKey(1, bool(constrained), bool(sampled), device=bool(on_device)), device)
+        step, buffers = make_round(SHAPES[size], GraphKey(1, bool(constrained), bool(sampled), device=bool(on_device)), device)
         with contextlib.closing(make_backend("cuda")) as backend:
             backend.capture(step, buffers)
 

@@ -19,7 +19,7 @@ from stepgraph.sampling.grammar.link.native import NativeRow
 from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, HostLink, advance
 from stepgraph.sampling.grammar.link.python import PythonLink
 from stepgraph.sampling.grammar.matchers.marker import MarkerMatcher
-from tests.helpers.link_bench import WALK, A, LinkPair, Memory, Request, native_link, set_running
+from tests.helpers.link_bench import ROUND_STEPS, A, LinkPair, Memory, Request, native_link, set_running
 from tests.helpers.planted import fail, plant
 from tests.helpers.toy_engines import CONTROL, STOP, VOCABULARY, needs_native
 from tests.sampling.grammar.matchers.test_marker import CLOSE, OPEN, SMALL
@@ -198,7 +198,7 @@ def run_round(
     for index, token in enumerate(drafts):
         memory.drafts[index] = token
     link.push_batch(rows)
-    link.node(WALK)()
+    link.node(ROUND_STEPS)()
 
 
 @pytest.mark.parametrize("backend", WITH_MARKER)
@@ -235,7 +235,7 @@ def test_only_the_grammar_after_the_marker_uses_fuel() -> None:
 @pytest.mark.parametrize("history", [[A], [A, A + 1], [A, A + 1, A], [A, A + 1, A, A + 1], [A, A + 1, A, STOP]], ids=str)
 @pytest.mark.parametrize(("first", "filled"), [(0, False), (1, False), (1, True)])
 def test_a_row_continues_from_the_tokens_that_its_matcher_has_accepted(
-    history: list[int], first: int, filled: bool, backend: BackendChoice
+    history: list[int], first: int, fill_mask: bool, backend: BackendChoice
 ) -> None:
     """Its first token may have been chosen under a mask that the link has not filled."""
     faults = list[str]()
@@ -244,7 +244,7 @@ def test_a_row_continues_from_the_tokens_that_its_matcher_has_accepted(
     for memory, link in ((python, PythonLink(*python.all)), (native, native_link(native))):
         matcher = grammar.matcher()
         assert all(matcher.accept_token(token) for token in history)
-        if filled:
+        if fill_mask:
             matcher.fill_next_token_bitmask(memory.masks[0], 0)
         row = link.row(1, matcher, committed=len(history))
         for round_index in range(first, first + 3):
