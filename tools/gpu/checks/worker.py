@@ -106,7 +106,7 @@ def start(rehearsal: str, modules: Sequence[str]) -> dict[str, Any]:
 
 
 def describe(rehearsal: str) -> dict[str, Any]:
-    """Device, versions and commit of this run. rehearsal: `on_tape`, `cuda` or empty."""
+    """Device, versions and commit of this run. rehearsal: `tape`, `cuda` or empty."""
     tape = rehearsal == "tape"
     if not tape and not torch.cuda.is_available():
         return {"refusal": f"torch {torch.__version__} sees no GPU here; --rehearse runs the same checks on the CPU"}
