@@ -59,7 +59,7 @@ CODE = """def total_price(items, discount):
 
 
 class Request(NamedTuple):
-    make_prompt: tuple[int, ...]
+    prompt: tuple[int, ...]
     constraint: Constraint | None = None
     draft_ids: tuple[int, ...] | None = None
 

@@ -209,13 +209,13 @@ def test_stream_without_an_end_is_found(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_ctrl_c_prints_the_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    real, handler = Soak._settled, signal.getsignal(signal.SIGINT)
+    real, handler = Soak._sample_settled, signal.getsignal(signal.SIGINT)
 
     def settled(soaking: Soak, checker: checker.Checker) -> None:
         real(soaking, checker)
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(Soak, "_settled", settled)
+    monkeypatch.setattr(Soak, "_sample_settled", settled)
     monkeypatch.setattr(soak, "Plan", lambda seconds, seed: replace(plan("no drafter"), seconds=seconds, seed=seed))
     assert soak.main(["--minutes", "5", "--out", str(tmp_path / "report.json")]) == soak.INTERRUPTED
     found = json.loads(capsys.readouterr().out)

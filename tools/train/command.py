@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
     resumed_at, training_started = trainer.step, time.perf_counter()
     if not train(trainer, checkpoint_path, options.save_every, progress):
         raise KeyboardInterrupt
-    speed = trainer.tokens / (time.perf_counter() - training_started)
+    speed = trainer.trained_tokens / (time.perf_counter() - training_started)
     head.save(options.out)
     document: dict[str, Any] = {
         "plan": asdict(plan),

@@ -193,7 +193,7 @@ def test_train_from_prompts_and_load_in_an_engine(
                 signal.raise_signal(signal.SIGINT)
             yield group
 
-    monkeypatch.setattr(TrainingSet, "order", interrupted)
+    monkeypatch.setattr(TrainingSet, "shuffled_batches", interrupted)
     assert train_head.main(listed(flags, *steps)) == 130
     assert "interrupted; continue with --resume" in capsys.readouterr().err
     monkeypatch.undo()
