@@ -36,7 +36,7 @@ if __name__ == "__main__":
 from tools.gpu.checks.catalogue import CATALOGUE, FULL_SECONDS, QUICK_SECONDS, Entry
 from tools.gpu.checks.document import compose, merge, save
 from tools.gpu.checks.link import compile_library
-from tools.gpu.checks.supervisor import WorkerLost, Row, Supervisor, modules_of, rows
+from tools.gpu.checks.supervisor import Row, Supervisor, WorkerLost, modules_of, rows
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "tools" / "results"

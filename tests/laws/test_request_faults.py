@@ -18,7 +18,7 @@ from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.runtime.request import ActiveRequest
 from stepgraph.sampling.grammar.link.native import NativeRow
 from tests.helpers.oracles import greedy
-from tests.helpers.planted import USUAL_MATCHER, break_fill, plant, exhaust_fuel
+from tests.helpers.planted import USUAL_MATCHER, break_fill, exhaust_fuel, plant
 from tests.helpers.toy_engines import CONSTRAINTS, VOCABULARY, Setup, make_engine, needs_native, plain
 
 SETUP = Setup(k=3)

@@ -32,7 +32,7 @@ from stepgraph.sampling.grammar.tokenizers.readers import MAX_JSON_BYTES
 from stepgraph.sampling.grammar.tokenizers.table import MAX_IDS
 from tests.helpers.c_library import needs_c
 from tests.helpers.grammar_bombs import nested
-from tests.helpers.grammar_texts import PRINTABLE, accepts, take_claim, encode, fill_mask
+from tests.helpers.grammar_texts import PRINTABLE, accepts, encode, fill_mask, take_claim
 from tests.helpers.toy_engines import COMPILER, TARGET, VOCABULARY
 from tools.train.saved_states import SavedStates
 

@@ -33,7 +33,7 @@ from tools.soak import checker, load
 from tools.soak import report as soak_report
 from tools.soak.engines import KINDS, EngineKind
 from tools.soak.process import PROCESS, Sample, TypeCounts, heap_bytes, resident_bytes, sample
-from tools.soak.report import ALLOWED, MIB, Trend, fit, growing_trends, fit_trends, report
+from tools.soak.report import ALLOWED, MIB, Trend, fit, fit_trends, growing_trends, report
 from tools.soak.requests import RequestSource
 from tools.soak.soak import MAX_SAMPLES, Plan, Series, Soak
 

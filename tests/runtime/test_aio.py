@@ -15,9 +15,9 @@ import pytest
 from stepgraph import AsyncEngine, Constraint, DraftCounts, Engine, FinishReason, Job, SamplingParams, StepEvent
 from stepgraph.runtime.aio import StreamBuffer
 from tests.helpers.aio_runs import (
-    REQUESTS,
     FIXTURES,
     LONG,
+    REQUESTS,
     Gate,
     answers,
     check_alone,

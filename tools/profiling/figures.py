@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tools.profiling.spans import MAIN, OUTSIDE, Interval, Profile, Span, intersection, total_length, union, subtract
+from tools.profiling.spans import MAIN, OUTSIDE, Interval, Profile, Span, intersection, subtract, total_length, union
 
 VERSION = 1
 MASK_READERS = ("accept", "choose_draft")  # stages that wait for a mask; used if waits were not recorded

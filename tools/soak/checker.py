@@ -10,7 +10,7 @@ from stepgraph import Engine, FinishReason, Job, SamplingParams
 from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler
 from stepgraph.sampling.params import GREEDY
 from tests.helpers.oracles import accepts
-from tools.soak.engines import CACHE_BYTES, PLAIN_KINDS, STOP, VOCABULARY, EngineKind, TargetName, Models
+from tools.soak.engines import CACHE_BYTES, PLAIN_KINDS, STOP, VOCABULARY, EngineKind, Models, TargetName
 from tools.soak.load import Act, Answer, JobRecord
 from tools.soak.requests import Request
 

@@ -18,7 +18,7 @@ from stepgraph.runtime.models.files.checkpoint import Checkpoint, open_checkpoin
 from stepgraph.runtime.models.llama import Llama
 from tools.train.acceptance import measure
 from tools.train.batches import TrainingSet
-from tools.train.collect import save_answers, check_states, save_states
+from tools.train.collect import check_states, save_answers, save_states
 from tools.train.heads import Head, default_feature_layers
 from tools.train.plan import TrainingPlan
 from tools.train.saved_states import SavedStates

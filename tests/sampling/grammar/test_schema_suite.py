@@ -19,15 +19,15 @@ from tests.helpers.schema_cases import (
     FALSE_ACCEPT,
     REFUSED,
     classify,
+    count_classes,
     differences,
     groups,
-    stored_outcomes,
     key,
     outcomes,
-    totals,
-    count_classes,
-    written_forms,
+    stored_outcomes,
     to_json,
+    totals,
+    written_forms,
 )
 from tests.helpers.schema_cases import TABLE as TABLE_FILE
 from tests.helpers.toy_engines import needs_native

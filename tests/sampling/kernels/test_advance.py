@@ -20,7 +20,7 @@ from stepgraph.sampling.grammar.compile.limits import GrammarLimits
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.kernels import advance_fill
 from tests.helpers import automaton_cases
-from tests.helpers.advance_reference import PlaceMatcher, ForcedRow, Place, Row, DeviceTokenTable, advance_reference
+from tests.helpers.advance_reference import DeviceTokenTable, ForcedRow, Place, PlaceMatcher, Row, advance_reference
 from tests.helpers.c_library import needs_c
 from tests.helpers.grammar_rows import RowRounds
 

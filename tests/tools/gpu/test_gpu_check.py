@@ -22,7 +22,7 @@ from tests.helpers.c_library import needs_c
 from tools.gpu.checks import link, short_kernels, smoke
 from tools.gpu.checks.catalogue import CATALOGUE, FULL_SECONDS, QUICK_SECONDS, QUICK_SHARE, SMOKE, Entry
 from tools.gpu.checks.context import Context
-from tools.gpu.checks.document import GOALS, Goal, compose, file_name, assess, save
+from tools.gpu.checks.document import GOALS, Goal, assess, compose, file_name, save
 from tools.gpu.checks.supervisor import Row, Supervisor, rows
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent

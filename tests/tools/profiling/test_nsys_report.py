@@ -21,7 +21,7 @@ from tools.profiling import figures, tables
 from tools.profiling.activities import BETWEEN, SIDE, UNKNOWN, Activity, named_spans
 from tools.profiling.nsys_sqlite import Export, read_nsys, stages_of_nodes
 from tools.profiling.sidecar import Run, Sidecar, read_sidecar
-from tools.profiling.spans import MAIN, OUTSIDE, Profile, Span, intersection, total_length, union, subtract
+from tools.profiling.spans import MAIN, OUTSIDE, Profile, Span, intersection, subtract, total_length, union
 
 STAGES = {  # runs, total, median per round; of three rounds
     ("side", "show head"): (3, 150, 50),

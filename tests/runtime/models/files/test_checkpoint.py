@@ -20,7 +20,7 @@ from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.files.config_fields import read_config
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.sampling.grammar.tokenizers.table import decode_byte_letters, spelling_of
-from tests.helpers.families import CachedModel, folder_of, hf_model, count_refused_damaged, save
+from tests.helpers.families import CachedModel, count_refused_damaged, folder_of, hf_model, save
 
 FAMILY = "llama-3.1"
 TOKENS = torch.arange(40)[None]

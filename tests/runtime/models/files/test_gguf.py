@@ -21,7 +21,7 @@ from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.files.gguf import LAYOUTS, read_blocks
 from stepgraph.sampling.grammar.tokenizers.gguf import read_gguf_header
 from tests.helpers.c_library import needs_c
-from tests.helpers.families import BASE, CachedModel, hf_model, random_model, count_refused_damaged
+from tests.helpers.families import BASE, CachedModel, count_refused_damaged, hf_model, random_model
 from tests.helpers.gguf_files import random_blocks, write_gguf
 
 TOKENS = torch.arange(40)[None]

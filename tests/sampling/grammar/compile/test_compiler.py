@@ -17,7 +17,7 @@ import pytest
 from stepgraph.sampling.grammar import Constraint, GrammarCompiler, GrammarLimits, MaskStatus
 from stepgraph.sampling.grammar.compile.limits import MIB
 from tests.helpers.documents import DOCUMENTS
-from tests.helpers.grammar_texts import EXAMPLES, PRINTABLE, STOP, take_claim, encode, fill_mask
+from tests.helpers.grammar_texts import EXAMPLES, PRINTABLE, STOP, encode, fill_mask, take_claim
 from tests.helpers.toy_engines import needs_native
 
 SLOW = replace(Constraint.ebnf("root ::= " + "[a]*" * 29_000), backend="xgrammar")  # minutes

@@ -15,7 +15,7 @@ from transformers.models.gpt_sw3.tokenization_gpt_sw3 import GPTSw3Tokenizer
 
 from stepgraph.sampling.grammar import Vocabulary
 from stepgraph.sampling.grammar.tokenizers.readers import read_ranks
-from tests.helpers.made_tokenizers import TOKENIZERS, byte_level, differences, is_text_of, tokenizer_vocabulary, sentence_pieces
+from tests.helpers.made_tokenizers import TOKENIZERS, byte_level, differences, is_text_of, sentence_pieces, tokenizer_vocabulary
 from tests.helpers.vocabularies import vocabulary
 
 
