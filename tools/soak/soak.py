@@ -176,9 +176,9 @@ class Soak:
 
     def _renew(self, kind: EngineKind) -> None:
         with self._lock:
-            if made := self._engines.pop(kind, None):
-                made.close()
-                del made  # free its memory before the next engine allocates
+            if engine := self._engines.pop(kind, None):
+                engine.close()
+                del engine  # free its memory before the next engine allocates
         self._engine(kind)
 
     def _sample_settled(self, checker: Checker) -> None:

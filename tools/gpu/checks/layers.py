@@ -34,9 +34,7 @@ def calls(device: torch.device, tokens: int, size: int, dtype: torch.dtype = tor
         tol=tol,
     )
     for activation in dense.Activation:
-        yield Call(
-            dense.activate_and_mul, f"{shape} {activation.name}", (wide, int(activation)), (outputs[0],), 3 * states.nbytes, tol=tol
-        )
+        yield Call(dense.activate_and_mul, f"{shape} {activation.name}", (wide, int(activation)), (outputs[0],), 3 * states.nbytes, tol=tol)
     yield wide_product(device, min(tokens, 16), size, dtype if dtype.itemsize == 2 else torch.float16)
     slots, weights = torch.arange(tokens, device=device) % 3, torch.randn(3, 80, size, generator=rng).mul(size**-0.5).to(device, dtype)
     weights[0], base = 0, wide[:, :80].contiguous()

@@ -208,9 +208,7 @@ def _sentence(rng: WordSampler) -> str:
 
 
 def _title(rng: WordSampler) -> str:
-    return rng.any(
-        [rng.pick(words.SONGS), f"{rng.any(_ADJECTIVES)} {rng.pick(words.PRODUCTS)}".title(), rng.pick(words.TOPICS).title()]
-    )
+    return rng.any([rng.pick(words.SONGS), f"{rng.any(_ADJECTIVES)} {rng.pick(words.PRODUCTS)}".title(), rng.pick(words.TOPICS).title()])
 
 
 _ADJECTIVES = "old quiet golden small northern broken green distant silent early heavy bright winter secret wooden second".split()
