@@ -276,7 +276,7 @@ def test_invalid_look_up_raises_value_error(fields: dict[str, Any], message: str
 def test_look_up_requires_a_draft_model_and_is_in_the_report() -> None:
     config = EngineConfig(max_rows=1, look_up=3, max_length=32, backend="tape", eager=True, rounds_in_flight=1)
     drafters: list[tuple[Any, str]] = [("ngram", "NgramLookup"), ("auto", "NgramLookup"), ("forced", "ForcedDrafts")]
-    for draft, name in (*drafters, (noise(9), "Proposes"), (draft_ids_then_noise, "FunctionProposer")):
+    for draft, name in (*drafters, (noise(9), "FormulaProposer"), (draft_ids_then_noise, "FunctionProposer")):
         with pytest.raises(ValueError, match=rf"EngineConfig\.look_up: got 3 with the drafter {name}, expected 0: .*draft='ngram'"):
             Engine(TARGET, draft, vocabulary=VOCABULARY, config=config)
     with pytest.raises(ValueError, match=r"EngineConfig\.look_up: got 3 with num_speculative_tokens=0, expected 0"):
