@@ -40,9 +40,9 @@ def test_full_batches_take_the_time_of_their_rounds(replicas: int) -> None:
 
 def test_prefixes_are_computed_once() -> None:
     load = replace(ALL_AT_ONCE, requests=40, per_second=2.0, prefix_tokens=48, prefixes=1)
-    found, subtract = predicted(Pool(1), load), predicted(Pool(1), replace(load, prefix_tokens=0))
-    assert found.prefix_hits == pytest.approx(39 * 48 / (40 * 64)) and subtract.prefix_hits == 0
-    assert found.first_token_p50 < subtract.first_token_p50
+    found, without = predicted(Pool(1), load), predicted(Pool(1), replace(load, prefix_tokens=0))
+    assert found.prefix_hits == pytest.approx(39 * 48 / (40 * 64)) and without.prefix_hits == 0
+    assert found.first_token_p50 < without.first_token_p50
     evicted = predicted(Pool(1, cached_pages=2), load)
     assert evicted.prefix_hits == 0
 

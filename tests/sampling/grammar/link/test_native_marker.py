@@ -235,7 +235,7 @@ def test_only_the_grammar_after_the_marker_uses_fuel() -> None:
 @pytest.mark.parametrize("history", [[A], [A, A + 1], [A, A + 1, A], [A, A + 1, A, A + 1], [A, A + 1, A, STOP]], ids=str)
 @pytest.mark.parametrize(("first", "filled"), [(0, False), (1, False), (1, True)])
 def test_a_row_continues_from_the_tokens_that_its_matcher_has_accepted(
-    history: list[int], first: int, fill_mask: bool, backend: BackendChoice
+    history: list[int], first: int, filled: bool, backend: BackendChoice
 ) -> None:
     """Its first token may have been chosen under a mask that the link has not filled."""
     faults = list[str]()
@@ -244,7 +244,7 @@ def test_a_row_continues_from_the_tokens_that_its_matcher_has_accepted(
     for memory, link in ((python, PythonLink(*python.all)), (native, native_link(native))):
         matcher = grammar.matcher()
         assert all(matcher.accept_token(token) for token in history)
-        if fill_mask:
+        if filled:
             matcher.fill_next_token_bitmask(memory.masks[0], 0)
         row = link.row(1, matcher, committed=len(history))
         for round_index in range(first, first + 3):
