@@ -51,7 +51,7 @@ def test_decode_ring_has_every_file_of_a_steady_constrained_round(traced: dict[s
 
 
 def test_decode_ring_has_every_file_of_a_llama_round_with_an_eagle_head() -> None:
-    step, buffers = node_counts.round_of(next(iter(SHAPES.values())), GraphKey(1, constrained=True, device=True), node_counts.META)
+    step, buffers = node_counts.make_round(next(iter(SHAPES.values())), GraphKey(1, constrained=True, device=True), node_counts.META)
     counter = node_counts.NodeCounter()
 
     def run() -> None:

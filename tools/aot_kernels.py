@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from stepgraph.graphs.attention import paged
 
-WARPS, BLOCKS = 64, 32  # most per multiprocessor, the same for these architectures
+MAX_WARPS, MAX_BLOCKS = 64, 32  # most per multiprocessor, the same for these architectures
 PARTITIONS, PARTITION_REGISTERS = 4, 16_384
 WARP_REGISTERS, BLOCK_SHARED, SHARED_UNIT = 256, 1024, 128  # registers of a warp are rounded up; each block reserves shared memory
 
@@ -170,7 +170,7 @@ def _filter_variants() -> list[Variant]:
     return found
 
 
-class Attended(NamedTuple):
+class AttentionCase(NamedTuple):
     """One shape of attention."""
 
     dtype: str
@@ -189,11 +189,11 @@ def attention_variants() -> list[Variant]:
     from stepgraph.graphs.attention.triton import paged as paged_programs
     from stepgraph.graphs.layers.triton import slot_mapping as rope_programs
 
-    launched = [Attended("bf16", size, 16) for size in paged.HEAD_SIZES] + [Attended("bf16", size, 64) for size in (64, 256)]
-    launched += [Attended("bf16", 96, 16, 3, 64, True), Attended("fp16", 128, 64, 1, 32)]
-    launched.append(Attended("bf16", 256, 64, capped=True))  # Gemma 2
-    launched += [Attended("bf16", 64, rows, 8, sinks=True) for rows in (16, 64)]  # GPT-OSS
-    launched += [Attended("bf16", size, rows, float8=True) for size, rows in ((64, 16), (128, 16), (128, 64), (256, 32))]
+    launched = [AttentionCase("bf16", size, 16) for size in paged.HEAD_SIZES] + [AttentionCase("bf16", size, 64) for size in (64, 256)]
+    launched += [AttentionCase("bf16", 96, 16, 3, 64, True), AttentionCase("fp16", 128, 64, 1, 32)]
+    launched.append(AttentionCase("bf16", 256, 64, capped=True))  # Gemma 2
+    launched += [AttentionCase("bf16", 64, rows, 8, sinks=True) for rows in (16, 64)]  # GPT-OSS
+    launched += [AttentionCase("bf16", size, rows, float8=True) for size, rows in ((64, 16), (128, 16), (128, 64), (256, 32))]
     found = []
     for one in launched:
         tile = paged_programs.tile_for(one.rows, one.size, one.capped)
@@ -324,7 +324,7 @@ def _variant(label: str, kernel: Any, types: Sequence[str | None], constants: Ma
     return Variant(label, kernel, signature, {name: constants.get(name) for name, kind in kinds.items() if kind is None}, warps)
 
 
-def usage(variant: Variant, arch: int) -> Usage:
+def compile_usage(variant: Variant, arch: int) -> Usage:
     """Compile for `arch` with the assembler of the triton package."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -343,7 +343,7 @@ def usage(variant: Variant, arch: int) -> Usage:
     registers, stack, stores, loads = (int(_find(pattern, report)) for pattern in _PATTERNS)
     shared = int(compiled.metadata.shared)
     blocks = resident_blocks(registers, shared, variant.warps, arch)
-    occupancy = blocks * variant.warps / WARPS
+    occupancy = blocks * variant.warps / MAX_WARPS
     return Usage(variant.label, arch, registers, stores + loads, stack, shared, variant.warps, wide, blocks, occupancy)
 
 
@@ -351,7 +351,7 @@ def resident_blocks(registers: int, shared: int, warps: int, arch: int) -> int:
     """Blocks that fit a multiprocessor, by registers of a thread, shared bytes and warps of a block."""
     by_registers = PARTITION_REGISTERS // _rounded(registers * 32, WARP_REGISTERS) * PARTITIONS // warps
     by_shared = DEVICES[arch].shared_bytes // _rounded(shared + BLOCK_SHARED, SHARED_UNIT)
-    return min(BLOCKS, WARPS // warps, by_registers, by_shared)
+    return min(MAX_BLOCKS, MAX_WARPS // warps, by_registers, by_shared)
 
 
 def _rounded(size: int, unit: int) -> int:
@@ -362,9 +362,9 @@ def launches(width: int, size: int) -> dict[str, dict[str, Any]]:
     """The document of tools/launch_bytes.py, run as a subprocess: Triton interprets or compiles for the whole life of a process."""
     command = [sys.executable, "-m", "tools.launch_bytes", "--vocabulary", str(width), "--size", str(size)]
     environment, root = os.environ | {"TRITON_INTERPRET": "1"}, Path(__file__).resolve().parent.parent
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd=root, check=False)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd=root, check=False)
+    assert result.returncode == 0, result.stderr
+    found: dict[str, dict[str, Any]] = json.loads(result.stdout.splitlines()[-1])
     return found
 
 
@@ -413,5 +413,5 @@ if __name__ == "__main__":
     if args.first:
         chosen = list({variant.kernel: variant for variant in reversed(chosen)}.values())
     pairs = itertools.product(chosen, args.arch)
-    table = [usage(variant, arch)._asdict() | roofline(moved[variant.kernel.__name__], speed[arch]) for variant, arch in pairs]
+    table = [compile_usage(variant, arch)._asdict() | roofline(moved[variant.kernel.__name__], speed[arch]) for variant, arch in pairs]
     print(json.dumps(table))

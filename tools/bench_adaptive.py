@@ -34,16 +34,16 @@ from stepgraph.graphs.graph_key import PLAIN, Drafting
 from stepgraph.runtime.demo.variants import LOOK_UP, Pair, open_pair, toy_pair
 from tools.origin import origin
 from tools.profiling import picture
-from tools.train.demo.prompts import prompt
+from tools.train.demo.prompts import make_prompt
 from tools.train.demo.schemas import MEASURED, SCHEMAS
 
 AUTO = "auto"
-PLOTTED = "switching"
+PLOTTED_WORKLOAD = "switching"
 PLOTTED_ROUNDS = 400
-FEWEST_TURNS = 2
+MIN_TURNS = 2
 ALL_TURNS = 3  # turns in which every fixed length runs
-CONTENDS = 0.9  # share of the best fixed length's rate: slower lengths do not run in later turns
-GAINS = {"json": 2.3, "free text": 1.1}  # goals over plain decoding, for the demonstration's models
+CONTENDER_SHARE = 0.9  # share of the best fixed length's rate: slower lengths do not run in later turns
+GOALS_OVER_PLAIN = {"json": 2.3, "free text": 1.1}  # goals over plain decoding, for the demonstration's models
 FIRST_SEED = 2000  # not used by other measurements
 PROSE = r"[A-Za-z ,.\n]{150,200}"
 RECORD = r'\{"name": "[A-Za-z ]{3,16}", "age": [1-9][0-9], "city": "[A-Za-z ]{3,16}", "remote": (true|false)\}\n'
@@ -58,20 +58,20 @@ CODE = """def total_price(items, discount):
 """
 
 
-class Ask(NamedTuple):
+class Request(NamedTuple):
     prompt: tuple[int, ...]
     constraint: Constraint | None = None
     draft_ids: tuple[int, ...] | None = None
 
 
 class Workload(NamedTuple):
-    asks: Callable[[int], Sequence[Ask]]  # the requests of a turn, submitted together
+    requests: Callable[[int], Sequence[Request]]  # the requests of a turn, submitted together
     new_tokens: int
-    wrong: bool = False  # every draft of the draft model is wrong
+    wrong_drafts: bool = False  # every draft of the draft model is wrong
     data: str = ""
 
 
-class NeverRight(nn.Module):
+class WorstDraft(nn.Module):
     """A draft model that proposes its least likely token."""
 
     def __init__(self, draft: nn.Module) -> None:
@@ -106,7 +106,7 @@ class Sample:
 class Bench:
     """One engine; a variant is a fixed drafting of all its rounds, or AUTO."""
 
-    def __init__(self, pair: Pair, drafts: int, rows: int, max_length: int, wrong: bool, look_up: int) -> None:
+    def __init__(self, pair: Pair, drafts: int, rows: int, max_length: int, wrong_drafts: bool, look_up: int) -> None:
         config = EngineConfig(
             max_rows=rows,
             num_speculative_tokens=drafts,
@@ -114,11 +114,11 @@ class Bench:
             greedy_only=True,
             buckets=(rows,),
             prefix_reuse=False,
-            look_up=0 if wrong else look_up,
-            forced_drafts=not wrong,
+            look_up=0 if wrong_drafts else look_up,
+            forced_drafts=not wrong_drafts,
         )
         assert isinstance(pair.draft, nn.Module)
-        self.engine = Engine(pair.target, NeverRight(pair.draft) if wrong else pair.draft, vocabulary=pair.vocabulary, config=config)
+        self.engine = Engine(pair.target, WorstDraft(pair.draft) if wrong_drafts else pair.draft, vocabulary=pair.vocabulary, config=config)
         chooser = self.engine._parts.draft_lengths
         assert chooser is not None
         chooser.clock = time.process_time
@@ -129,21 +129,21 @@ class Bench:
     def variants(self) -> tuple[Drafting | str, ...]:
         return (*self.chooser.choices, AUTO)
 
-    def run(self, asks: Sequence[Ask], new_tokens: int, variant: Drafting | str) -> Sample:
+    def run(self, requests: Sequence[Request], new_tokens: int, variant: Drafting | str) -> Sample:
         engine, before = self.engine, self._rounds()
         self.chooser.fixed_drafting = None if isinstance(variant, str) else variant
-        for ask in asks:
-            if ask.constraint is not None:
-                engine.compile(ask.constraint)  # not measured
+        for req in requests:
+            if req.constraint is not None:
+                engine.compile(req.constraint)  # not measured
         jobs = [
             engine.submit(
-                ask.prompt,
-                constraint=ask.constraint,
-                draft_ids=ask.draft_ids,
+                req.prompt,
+                constraint=req.constraint,
+                draft_ids=req.draft_ids,
                 max_new_tokens=new_tokens,
-                sampling=SamplingParams(temperature=0, ignore_eos=ask.constraint is None),
+                sampling=SamplingParams(temperature=0, ignore_eos=req.constraint is None),
             )
-            for ask in asks
+            for req in requests
         ]
         while any(not job.tokens and not job.finished for job in jobs):  # prompts are not measured: they cost all variants the same
             engine.step()
@@ -204,7 +204,7 @@ def contenders(samples: Mapping[Drafting | str, Sequence[Sample]]) -> list[Draft
     """The fixed choices that run in every turn: those within CONTENDS of the best one in the first turns."""
     turns = range(min(ALL_TURNS, len(samples[PLAIN])))
     over_plain = {variant: _ratio(each, samples[PLAIN], turns[1:] or turns) for variant, each in samples.items() if variant != AUTO}
-    least = CONTENDS * max(over_plain.values())
+    least = CONTENDER_SHARE * max(over_plain.values())
     return [variant for variant, ratio in over_plain.items() if ratio >= least]
 
 
@@ -216,17 +216,17 @@ def _ratio(turns: Sequence[Sample], others: Sequence[Sample], measured: Sequence
 def toy_workloads(pair: Pair) -> dict[str, Workload]:
     record = Constraint.json_schema(SCHEMAS["person"])
 
-    def ask(turn: int, row: int, constraint: Constraint | None = None) -> Ask:
-        return Ask((turn % 90 + 1, row + 1, 3), constraint)
+    def req(turn: int, row: int, constraint: Constraint | None = None) -> Request:
+        return Request((turn % 90 + 1, row + 1, 3), constraint)
 
     made: dict[str, Workload] = {
-        "never right": Workload(lambda turn: [ask(turn, 0)], 200, wrong=True),
-        "json": Workload(lambda turn: [ask(turn, 0, record)], 120),
-        "switching": Workload(lambda turn: [ask(turn, 0, Constraint.regex(f"({RECORD}{PROSE}){{2}}"))], 400),
-        "mixed batch of 8": Workload(lambda turn: [ask(turn, row, record if row < 4 else None) for row in range(8)], 100),
+        "never right": Workload(lambda turn: [req(turn, 0)], 200, wrong_drafts=True),
+        "json": Workload(lambda turn: [req(turn, 0, record)], 120),
+        "switching": Workload(lambda turn: [req(turn, 0, Constraint.regex(f"({RECORD}{PROSE}){{2}}"))], 400),
+        "mixed batch of 8": Workload(lambda turn: [req(turn, row, record if row < 4 else None) for row in range(8)], 100),
     }
     for rows in (1, 4, 8):
-        made[f"free text, batch of {rows}"] = Workload(lambda turn, rows=rows: [ask(turn, row) for row in range(rows)], 150)  # type: ignore[misc]
+        made[f"free text, batch of {rows}"] = Workload(lambda turn, rows=rows: [req(turn, row) for row in range(rows)], 150)  # type: ignore[misc]
     return made
 
 
@@ -237,37 +237,37 @@ def demo_workloads(pair: Pair) -> dict[str, Workload]:
     def ids(*messages: Mapping[str, str]) -> tuple[int, ...]:
         return tuple(pair.codec.chat(messages))
 
-    def of(kind: str, turn: int, row: int = 0) -> Ask:
-        made = prompt(FIRST_SEED + 100 * turn + row, kind, held_out=True)
-        return Ask(ids(*made.messages), Constraint.json_schema(made.schema) if made.schema else None)
+    def request_of(kind: str, turn: int, row: int = 0) -> Request:
+        made = make_prompt(FIRST_SEED + 100 * turn + row, kind, held_out=True)
+        return Request(ids(*made.messages), Constraint.json_schema(made.schema) if made.schema else None)
 
-    def record(turn: int, row: int = 0) -> Ask:
-        return of(MEASURED[(turn + row) % len(MEASURED)], turn, row)
+    def record(turn: int, row: int = 0) -> Request:
+        return request_of(MEASURED[(turn + row) % len(MEASURED)], turn, row)
 
-    def edit(turn: int, row: int = 0) -> Ask:
+    def edit(turn: int, row: int = 0) -> Request:
         name = ("amount", "sum_of_prices", "result", "cost")[turn % 4]
         request = f"Rewrite this function with the variable total renamed to {name}. Answer with the function only.\n\n{CODE}"
-        return Ask(ids({"role": "user", "content": request}), None, tuple(pair.codec.encode(CODE, begins=False)))
+        return Request(ids({"role": "user", "content": request}), None, tuple(pair.codec.encode(CODE, begins=False)))
 
-    def summary(turn: int, row: int = 0) -> Ask:
-        texts = [prompt(FIRST_SEED + 100 * turn + index, MEASURED[index], held_out=True).messages[0]["content"] for index in range(4)]
+    def summary(turn: int, row: int = 0) -> Request:
+        texts = [make_prompt(FIRST_SEED + 100 * turn + index, MEASURED[index], held_out=True).messages[0]["content"] for index in range(4)]
         notes = "\n\n".join(text.split("\n\n", 1)[1] for text in texts)
-        return Ask(ids({"role": "user", "content": f"Summarise these notes in detail, one after the other.\n\n{notes}"}))
+        return Request(ids({"role": "user", "content": f"Summarise these notes in detail, one after the other.\n\n{notes}"}))
 
-    def switching(turn: int, row: int = 0) -> Ask:
-        request = prompt(FIRST_SEED + turn, "person", held_out=True).messages[0]["content"]
-        return Ask(ids({"role": "user", "content": request}), Constraint.regex(f"({RECORD}{PROSE}){{2}}"))
+    def switching(turn: int, row: int = 0) -> Request:
+        request = make_prompt(FIRST_SEED + turn, "person", held_out=True).messages[0]["content"]
+        return Request(ids({"role": "user", "content": request}), Constraint.regex(f"({RECORD}{PROSE}){{2}}"))
 
-    def batch(one: Callable[[int, int], Ask], rows: int) -> Callable[[int], Sequence[Ask]]:
+    def batch(one: Callable[[int, int], Request], rows: int) -> Callable[[int], Sequence[Request]]:
         return lambda turn: [one(turn, row) for row in range(rows)]
 
-    def talk(turn: int, row: int = 0) -> Ask:
-        return of("talk", turn, row)
+    def talk(turn: int, row: int = 0) -> Request:
+        return request_of("talk", turn, row)
 
     made = {
-        "never right": Workload(batch(talk, 1), 150, wrong=True, data=f"talk, {held_out}"),
+        "never right": Workload(batch(talk, 1), 150, wrong_drafts=True, data=f"talk, {held_out}"),
         "json": Workload(batch(record, 1), 120, data=f"five schemas, {held_out}"),
-        "tool calls": Workload(batch(lambda turn, row: of("tool call", turn, row), 1), 80, data=held_out),
+        "tool calls": Workload(batch(lambda turn, row: request_of("tool call", turn, row), 1), 80, data=held_out),
         "free text": Workload(batch(talk, 1), 150, data=held_out),
         "code editing": Workload(batch(edit, 1), 120, data="one function of 9 lines, given as draft_ids; four new names"),
         "long summaries": Workload(batch(summary, 1), 250, data=f"four notes, {held_out}"),
@@ -282,24 +282,24 @@ def demo_workloads(pair: Pair) -> dict[str, Workload]:
 
 def goals(found: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Goals and measured ratios of "auto" over plain decoding and over the best fixed choice."""
-    lines = list[dict[str, Any]]()
+    rows = list[dict[str, Any]]()
     for name, row in found.items():
         over_plain, over_best = row["variants"][AUTO]["over_plain"], row["auto_over_best_fixed"]
         if row["wrong"]:
             goal = [("over plain", over_plain, 0.98)]
         else:
-            goal = [("over the best fixed", over_best, 0.93 if name == PLOTTED else 0.95)]
-            goal += [("over plain", over_plain, GAINS[name])] if name in GAINS and row["data"] != "toy" else []
-        lines += [
+            goal = [("over the best fixed", over_best, 0.93 if name == PLOTTED_WORKLOAD else 0.95)]
+            goal += [("over plain", over_plain, GOALS_OVER_PLAIN[name])] if name in GOALS_OVER_PLAIN and row["data"] != "toy" else []
+        rows += [
             {"workload": name, "figure": figure, "value": value, "goal": least, "met": value >= least} for figure, value, least in goal
         ]
-    return lines
+    return rows
 
 
 def plot(bench: Bench, workload: Workload, path: Path) -> None:
     """Save a picture of the draft length and the account of one turn."""
     with bench.engine.trace(PLOTTED_ROUNDS) as trace:
-        bench.run(workload.asks(0), workload.new_tokens, AUTO)
+        bench.run(workload.requests(0), workload.new_tokens, AUTO)
     picture.draw_lengths(trace.timeline, path)
 
 
@@ -315,28 +315,28 @@ def report(demo: bool, drafts: int, turns: int, only: Sequence[str], seconds: fl
     samples: dict[str, dict[Drafting | str, list[Sample]]] = {name: {} for name in chosen}
     begin, done = time.monotonic(), 0
     with tqdm(total=len(chosen) * turns, unit="turn", disable=not show) as bar:
-        while done < turns and (done < FEWEST_TURNS or (time.monotonic() - begin) * (done + 1) / done < seconds):
+        while done < turns and (done < MIN_TURNS or (time.monotonic() - begin) * (done + 1) / done < seconds):
             for name, workload in chosen.items():
                 bar.set_description(name)
-                key = len(workload.asks(0)), workload.wrong
+                key = len(workload.requests(0)), workload.wrong_drafts
                 if key not in benches:
                     benches[key] = Bench(pair, drafts, key[0], 768 if demo else 512, key[1], LOOK_UP)
-                bench, asks = benches[key], workload.asks(done)
+                bench, requests = benches[key], workload.requests(done)
                 variants = bench.variants
                 if done >= ALL_TURNS:
                     variants = tuple(variant for variant in variants if variant in {*contenders(samples[name]), PLAIN, AUTO})
                 for offset in range(len(variants)):  # each turn begins with another variant
                     variant = variants[(done + offset) % len(variants)]
-                    samples[name].setdefault(variant, []).append(bench.run(asks, workload.new_tokens, variant))
+                    samples[name].setdefault(variant, []).append(bench.run(requests, workload.new_tokens, variant))
                 bar.update()
             done += 1
     found: dict[str, Any] = {}
     for name, workload in chosen.items():
-        rows, data = len(workload.asks(0)), workload.data or "toy"
-        found[name] = {"rows": rows, "wrong": workload.wrong, "data": data, **figures(samples[name])}
+        rows, data = len(workload.requests(0)), workload.data or "toy"
+        found[name] = {"rows": rows, "wrong": workload.wrong_drafts, "data": data, **figures(samples[name])}
         print(line(name, found[name]))
-    if png is not None and PLOTTED in chosen:
-        plot(benches[len(chosen[PLOTTED].asks(0)), chosen[PLOTTED].wrong], chosen[PLOTTED], png)
+    if png is not None and PLOTTED_WORKLOAD in chosen:
+        plot(benches[len(chosen[PLOTTED_WORKLOAD].requests(0)), chosen[PLOTTED_WORKLOAD].wrong_drafts], chosen[PLOTTED_WORKLOAD], png)
     for bench in benches.values():
         bench.engine.close()
     return {
@@ -363,7 +363,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--turns", type=int, default=4, metavar="N", help="turns of each workload (default: %(default)s)")
     add("--only", nargs="+", default=[], metavar="NAME", help="run only these workloads")
     add("--seconds", type=float, default=480, metavar="S", help="time for turns after the second (default: %(default)s)")
-    add("--plot", type=Path, metavar="PNG", help=f"draft length and account over time of the workload {PLOTTED!r}")
+    add("--plot", type=Path, metavar="PNG", help=f"draft length and account over time of the workload {PLOTTED_WORKLOAD!r}")
     options = parser.parse_args(arguments)
     try:
         found = report(options.demo, options.drafts, options.turns, options.only, options.seconds, options.plot)

@@ -52,7 +52,7 @@ SHAPES = (
 ITEM, INDEX, SUM = 2, 8, 4  # bytes of an element, of a position or page number, of a running sum
 
 
-class Moved:
+class MovedBytes:
     """Bytes loaded and stored."""
 
     def __init__(self) -> None:
@@ -60,10 +60,10 @@ class Moved:
 
 
 @contextlib.contextmanager
-def counting() -> Iterator[Moved]:
+def counting() -> Iterator[MovedBytes]:
     """Count accesses by wrapping the interpreter's loads and stores."""
     builder: Any = triton.runtime.interpreter.InterpreterBuilder
-    load, store, moved = builder.create_masked_load, builder.create_masked_store, Moved()
+    load, store, moved = builder.create_masked_load, builder.create_masked_store, MovedBytes()
 
     def bytes_of(pointers: Any, mask: Any) -> int:
         width: int = pointers.get_element_ty().primitive_bitwidth

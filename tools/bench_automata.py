@@ -44,7 +44,7 @@ from tools.origin import origin
 PERCENTILES = (50, 85, 95, 99, 100)
 
 
-BIG, STATES, WALK_SECONDS = 500, 20_000, 30.0  # limits: positions of a walk, states of a grammar, processor time of a walk
+WALK_POSITIONS, MAX_STATES, WALK_SECONDS = 500, 20_000, 30.0  # limits: positions of a walk, states of a grammar, processor time of a walk
 MARKERS = ("</think>", '"a', "::")
 
 
@@ -66,8 +66,8 @@ class Case:
 def vocabularies() -> dict[str, Vocabulary]:
     """The demonstration's vocabulary, one of 131,072 tokens, a small one, and one where most bytes have no token of their own."""
     demonstration, (large, _) = Vocabulary.from_gguf(target_path()), vocabulary()
-    kept = [token if len(token) != 1 or token.isalnum() or token in b'"{}[]:, ' else b"" for token in demonstration.tokens]
-    sparse = Vocabulary(kept, demonstration.stop_token_ids, demonstration.logits_width, demonstration.control_token_ids)
+    tokens = [token if len(token) != 1 or token.isalnum() or token in b'"{}[]:, ' else b"" for token in demonstration.tokens]
+    sparse = Vocabulary(tokens, demonstration.stop_token_ids, demonstration.logits_width, demonstration.control_token_ids)
     return {"demonstration": demonstration, "large": large, "small": SMALL, "sparse": sparse}
 
 
@@ -104,20 +104,20 @@ def compare(case: Case, tokens: Vocabulary) -> dict[str, Any]:
     assert isinstance(library, XGrammar)
     comparer = Comparer(ours, library, case.marker)
     if case.kind == "states":
-        comparer.states({token[0]: token_id for token_id, token in enumerate(tokens.for_xgrammar) if len(token) == 1}, STATES)
+        comparer.states({token[0]: token_id for token_id, token in enumerate(tokens.for_xgrammar) if len(token) == 1}, MAX_STATES)
     else:
-        comparer.walk(BIG, Random(case.key), WALK_SECONDS)
-    return asdict(comparer.found)
+        comparer.walk(WALK_POSITIONS, Random(case.key), WALK_SECONDS)
+    return asdict(comparer.result)
 
 
-def compare_all(todo: Sequence[Case], tokens: Mapping[str, Vocabulary], positions: int, progress: Path) -> dict[str, Any]:
+def compare_all(pending: Sequence[Case], tokens: Mapping[str, Vocabulary], positions: int, progress: Path) -> dict[str, Any]:
     """Compares until `positions` are reached. Results are appended to the file `progress`; cases in it are not repeated."""
     done = {
         entry["case"]: entry for line in (progress.read_text().splitlines() if progress.exists() else []) for entry in [json.loads(line)]
     }
     total = sum(entry.get("compared", 0) for entry in done.values())
     with progress.open("a") as log, tqdm(total=positions, initial=total, unit="position", disable=not sys.stderr.isatty()) as bar:
-        for case in todo:
+        for case in pending:
             if case.key in done or (total >= positions and case.kind == "walk"):
                 continue
             found = done[case.key] = {"case": case.key} | compare(case, tokens[case.vocabulary])
@@ -193,8 +193,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     if options.positions:
         tokens = vocabularies()
-        todo = cases(tuple(tokens), options.folder, options.schemas, options.seed)
-        found = compare_all(todo, tokens, options.positions, options.progress)
+        pending = cases(tuple(tokens), options.folder, options.schemas, options.seed)
+        found = compare_all(pending, tokens, options.positions, options.progress)
     else:
         large, name = vocabulary()
         chosen = Random(options.seed).sample(paths, min(options.schemas, len(paths)))

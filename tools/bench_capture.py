@@ -73,10 +73,10 @@ def in_a_process(folder: str, *arguments: Any) -> dict[str, float]:
     """folder: the one that contains another `stepgraph`; empty for this one."""
     command = [sys.executable, __file__, "--one", json.dumps(arguments)]
     environment = {**os.environ, **({"PYTHONPATH": folder} if folder else {})}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"a capture failed: {done.stderr.strip()[-1000:]}")
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise RuntimeError(f"a capture failed: {result.stderr.strip()[-1000:]}")
+    found: dict[str, float] = json.loads(result.stdout.splitlines()[-1])
     return found
 
 
@@ -105,16 +105,16 @@ def report(rows: Sequence[int], turns: int, demo: bool, other: str, name: str) -
 
 
 def lines(found: Mapping[str, Any]) -> Sequence[str]:
-    made = [f"{'':<20}{'graphs':>8}{'nodes':>9}{'first s':>10}{'later s':>10}{'kept MB':>10}{'peak MB':>10}"]
+    output = [f"{'':<20}{'graphs':>8}{'nodes':>9}{'first s':>10}{'later s':>10}{'kept MB':>10}{'peak MB':>10}"]
     for label, rows in found["captures"].items():
         for name, each in rows.items():
             if name != "auto_over":
                 seconds = "".join(f"{each[key]:>10.2f}" for key in FIGURES[:2])
                 sizes = "".join(f"{each[key] / 1e6:>10.1f}" for key in FIGURES[2:])
-                made.append(f"{f'{label}, {name}':<20}{each['graphs']:>8.0f}{each['nodes']:>9.0f}{seconds}{sizes}")
+                output.append(f"{f'{label}, {name}':<20}{each['graphs']:>8.0f}{each['nodes']:>9.0f}{seconds}{sizes}")
         for name, ratios in rows["auto_over"].items():
-            made.append(f"{f'{label}, auto over {name}':<37}{''.join(f'{ratios[key]:>10.2f}' for key in FIGURES)}")
-    return made
+            output.append(f"{f'{label}, auto over {name}':<37}{''.join(f'{ratios[key]:>10.2f}' for key in FIGURES)}")
+    return output
 
 
 def main(arguments: list[str] | None = None) -> int:

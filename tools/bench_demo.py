@@ -29,20 +29,20 @@ from stepgraph.runtime.demo.pair import DRAFTS, head_path, target_path
 from stepgraph.runtime.demo.variants import LOOK_UP, Case, Pair, Variant, open_pair, tokens_per_second, variants
 from tools.bench import constrained_round, hidden_time
 from tools.origin import origin
-from tools.train.demo.collect import LONGEST_PROMPT, encoded
+from tools.train.demo.collect import LONGEST_PROMPT, encode_prompts
 from tools.train.demo.measure import VARIANTS, measure
-from tools.train.demo.prompts import prompt
+from tools.train.demo.prompts import make_prompt
 from tools.train.demo.schemas import MEASURED, SCHEMAS
 
 FIRST_SEED = 1000  # above the seeds of the model card
 TRAINING_PROMPTS = 400  # number of training prompts whose kinds are listed
-FREE = "talk"
+TALK = "talk"
 ROUND_DRAFTS = 3  # drafts of the rounds of --grammar-rounds
 NEW_TOKENS = 160
 BASELINE = "transformers + grammar"
 
 
-def compared(drafts: int) -> list[Variant]:
+def bench_variants(drafts: int) -> list[Variant]:
     """The demonstration's four variants, then fixed draft lengths: with all sources, and the head alone."""
     return [
         *variants(drafts),
@@ -62,9 +62,9 @@ def speed(times: list[tuple[int, float]]) -> dict[str, Any]:
 def throughput(pair: Pair, drafts: int, prompts: int, repeats: int, threads: int, baseline: bool) -> dict[str, Any]:
     """Run every prompt with every variant in turn, `repeats` times."""
     encoded_prompts = list(
-        encoded(target_path(), (prompt(FIRST_SEED + seed, kind, held_out=True) for seed in range(prompts) for kind in MEASURED))
+        encode_prompts(target_path(), (make_prompt(FIRST_SEED + seed, kind, held_out=True) for seed in range(prompts) for kind in MEASURED))
     )
-    cases = [Case(variant, pair, LONGEST_PROMPT + NEW_TOKENS) for variant in compared(drafts)]
+    cases = [Case(variant, pair, LONGEST_PROMPT + NEW_TOKENS) for variant in bench_variants(drafts)]
     for case in cases:
         case.engine.capture()
     other = None
@@ -82,7 +82,7 @@ def throughput(pair: Pair, drafts: int, prompts: int, repeats: int, threads: int
         same += texts["plain + grammar"] == texts["speculative + grammar"]
         if other is not None:
             timed = other.generate(ids, NEW_TOKENS, grammars[each.kind])
-            times.append((len(timed.tokens) - 1, timed.rest))
+            times.append((len(timed.tokens) - 1, timed.later_seconds))
     found = {case.variant.name: {**case.figures(), **speed(case.times)} for case in cases}
     free = free_text([case for case in cases if not case.variant.constrained], prompts, repeats)
     for case in cases:
@@ -97,7 +97,7 @@ def throughput(pair: Pair, drafts: int, prompts: int, repeats: int, threads: int
         "same_texts": f"{same} of {checked}",
         "data": "prompts with names, places, things and topics that no training prompt has",
         "schemas": list(MEASURED),
-        "schemas_of_training_prompts": sorted({prompt(seed).kind for seed in range(TRAINING_PROMPTS)} & set(MEASURED)),
+        "schemas_of_training_prompts": sorted({make_prompt(seed).kind for seed in range(TRAINING_PROMPTS)} & set(MEASURED)),
         "variants": found,
         "free_text": free,
     }
@@ -105,7 +105,7 @@ def throughput(pair: Pair, drafts: int, prompts: int, repeats: int, threads: int
 
 def free_text(cases: list[Case], prompts: int, repeats: int) -> dict[str, Any]:
     """The variants without grammars on held-out questions."""
-    questions = list(encoded(target_path(), (prompt(FIRST_SEED + seed, FREE, held_out=True) for seed in range(prompts))))
+    questions = list(encode_prompts(target_path(), (make_prompt(FIRST_SEED + seed, TALK, held_out=True) for seed in range(prompts))))
     before = {case.variant.name: (len(case.times), case.engine.stats()) for case in cases}
     for ids, _ in tqdm(questions * repeats, desc="free text", unit="prompt", disable=not sys.stderr.isatty()):
         for case in cases:
@@ -151,7 +151,7 @@ def legality(pair: Pair, drafts: int, count: int) -> dict[str, Any]:
         engine.capture()
         bar = tqdm(total=count * len(MEASURED), desc="legality", unit="answer", disable=not sys.stderr.isatty())
         for kind in MEASURED:
-            encoded_prompts = encoded(target_path(), (prompt(FIRST_SEED + seed, kind, held_out=True) for seed in range(count)))
+            encoded_prompts = encode_prompts(target_path(), (make_prompt(FIRST_SEED + seed, kind, held_out=True) for seed in range(count)))
             constraint = Constraint.json_schema(SCHEMAS[kind])
             jobs = [engine.submit(ids, constraint=constraint, max_new_tokens=NEW_TOKENS) for ids, _ in encoded_prompts]
             for event in engine.stream():

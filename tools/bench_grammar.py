@@ -30,8 +30,8 @@ from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
 from stepgraph.sampling.grammar.link.native import available_processors
 from stepgraph.sampling.grammar.link.python import PythonLink
 from tools.bench import compile_cost as bench_compile
-from tools.bench.grammar_documents import TEXTS, Reader, RowRound, encode, vocabulary
-from tools.bench.grammar_variants import LibraryBatch, Linked, PythonLoop, native, native_forcing, native_reason
+from tools.bench.grammar_documents import TEXTS, DocumentRounds, RowRound, encode, vocabulary
+from tools.bench.grammar_variants import LibraryBatch, LinkVariant, PythonLoop, make_native_link, native_forcing, native_reason
 from tools.bench.library_calls import timed_library_calls
 from tools.gpu.checks.stopwatch import percentiles, ratio_of
 from tools.origin import origin
@@ -67,15 +67,15 @@ class Bench:
         self.rows, self.drafts, self.documents, self.backend, self.rng = rows, drafts, documents, backend, random.Random(7)
         self.legal = torch.from_numpy(table.text_words | table.stop_words)
         self.loops = [loop(rows, words, drafts) for loop in library_loops(backend)]
-        self.links = [Linked("python link", PythonLink, rows, words, drafts)]
+        self.links = [LinkVariant("python link", PythonLink, rows, words, drafts)]
         if native_reason() == "":
             self.links += [
-                Linked("native link", native, rows, words, drafts),
-                Linked(FROM_C, native, rows, words, drafts, from_c=True),
-                Linked(FORCING, native_forcing(table), rows, words, drafts, from_c=True),
-                Linked(TABLES, native, rows, words, drafts, from_c=True, instead=automata),
+                LinkVariant("native link", make_native_link, rows, words, drafts),
+                LinkVariant(FROM_C, make_native_link, rows, words, drafts, from_c=True),
+                LinkVariant(FORCING, native_forcing(table), rows, words, drafts, from_c=True),
+                LinkVariant(TABLES, make_native_link, rows, words, drafts, from_c=True, replacements=automata),
             ]
-        self.readers: list[Reader | None] = [None] * rows
+        self.readers: list[DocumentRounds | None] = [None] * rows
         self.figures = Figures({variant.name: [] for variant in self.variants}, {variant.name: 0.0 for variant in self.variants})
 
     @property
@@ -90,7 +90,7 @@ class Bench:
             turn = reader.turn() if reader else None
             while turn is None:
                 grammar, tokens = self.documents[self.rng.randrange(len(self.documents))]
-                reader = self.readers[slot] = Reader(grammar, tokens, self.drafts, self.rng)
+                reader = self.readers[slot] = DocumentRounds(grammar, tokens, self.drafts, self.rng)
                 for variant in self.variants:
                     variant.start_document(slot, grammar)
                 turn = reader.turn()
@@ -103,10 +103,10 @@ class Bench:
         self.rng.shuffle(order)
         for variant in order:
             variant.prepare(turns)
-            begun = time.process_time()
+            started = time.process_time()
             spent = variant.seconds()
             if keep:
-                self.figures.processor_seconds[variant.name] += time.process_time() - begun
+                self.figures.processor_seconds[variant.name] += time.process_time() - started
                 self.figures.seconds[variant.name].append(spent)
         if keep:
             self.figures.rounds += 1
@@ -181,7 +181,7 @@ def count_bytecodes(call: Callable[[], object]) -> int:
     return count
 
 
-def alone(make: Callable[[], Bench], rounds: int) -> dict[str, float]:
+def measure_alone(make: Callable[[], Bench], rounds: int) -> dict[str, float]:
     """Median microseconds of a round if no other variant runs between two rounds, as in a process with one variant, whose tables and
     masks stay in the caches. The variants alternate in blocks of rounds over the same documents."""
     cases = {name: make() for name in (FROM_C, TABLES)}
@@ -211,7 +211,7 @@ def measure(rows: int, rounds: int, drafts: int, table: Vocabulary, documents: A
     gc.disable()
     for index in tqdm(range(warm_up + rounds), desc=f"{rows} rows", unit="round", disable=not sys.stderr.isatty(), leave=False):
         bench.round(keep=index >= warm_up, compare=index < warm_up)
-    by_itself = alone(make, rounds) if TABLES in bench.figures.seconds else None
+    by_itself = measure_alone(make, rounds) if TABLES in bench.figures.seconds else None
     gc.enable()
     seconds, loop, link = bench.figures.seconds, bench.loops[0].name, bench.links[0].name
     processor = bench.figures.processor_seconds

@@ -106,11 +106,11 @@ def measure(model: Path, ranks: int, tokens: int, turns: int) -> dict[str, Any]:
         for engine in (whole, divided):
             engine.capture()
         for _ in range(turns):
-            expected, taken, _ = decode(whole, tokens, Meter())
-            times["whole"].append(taken)
+            expected, step_times, _ = decode(whole, tokens, Meter())
+            times["whole"].append(step_times)
             with metered(meter):
-                found, taken, steps = decode(divided, tokens, meter)
-            times["divided"].append(taken)
+                found, step_times, steps = decode(divided, tokens, meter)
+            times["divided"].append(step_times)
     pairs = list(zip(times["whole"], times["divided"], strict=True))
     return {
         "model": model.name,
@@ -125,7 +125,7 @@ def measure(model: Path, ranks: int, tokens: int, turns: int) -> dict[str, Any]:
         },
         "messages_per_step": meter.messages / steps,
         "sent_bytes_per_step": meter.sent / steps,
-        "step": {name: {unit: statistics.median(each[unit] for each in its) for unit in its[0]} for name, its in times.items()},
+        "step": {name: {unit: statistics.median(each[unit] for each in samples) for unit in samples[0]} for name, samples in times.items()},
         "divided_over_whole": {unit: statistics.median(b[unit] / a[unit] for a, b in pairs) for unit in pairs[0][0]},
     }
 

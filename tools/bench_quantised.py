@@ -30,12 +30,12 @@ from stepgraph.runtime.demo.variants import Case, open_pair, tokens_per_second, 
 from stepgraph.runtime.models.files.checkpoint import DEQUANTISED, QUANTISED
 from tools.bench_demo import FIRST_SEED, NEW_TOKENS
 from tools.origin import origin
-from tools.train.demo.collect import LONGEST_PROMPT, encoded
-from tools.train.demo.prompts import prompt
+from tools.train.demo.collect import LONGEST_PROMPT, encode_prompts
+from tools.train.demo.prompts import make_prompt
 from tools.train.demo.schemas import MEASURED, SCHEMAS
 
 PLAIN, SPECULATIVE = "plain + grammar", "speculative + grammar"
-LLAMA_CPP, FREE = "llama.cpp + grammar", "llama.cpp"
+LLAMA_CPP, UNCONSTRAINED = "llama.cpp + grammar", "llama.cpp"
 GOALS = {  # least ratio of the first rate to the second
     f"{QUANTISED} {PLAIN} / {DEQUANTISED} {PLAIN}": 1.6,
     f"{QUANTISED} {SPECULATIVE} / {DEQUANTISED} {SPECULATIVE}": 1.3,
@@ -53,7 +53,7 @@ class Timed(NamedTuple):
 Run = Callable[[Sequence[int], str], Timed]  # arguments: prompt ids, name of the schema
 
 
-def ours(weights: str, drafts: int, draft_length: int | str) -> tuple[dict[str, Run], int]:
+def stepgraph_runs(weights: str, drafts: int, draft_length: int | str) -> tuple[dict[str, Run], int]:
     """The variants with grammars, by name, and the bytes of the target's weights."""
     pair = open_pair(drafts, sys.stderr.isatty(), weights)
     found: dict[str, Run] = {}
@@ -92,31 +92,31 @@ def llama_cpp(threads: int) -> dict[str, Run]:
             count += 1
         return Timed(count, time.perf_counter() - start, time.process_time() - processor)
 
-    return {LLAMA_CPP: run, FREE: lambda ids, kind: run(ids, kind, constrained=False)}
+    return {LLAMA_CPP: run, UNCONSTRAINED: lambda ids, kind: run(ids, kind, constrained=False)}
 
 
 def report(drafts: int, draft_length: int | str, prompts: int, repeats: int, threads: int) -> dict[str, Any]:
     torch.set_num_threads(threads)
-    given = [
+    prompt_kinds = [
         (ids, each.kind)
-        for ids, each in encoded(
-            target_path(), (prompt(FIRST_SEED + seed, kind, held_out=True) for seed in range(prompts) for kind in MEASURED)
+        for ids, each in encode_prompts(
+            target_path(), (make_prompt(FIRST_SEED + seed, kind, held_out=True) for seed in range(prompts) for kind in MEASURED)
         )
     ]
     runs: dict[str, Run] = {}
     nbytes: dict[str, int] = {}
     for weights in (QUANTISED, DEQUANTISED):
-        made, nbytes[weights] = ours(weights, drafts, draft_length)
-        runs |= made
+        weight_runs, nbytes[weights] = stepgraph_runs(weights, drafts, draft_length)
+        runs |= weight_runs
     runs |= llama_cpp(threads)
     times: dict[str, list[Timed]] = {name: [] for name in runs}
-    for ids, kind in given * repeats:
+    for ids, kind in prompt_kinds * repeats:
         for name, run in runs.items():
             times[name].append(run(ids, kind))
     return {
         **origin(),
         "llama_cpp_python": getattr(sys.modules.get("llama_cpp"), "__version__", None),
-        "data": f"{target_path().name}, {len(given)} prompts with names, places, things and topics that no training prompt has",
+        "data": f"{target_path().name}, {len(prompt_kinds)} prompts with names, places, things and topics that no training prompt has",
         "schemas": list(MEASURED),
         "repeats": repeats,
         "threads": threads,
@@ -155,8 +155,8 @@ def ratios(times: Mapping[str, Sequence[Timed]], threads: int) -> dict[str, list
 def lines(found: Mapping[str, Any]) -> Iterator[str]:
     for name, row in found["variants"].items():
         low, high = row["quartiles"]
-        own = row.get("tokens_per_processor_second", "")
-        yield f"{name:<36}{row['tokens_per_second']:>8} tokens/s{own:>8} by processor time, quartiles {low} to {high}"
+        processor_rate = row.get("tokens_per_processor_second", "")
+        yield f"{name:<36}{row['tokens_per_second']:>8} tokens/s{processor_rate:>8} by processor time, quartiles {low} to {high}"
     for name, (value, goal) in found["ratios"].items():
         yield f"{name:<72}{value:>8}  goal {goal}"
 

@@ -39,12 +39,12 @@ from stepgraph.sampling.kernels.operation import OPERATIONS
 from stepgraph.sampling.sampler import Param
 from tools.bench.plain_sampling import plain_sampling
 from tools.gpu.checks.context import Context
-from tools.gpu.checks.stopwatch import for_seconds, ratio_of, stopwatch, take_turns, until_done
+from tools.gpu.checks.stopwatch import for_seconds, ratio_of, stopwatch, take_turns, wait_us
 
 SHAPES = ((1, 4, 32_000), (8, 4, 32_000), (8, 0, 32_000), (1, 4, 151_936))  # rows, drafts, vocabulary
-ASKED = {Param.TEMPERATURE: 0.8, Param.TOP_K: 50, Param.TOP_P: 0.95, Param.REPETITION_PENALTY: 1.1, Param.FREQUENCY_PENALTY: 0.1}
+ROW_PARAMS = {Param.TEMPERATURE: 0.8, Param.TOP_K: 50, Param.TOP_P: 0.95, Param.REPETITION_PENALTY: 1.1, Param.FREQUENCY_PENALTY: 0.1}
 SECONDS = 8.0  # time for the turns of one shape
-LEGAL = 0.3  # share of the vocabulary that a mask allows
+LEGAL_SHARE = 0.3  # share of the vocabulary that a mask allows
 ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 Call = Callable[[], object]
 
@@ -61,14 +61,14 @@ class Operations(TorchDispatchMode):
             self.calls.append((func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
-    def ours(self) -> Iterator[tuple[str, Call]]:
+    def stepgraph_calls(self) -> Iterator[tuple[str, Call]]:
         """Names of the library operations in a call, with a function that repeats each."""
         for func, args, kwargs in self.calls:
             if func.namespace == "stepgraph":
                 yield func._schema.name.removeprefix("stepgraph::"), partial(func, *args, **kwargs)
 
 
-def seen(call: Call) -> Operations:
+def operations_of(call: Call) -> Operations:
     operations = Operations()
     with operations:
         call()
@@ -79,17 +79,17 @@ class Scene:
     """Rows in mid-generation, each with a grammar, sampling settings and drafts near the target's distribution."""
 
     def __init__(self, device: torch.device, rows: int, k: int, width: int) -> None:
-        made = torch.Generator().manual_seed(width + k)
+        rng = torch.Generator().manual_seed(width + k)
         limits = Limits(rows, k, max_length=1024, page_size=64, num_pages=16 * rows, vocab_size=width, num_tokens=width, feature_size=0)
         self.rows, self.k = rows, k
         self.buffers = b = StaticBuffers(round_specs(limits), device)
-        logits = torch.randn(rows, k + 1, width, generator=made) * 3
-        allowed = torch.rand(rows, k + 1, width, generator=made) < LEGAL
+        logits = torch.randn(rows, k + 1, width, generator=rng) * 3
+        allowed = torch.rand(rows, k + 1, width, generator=rng) < LEGAL_SHARE
         params = torch.zeros(rows, len(Param))
-        params[:, list(ASKED)] = torch.tensor(list(ASKED.values()))
-        near = (logits + torch.randn(logits.shape, generator=made)).masked_fill(~allowed, float("-inf"))
+        params[:, list(ROW_PARAMS)] = torch.tensor(list(ROW_PARAMS.values()))
+        near = (logits + torch.randn(logits.shape, generator=rng)).masked_fill(~allowed, float("-inf"))
         offered = sampler.distribution(near[:, :k], params)
-        drafts = sampler.race(offered, torch.empty_like(offered).exponential_(generator=made))
+        drafts = sampler.race(offered, torch.empty_like(offered).exponential_(generator=rng))
         state = {Column.GENERATED: 10, Column.FINISH: int(FinishCode.RUNNING), Column.LENGTH: 100, Column.MAX_LENGTH: 1000}
         state |= {Column.CONSTRAINED: 1, Column.DRAFT_COUNT: k, Column.DRAFT_LIMIT: k}
         for column, number in state.items():
@@ -145,14 +145,14 @@ def measure_shape(context: Context, rows: int, k: int, width: int, seconds: floa
         steps |= {"draft sampled": scene.choose_draft(True), "draft greedy": scene.choose_draft(False)}
     entries: list[Entry] = []
     for stage, call in steps.items():
-        operations = seen(call)
-        inner = [_entry(context, stage, *named) for named in operations.ours()]
+        operations = operations_of(call)
+        inner = [_entry(context, stage, *named) for named in operations.stepgraph_calls()]
         total = len(operations.calls)
         entries += [Entry(stage, "whole stage", call, total, total - len(inner) + sum(each.plain_operations for each in inner)), *inner]
     plain = scene.plain()
-    count = len(seen(plain).calls)
+    count = len(operations_of(plain).calls)
     # multinomial makes the host wait, so it cannot be captured; it runs eagerly, as in such a loop
-    watches: dict[str, Callable[[], float]] = {"plain pipeline": partial(until_done, context, plain)}
+    watches: dict[str, Callable[[], float]] = {"plain pipeline": partial(wait_us, context, plain)}
     for index, entry in enumerate(entries):
         watches[f"{index}"] = stopwatch(context, entry.call)
         if entry.reference is not None:
@@ -173,7 +173,7 @@ def _entry(context: Context, stage: str, name: str, call: Call) -> Entry:
     """An operation and its reference with the same arguments."""
     assert isinstance(call, partial)
     plain = partial(OPERATIONS[f"stepgraph::{name}"].run_reference, *call.args, **call.keywords)
-    return Entry(stage, name, call, 1, len(seen(plain).calls), None if context.rehearsal else plain)
+    return Entry(stage, name, call, 1, len(operations_of(plain).calls), None if context.rehearsal else plain)
 
 
 def _cost(times: Sequence[float], rows: int) -> dict[str, float]:
@@ -194,8 +194,8 @@ def report(context: Context, shapes: Sequence[tuple[int, int, int]], seconds: fl
         "device": platform.machine() if context.rehearsal else torch.cuda.get_device_name(),
         "implementation": kernels.describe(context.device),
         "torch": torch.__version__,
-        "asked_of_every_row": {column.name.lower(): value for column, value in ASKED.items()},
-        "legal_share": LEGAL,
+        "asked_of_every_row": {column.name.lower(): value for column, value in ROW_PARAMS.items()},
+        "legal_share": LEGAL_SHARE,
         "shapes": [measure_shape(context, *shape, seconds) for shape in shapes],
     }
 

@@ -48,7 +48,7 @@ _OLD_DRAFT = re.compile(r'"\$schema": "[^"]*draft-0[34]')
 _NAMES = re.compile(r"'[^']*'|\"[^\"]*\"|#[^ :]*|\d+")
 
 
-def entries(data: Path) -> Iterator[tuple[str, Any, list[dict[str, Any]]]]:
+def read_entries(data: Path) -> Iterator[tuple[str, Any, list[dict[str, Any]]]]:
     """The name, the schema and the tests of each entry."""
     if data.is_dir():
         lines = ((str(path.relative_to(data)), path.read_text(encoding="utf-8")) for path in sorted(data.rglob("*.json")))
@@ -60,28 +60,28 @@ def entries(data: Path) -> Iterator[tuple[str, Any, list[dict[str, Any]]]]:
         yield entry.get("name", str(where)), entry["schema"], entry.get("tests", [])
 
 
-class Orders:
+class PropertyOrders:
     """Texts of instances with properties in the orders that a schema declares, one of which a grammar usually requires."""
 
     def __init__(self, schema: Any) -> None:
-        self._lists = list(dict.fromkeys(tuple(names) for names in self._declared(schema)))
+        self._lists = list(dict.fromkeys(tuple(names) for names in self._declared_orders(schema)))
         ranks = dict.fromkeys(name for names in self._lists for name in names)
         self._ranks = {name: rank for rank, name in enumerate(ranks)}
 
-    def _declared(self, schema: Any) -> Iterator[Sequence[str]]:
+    def _declared_orders(self, schema: Any) -> Iterator[Sequence[str]]:
         if isinstance(schema, dict):
             for keyword in ("properties", "required"):
                 names = schema.get(keyword)
                 if isinstance(names, dict) or (isinstance(names, list) and all(isinstance(name, str) for name in names)):
                     yield list(names)
             for child in schema.values():
-                yield from self._declared(child)
+                yield from self._declared_orders(child)
         elif isinstance(schema, list):
             for child in schema:
-                yield from self._declared(child)
+                yield from self._declared_orders(child)
 
     def texts(self, value: Any) -> list[str]:
-        found = [json.dumps(written, ensure_ascii=False) for written in (self._best(value), self.ranked(value), value)]
+        found = [json.dumps(ordered, ensure_ascii=False) for ordered in (self._best(value), self.ranked(value), value)]
         return list(dict.fromkeys(found))
 
     def ranked(self, value: Any) -> Any:
@@ -140,18 +140,18 @@ def copies(grammar: Grammar, count: int) -> list[Grammar]:
     return [replace(grammar, image=grammar.image.copy()) for _ in range(count)]
 
 
-class Instance:
+class OrderSearch:
     """Looks for an order of properties in which a grammar accepts a value: combined schemas have an order of their own."""
 
     def __init__(self, grammar: Grammar, tokens: Tokens, has_whole_floats: bool = True) -> None:
         """`has_whole_floats`: 1.0 is an integer, which it is not in drafts 3 and 4."""
-        self._matcher, self._tokens, self._whole, self._tried = grammar.matcher(), tokens, has_whole_floats, 0
+        self._matcher, self._tokens, self._whole, self._num_tried = grammar.matcher(), tokens, has_whole_floats, 0
         self.text = bytearray()
 
     def is_accepted(self, value: Any) -> bool:
-        return self._placed(value) and self._matcher.accept_token(self._tokens.stop)
+        return self._accept_value(value) and self._matcher.accept_token(self._tokens.stop)
 
-    def _written(self, text: str) -> bool:
+    def _accept_text(self, text: str) -> bool:
         data = text.encode("utf-8", "surrogatepass")
         for count, byte in enumerate(data):
             if not self._matcher.accept_token(self._tokens.bytes[byte]):
@@ -160,51 +160,51 @@ class Instance:
         self.text += data
         return True
 
-    def _back_to(self, length: int) -> None:
+    def _roll_back_to(self, length: int) -> None:
         self._matcher.rollback(len(self.text) - length)
         del self.text[length:]
 
-    def _placed(self, value: Any) -> bool:
+    def _accept_value(self, value: Any) -> bool:
         """Append the text of a value; if no order is found, nothing."""
         start = len(self.text)
         if isinstance(value, dict):
-            found = self._written("{") and self._members(value, "")
+            found = self._accept_text("{") and self._accept_members(value, "")
         elif isinstance(value, list):
-            parts = (self._written(", "[: 2 * bool(index)]) and self._placed(item) for index, item in enumerate(value))
-            found = self._written("[") and all(parts) and self._written("]")
+            parts = (self._accept_text(", "[: 2 * bool(index)]) and self._accept_value(item) for index, item in enumerate(value))
+            found = self._accept_text("[") and all(parts) and self._accept_text("]")
         else:
-            found = self._written(json.dumps(value, ensure_ascii=False))
-            found = found or (self._whole and isinstance(value, float) and value.is_integer() and self._written(str(int(value))))
+            found = self._accept_text(json.dumps(value, ensure_ascii=False))
+            found = found or (self._whole and isinstance(value, float) and value.is_integer() and self._accept_text(str(int(value))))
         if not found:
-            self._back_to(start)
+            self._roll_back_to(start)
         return found
 
-    def _members(self, rest: dict[str, Any], comma: str) -> bool:
+    def _accept_members(self, rest: dict[str, Any], comma: str) -> bool:
         if not rest:
-            return self._written("}")
+            return self._accept_text("}")
         start, possible = len(self.text), self._possible(rest, comma)
         for name in possible:
-            self._tried += 1
-            if self._tried > MAX_TRIED:
+            self._num_tried += 1
+            if self._num_tried > MAX_TRIED:
                 return False
             others = {other: value for other, value in rest.items() if other != name}
             # A name that can be written before this property must also be possible after it.
             if (
-                self._written(f"{comma}{_key(name)}")
-                and self._placed(rest[name])
+                self._accept_text(f"{comma}{_key(name)}")
+                and self._accept_value(rest[name])
                 and others.keys() & possible <= set(self._possible(others, ", "))
-                and self._members(others, ", ")
+                and self._accept_members(others, ", ")
             ):
                 return True
-            self._back_to(start)
+            self._roll_back_to(start)
         return False
 
     def _possible(self, names: Iterable[str], comma: str) -> list[str]:
         found, start = list[str](), len(self.text)
         for name in names:
-            if self._written(f"{comma}{_key(name)}"):
+            if self._accept_text(f"{comma}{_key(name)}"):
                 found.append(name)
-                self._back_to(start)
+                self._roll_back_to(start)
         return found
 
 
@@ -244,10 +244,10 @@ def outcome(schema: Any, tests: Sequence[dict[str, Any]], compiler: Compiler, to
         return {"outcome": REFUSED, "reason": str(error)}
     found: dict[str, Any] = {"backend": backend, "seconds": seconds, "mask_us": [], "wrong": []}
     unread = copies(grammar, 3)
-    orders, has_whole_floats = Orders(schema), not _OLD_DRAFT.search(json.dumps(schema))
+    orders, has_whole_floats = PropertyOrders(schema), not _OLD_DRAFT.search(json.dumps(schema))
     for number, test in enumerate(tests):
         text = next((text for text in orders.texts(test["data"]) if accepts(grammar, text, tokens)), None)
-        instance = Instance(grammar, tokens, has_whole_floats)
+        instance = OrderSearch(grammar, tokens, has_whole_floats)
         if text is None and instance.is_accepted(orders.ranked(test["data"])):
             text = instance.text.decode("utf-8", "surrogatepass")
         if (text is not None) != test["valid"]:
@@ -260,22 +260,22 @@ def outcome(schema: Any, tests: Sequence[dict[str, Any]], compiler: Compiler, to
 
 def summary(outcomes: Sequence[dict[str, Any]]) -> dict[str, Any]:
     counts = Counter(found["outcome"] for found in outcomes)
-    reasons = Counter(_reason(found["reason"]) for found in outcomes if found["outcome"] == REFUSED)
+    reasons = Counter(_normalised_reason(found["reason"]) for found in outcomes if found["outcome"] == REFUSED)
     compiled = [found for found in outcomes if found["outcome"] != REFUSED]
     wrong = Counter(kind for found in outcomes for _, kind in found.get("wrong", ()))
     backends = Counter(found["backend"] for found in compiled)
     masks = {name: [times for found in compiled if found["backend"] == name for times in found["mask_us"]] for name in backends}
-    everything = [times for found in masks.values() for times in found]
+    all_times = [times for found in masks.values() for times in found]
     return {
         "schemas": len(outcomes),
         "counts": dict(counts.most_common()),
         "instances": dict(wrong),
         "backends": dict(backends),
         "compile_ms": _percentiles([found["seconds"] * 1e3 for found in compiled], (50, 95, 99, 100)),
-        "masks": len(everything),
+        "masks": len(all_times),
         "mask_us": {
             name: {kind: _percentiles([times[at] for times in found], (50, 99, 99.9, 100)) for at, kind in enumerate(MASK_TIMES)}
-            for name, found in {"all": everything, **masks}.items()
+            for name, found in {"all": all_times, **masks}.items()
             if found
         },
         "refused": dict(reasons.most_common(40)),
@@ -286,7 +286,7 @@ def _percentiles(values: Sequence[float], shares: Sequence[float]) -> dict[str, 
     return {f"p{share}": round(float(np.percentile(values or [0.0], share)), 1) for share in shares}
 
 
-def _reason(message: str) -> str:
+def _normalised_reason(message: str) -> str:
     """A message without places and values, so that equal reasons are counted together."""
     return _NAMES.sub("_", message.partition("cannot be compiled: ")[2] or message)[:160]
 
@@ -309,7 +309,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = {found["name"] for found in known}
     table = BYTES if options.vocabulary == "bytes" else vocabulary()[0]
     compiler, tokens = Compiler(table, options.backend), Tokens(table)
-    pending = [entry for entry in entries(options.data) if entry[0] not in names]
+    pending = [entry for entry in read_entries(options.data) if entry[0] not in names]
     for name, schema, tests in tqdm(pending, unit="schema", disable=not sys.stderr.isatty()):
         found = {"name": name, **outcome(schema, tests, compiler, tokens, {"objects": options.objects})}
         known.append(found)

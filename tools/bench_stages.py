@@ -43,16 +43,16 @@ from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import Eagle3Config, LlamaConfig
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.sampling.params import GREEDY
-from tools.bench_sampling import seen
+from tools.bench_sampling import operations_of
 from tools.gpu.checks.context import Context, summary
-from tools.gpu.checks.stopwatch import stopwatch, take_turns, until_done
+from tools.gpu.checks.stopwatch import stopwatch, take_turns, wait_us
 from tools.origin import origin
 from tools.random_weights import randomised
 
 Call = Callable[[], object]
 KINDS = tuple(itertools.product((False, True), (False, True)))  # constrained, sampled
 CONSTRAINT = Constraint.regex("[ -~]{400}")  # keeps rows from ending
-ASKED = SamplingParams(temperature=0.8, top_k=50, top_p=0.95, seed=1)
+SAMPLING = SamplingParams(temperature=0.8, top_k=50, top_p=0.95, seed=1)
 PROMPT = 32  # tokens of the chunk that is measured
 VOCABULARY = Vocabulary.printable()
 
@@ -120,7 +120,7 @@ class Scene:
         self.engine = Engine(pair.target, pair.draft if drafts else None, vocabulary=pair.vocabulary, config=config)
         self.report = dict(self.engine.capture().keys)[self.key]
         for row in range(rows):
-            sampling = replace(ASKED if sampled else GREEDY, ignore_eos=not constrained)  # CONSTRAINT does not end early
+            sampling = replace(SAMPLING if sampled else GREEDY, ignore_eos=not constrained)  # CONSTRAINT does not end early
             prompt = [(row + index) % 90 for index in range(PROMPT + 1)]
             self.engine.submit(prompt, constraint=CONSTRAINT if constrained else None, sampling=sampling, max_new_tokens=400)
         while self.engine.stats().running < rows:  # the grammar may still be compiling in a worker
@@ -186,9 +186,9 @@ def measure(context: Context, pair: Pair, rows: int, drafts: int, kind: tuple[bo
     scene = Scene(pair, rows, drafts, constrained, sampled)
     try:
         calls = scene.calls()
-        counts = {name: len(seen(call).calls) for name, call in calls.items()}
+        counts = {name: len(operations_of(call).calls) for name, call in calls.items()}
         watches = {name: stopwatch(context, call) for name, call in calls.items() if name != "prompt"}
-        watches["prompt"] = partial(until_done, context, calls["prompt"])  # attention plans on the host, so it cannot be captured
+        watches["prompt"] = partial(wait_us, context, calls["prompt"])  # attention plans on the host, so it cannot be captured
         times = take_turns(watches, range(turns))
         figures = {name: {"us": summary(times[name]), "operations": counts[name]} for name in calls}
         nodes = scene.host_nodes(turns + 1) if constrained else {}

@@ -38,13 +38,13 @@ _PROGRAM = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 CHECKOUT_ONLY = shutil.ignore_patterns(".*", "build", "dist", "tests", "tools", "docs", "*.so", "*.egg-info", "__pycache__")
 
 
-def ours(task: str) -> str:
+def our_program(task: str) -> str:
     found = _PROGRAM.search((ROOT / "docs" / f"{PAGES[task]}.md").read_text(encoding="utf-8"))
     assert found is not None
     return found[1]
 
 
-def theirs(task: str) -> dict[str, str]:
+def other_programs(task: str) -> dict[str, str]:
     """Programs by library, without libraries that cannot do the task."""
     page = Path(__file__).with_suffix(".md").read_text(encoding="utf-8")
     (section,) = re.findall(rf"^## {re.escape(task)}\n(.*?)(?=^## |\Z)", page, re.DOTALL | re.MULTILINE)
@@ -59,8 +59,8 @@ def count(program: str) -> int:
 def lines_table() -> list[str]:
     rows = []
     for task in PAGES:
-        others = theirs(task)
-        rows.append([task, str(count(ours(task))), *(str(count(others[name])) if name in others else "-" for name in LIBRARIES)])
+        others = other_programs(task)
+        rows.append([task, str(count(our_program(task))), *(str(count(others[name])) if name in others else "-" for name in LIBRARIES)])
     return table(["lines of code", "stepgraph", *LIBRARIES], rows)
 
 
@@ -90,7 +90,7 @@ def run(folder: Path) -> bool:
         source = shutil.copytree(ROOT, Path(copy) / "stepgraph", ignore=CHECKOUT_ONLY)
         reuse_library(source)
         for task, page in PAGES.items():
-            (folder / f"first_{page}.py").write_text(re.sub(r'"model(\.gguf)?"', '"demo"', ours(task)), encoding="utf-8")
+            (folder / f"first_{page}.py").write_text(re.sub(r'"model(\.gguf)?"', '"demo"', our_program(task)), encoding="utf-8")
         (folder / "my_step.py").write_text(STEP_EXAMPLE, encoding="utf-8")
         environment = {**os.environ, "PYTHONPATH": str(folder / "site")}
         for name, command in steps(source):

@@ -36,7 +36,7 @@ if __name__ == "__main__":
 from tools.gpu.checks.catalogue import CATALOGUE, FULL_SECONDS, QUICK_SECONDS, Entry
 from tools.gpu.checks.document import compose, merge, save
 from tools.gpu.checks.link import compile_library
-from tools.gpu.checks.supervisor import Lost, Row, Supervisor, modules_of, rows
+from tools.gpu.checks.supervisor import Row, Supervisor, WorkerLost, modules_of, rows
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "tools" / "results"
@@ -78,10 +78,10 @@ def main(arguments: Sequence[str] | None = None, catalogue: Sequence[Entry] = CA
         return serve(options.worker)
     if options.list:
         for entry in catalogue:
-            print(f"{entry.name:<42}{entry.seconds:>4.0f}  {entry.sentence}")
+            print(f"{entry.name:<42}{entry.seconds:>4.0f}  {entry.description}")
         return 0
     if options.merge:
-        return merged(options, catalogue)
+        return merge_documents(options, catalogue)
     unknown = sorted(set(options.only or ()) - {entry.name for entry in catalogue})
     if unknown:
         print(f"--only: got {', '.join(unknown)}, expected names of --list", file=sys.stderr)
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None, catalogue: Sequence[Entry] = CA
     return run(options, [entry for entry in catalogue if not options.only or entry.name in options.only])
 
 
-def merged(options: argparse.Namespace, catalogue: Sequence[Entry]) -> int:
+def merge_documents(options: argparse.Namespace, catalogue: Sequence[Entry]) -> int:
     try:
         documents = [json.loads(path.read_text(encoding="utf-8")) for path in options.merge]
         document = merge(documents, [entry.name for entry in catalogue])
@@ -105,7 +105,7 @@ def merged(options: argparse.Namespace, catalogue: Sequence[Entry]) -> int:
 
 def run(options: argparse.Namespace, entries: Sequence[Entry], worker: Sequence[str] = WORKER) -> int:
     begin, found = time.monotonic(), list[Row]()
-    allowed = math.inf if options.rehearse else QUICK_SECONDS if options.quick else FULL_SECONDS
+    limit_seconds = math.inf if options.rehearse else QUICK_SECONDS if options.quick else FULL_SECONDS
     folder = options.out or (RESULTS if options.save or not options.rehearse else None)
     supervisor = Supervisor(worker, options.rehearse, options.quick, str(folder.resolve()) if folder else "")
     missing = compile_library()
@@ -118,13 +118,13 @@ def run(options: argparse.Namespace, entries: Sequence[Entry], worker: Sequence[
                 print(facts["refusal"], file=sys.stderr)
                 return 2
             document = compose(facts, (), options.quick, not options.only, 0.0)
-            for index, row in enumerate(rows(supervisor, entries, allowed - (time.monotonic() - begin)), 1):
+            for index, row in enumerate(rows(supervisor, entries, limit_seconds - (time.monotonic() - begin)), 1):
                 found.append(row)
                 print(f"[{index:>2}/{len(entries)}] {_line(row)}", flush=True)
                 document = compose(facts, found, options.quick, not options.only, time.monotonic() - begin)
                 if folder:  # after every check, so that a killed run leaves its results
                     save(document, folder)
-        except Lost as lost:
+        except WorkerLost as lost:
             print(f"gpu_check: no worker: {lost}", file=sys.stderr)
             return 1
         finally:

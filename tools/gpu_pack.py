@@ -60,8 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 raise ValueError(f"--{name.replace('_', '-')}: got {path}, expected {kind} that is there")
         sources = ["--no-index", "--find-links", options.index] if options.index else []
         model = options.model or demo_model()
-        pins = bundle.without(bundle.pinned(options.wheels), options.has)
-        manifest = bundle.make(options.out, pins, options.python, sources, model, options.libraries, options.triton_cache)
+        pins = bundle.without_installed(bundle.read_pins(options.wheels), options.has)
+        manifest = bundle.make_bundle(options.out, pins, options.python, sources, model, options.libraries, options.triton_cache)
     except (ValueError, RuntimeError, OSError) as error:
         print(f"gpu_pack: {error}", file=sys.stderr)
         return 1

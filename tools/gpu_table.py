@@ -17,18 +17,18 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # for tools.*
 
-from tools.gpu.checks.document import BAD
+from tools.gpu.checks.document import FAILED_VERDICTS
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "tools" / "results"
 README = ROOT / "README.md"
 HEADING = "### On a GPU"
-NONE = (
+NO_RESULTS = (
     "No result of a GPU exists yet: `tools/results/` holds no document of `tools/gpu_check.py` from one.\n"
     "What is expected, and tried first: [tools/results/NOTES.md](tools/results/NOTES.md)."
 )
 INCOMPLETE = ("not run", "interrupted")
-NAMED = ("torch", "triton", "xgrammar", "llguidance", "flashinfer-python")
+LISTED_PACKAGES = ("torch", "triton", "xgrammar", "llguidance", "flashinfer-python")
 
 
 def documents(folder: Path) -> list[tuple[str, dict[str, Any]]]:
@@ -60,12 +60,12 @@ def other_rows(folder: Path, document: Mapping[str, Any]) -> dict[str, tuple[str
 def section(folder: Path) -> str:
     """The whole section with its heading."""
     lines = [line for name, document in documents(folder) for line in _device(name, document, other_rows(folder, document))]
-    return "\n".join([HEADING, "", *(lines or [NONE])]).rstrip() + "\n"
+    return "\n".join([HEADING, "", *(lines or [NO_RESULTS])]).rstrip() + "\n"
 
 
 def _device(name: str, document: Mapping[str, Any], others: Mapping[str, tuple[str, Mapping[str, Any]]]) -> Iterator[str]:
-    versions = ", ".join(f"{package} {document['versions'][package]}" for package in NAMED)
-    bad = [f"{check['name']} {check['verdict']}" for check in document["checks"] if check["verdict"] in BAD]
+    versions = ", ".join(f"{package} {document['versions'][package]}" for package in LISTED_PACKAGES)
+    bad = [f"{check['name']} {check['verdict']}" for check in document["checks"] if check["verdict"] in FAILED_VERDICTS]
     passed = sum(check["verdict"] == "passed" for check in document["checks"])
     link = "" if document["host_link"] == "native" else f"; host link {document['host_link']}"
     yield (
@@ -124,13 +124,13 @@ def _table(head: Sequence[str], rows: Iterator[tuple[str, ...]] | Sequence[tuple
     yield ""
 
 
-def put(text: str, written: str) -> str:
+def replace_section(text: str, section_text: str) -> str:
     """README with its section replaced by this one."""
     found = re.search(rf"^{re.escape(HEADING)}\n.*?(?=^##? |^### |\Z)", text, re.MULTILINE | re.DOTALL)
     if found is None:
         raise ValueError(f"README.md: got no line {HEADING!r}, expected one before the section")
     rest = text[found.end() :]
-    return text[: found.start()] + written + ("\n" + rest if rest else "")
+    return text[: found.start()] + section_text + ("\n" + rest if rest else "")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -139,15 +139,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     what.add_argument("--write", action="store_true", help="write it into README.md")
     what.add_argument("--check", action="store_true", help="compare it with README.md")
     options = parser.parse_args(arguments)
-    text, written = README.read_text(encoding="utf-8"), section(RESULTS)
+    text, section_text = README.read_text(encoding="utf-8"), section(RESULTS)
     if options.write:
-        README.write_text(put(text, written), encoding="utf-8")
+        README.write_text(replace_section(text, section_text), encoding="utf-8")
     elif options.check:
-        if put(text, written) != text:
+        if replace_section(text, section_text) != text:
             print("README.md: the section about GPUs is outdated; run python tools/gpu_table.py --write", file=sys.stderr)
             return 1
     else:
-        print(written, end="")
+        print(section_text, end="")
     return 0
 
 

@@ -32,8 +32,8 @@ def has_gpu() -> bool:
 def needs_cuda_libraries(requirement: str) -> bool:
     """Whether the build that pip would install requires packages of NVIDIA. False if pip finds none or fails."""
     command = pip("install", "--quiet", "--dry-run", "--no-deps", "--ignore-installed", "--report", "-", requirement)
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False)
-    found = json.loads(done.stdout)["install"] if done.returncode == 0 else []
+    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False)
+    found = json.loads(result.stdout)["install"] if result.returncode == 0 else []
     return any(name.startswith("nvidia-") for package in found for name in package["metadata"].get("requires_dist", ()))
 
 

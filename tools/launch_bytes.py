@@ -25,7 +25,7 @@ from stepgraph.graphs.row_layout import ResultLayout
 from tools.bench_attention import counting
 from tools.gpu.checks import grammar_rows, layers, operations
 from tools.gpu.checks.llama import attention_call, rope_call
-from tools.gpu.checks.operations import Call, numbers
+from tools.gpu.checks.operations import Call, filler
 
 WIDTH = 128_256  # tokens of Llama 3
 ROWS, DRAFTS, SIZE, HEAD, KEYS = 2, 3, 2048, 64, 1000
@@ -53,13 +53,13 @@ def calls(width: int, size: int) -> Iterator[Call]:
 
 def _ring_calls() -> Iterator[Call]:
     slots, shape, width = 4, f"B={ROWS} K={DRAFTS}", ResultLayout(DRAFTS).width
-    counters, rows, results = numbers(CPU, len(Counter)).fill_(1), torch.arange(ROWS), numbers(CPU, ROWS, width)
+    counters, rows, results = filler(CPU, len(Counter)).fill_(1), torch.arange(ROWS), filler(CPU, ROWS, width)
     logprobs = torch.zeros(ROWS, DRAFTS + 1, 2)
-    yield Call(publishing.take_batch, shape, (counters, numbers(CPU, slots, ROWS)), (rows.clone(),))
-    published = (results, logprobs, counters[Counter.PUBLISHED :], numbers(CPU, slots, ROWS, width), torch.zeros(slots, *logprobs.shape))
+    yield Call(publishing.take_batch, shape, (counters, filler(CPU, slots, ROWS)), (rows.clone(),))
+    published = (results, logprobs, counters[Counter.PUBLISHED :], filler(CPU, slots, ROWS, width), torch.zeros(slots, *logprobs.shape))
     yield Call(publishing.publish_results, shape, published, ())
-    done, headers = torch.zeros(1, dtype=torch.int32), numbers(CPU, slots, len(Counter))
-    ended = (results, rows, numbers(CPU, len(Control)), counters, done, headers, ROWS, slots)
+    done, headers = torch.zeros(1, dtype=torch.int32), filler(CPU, slots, len(Counter))
+    ended = (results, rows, filler(CPU, len(Control)), counters, done, headers, ROWS, slots)
     yield Call(publishing.end_round, shape, ended, ())
 
 

@@ -100,15 +100,15 @@ def has_driver() -> bool:
 def main(arguments: list[str] | None = None) -> int:
     options = parse(sys.argv[1:] if arguments is None else arguments)
     try:
-        rounds = command.checked_rounds(options.rounds)
+        rounds = command.parse_rounds(options.rounds)
         script = script_of(options, rounds)
         with_nsys = True if options.only_print and options.tool != "trace" else uses_nsys(options.tool, options.nsys)
         variables = command.environment(rounds, options.out, with_nsys)
-        line = command.nsys_line(options.nsys, options.out, script) if with_nsys else command.python_line(script)
+        command_line = command.nsys_command(options.nsys, options.out, script) if with_nsys else command.python_command(script)
         if options.only_print:
-            print("\n".join([*(command.reasons(options.out) if with_nsys else []), command.clip_repr(line, variables)]))
+            print("\n".join([*(command.flag_reasons(options.out) if with_nsys else []), command.shell_command(command_line, variables)]))
             return 0
-        return profile(options, line, variables, with_nsys)
+        return profile(options, command_line, variables, with_nsys)
     except (ValueError, OSError) as error:
         print(f"nsys_profile: {error}", file=sys.stderr)
         return BAD_INPUT
@@ -117,25 +117,25 @@ def main(arguments: list[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def profile(options: argparse.Namespace, line: list[str], variables: dict[str, str], with_nsys: bool) -> int:
+def profile(options: argparse.Namespace, command_line: list[str], variables: dict[str, str], with_nsys: bool) -> int:
     """Run the script and report. The script's output goes to stderr, so that stdout has the report only."""
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    written, report_file = command.rounds_file(options.out), options.out.with_name(options.out.name + ".report.json")
-    written.unlink(missing_ok=True)  # left by an earlier run
-    print(f"nsys_profile: {command.clip_repr(line, variables)}", file=sys.stderr)
-    done = subprocess.run(line, env={**os.environ, **variables}, stdout=STDERR, check=False)
-    if not written.is_file():
-        why = f"the script ended with {done.returncode}" if done.returncode else "no engine reached these rounds"
+    rounds_file, report_file = command.rounds_file(options.out), options.out.with_name(options.out.name + ".report.json")
+    rounds_file.unlink(missing_ok=True)  # left by an earlier run
+    print(f"nsys_profile: {command.shell_command(command_line, variables)}", file=sys.stderr)
+    result = subprocess.run(command_line, env={**os.environ, **variables}, stdout=STDERR, check=False)
+    if not rounds_file.is_file():
+        why = f"the script ended with {result.returncode}" if result.returncode else "no engine reached these rounds"
         print(f"nsys_profile: {why}; nothing was recorded of rounds {options.rounds}", file=sys.stderr)
         return FAILED
-    source = options.out.with_name(options.out.name + ".2.nsys-rep") if with_nsys else written
-    report = figures.document(sources.read_profile([source], written, options.nsys))
+    source = options.out.with_name(options.out.name + ".2.nsys-rep") if with_nsys else rounds_file
+    report = figures.document(sources.read_profile([source], rounds_file, options.nsys))
     report_file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     print(json.dumps(report, indent=2) if options.json else tables.text(report))
     print(f"nsys_profile: saved {report_file}; times are in {source}", file=sys.stderr)
-    if done.returncode:
-        print(f"nsys_profile: the script ended with {done.returncode}", file=sys.stderr)
-    return FAILED if done.returncode else 0
+    if result.returncode:
+        print(f"nsys_profile: the script ended with {result.returncode}", file=sys.stderr)
+    return FAILED if result.returncode else 0
 
 
 if __name__ == "__main__":

@@ -45,32 +45,32 @@ def load_all() -> None:
 def page() -> str:
     load_all()
     lines = ["| operation | what it computes | torch | C | Triton | FlashInfer |", "|---|---|---|---|---|---|"]
-    for found in sorted(OPERATIONS.values(), key=lambda found: (found.reference.__module__, found.name)):
-        first = (found.reference.__doc__ or "").strip().split("\n")[0].split(". ")[0].rstrip(".")
-        lines.append(f"| `{found.name}` | {first} | {_torch(found)} | {_c(found)} | {_triton(found)} | {_flashinfer(found)} |")
+    for op in sorted(OPERATIONS.values(), key=lambda op: (op.reference.__module__, op.name)):
+        summary = (op.reference.__doc__ or "").strip().split("\n")[0].split(". ")[0].rstrip(".")
+        lines.append(f"| `{op.name}` | {summary} | {_torch(op)} | {_c(op)} | {_triton(op)} | {_flashinfer(op)} |")
     return INTRODUCTION + "\n".join(lines) + "\n"
 
 
-def _torch(found: Operation[..., Any]) -> str:
-    return _link(_path_of(found.reference.__module__))
+def _torch(op: Operation[..., Any]) -> str:
+    return _link(_path_of(op.reference.__module__))
 
 
-def _c(found: Operation[..., Any]) -> str:
+def _c(op: Operation[..., Any]) -> str:
     """The source of its kernel; AssertionError if there is none."""
-    if not found.c:
+    if not op.c:
         return ""
-    sources = [path for folder in C_SOURCES for path in (ROOT / folder).glob("*.c") if f"int stepgraph_{found.c}(" in path.read_text()]
-    assert len(sources) == 1, f"{found.name}: its kernel is in {len(sources)} sources"
+    sources = [path for folder in C_SOURCES for path in (ROOT / folder).glob("*.c") if f"int stepgraph_{op.c}(" in path.read_text()]
+    assert len(sources) == 1, f"{op.name}: its kernel is in {len(sources)} sources"
     return _link(sources[0])
 
 
-def _triton(found: Operation[..., Any]) -> str:
+def _triton(op: Operation[..., Any]) -> str:
     """The module of its program; AssertionError if it has no function of the operation's name."""
-    return _module_with(found.triton, found.name) if found.triton else ""
+    return _module_with(op.triton, op.name) if op.triton else ""
 
 
-def _flashinfer(found: Operation[..., Any]) -> str:
-    return _link(ROOT / FLASHINFER[found.name]) if found.name in FLASHINFER else ""
+def _flashinfer(op: Operation[..., Any]) -> str:
+    return _link(ROOT / FLASHINFER[op.name]) if op.name in FLASHINFER else ""
 
 
 def _module_with(module: str, function: str) -> str:

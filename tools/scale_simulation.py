@@ -81,8 +81,8 @@ class _Request:
     prompt: int
     left: float  # tokens
     arrival: float
-    done: float = 0.0  # tokens
-    first: float | None = None
+    tokens_done: float = 0.0  # tokens
+    first_token_at: float | None = None
 
 
 @dataclass(eq=False)
@@ -93,9 +93,9 @@ class _Replica:
     rows: list[_Request] = field(default_factory=list)
     waiting: collections.deque[_Request] = field(default_factory=collections.deque)
     cache: collections.OrderedDict[bytes, None] = field(default_factory=collections.OrderedDict)
-    at: float = 0.0  # time up to which its rows have advanced
+    clock: float = 0.0  # time up to which its rows have advanced
     version: int = 0  # of its next event; events of older ones are void
-    busy: float = 0.0
+    busy_seconds: float = 0.0
     down: bool = False
 
     @property
@@ -108,23 +108,23 @@ class Simulation:
         for name, value in (("replicas", pool.replicas), ("rows", pool.rows), ("requests", load.requests)):
             if value < 1:
                 raise ValueError(f"{name}: got {value}, expected a whole number >= 1")
-        self._pool, self._load, self._costs, self._dice = pool, load, costs, random.Random(seed)
+        self._pool, self._load, self._costs, self._rng = pool, load, costs, random.Random(seed)
         self._router = PrefixRouter(pool.load_factor)
         self._replicas = {str(index): _Replica(str(index)) for index in range(pool.replicas)}
         self._events: list[tuple[float, int, str, str, int]] = []  # time, order, kind, replica, version
         self._order, self._now, self._ended = itertools.count(), 0.0, list[_Request]()
-        self._homeless = list[_Request]()  # requests that wait because all replicas are down
-        self._hits = self._prompted = self._failures = self._continued = 0
+        self._unrouted = list[_Request]()  # requests that wait because all replicas are down
+        self._hit_tokens = self._prompt_tokens = self._failures = self._continued = 0
 
     def run(self) -> Prediction:
         at = 0.0
         weights = [1 / rank for rank in range(1, self._load.prefixes + 1)]
-        texts = self._dice.choices(range(self._load.prefixes), weights, k=self._load.requests)
+        texts = self._rng.choices(range(self._load.prefixes), weights, k=self._load.requests)
         for _ in range(self._load.requests):
-            at += self._dice.expovariate(self._load.per_second) if math.isfinite(self._load.per_second) else 0.0
+            at += self._rng.expovariate(self._load.per_second) if math.isfinite(self._load.per_second) else 0.0
             self._push(at, "arrive")
         for name in self._replicas if self._pool.failures_per_hour else ():
-            self._push(self._dice.expovariate(self._pool.failures_per_hour / 3600), "fail", name)
+            self._push(self._rng.expovariate(self._pool.failures_per_hour / 3600), "fail", name)
         while len(self._ended) < self._load.requests:
             self._now, _, kind, name, version = heapq.heappop(self._events)
             if kind == "arrive":
@@ -132,9 +132,9 @@ class Simulation:
             elif kind == "fail":
                 self._fail(self._replicas[name])
             elif kind == "restart":
-                self._replicas[name].down, self._replicas[name].at = False, self._now
-                homeless, self._homeless = self._homeless, []
-                for request in homeless:
+                self._replicas[name].down, self._replicas[name].clock = False, self._now
+                unrouted, self._unrouted = self._unrouted, []
+                for request in unrouted:
                     self._route(request)
             elif version == self._replicas[name].version:
                 self._advance(self._replicas[name])
@@ -145,15 +145,15 @@ class Simulation:
         heapq.heappush(self._events, (at, next(self._order), kind, name, version))
 
     def _request(self, text: int) -> _Request:
-        load, own = self._load, len(self._ended) + next(self._order)
-        ids = [text + 1] * load.prefix_tokens + [-own] * (load.prompt_tokens - load.prefix_tokens)
-        tokens = load.output_tokens * self._dice.uniform(1 - load.spread, 1 + load.spread)
+        load, request_number = self._load, len(self._ended) + next(self._order)
+        ids = [text + 1] * load.prefix_tokens + [-request_number] * (load.prompt_tokens - load.prefix_tokens)
+        tokens = load.output_tokens * self._rng.uniform(1 - load.spread, 1 + load.spread)
         return _Request(page_hashes(ids, PAGE, ()), load.prompt_tokens, max(1.0, round(tokens)), self._now)
 
     def _route(self, request: _Request) -> None:
         up = {name: replica.load for name, replica in self._replicas.items() if not replica.down}
         if not up:
-            self._homeless.append(request)
+            self._unrouted.append(request)
             return
         replica = self._replicas[self._router.rank(request.pages, up)[0]]
         self._router.note(request.pages, replica.name)
@@ -163,20 +163,20 @@ class Simulation:
 
     def _advance(self, replica: _Replica) -> None:
         """Advance the rows to the present time, and remove those that have ended."""
-        passed = self._now - replica.at
-        if passed > 0 and replica.rows:
-            tokens = passed / self._costs.round_seconds(len(replica.rows)) * self._costs.tokens_per_round
-            replica.busy += passed
+        elapsed = self._now - replica.clock
+        if elapsed > 0 and replica.rows:
+            tokens = elapsed / self._costs.round_seconds(len(replica.rows)) * self._costs.tokens_per_round
+            replica.busy_seconds += elapsed
             for request in replica.rows:
-                if request.first is None and tokens > 0:
-                    request.first = replica.at + self._costs.round_seconds(len(replica.rows)) + self._costs.request_seconds
-                request.done += tokens
+                if request.first_token_at is None and tokens > 0:
+                    request.first_token_at = replica.clock + self._costs.round_seconds(len(replica.rows)) + self._costs.request_seconds
+                request.tokens_done += tokens
                 request.left -= tokens
             for request in [each for each in replica.rows if each.left < 1e-6]:
                 replica.rows.remove(request)
                 request.left = self._now - request.arrival + self._costs.request_seconds  # `left` is its latency from here on
                 self._ended.append(request)
-        replica.at = max(replica.at, self._now)
+        replica.clock = max(replica.clock, self._now)
 
     def _plan(self, replica: _Replica) -> None:
         """Fill free rows, and schedule the next end of a request."""
@@ -188,18 +188,18 @@ class Simulation:
                 replica.cache.move_to_end(page)
             while len(replica.cache) > self._pool.cached_pages:
                 replica.cache.popitem(last=False)
-            tokens = request.prompt + int(request.done)
-            self._hits, self._prompted = self._hits + hit * PAGE, self._prompted + tokens
+            tokens = request.prompt + int(request.tokens_done)
+            self._hit_tokens, self._prompt_tokens = self._hit_tokens + hit * PAGE, self._prompt_tokens + tokens
             stall = (tokens - hit * PAGE) * self._costs.prompt_seconds  # delays all rows
-            replica.at, replica.busy = replica.at + stall, replica.busy + stall
+            replica.clock, replica.busy_seconds = replica.clock + stall, replica.busy_seconds + stall
             replica.rows.append(request)
         replica.version += 1
         if replica.rows:
             rounds = min(request.left for request in replica.rows) / self._costs.tokens_per_round
-            self._push(replica.at + rounds * self._costs.round_seconds(len(replica.rows)), "step", replica.name, replica.version)
+            self._push(replica.clock + rounds * self._costs.round_seconds(len(replica.rows)), "step", replica.name, replica.version)
 
     def _fail(self, replica: _Replica) -> None:
-        self._push(self._now + self._dice.expovariate(self._pool.failures_per_hour / 3600), "fail", replica.name)
+        self._push(self._now + self._rng.expovariate(self._pool.failures_per_hour / 3600), "fail", replica.name)
         if replica.down:
             return
         self._advance(replica)
@@ -214,24 +214,24 @@ class Simulation:
             self._route(request)
 
     def _prediction(self) -> Prediction:
-        firsts = sorted((request.first or 0.0) - request.arrival for request in self._ended)
-        whole, end = sorted(request.left for request in self._ended), max(self._now, 1e-9)
-        tokens = sum(request.done for request in self._ended)
-        busy = sum(replica.busy for replica in self._replicas.values()) / end / len(self._replicas)
-        shares = (_at(firsts, 0.5), _at(firsts, 0.99), _at(whole, 0.5), _at(whole, 0.99))
-        hits = self._hits / max(1, self._prompted)
+        firsts = sorted((request.first_token_at or 0.0) - request.arrival for request in self._ended)
+        latencies, end = sorted(request.left for request in self._ended), max(self._now, 1e-9)
+        tokens = sum(request.tokens_done for request in self._ended)
+        busy = sum(replica.busy_seconds for replica in self._replicas.values()) / end / len(self._replicas)
+        shares = (quantile(firsts, 0.5), quantile(firsts, 0.99), quantile(latencies, 0.5), quantile(latencies, 0.99))
+        hits = self._hit_tokens / max(1, self._prompt_tokens)
         return Prediction(self._pool.replicas, tokens / end, *shares, hits, min(busy, 1.0), self._failures, self._continued)
 
 
-def _at(values: list[float], share: float) -> float:
+def quantile(values: list[float], share: float) -> float:
     return values[min(len(values) - 1, int(share * len(values)))]
 
 
 def capacity(pool: Pool, load: Load, costs: Costs) -> float:
     """Requests per second of a pool whose rows are all taken and whose prefixes are all cached."""
     tokens = pool.rows * costs.tokens_per_round / costs.round_seconds(pool.rows)
-    own = load.prompt_tokens - load.prefix_tokens // PAGE * PAGE
-    return pool.replicas / (load.output_tokens / tokens + own * costs.prompt_seconds)
+    uncached_tokens = load.prompt_tokens - load.prefix_tokens // PAGE * PAGE
+    return pool.replicas / (load.output_tokens / tokens + uncached_tokens * costs.prompt_seconds)
 
 
 def main() -> None:
@@ -250,14 +250,14 @@ def main() -> None:
     options = parser.parse_args()
     first, row = options.round_ms
     costs = Costs(first / 1e3, row / 1e3, options.prompt_ms / 1e3, options.tokens_per_round, options.request_ms / 1e3)
-    found = []
+    predictions = []
     for count in options.replicas:
         pool = Pool(count, options.rows, failures_per_hour=options.failures_per_hour)
         load = Load(options.requests * count, 1.0, prefixes=max(8, 2 * count))
         load = Load(options.requests * count, options.load * capacity(pool, load, costs), prefixes=load.prefixes)
-        found.append(asdict(Simulation(pool, load, costs, options.seed).run()))
-        print(" ".join(f"{name}={value:.4g}" for name, value in found[-1].items()), flush=True)
-    print(json.dumps({"costs": asdict(costs), "predictions": found}))
+        predictions.append(asdict(Simulation(pool, load, costs, options.seed).run()))
+        print(" ".join(f"{name}={value:.4g}" for name, value in predictions[-1].items()), flush=True)
+    print(json.dumps({"costs": asdict(costs), "predictions": predictions}))
 
 
 if __name__ == "__main__":

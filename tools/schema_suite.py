@@ -17,7 +17,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))  # for tests.*
 
 from tests.helpers import schema_cases
 
-DRAFTS = {  # draft of the schemas of a folder, most of which do not state it
+SCHEMA_URIS = {  # draft of the schemas of a folder, most of which do not state it
     "draft4": "http://json-schema.org/draft-04/schema#",
     "draft6": "http://json-schema.org/draft-06/schema#",
     "draft7": "http://json-schema.org/draft-07/schema#",
@@ -27,7 +27,7 @@ DRAFTS = {  # draft of the schemas of a folder, most of which do not state it
 
 def older_drafts(folder: Path) -> str:
     lines = []
-    for draft, uri in DRAFTS.items():
+    for draft, uri in SCHEMA_URIS.items():
         for line in imported(folder / draft).splitlines():
             entry = json.loads(line)
             schema = entry["schema"] if isinstance(entry["schema"], dict) else {} if entry["schema"] else {"not": {}}
@@ -55,8 +55,8 @@ def main() -> int:
         schema_cases.SUITE.write_text(imported(options.import_from / "draft2020-12"), encoding="utf-8")
         schema_cases.OLDER_DRAFTS.write_text(older_drafts(options.import_from), encoding="utf-8")
     found = schema_cases.outcomes()
-    changed = schema_cases.differences(schema_cases.kept() if schema_cases.TABLE.exists() else {}, found)
-    text = schema_cases.written(found)
+    changed = schema_cases.differences(schema_cases.stored_outcomes() if schema_cases.TABLE.exists() else {}, found)
+    text = schema_cases.to_json(found)
     schema_cases.TABLE.write_text(text, encoding="utf-8")
     print("\n".join(changed), file=sys.stderr)
     print(json.dumps(json.loads(text)["totals"], indent=2))

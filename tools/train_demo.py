@@ -19,7 +19,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))  # for tools.*
 
 from tools import train_head
 
-MOST_BYTES = 6_500_000  # of the head in 8 bits, in a wheel
+MAX_HEAD_BYTES = 6_500_000  # of the head in 8 bits, in a wheel
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -43,32 +43,32 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def run(options: argparse.Namespace) -> int:
     from stepgraph.runtime.demo.pair import HEAD_FOLDER, target_path
     from tools.train.demo.card import card
-    from tools.train.demo.collect import collect
+    from tools.train.demo.collect import save_demo_answers
     from tools.train.demo.measure import measure
     from tools.train.quantised import quantise_head
 
     target, states, trained, head = target_path(), options.work / "states", options.work / "trained", options.work / "head"
     options.work.mkdir(parents=True, exist_ok=True)
-    collect(target, states, options.prompts, options.answers, not options.quiet)
+    save_demo_answers(target, states, options.prompts, options.answers, not options.quiet)
     code = train_head.main(training_flags(options, target, states, trained))
     if code:
         return code
     quantise_head(trained, head)
     weight = (head / "model.safetensors").stat().st_size
-    if weight > MOST_BYTES:
-        raise ValueError(f"{head}: got {weight:,} bytes, expected at most {MOST_BYTES:,}; lower --draft-vocab or --intermediate-size")
-    found = {
-        "command": recipe(options),
+    if weight > MAX_HEAD_BYTES:
+        raise ValueError(f"{head}: got {weight:,} bytes, expected at most {MAX_HEAD_BYTES:,}; lower --draft-vocab or --intermediate-size")
+    report = {
+        "command": command_line(options),
         "answers": options.answers,
         "bytes": weight,
         "training": json.loads((trained / "training" / "report.json").read_text(encoding="utf-8")),
         "measured": measure(target, head, options.measured, not options.quiet),
     }
-    (options.work / "report.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    (options.work / "README.md").write_text(card(found), encoding="utf-8")
+    (options.work / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    (options.work / "README.md").write_text(card(report), encoding="utf-8")
     if options.install:
         install(options.work, head, HEAD_FOLDER)
-    print(json.dumps(found))
+    print(json.dumps(report))
     return 0
 
 
@@ -93,7 +93,7 @@ def training_flags(options: argparse.Namespace, target: Path, states: Path, head
     return flags + ["--resume"] * (head / "training").is_dir() + ["--quiet"] * options.quiet
 
 
-def recipe(options: argparse.Namespace) -> str:
+def command_line(options: argparse.Namespace) -> str:
     """The command line that makes this head again."""
     names = ("prompts", "answers", "steps", "draft_vocab", "intermediate_size", "lr", "seed")
     return "python tools/train_demo.py --work folder " + " ".join(f"--{name.replace('_', '-')} {getattr(options, name)}" for name in names)

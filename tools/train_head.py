@@ -65,10 +65,10 @@ def check(options: argparse.Namespace) -> None:
         value = getattr(options, flag.replace("-", "_"))
         if value is not None and not least <= value <= most:
             raise ValueError(f"--{flag}: got {value}, expected a whole number from {least} to {most}")
-    for flag, most_real in (("lr", 1.0), ("eval-share", 0.9)):
-        real = getattr(options, flag.replace("-", "_"))
-        if not 0 < real <= most_real:
-            raise ValueError(f"--{flag}: got {real}, expected more than 0, at most {most_real:g}")
+    for flag, maximum in (("lr", 1.0), ("eval-share", 0.9)):
+        number = getattr(options, flag.replace("-", "_"))
+        if not 0 < number <= maximum:
+            raise ValueError(f"--{flag}: got {number}, expected more than 0, at most {maximum:g}")
     if not 0 <= options.temperature <= 10:
         raise ValueError(f"--temperature: got {options.temperature}, expected a number from 0 to 10")
     if not options.data.exists():

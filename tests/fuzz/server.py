@@ -19,7 +19,7 @@ from tests.fuzz.loop import Door
 from tests.fuzz.requests import WORKER
 from tests.fuzz.values import Value, blob, bytes_of
 from tests.helpers.grammar_texts import PERSON
-from tests.helpers.running_server import ASK, FORMAT, TOOLS, engine_of
+from tests.helpers.running_server import CHAT, FORMAT, TOOLS, engine_of
 
 FLAGS = ["serve", "toy", "--eager", "-k", "0", "--max-rows", "1", "--max-length", "96"]
 STATUSES = {200, 400, 404, 405, 408, 413, 429}
@@ -55,7 +55,7 @@ class ServerDoor(Door):
         self._config.load()
         self._wrong: list[object] = []
         self._loop.set_exception_handler(lambda _, context: self._wrong.append(context))
-        chat, plain = {"messages": ASK, "max_tokens": 1}, {"prompt": "x", "max_tokens": 1}
+        chat, plain = {"messages": CHAT, "max_tokens": 1}, {"prompt": "x", "max_tokens": 1}
         more: list[Value] = [
             {"temperature": 0.5, "top_p": 0.9, "seed": 3, "stop": ["a", "b"], "logit_bias": {"65": 5}, "stream": True},
             {"logprobs": True, "stream": True, "stream_options": {"include_usage": True}, "stop_token_ids": [3]},

@@ -25,7 +25,7 @@ from tests.graphs.test_proposing import asks_with_texts
 from tests.helpers.draft_engines import DRAFTERS as FOLDERS
 from tests.helpers.law import TOKENS, Setting, forget_certain_drafts
 from tests.helpers.oracles import greedy
-from tests.helpers.proposers import Proposes, draft_ids_then_noise, noise
+from tests.helpers.proposers import FormulaProposer, draft_ids_then_noise, noise
 from tests.helpers.toy_engines import CONSTRAINTS, TARGET, VOCABULARY, Setup, make_engine, plain, shared_engine
 from tests.laws.test_greedy_oracle import run_schedule
 from tests.laws.test_sampling_law_forced import RARE, ROUNDS, SETTINGS, ForcedLaw
@@ -117,13 +117,13 @@ class LookUpLaw(ForcedLaw):
 
     def _chain(self, batch: Batch) -> Tensor:
         chains = self.chains[batch.rows]
-        return proposing.propose(self.buffers, batch, Proposes(lambda history, index: chains), self.limits)
+        return proposing.propose(self.buffers, batch, FormulaProposer(lambda history, index: chains), self.limits)
 
 
 @pytest.mark.parametrize(("k", "d2t"), [(2, True), *(pytest.param(k, d2t, marks=pytest.mark.soak) for k in (1, 3, 4) for d2t in (0, 1))])
 def test_looked_up_drafts_preserve_the_distribution(k: int, d2t: bool) -> None:
     law = LookUpLaw(k, d2t, SETTINGS)
-    assert float(law.chances(law.tally(ROUNDS)).min()) > RARE
+    assert float(law.p_value_bounds(law.count_tokens(ROUNDS)).min()) > RARE
     looked_up = law.buffers.row_looked_up[law.buffers.batch_rows]
     assert all(int(looked_up[law.kind == kind].sum(0).min()) > 20 for kind in range(len(SETTINGS))), (
         "at every draft position of every setting"
@@ -133,7 +133,7 @@ def test_looked_up_drafts_preserve_the_distribution(k: int, d2t: bool) -> None:
 def test_treating_looked_up_drafts_as_drawn_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     forget_certain_drafts(monkeypatch)
     law = LookUpLaw(2, False, SETTINGS)
-    assert (law.chances(law.tally(ROUNDS)).amin(0) < RARE).tolist() == [True] * 4
+    assert (law.p_value_bounds(law.count_tokens(ROUNDS)).amin(0) < RARE).tolist() == [True] * 4
 
 
 class Positions:
@@ -276,7 +276,7 @@ def test_invalid_look_up_raises_value_error(fields: dict[str, Any], message: str
 def test_look_up_requires_a_draft_model_and_is_in_the_report() -> None:
     config = EngineConfig(max_rows=1, look_up=3, max_length=32, backend="tape", eager=True, rounds_in_flight=1)
     drafters: list[tuple[Any, str]] = [("ngram", "NgramLookup"), ("auto", "NgramLookup"), ("forced", "ForcedDrafts")]
-    for draft, name in (*drafters, (noise(9), "Proposes"), (draft_ids_then_noise, "FunctionProposer")):
+    for draft, name in (*drafters, (noise(9), "FormulaProposer"), (draft_ids_then_noise, "FunctionProposer")):
         with pytest.raises(ValueError, match=rf"EngineConfig\.look_up: got 3 with the drafter {name}, expected 0: .*draft='ngram'"):
             Engine(TARGET, draft, vocabulary=VOCABULARY, config=config)
     with pytest.raises(ValueError, match=r"EngineConfig\.look_up: got 3 with num_speculative_tokens=0, expected 0"):

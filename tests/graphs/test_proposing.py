@@ -20,7 +20,7 @@ from stepgraph.graphs.round_specs import round_specs
 from stepgraph.graphs.row_layout import Column
 from stepgraph.runtime.models.ngram import NgramLookup
 from stepgraph.sampling.grammar.status import FinishCode
-from tests.helpers.proposers import Proposes, noise
+from tests.helpers.proposers import FormulaProposer, noise
 from tests.helpers.toy_engines import CONSTRAINTS, CONTROL, Setup, make_engine, plain, shared_engine
 from tests.laws.test_greedy_oracle import Ask, answer, asks, run_schedule
 from tools.gpu.checks.states import RoundBench
@@ -176,7 +176,7 @@ def test_proposed_chains_end_at_invalid_ids_and_limits() -> None:
     buffers.row_state[5, Column.DRAFT_LIMIT] = 2
     buffers.row_state[6, Column.FINISH] = int(FinishCode.STOP)
     batch = read_batch(buffers, 7)
-    store_chain(buffers, batch, propose(buffers, batch, Proposes(lambda history, index: proposed[:7]), limits))
+    store_chain(buffers, batch, propose(buffers, batch, FormulaProposer(lambda history, index: proposed[:7]), limits))
     kept = [[1, 2, 3], [4, -1, -1], [6, -1, -1], [-1] * 3, [1, -1, -1], [1, 2, -1], [-1] * 3, [-1] * 3]
     assert buffers.row_drafts.tolist() == kept
     assert buffers.row_state[:, Column.DRAFT_COUNT].tolist() == [sum(token >= 0 for token in chain) for chain in kept]

@@ -92,11 +92,11 @@ def test_hundred_replays_move_no_tensor_and_allocate_nothing(sampled: bool) -> N
     assert recorded.report.nodes.get("copied", 0) == 0, "an operation without an out= overload allocates in every replay"
     bench.randomise(1)
     pointers = bench.buffers.fingerprint()
-    start = bench.contents()
+    start = bench.snapshot()
     bench.push_batch(4)
     recorded.replay()  # the first replay poisons the intermediates
     for _ in range(100):
-        bench.put(start)
+        bench.restore(start)
         bench.push_batch(4)
         Allocating.count = 0
         with Allocating():
@@ -147,10 +147,10 @@ def test_padding_rows_stay_inert(backend: TapeBackend) -> None:
     bench = RoundBench(backend, 3)
     bench.randomise(5)
     bench.buffers.batch_rows.fill_(bench.limits.dummy_row)
-    before = bench.contents()
+    before = bench.snapshot()
     run_eager(bench.round.step(GraphKey(4, False)), bench.buffers)
     page = bench.limits.page_size
-    for name, tensor in bench.contents().items():
+    for name, tensor in bench.snapshot().items():
         if name.endswith("_cache"):  # the scratch page may hold anything
             assert torch.equal(tensor[page:], before[name][page:]), name
         elif name.startswith("row_"):

@@ -18,12 +18,12 @@ ALPHA = 16
 def save_adapter(folder: Path, model: Any, rank: int, targets: str = ALL, seed: int = 1, **fields: Any) -> Any:
     """The model with the adapter merged. targets: names of nn.Linear modules. fields: of adapter_config.json."""
     folder.mkdir()
-    drawn, merged, tensors = torch.Generator().manual_seed(seed), copy.deepcopy(model), dict[str, torch.Tensor]()
+    rng, merged, tensors = torch.Generator().manual_seed(seed), copy.deepcopy(model), dict[str, torch.Tensor]()
     scale = ALPHA / (rank**0.5 if fields.get("use_rslora") else rank)
     for name, module in merged.named_modules():
         if isinstance(module, nn.Linear) and name.rpartition(".")[2] in targets.split():
             outer, inner = module.weight.shape
-            down, up = torch.randn(rank, inner, generator=drawn) * inner**-0.5, torch.randn(outer, rank, generator=drawn) * 0.1
+            down, up = torch.randn(rank, inner, generator=rng) * inner**-0.5, torch.randn(outer, rank, generator=rng) * 0.1
             tensors |= {f"base_model.model.{name}.lora_{matrix}.weight": value for matrix, value in (("A", down), ("B", up))}
             module.weight.data += scale * up @ down
     save_file(tensors, folder / "adapter_model.safetensors")

@@ -32,8 +32,8 @@ def advance_reference(*arguments: Tensor | int | None) -> None:
         if 0 < offset <= len(ints) - HEADER_INTS and ints[offset] == IMAGE_VERSION:
             one = Row(states[row], ints[offset:], *tables, *(array[row] for array in arrays))
             if texts is not None and slots is not None:
-                table = Tokens(tables[0], tables[1], slots, bool(merges))
-                one.forced = Forced(texts[row], table, None if forced is None else forced[:, slot], bool(takes_forced))
+                table = DeviceTokenTable(tables[0], tables[1], slots, bool(merges))
+                one.forced = ForcedRow(texts[row], table, None if forced is None else forced[:, slot], bool(takes_forced))
             one.run(tokens[row if by_row else slot], first, last, bool(fill_new))
             statuses[:] = one.tags[first : last + 1, 3]
 
@@ -44,7 +44,7 @@ def text_key(text: bytes) -> int:
     return key - (key >> 63 << 64)
 
 
-class Tokens(TokenLookup):
+class DeviceTokenTable(TokenLookup):
     """The token table of a vocabulary in device memory."""
 
     def __init__(self, text: npt.NDArray[np.uint8], starts: Ints, slots: Longs, merges: bool) -> None:
@@ -60,7 +60,7 @@ class Tokens(TokenLookup):
 
 
 @dataclass
-class Forced:
+class ForcedRow:
     """The forced text of one row of the reference."""
 
     ints: Ints
@@ -95,7 +95,7 @@ class Forced:
     def propose(self, index: int, position: int, row: Row) -> None:
         if self.tokens is not None and index < len(self.tokens):
             text = self.text
-            self.tokens[index] = text.propose(position, row.masks[index], self.table, At(row, row._load(position)))
+            self.tokens[index] = text.propose(position, row.masks[index], self.table, PlaceMatcher(row, row._load(position)))
             self.text = text
 
 
@@ -126,7 +126,7 @@ class Row:
     stacks: Ints
     masks: Ints
     tags: Longs
-    forced: Forced | None = field(default=None, init=False)
+    forced: ForcedRow | None = field(default=None, init=False)
 
     def run(self, drafts: Longs, first: int, last: int, fill_new: bool) -> None:
         running = self.state[HostColumn.FINISH] == FinishCode.RUNNING and self.image[Field.DEPTH] <= self.stacks.shape[1]
@@ -312,7 +312,7 @@ class Row:
 
 
 @dataclass
-class At:
+class PlaceMatcher:
     """A place with the interface of a matcher, for a forced text."""
 
     row: Row

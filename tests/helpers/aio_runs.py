@@ -26,12 +26,12 @@ class Gate:
 
     def __init__(self, engine: Engine, steps: int = 0) -> None:
         self._permits, self._step, self._engine = threading.Semaphore(steps), engine.step, engine
-        self.made, self._opened = 0, False
-        engine.step = self._held  # type: ignore[method-assign]
+        self.steps_made, self._opened = 0, False
+        engine.step = self._gated_step  # type: ignore[method-assign]
 
-    def _held(self) -> list[StepEvent]:
+    def _gated_step(self) -> list[StepEvent]:
         assert self._opened or self._permits.acquire(timeout=60), "a test forgot to open the gate"
-        self.made += 1
+        self.steps_made += 1
         return self._step()
 
     def allow(self, steps: int) -> None:
@@ -122,30 +122,30 @@ def check_alone(job: Job, answer: Answer) -> None:
         assert (job.tokens, job.finish_reason) == (answer.tokens, answer.reason)
 
 
-ASKS: list[dict[str, Any]] = [
+REQUESTS: list[dict[str, Any]] = [
     {"prompt": [index, 5], "constraint": CONSTRAINTS[index % 4], "max_new_tokens": 12 + index, "sampling": sampling}
     for index, sampling in enumerate([LONG, None, None, None, SamplingParams(temperature=0, logprobs=True), None, None, None])
 ]
 
 
 def answers() -> list[Answer]:
-    return [plain(ask["prompt"], ask["max_new_tokens"], ask["constraint"], sampling=ask["sampling"] or LONG_OFF) for ask in ASKS]
+    return [plain(ask["prompt"], ask["max_new_tokens"], ask["constraint"], sampling=ask["sampling"] or GREEDY) for ask in REQUESTS]
 
 
-LONG_OFF = SamplingParams(temperature=0)
+GREEDY = SamplingParams(temperature=0)
 
 
 def watch_sleep(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """An event that is set when the stepping thread starts to sleep without a time-out."""
     asleep = threading.Event()
-    real = WakeSignal.wait
+    original = WakeSignal.wait
 
     def wait(wake: WakeSignal, seconds: float | None = None) -> bool:
         if wake is engine.queue.wake and seconds is None:
             asleep.set()
         elif wake is engine.queue.wake:
             polls.append(seconds)
-        return real(wake, seconds)
+        return original(wake, seconds)
 
     polls: list[float | None] = []
     asleep.polls = polls  # type: ignore[attr-defined]

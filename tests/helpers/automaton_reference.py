@@ -11,7 +11,7 @@ MOVE_INTS = 12
 
 
 @dataclass(frozen=True)
-class Place:
+class AutomatonState:
     state: int
     stack: tuple[int, ...]
     counters: tuple[int, int, int]
@@ -22,12 +22,12 @@ class ReferenceAutomaton:
         self.next = next_entries(image).tolist()
         self.tables = [int(value) for value in image]
         one, two, three = self.tables[Field.START_COUNTERS : Field.START_COUNTERS + 3]
-        self.start = Place(self.tables[Field.START], (), (one, two, three))
+        self.start = AutomatonState(self.tables[Field.START], (), (one, two, three))
 
     def at(self, field: Field, index: int) -> int:
         return self.tables[self.tables[field] + index]
 
-    def step(self, place: Place, byte: int) -> Place | None:
+    def step(self, place: AutomatonState, byte: int) -> AutomatonState | None:
         """The place after one byte; None if it is not legal."""
         entry = self.next[place.state][self.at(Field.CLASS_OF, byte)]
         if entry == -1:
@@ -39,7 +39,7 @@ class ReferenceAutomaton:
             assert place.state >= 0
         return place
 
-    def _special(self, place: Place, index: int) -> Place:
+    def _special(self, place: AutomatonState, index: int) -> AutomatonState:
         target, push, counter, last_target, *pairs = (self.at(Field.MOVES, index * MOVE_INTS + column) for column in range(MOVE_INTS))
         counters, is_last = list(place.counters), False
         if counter >= 0:
@@ -50,23 +50,23 @@ class ReferenceAutomaton:
             if which >= 0:
                 counters[which] = value
         stack = (*place.stack, push) if push >= 0 else place.stack
-        return Place(last_target if is_last else target, stack, (counters[0], counters[1], counters[2]))
+        return AutomatonState(last_target if is_last else target, stack, (counters[0], counters[1], counters[2]))
 
-    def walk(self, place: Place, text: bytes) -> Place | None:
-        found: Place | None = place
+    def walk(self, place: AutomatonState, text: bytes) -> AutomatonState | None:
+        found: AutomatonState | None = place
         for byte in text:
             if found is not None:
                 found = self.step(found, byte)
         return found
 
-    def accepts(self, place: Place) -> bool:
+    def accepts(self, place: AutomatonState) -> bool:
         return self.at(Field.LEAVE, place.state) == -2
 
-    def texts(self, per_state: int = 3, deepest: int = 4) -> list[tuple[Place, bytes]]:
+    def texts(self, per_state: int = 3, deepest: int = 4) -> list[tuple[AutomatonState, bytes]]:
         """Places with a shortest text that leads to them: every state, with all its counters and up to `per_state` stacks."""
         return [(place, text) for place, text, is_new in self.moves(per_state, deepest) if is_new]
 
-    def moves(self, per_state: int = 3, deepest: int = 4) -> list[tuple[Place, bytes, bool]]:
+    def moves(self, per_state: int = 3, deepest: int = 4) -> list[tuple[AutomatonState, bytes, bool]]:
         """The results of `texts` and the places after each move from them, each with whether the place is new."""
         todo, seen, count = deque([(self.start, b"")]), {self.start}, Counter[tuple[int, tuple[int, int, int]]]()
         found = [(self.start, b"", True)]

@@ -23,8 +23,8 @@ def breaks_in_part(context: Context) -> Figures:
     for index in range(3):
         with context.part(f"part {index}"):
             assert index != 1, "3 bytes differ"
-            context.found[f"part {index}"] = context.fits("the next one")
-    return context.found
+            context.figures[f"part {index}"] = context.fits("the next one")
+    return context.figures
 
 
 def lacks(context: Context) -> Figures:

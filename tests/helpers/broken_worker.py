@@ -32,7 +32,7 @@ FACTS = {name: "" for name in ("driver", "cuda", "platform", "commit")} | {
 class Impatient(Entry):
     """A check with short time limits, so that tests do not wait."""
 
-    def limit(self, quick: bool, rehearsal: bool) -> float:
+    def limit_seconds(self, quick: bool, rehearsal: bool) -> float:
         return 0.5 if self.name == "hangs" else 60.0
 
 

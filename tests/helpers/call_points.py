@@ -20,11 +20,11 @@ def call_raises(which: str, name: str) -> Point:
     @contextlib.contextmanager
     def point(engine: Engine, fault: Fault) -> Iterator[None]:
         model = getattr(engine._parts.models, which)
-        real = getattr(model, name)
+        original = getattr(model, name)
 
         def call(*arguments: Any) -> Any:
             fault.strike()
-            return real(*arguments)
+            return original(*arguments)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(model, name, call)
@@ -41,14 +41,14 @@ def worker_dies(after: bool) -> Point:
         compiler = engine._parts.compiler
         assert compiler is not None
         compiler._cache.clear()
-        real = CompileWorker._exchange
+        original = CompileWorker._exchange
 
         def exchange(worker: CompileWorker, *arguments: Any, **options: Any) -> tuple[str, bool, bytes]:
             process, due = worker._process, fault.due()
             assert process is not None
             if due and not after:
                 end(process.popen)
-            answer = real(worker, *arguments, **options)
+            answer = original(worker, *arguments, **options)
             if due and after:
                 end(process.popen)
             return answer

@@ -26,26 +26,26 @@ from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import Eagle3Config, LlamaConfig, RopeConfig
 from stepgraph.runtime.models.mtp import Mtp
 from tests.helpers.draft_oracles import eagle3_logits, mtp_logits
-from tests.helpers.families import BASE, VOCABULARY, folder_of, judge, random_model, save_tokenizer
+from tests.helpers.families import BASE, VOCABULARY, folder_of, hf_model, random_model, save_tokenizer
 from tools.random_weights import randomised
 from tools.train.saving import extract_tensors, save_eagle3, save_mtp
 
 CONFIG = EngineConfig(
     max_rows=2, max_length=48, page_size=4, prefill_chunk=5, backend="tape", buckets=(2,), greedy_only=True, eager=True, rounds_in_flight=1
 )
-LETTERS = 106  # of the families' tokenizer, after four markers
-OWN_IDS = [*range(LETTERS, LETTERS + 4), *range(LETTERS - 1, -1, -1)]  # ids in the smaller model, for each token of the target
+NUM_LETTERS = 106  # of the families' tokenizer, after four markers
+OWN_IDS = [*range(NUM_LETTERS, NUM_LETTERS + 4), *range(NUM_LETTERS - 1, -1, -1)]  # ids in the smaller model, for each token of the target
 D2T = torch.arange(2, 110, 2)  # every other token, including the stop token
 EAGLE_LAYERS = (3, 0, 2)
 
 
 @dataclass(frozen=True)
-class Drafter:
+class DraftCase:
     """A draft and the family of its target."""
 
     name: str
     family: str
-    most: int = 6  # drafts per round
+    max_drafts: int = 6  # drafts per round
 
     @functools.cached_property
     def folder(self) -> Path:
@@ -86,7 +86,7 @@ class Drafter:
         """Reference logits over the target's tokens after a history, then after each of `drafts`, computed without a cache."""
         text = torch.tensor([history])
         with torch.no_grad():
-            states = judge(self.family)(text[:, :-1], output_hidden_states=True).hidden_states
+            states = hf_model(self.family)(text[:, :-1], output_hidden_states=True).hidden_states
         tensors, fields = _read(self.folder)
         if self.name == "eagle3":
             features = torch.cat([states[layer][0] for layer in EAGLE_LAYERS], -1)
@@ -94,10 +94,10 @@ class Drafter:
             return [torch.full((VOCABULARY,), -torch.inf, dtype=torch.float64).index_copy(0, D2T, each) for each in (whole[-1], *chain)]
         if self.name == "model":
             with torch.no_grad():
-                whole = smaller()(torch.tensor([[OWN_IDS[token] for token in (*history, *drafts)]])).logits[0]
+                whole = small_draft_model()(torch.tensor([[OWN_IDS[token] for token in (*history, *drafts)]])).logits[0]
             return list(whole[len(history) - 1 :, OWN_IDS].double())
         layers = range(4, 4 + fields["num_nextn_predict_layers"])
-        reference = judge(self.family)
+        reference = hf_model(self.family)
         embedding, head = reference.get_input_embeddings().weight.detach(), reference.get_output_embeddings().weight.detach()
         whole, *chain = mtp_logits(tensors, fields, layers, states[-1][0], history, drafts, embedding, head)
         return [whole[-1], *chain]
@@ -110,15 +110,15 @@ def save_draft(name: str, target: Llama, folder: Path) -> Path:
         config = Eagle3Config(layer, EAGLE_LAYERS, target.config.hidden_size, len(D2T))
         return save_eagle3(folder, randomised(Eagle3(config, d2t=D2T), 3), own_embedding=True)
     if name == "model":
-        return save_smaller(folder)
+        return save_small_draft_model(folder)
     experts = target.config.experts and replace(target.config.experts, dense_layers=frozenset())
     layers = replace(target.config, windows=(target.config.windows[-1],) * (1 if name == "mtp" else 3), experts=experts)
-    made = randomised(Mtp(layers, embedding=target.embedding, head=target.unembedding), 3)
+    mtp = randomised(Mtp(layers, embedding=target.embedding, head=target.unembedding), 3)
     if experts is None or experts.routing is None:
-        return save_mtp(folder, made, first=4)
+        return save_mtp(folder, mtp, first=4)
     folder.mkdir()
     (folder / "config.json").write_text("{}", encoding="utf-8")  # the layers are the target's
-    save_file(extract_tensors(made, mtp_slices(layers, 4)), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(extract_tensors(mtp, mtp_slices(layers, 4)), folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
@@ -135,21 +135,21 @@ def _read(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 @functools.cache
-def smaller() -> Any:
+def small_draft_model() -> Any:
     """A draft model of another family, with fewer layers and more tokens than the target."""
     return random_model("Qwen2", BASE | {"num_hidden_layers": 2, "hidden_size": 32, "vocab_size": VOCABULARY + 16}, seed=9)
 
 
-def save_smaller(folder: Path) -> Path:
+def save_small_draft_model(folder: Path) -> Path:
     """Save the smaller model with the target's tokens in another order and some extra tokens."""
-    smaller().save_pretrained(folder)
+    small_draft_model().save_pretrained(folder)
     save_tokenizer(folder, VOCABULARY)
     path = folder / "tokenizer.json"
-    written = json.loads(path.read_text(encoding="utf-8"))
-    letters = {letter: OWN_IDS[token] for letter, token in written["model"]["vocab"].items()}
-    added = [entry | {"id": OWN_IDS[entry["id"]]} for entry in written["added_tokens"]]
-    more = {"ab": LETTERS + 4, "!!": LETTERS + 5}
-    change_json(path, model=written["model"] | {"vocab": letters | more}, added_tokens=added)
+    content = json.loads(path.read_text(encoding="utf-8"))
+    letters = {letter: OWN_IDS[token] for letter, token in content["model"]["vocab"].items()}
+    added = [entry | {"id": OWN_IDS[entry["id"]]} for entry in content["added_tokens"]]
+    more = {"ab": NUM_LETTERS + 4, "!!": NUM_LETTERS + 5}
+    change_json(path, model=content["model"] | {"vocab": letters | more}, added_tokens=added)
     change_json(folder / "config.json", eos_token_id=OWN_IDS[2])
     change_json(folder / "generation_config.json", eos_token_id=OWN_IDS[2])
     return folder
@@ -160,8 +160,8 @@ def change_json(path: Path, **changes: Any) -> None:
 
 
 DRAFTERS = [
-    Drafter("eagle3", "smollm2"),
-    Drafter("mtp", "qwen3"),
-    Drafter("mtp, one per draft", "mistral", most=3),
-    Drafter("model", "llama-2"),
+    DraftCase("eagle3", "smollm2"),
+    DraftCase("mtp", "qwen3"),
+    DraftCase("mtp, one per draft", "mistral", max_drafts=3),
+    DraftCase("model", "llama-2"),
 ]

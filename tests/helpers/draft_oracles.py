@@ -51,8 +51,8 @@ def attended(states: Tensor, tensors: Tensors, prefix: str, fields: Mapping[str,
 
 def mlp(states: Tensor, tensors: Tensors, prefix: str) -> Tensor:
     gate, up, down = (tensors[f"{prefix}.mlp.{part}_proj.weight"].double() for part in ("gate", "up", "down"))
-    opened = states @ gate.T
-    return (opened * torch.sigmoid(opened) * (states @ up.T)) @ down.T
+    gated = states @ gate.T
+    return (gated * torch.sigmoid(gated) * (states @ up.T)) @ down.T
 
 
 def eagle3_layer(tensors: Tensors, fields: Mapping[str, Any], states: Tensor, tokens: Sequence[int], embedding: Tensor) -> Tensor:
@@ -73,16 +73,16 @@ def eagle3_logits(
     features [N, 3 H]: the target's, at the first N of N + 1 tokens. The logits at the last position give the first draft.
     """
     states = features.double() @ tensors["fc.weight"].double().T
-    left = eagle3_layer(tensors, fields, states, tokens[1:], embedding)
+    outputs = eagle3_layer(tensors, fields, states, tokens[1:], embedding)
 
-    def guess(state: Tensor) -> Tensor:
+    def logits_of(state: Tensor) -> Tensor:
         return normed(state, tensors["norm.weight"], fields["rms_norm_eps"]) @ tensors["lm_head.weight"].double().T
 
-    result, words = [guess(left)], list(tokens[1:])
+    result, words = [logits_of(outputs)], list(tokens[1:])
     for draft in drafts:
-        states, words = torch.cat([states, left[-1:]]), [*words, draft]
-        left = eagle3_layer(tensors, fields, states, words, embedding)
-        result.append(guess(left[-1]))
+        states, words = torch.cat([states, outputs[-1:]]), [*words, draft]
+        outputs = eagle3_layer(tensors, fields, states, words, embedding)
+        result.append(logits_of(outputs[-1]))
     return result
 
 
@@ -116,19 +116,19 @@ def mtp_logits(
     if len(layers) == 1:
         ids = list(tokens[1:])
         for draft in [*drafts, None]:
-            left = mtp_module(tensors, fields, layers[0], states, words[ids])
-            result.append(left)
-            states, ids = torch.cat([states, left[-1:]]), [*ids, draft or 0]
+            outputs = mtp_module(tensors, fields, layers[0], states, words[ids])
+            result.append(outputs)
+            states, ids = torch.cat([states, outputs[-1:]]), [*ids, draft or 0]
     else:
         ids = [*tokens, *drafts]
         for depth, layer in enumerate(layers[: len(drafts) + 1], 1):
             states = mtp_module(tensors, fields, layer, states, words[ids[depth : depth + len(states)]])
             result.append(states)
-    guesses = [left @ head.double().T for left in result]
-    return [guesses[0], *(each[-1] for each in guesses[1:])]
+    logits = [outputs @ head.double().T for outputs in result]
+    return [logits[0], *(each[-1] for each in logits[1:])]
 
 
-class Drafting:
+class CachedDraft:
     """A draft model with its own cache for two rows with pages in arbitrary order."""
 
     def __init__(self, model: DraftModel, feature_size: int, k: int = 8) -> None:
@@ -149,8 +149,8 @@ class Drafting:
 
     def read(self, tokens: Tensor, features: Tensor, size: int) -> tuple[Tensor, Tensor]:
         """A text in chunks of `size`: logits at every position and the features of the last. features [B, N - 1, F]."""
-        led = torch.cat([torch.zeros_like(features[:, :1]), features], 1)
-        outputs = [self.run(tokens[:, at : at + size], led[:, at : at + size], at) for at in range(0, tokens.shape[1], size)]
+        shifted = torch.cat([torch.zeros_like(features[:, :1]), features], 1)
+        outputs = [self.run(tokens[:, at : at + size], shifted[:, at : at + size], at) for at in range(0, tokens.shape[1], size)]
         return torch.cat([logits for logits, _ in outputs], 1), outputs[-1][1][:, -1:]
 
     def draft(self, start: int, drafts: Tensor, features: Tensor) -> list[Tensor]:

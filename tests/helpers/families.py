@@ -105,7 +105,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @functools.cache
-def judge(family: str, dtype: torch.dtype = torch.float32, lean: bool = False) -> Any:
+def hf_model(family: str, dtype: torch.dtype = torch.float32, lean: bool = False) -> Any:
     """A model of `transformers` with random weights. With `lean` its logits lean towards one token, as a trained model's do: in
     bfloat16 a tenth of a random model's choices would be near ties.
     """
@@ -148,8 +148,8 @@ def save_tokenizer(folder: Path, size: int) -> None:
     vocabulary = {letter: 4 + index for index, letter in enumerate(letters)}
     added = [{"id": index, "content": text, "special": index < 3} for index, text in enumerate(["<s>", "<|im_start|>", "</s>", "<call>"])]
     model = {"type": "BPE", "vocab": vocabulary, "merges": []}
-    written = {"model": model, "added_tokens": added, "pre_tokenizer": {"type": "ByteLevel"}}
-    (folder / "tokenizer.json").write_text(json.dumps(written), encoding="utf-8")
+    content = {"model": model, "added_tokens": added, "pre_tokenizer": {"type": "ByteLevel"}}
+    (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
 
 
 def save(model: Any, folder: Path, **options: Any) -> Path:
@@ -164,20 +164,20 @@ def folder_of(family: str, dtype: torch.dtype = torch.float32, lean: bool = Fals
     """A Hugging Face folder of one family, written once."""
     folder = Path(tempfile.mkdtemp(prefix="family-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return save(judge(family, dtype, lean), folder)
+    return save(hf_model(family, dtype, lean), folder)
 
 
 def load(family: str, dtype: torch.dtype = torch.float32, lean: bool = False) -> Llama:
     return open_checkpoint(folder_of(family, dtype, lean)).load("cpu", FEATURE_LAYERS)
 
 
-def refused_when_damaged(file: Path, whole: bytes, head: int, opened: Path, cases: int = 60) -> int:
+def count_refused_damaged(file: Path, whole: bytes, head: int, opened: Path, cases: int = 60) -> int:
     """How many of `cases` random changes in the first `head` bytes raise ValueError. Other errors propagate."""
-    drawn, refused = random.Random(len(whole)), 0
+    rng, refused = random.Random(len(whole)), 0
     for _ in range(cases):
         damaged = bytearray(whole)
-        for _ in range(drawn.choice((1, 2, 8))):
-            damaged[drawn.randrange(min(head, len(whole)))] = drawn.choice((0, 127, 255, drawn.randrange(256)))
+        for _ in range(rng.choice((1, 2, 8))):
+            damaged[rng.randrange(min(head, len(whole)))] = rng.choice((0, 127, 255, rng.randrange(256)))
         file.write_bytes(damaged)
         try:
             open_checkpoint(opened)
@@ -186,7 +186,7 @@ def refused_when_damaged(file: Path, whole: bytes, head: int, opened: Path, case
     return refused
 
 
-class Cached:
+class CachedModel:
     """A model with a cache for two rows, whose pages are in random order."""
 
     def __init__(self, model: Llama | TransformersModel, length: int = LENGTH, kv_cache_dtype: str = "auto") -> None:

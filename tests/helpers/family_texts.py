@@ -10,7 +10,7 @@ import torch
 from stepgraph import Constraint, Engine, EngineConfig, Job, SamplingParams
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.sampling.grammar import GrammarCompiler, MaskStatus
-from tests.helpers.families import folder_of, judge
+from tests.helpers.families import folder_of, hf_model
 
 CONSTRAINTS = (None, Constraint.regex("[a-f]{3,9}[0-9]+[A-Z]?"), Constraint.choice(["yes", "no", "never"]), Constraint.json_object())
 CONFIG = EngineConfig(max_rows=3, num_speculative_tokens=0, max_length=64, page_size=4, prefill_chunk=5, backend="tape", buckets=(1, 3))
@@ -22,7 +22,7 @@ def plain(
     family: str, prompt: tuple[int, ...], constraint: Constraint | None, count: int, dtype: torch.dtype = torch.float32
 ) -> tuple[list[int], str]:
     """Greedy tokens, each from a pass over the whole text so far."""
-    model, vocabulary = judge(family, dtype), open_checkpoint(folder_of(family)).vocabulary
+    model, vocabulary = hf_model(family, dtype), open_checkpoint(folder_of(family)).vocabulary
     matcher = None if constraint is None else GrammarCompiler(vocabulary).compile(constraint).matcher()
     masks = torch.zeros(1, vocabulary.mask_words, dtype=torch.int32)
     tokens: list[int] = []

@@ -56,11 +56,11 @@ Point = Callable[[Engine, Fault], contextlib.AbstractContextManager[None]]
 class Failing:
     """Wraps a library object; one call of one method fails."""
 
-    def __init__(self, real: Any, name: str, fault: Fault) -> None:
-        self._real, self._name, self._fault = real, name, fault
+    def __init__(self, original: Any, name: str, fault: Fault) -> None:
+        self._original, self._name, self._fault = original, name, fault
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._real, name)
+        found = getattr(self._original, name)
         if name != self._name:
             return found
 
@@ -76,17 +76,17 @@ def matcher_call(library: str, operation: str) -> Point:
 
     @contextlib.contextmanager
     def point(engine: Engine, fault: Fault) -> Iterator[None]:
-        real, found = engine._parts.host_link.row, list[int]()
+        original, found = engine._parts.host_link.row, list[int]()
 
         def row(owner: int, matcher: Matcher, committed: int = 0) -> MatcherRow:
-            made, inner = real(owner, matcher, committed), innermost(matcher)
+            row_of_link, inner = original(owner, matcher, committed), innermost(matcher)
             if not found and isinstance(inner, XGrammarMatcher) == (library == "xgrammar"):
-                found.append(made.owner)
-                if isinstance(made, NativeRow):
-                    plant(made, operation, lambda entry, *rest: fail(rest[-1], CAUSE.encode()) if fault.due() else entry(*rest))
+                found.append(row_of_link.owner)
+                if isinstance(row_of_link, NativeRow):
+                    plant(row_of_link, operation, lambda entry, *rest: fail(rest[-1], CAUSE.encode()) if fault.due() else entry(*rest))
                 else:
                     inner.library_matcher = Failing(inner.library_matcher, CALLS[library][operation], fault)  # type: ignore[attr-defined]
-            return made
+            return row_of_link
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(engine._parts.host_link, "row", row)
@@ -100,11 +100,11 @@ def compile_fails(engine: Engine, fault: Fault) -> Iterator[None]:
     compiler = engine._parts.compiler
     assert compiler is not None
     compiler._cache.clear()  # otherwise nothing is compiled
-    real = compiler._backends.build
+    original = compiler._backends.build
 
     def build(*arguments: Any) -> Any:
         fault.strike()
-        return real(*arguments)
+        return original(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiler._backends, "build", build)
@@ -114,18 +114,18 @@ def compile_fails(engine: Engine, fault: Fault) -> Iterator[None]:
 @contextlib.contextmanager
 def ring_full(engine: Engine, fault: Fault) -> Iterator[None]:
     """The copy out of a reused ring slot is reported as pending, so that the writer has to wait."""
-    real = TapeEvent.query
+    original = TapeEvent.query
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TapeEvent, "query", lambda event: not fault.due() and real(event))
+        patch.setattr(TapeEvent, "query", lambda event: not fault.due() and original(event))
         yield
 
 
 @contextlib.contextmanager
 def pages_empty(engine: Engine, fault: Fault) -> Iterator[None]:
     prefixes = engine._scheduler.rows.page_cache
-    real = prefixes.allocate
+    original = prefixes.allocate
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefixes, "allocate", lambda count: None if fault.due() else real(count))
+        patch.setattr(prefixes, "allocate", lambda count: None if fault.due() else original(count))
         yield
 
 
@@ -206,12 +206,12 @@ def function_raises(fault: Fault) -> Callable[[Job], list[int]]:
 
 @contextlib.contextmanager
 def host_node_raises(engine: Engine, fault: Fault) -> Iterator[None]:
-    real = HostCall.__call__
+    original = HostCall.__call__
 
     def call(node: HostCall, skip: bool) -> None:
         if not skip and fault.due():
             raise HostNodeError(node.name, RuntimeError(CAUSE))
-        real(node, skip)
+        original(node, skip)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HostCall, "__call__", call)
@@ -221,12 +221,12 @@ def host_node_raises(engine: Engine, fault: Fault) -> Iterator[None]:
 @contextlib.contextmanager
 def replay_raises(engine: Engine, fault: Fault) -> Iterator[None]:
     """A device operation fails in the middle of a round."""
-    real = Segment.__call__
+    original = Segment.__call__
 
     def call(segment: Segment, skip: bool) -> None:
         if not skip:
             fault.strike()
-        real(segment, skip)
+        original(segment, skip)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Segment, "__call__", call)
@@ -236,14 +236,14 @@ def replay_raises(engine: Engine, fault: Fault) -> Iterator[None]:
 @contextlib.contextmanager
 def between_rounds_raises(engine: Engine, fault: Fault) -> Iterator[None]:
     """Work between rounds fails: prompts through both models, tables, copies in and out."""
-    real = TapeBackend.run
+    original = TapeBackend.run
 
     def run(backend: TapeBackend, function: Callable[[], object]) -> None:
         def job() -> None:
             fault.strike()
             function()
 
-        real(backend, job)
+        original(backend, job)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TapeBackend, "run", run)
@@ -251,12 +251,12 @@ def between_rounds_raises(engine: Engine, fault: Fault) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def announcements_full(engine: Engine, fault: Fault) -> Iterator[None]:
-    real = engine._parts.host_link.push_batch
+def push_batch_raises(engine: Engine, fault: Fault) -> Iterator[None]:
+    original = engine._parts.host_link.push_batch
 
     def push_batch(batch: Any) -> None:
         fault.strike()
-        real(batch)
+        original(batch)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine._parts.host_link, "push_batch", push_batch)

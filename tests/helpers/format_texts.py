@@ -29,7 +29,7 @@ except ImportError:  # Python 3.10
     import sre_parse as parser
 
 FORMAT_TEXTS = 10_000  # of each format, in long runs
-MORE = "\n\t\r\0 \x7f\x85\u00e9\u0660\u09e8\u212a\uff0e\u3002\ue000\ufdd0\U0001f600\U000e0001\U000f0000\U0010fffd"
+EXTRA_CHARS = "\n\t\r\0 \x7f\x85\u00e9\u0660\u09e8\u212a\uff0e\u3002\ue000\ufdd0\U0001f600\U000e0001\U000f0000\U0010fffd"
 
 
 def python_regex(pattern: str) -> re.Pattern[str]:
@@ -44,10 +44,10 @@ LEAP_SECONDS = "|".join(
     for minute in range(60)
 )
 ANY_TIME = f"(?:({FORMATS['time']})|({LEAP_SECONDS}))"  # two groups, so that half of the texts are leap seconds
-EXACT = {"time": ANY_TIME, "date-time": f"{FORMATS['date']}[Tt]{ANY_TIME}"}  # accepted by automata, beyond `FORMATS`
-REGEXES = {name: python_regex(EXACT.get(name, pattern)) for name, pattern in FORMATS.items()}
+AUTOMATON_REGEXES = {"time": ANY_TIME, "date-time": f"{FORMATS['date']}[Tt]{ANY_TIME}"}  # accepted by automata, beyond `FORMATS`
+REGEXES = {name: python_regex(AUTOMATON_REGEXES.get(name, pattern)) for name, pattern in FORMATS.items()}
 REGEXES |= {f"older {name}": python_regex(pattern) for name, pattern in OLDER.items()}
-REGEXES |= {f"few {name}": python_regex(FORMATS[name]) for name in EXACT}
+REGEXES |= {f"few {name}": python_regex(FORMATS[name]) for name in AUTOMATON_REGEXES}
 REGEXES["few regexes"] = python_regex(FEW_REGEXES)
 
 
@@ -66,7 +66,7 @@ def texts(name: str, count: int, seed: int) -> Iterator[str]:
 def _mutated(text: str, random: Random) -> str:
     for _ in range(random.choice((1, 1, 1, 2, 3))):
         at = random.randint(0, len(text))
-        near = random.choice(text) if text and random.random() < 0.7 else random.choice(MORE + "".join(map(chr, range(33, 127))))
+        near = random.choice(text) if text and random.random() < 0.7 else random.choice(EXTRA_CHARS + "".join(map(chr, range(33, 127))))
         if near.isdigit() and near.isascii() and random.random() < 0.5:
             near = random.choice("0123456789")
         text = random.choice((text[:at] + text[at + 1 :], text[:at] + near + text[at:], text[:at] + near + text[at + 1 :]))
@@ -100,7 +100,7 @@ def _piece(kind: str, value: Any, random: Random) -> str:
 def _member(items: list[tuple[Any, Any]], random: Random) -> str:
     if str(items[0][0]) == "NEGATE":
         excluded = re.compile("[" + "".join(f"\\U{code:08x}" for kind, code in items[1:] if str(kind) == "LITERAL") + "]")
-        return next(char for char in iter(lambda: random.choice(MORE + "abc/~0"), None) if not excluded.match(char))
+        return next(char for char in iter(lambda: random.choice(EXTRA_CHARS + "abc/~0"), None) if not excluded.match(char))
     kind, value = random.choice(items)
     if str(kind) == "CATEGORY":
         return random.choice("0123456789")
@@ -358,7 +358,7 @@ STRICT: dict[str, Callable[[str], bool]] = {
 }
 
 
-def compared(name: str, count: int, seed: int) -> dict[str, int]:
+def compare_format(name: str, count: int, seed: int) -> dict[str, int]:
     """Compare a format with its validators; the numbers of accepted texts, rejected texts, and valid texts that are rejected."""
     counts = {"accepted": 0, "rejected": 0, "narrowed": 0}
     narrowed, lenient = NARROWED_TEXTS.get(name, lambda text: False), LENIENT.get(name, lambda text: True)

@@ -27,7 +27,7 @@ def one_of(parts: int, ways: int) -> dict[str, Any]:
     return {"allOf": [{"oneOf": json.loads(json.dumps(branches).replace('"p"', f'"p{part}"'))} for part in range(parts)]}
 
 
-REFER = {"$ref": "NEXT"}
+NEXT_REFERENCE = {"$ref": "NEXT"}
 COUNTED = {"type": "array", "minItems": 1000, "maxItems": 100_000}
 THIN, WIDE = range(500), range(3000)
 
@@ -39,8 +39,8 @@ SCHEMAS: dict[str, Callable[[], Any]] = {
     "branches without progress": lambda: {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"},
     "an object that requires itself": lambda: {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
     "references with progress": lambda: {"$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}}}, "$ref": "#/$defs/a"},
-    "exponential references in arrays": lambda: chained({"type": "array", "prefixItems": [REFER] * 8}, 40),
-    "exponential references in branches": lambda: chained({"anyOf": [REFER] * 8}, 40),
+    "exponential references in arrays": lambda: chained({"type": "array", "prefixItems": [NEXT_REFERENCE] * 8}, 40),
+    "exponential references in branches": lambda: chained({"anyOf": [NEXT_REFERENCE] * 8}, 40),
     "a million combinations": lambda: one_of(10, 4),
     "7,000 values": lambda: {"enum": [f"value {index}" for index in range(7000)]},
     "10,000 numbers": lambda: {"enum": [*range(10_000)]},

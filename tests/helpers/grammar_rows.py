@@ -42,29 +42,29 @@ class Request:
     matcher: MatcherRow
     history: list[int] = field(default_factory=list)
 
-    def chain(self, draw: Random, count: int) -> list[int]:
+    def chain(self, rng: Random, count: int) -> list[int]:
         """Drafts, most of them legal, and some after a draft that is not."""
         matcher, mask, found = self.grammar.matcher(), torch.zeros(1, self.grammar.vocabulary.mask_words, dtype=torch.int32), list[int]()
         for token in self.history:
             assert matcher.accept_token(token)
         for _ in range(count):
             matcher.fill_next_token_bitmask(mask, 0)
-            legal = pick(draw, mask[0], self.grammar)
-            token = draw.choice([-1, -2, draw.randrange(len(self.grammar.vocabulary.tokens) + 40)])
-            token = token if legal is None or draw.random() < 0.1 else legal
+            legal = pick(rng, mask[0], self.grammar)
+            token = rng.choice([-1, -2, rng.randrange(len(self.grammar.vocabulary.tokens) + 40)])
+            token = token if legal is None or rng.random() < 0.1 else legal
             found.append(token)
             matcher.accept_token(token)
         return found
 
 
-def pick(draw: Random, mask: Tensor, grammar: AutomatonGrammar) -> int | None:
+def pick(rng: Random, mask: Tensor, grammar: AutomatonGrammar) -> int | None:
     """A legal token of a mask, often one with a bracket; None if no token is legal."""
     legal = np.flatnonzero(np.unpackbits(mask.numpy().view(np.uint8), bitorder="little")).tolist()
     brackets = [token for token in legal if set(grammar.vocabulary.tokens[token]) & BRACKETS]
-    return draw.choice(brackets if brackets and draw.random() < 0.6 else legal) if legal else None
+    return rng.choice(brackets if brackets and rng.random() < 0.6 else legal) if legal else None
 
 
-class World:
+class RowRounds:
     """Rows in random rounds. Every second row has a grammar; one that finishes is inert for some rounds, then it gets another request.
 
     Every program has its own copy of what the operation writes. After each call all copies are equal, and equal to what a host link
@@ -83,26 +83,26 @@ class World:
     ) -> None:
         self.masked = drafts > 0 and seed % 2 == 0
         self.grammars, self.slots, self.drafts, self.programs = grammars, slots, drafts, programs
-        self.draw, positions, words = Random(seed), drafts + 1, grammars[0].vocabulary.mask_words
+        self.rng, positions, words = Random(seed), drafts + 1, grammars[0].vocabulary.mask_words
         self.counts = Counter[MaskStatus]()  # of the tags that were compared
         arena, self.offsets = arena_of(grammars)
         self.tables = (arena, *token_tensors(grammars[0].vocabulary, torch.device("cpu")))
-        made = self.made = torch.Generator().manual_seed(seed)
+        generator = self.generator = torch.Generator().manual_seed(seed)
 
         def noise(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.randint(-(2**31), 2**31 - 1, shape, generator=made).to(dtype)
+            return torch.randint(-(2**31), 2**31 - 1, shape, generator=generator).to(dtype)
 
         depth = max(int(grammar.image[Field.DEPTH]) for grammar in grammars)
-        written = (
+        outputs = (
             noise(slots + 1, positions + 1, PLACE_INTS),
             noise(slots + 1, positions + 1, depth),
             noise(slots + 1, positions, words),
             noise(slots + 1, positions, TAG_FIELDS, dtype=torch.int64),
             noise(positions, slots + 1, dtype=torch.int64),
         )
-        self.written = [[tensor.clone() for tensor in written] for _ in programs]
+        self.outputs = [[tensor.clone() for tensor in outputs] for _ in programs]
         self.state = torch.zeros(slots + 1, len(HostColumn) + 2, dtype=torch.int64)  # the last column is the offset of the image
-        self.rows = torch.tensor(self.draw.sample(range(slots + 1), slots))
+        self.rows = torch.tensor(self.rng.sample(range(slots + 1), slots))
         self.row_drafts, self.batch_drafts = torch.full((slots + 1, drafts), -1), torch.full((drafts, slots), -1)
         self.host_state, self.host_drafts = torch.zeros(slots, len(HostColumn), dtype=torch.int64), torch.full((drafts, slots), -1)
         self.masks = torch.zeros(positions, slots, words, dtype=torch.int32)
@@ -144,7 +144,7 @@ class World:
             self.call([follow(index) for index in range(1, last)], 1, last - 1)
         for index in range(1, last + 1):
             forced = self.forced_host[index - 1]
-            replaced = (forced >= 0) & (self.proposed | (torch.rand(len(forced), generator=self.made) < 0.7))
+            replaced = (forced >= 0) & (self.proposed | (torch.rand(len(forced), generator=self.generator) < 0.7))
             chains[:, index - 1] = torch.where(replaced, forced, chains[:, index - 1])
             self.batch_drafts[index - 1] = chains[:, index - 1]
             if index < last and not self.proposed:
@@ -161,7 +161,7 @@ class World:
 
     def begin(self) -> None:
         for row in self.rows.tolist():
-            if self.state[row, HostColumn.FINISH] != FinishCode.RUNNING and self.draw.random() < 0.4:
+            if self.state[row, HostColumn.FINISH] != FinishCode.RUNNING and self.rng.random() < 0.4:
                 self.admit(row)
         self.link.push_batch([self.requests[row].matcher if row in self.requests else None for row in self.rows.tolist()])
 
@@ -171,19 +171,19 @@ class World:
         self.host_state.copy_(self.state[self.rows, : len(HostColumn)])
         self.host_drafts.copy_(self.row_drafts[self.rows].T if by_row else self.batch_drafts)
         self.link.node(steps)()
-        before = [tensor.clone() for tensor in self.written[0]]
+        before = [tensor.clone() for tensor in self.outputs[0]]
         slots, merges = self.split
-        for program, written, text, forced in zip(self.programs, self.written, self.texts, self.forced, strict=True):
+        for program, outputs, text, forced in zip(self.programs, self.outputs, self.texts, self.forced, strict=True):
             forcing = text, slots, None if by_row else forced, merges, int(self.proposed and first > 0 and not by_row)
-            program(self.state, self.state[:, -1], self.rows, drafts, *self.tables, *written, first, last, int(new), int(by_row), *forcing)
+            program(self.state, self.state[:, -1], self.rows, drafts, *self.tables, *outputs, first, last, int(new), int(by_row), *forcing)
         compared = range(5) if slots is None else (0, 2, 3, 4)  # a program may use the stack of a place that is not in use
-        for other in self.written[1:]:
-            assert all(torch.equal(self.written[0][each], other[each]) for each in compared)
+        for other in self.outputs[1:]:
+            assert all(torch.equal(self.outputs[0][each], other[each]) for each in compared)
         if slots is not None and not by_row:
             self.compare_forced(range(first, last + 1))
         for row in range(self.slots + 1):
             if self.state[row, -1] == 0 or row not in self.rows:
-                assert all(torch.equal(now[row], then[row]) for now, then in zip(self.written[0][:4], before[:4], strict=True))
+                assert all(torch.equal(now[row], then[row]) for now, then in zip(self.outputs[0][:4], before[:4], strict=True))
         self.compare(range(first, last + 1))
 
     def compare_forced(self, filled: range) -> None:
@@ -195,7 +195,7 @@ class World:
         self.num_forced += int((self.forced_host[filled.start : filled.stop] >= 0).sum())
 
     def compare(self, filled: range) -> None:
-        masks, tags, statuses = self.written[0][2:]
+        masks, tags, statuses = self.outputs[0][2:]
         for slot, row in enumerate(self.rows.tolist()):
             found = tags[row, filled.start : filled.stop, 3] if self.state[row, -1] else MaskStatus.NONE
             assert (statuses[filled.start : filled.stop, slot] == found).all()
@@ -210,7 +210,7 @@ class World:
                     assert tags[row, stage].tolist() == [0, 0, stage, 0]
 
     def status(self, row: int, index: int) -> MaskStatus:
-        owner, generated, at, status = self.written[0][3][row, index].tolist()
+        owner, generated, at, status = self.outputs[0][3][row, index].tolist()
         state = self.state[row]
         is_valid = (owner, generated, at) == (int(state[HostColumn.OWNER]), int(state[HostColumn.GENERATED]), index)
         return MaskStatus(status) if is_valid else MaskStatus.NONE
@@ -221,19 +221,19 @@ class World:
             state = self.state[row]
             if state[HostColumn.FINISH] != FinishCode.RUNNING or row not in self.requests:
                 continue
-            request, masks, drafts, held = self.requests[row], self.written[0][2][row], self.row_drafts[row].tolist(), 0
+            request, masks, drafts, held = self.requests[row], self.outputs[0][2][row], self.row_drafts[row].tolist(), 0
             assert self.status(row, 0) != MaskStatus.NONE
-            while held < self.drafts and drafts[held] >= 0 and self.status(row, held) == MaskStatus.OK and self.draw.random() < 0.8:
+            while held < self.drafts and drafts[held] >= 0 and self.status(row, held) == MaskStatus.OK and self.rng.random() < 0.8:
                 is_legal = drafts[held] < 32 * masks.shape[1] and masks[held, drafts[held] // 32] >> drafts[held] % 32 & 1
                 if not is_legal or self.status(row, held + 1) in (MaskStatus.NONE, MaskStatus.ILLEGAL):
                     break
                 held += 1
-            sampled = pick(self.draw, masks[held], request.grammar) if self.status(row, held) == MaskStatus.OK else None
+            sampled = pick(self.rng, masks[held], request.grammar) if self.status(row, held) == MaskStatus.OK else None
             emitted = drafts[:held] + ([] if sampled is None else [sampled])
             request.history += emitted
             state[HostColumn.GENERATED] += len(emitted)
             state[HostColumn.ACCEPTED] = held
-            if sampled is None or self.draw.random() < 0.02:
+            if sampled is None or self.rng.random() < 0.02:
                 state[HostColumn.FINISH] = int(FinishCode.STOP)
             if emitted:
                 state[HostColumn.LAST_TOKEN] = emitted[-1]
@@ -243,7 +243,7 @@ class World:
         empty, found = [-1] * self.drafts, list[list[int]]()
         for row in self.rows.tolist():
             running = row in self.requests and self.state[row, HostColumn.FINISH] == FinishCode.RUNNING
-            found.append(self.requests[row].chain(self.draw, self.drafts) if running else empty)
+            found.append(self.requests[row].chain(self.rng, self.drafts) if running else empty)
         return torch.tensor(found, dtype=torch.int64).reshape(len(self.rows), self.drafts)
 
     def admit(self, row: int) -> None:
@@ -253,7 +253,7 @@ class World:
         self.state[row] = 0
         self.state[row, HostColumn.OWNER], self.state[row, HostColumn.FINISH] = self.owner, int(FinishCode.RUNNING)
         self.row_drafts[row] = -1
-        if self.draw.random() < 0.8:
-            which = self.draw.randrange(len(self.grammars))
+        if self.rng.random() < 0.8:
+            which = self.rng.randrange(len(self.grammars))
             self.state[row, -1] = self.offsets[which]
             self.requests[row] = Request(self.grammars[which], self.link.row(self.owner, self.grammars[which].matcher()))

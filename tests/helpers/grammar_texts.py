@@ -63,7 +63,7 @@ def accepts(constraint: Constraint, text: bytes) -> bool:
     return all(matcher.accept_token(token_id) for token_id in encode(text)) and matcher.accept_token(STOP)
 
 
-def filled(matcher: Matcher, words: int = PRINTABLE.mask_words) -> tuple[MaskStatus, list[int]]:
+def fill_mask(matcher: Matcher, words: int = PRINTABLE.mask_words) -> tuple[MaskStatus, list[int]]:
     masks = torch.full((3, words), 0x5A5A5A5A, dtype=torch.int32)
     status = matcher.fill_next_token_bitmask(masks, 1)
     assert masks[0].eq(0x5A5A5A5A).all() and masks[2].eq(0x5A5A5A5A).all()
@@ -71,7 +71,7 @@ def filled(matcher: Matcher, words: int = PRINTABLE.mask_words) -> tuple[MaskSta
     return status, np.flatnonzero(bits).tolist()
 
 
-def claimed(compiler: GrammarCompiler, constraint: Constraint) -> Claim:
+def take_claim(compiler: GrammarCompiler, constraint: Constraint) -> Claim:
     claim = Claim(compiler, constraint)
     claim.take()
     return claim

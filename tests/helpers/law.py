@@ -33,8 +33,8 @@ STOP, LEGAL = 5, 1  # LEGAL is allowed by every mask
 PROMPT, GENERATED = (0, 2), (2, 6, 2)  # the history of every row
 OWN_VOCABULARY = (6, 0, 3, 2, 5)  # d2t of a draft with some of the target's tokens, in another order
 BATCH = 10_240  # rows per round
-EDGE = 1e-5  # relative error of a filter threshold in float32
-FEWEST = 25  # minimum rounds that reach a position by one prefix; rarer prefixes are not tested
+THRESHOLD_ERROR = 1e-5  # relative error of a filter threshold in float32
+MIN_COUNT = 25  # minimum rounds that reach a position by one prefix; rarer prefixes are not tested
 
 
 class Setting(NamedTuple):
@@ -42,7 +42,7 @@ class Setting(NamedTuple):
 
     sampling: SamplingParams
     masked: bool  # whether a grammar allows about half of the tokens; masks of unmasked rows are filled too and must have no effect
-    good: bool  # whether the drafter is close to the target
+    close_drafter: bool  # whether the drafter is close to the target
 
 
 PENALTIES = {
@@ -55,7 +55,7 @@ PENALTIES = {
 }
 
 
-def setting(temperature: bool, top_k: bool, top_p: bool, min_p: bool, penalties: bool, masked: bool, good: bool) -> Setting:
+def setting(temperature: bool, top_k: bool, top_p: bool, min_p: bool, penalties: bool, masked: bool, close_drafter: bool) -> Setting:
     sampling = SamplingParams(
         temperature=1.5 if temperature else 0.7,
         top_k=3 if top_k else 0,
@@ -63,7 +63,7 @@ def setting(temperature: bool, top_k: bool, top_p: bool, min_p: bool, penalties:
         min_p=0.1 if min_p else 0.0,
         **(PENALTIES if penalties else {}),  # type: ignore[arg-type]
     )
-    return Setting(sampling, masked, good)
+    return Setting(sampling, masked, close_drafter)
 
 
 EVERY_SETTING = tuple(setting(*bits) for bits in itertools.product((False, True), repeat=7))
@@ -89,14 +89,14 @@ class Bigram:
         return self.table.flatten(0, 1)[hidden[..., 0]]
 
 
-class HistogramBuilder(NamedTuple):
+class TokenCounts(NamedTuple):
     """Counts of emitted tokens and accepted drafts, for S settings."""
 
     counts: list[Tensor]  # at position j: [S, TOKENS ** j, TOKENS], how often each token followed each prefix
     accepted: Tensor  # [S] accepted drafts
 
 
-class Law:
+class RoundSampler:
     """Rounds with `k` drafts for `settings`; each setting has its own rows, positions and logits."""
 
     def __init__(
@@ -109,8 +109,8 @@ class Law:
         verified: int | None = None,  # drafts that the round keeps, if fewer than k
     ) -> None:
         self.k, self.settings, self.draft_masks, self.verified = k, settings, draft_masks, k if verified is None else verified
-        self.rows_each = BATCH // len(settings)
-        size, length = len(settings) * self.rows_each, len(settings) * (k + 1) + 1
+        self.rows_per_setting = BATCH // len(settings)
+        size, length = len(settings) * self.rows_per_setting, len(settings) * (k + 1) + 1
         self.limits = Limits(
             max_rows=size,
             num_speculative_tokens=k,
@@ -125,24 +125,24 @@ class Law:
             prefill_chunk=1,
         )
         self.buffers = StaticBuffers(spec for spec in self._specs() if not spec.name.endswith("_host"))
-        made = torch.Generator().manual_seed(seed)
-        self._make_tables(made, d2t)
-        self._admit(torch.randperm(size, generator=made))
+        rng = torch.Generator().manual_seed(seed)
+        self._make_tables(rng, d2t)
+        self._admit(torch.randperm(size, generator=rng))
 
     def _specs(self) -> Iterable[BufferSpec]:
         return round_specs(self.limits)
 
-    def _make_tables(self, made: torch.Generator, d2t: bool) -> None:
+    def _make_tables(self, rng: torch.Generator, d2t: bool) -> None:
         length = self.limits.max_length
-        target = torch.randn(length, TOKENS, WIDTH, generator=made) * 1.5
+        target = torch.randn(length, TOKENS, WIDTH, generator=rng) * 1.5
         target[..., TOKENS:] = 50.0
-        noise = torch.randn(length, TOKENS, WIDTH, generator=made)
-        masks = torch.rand(length, TOKENS, WIDTH, generator=made) < 0.5
+        noise = torch.randn(length, TOKENS, WIDTH, generator=rng)
+        masks = torch.rand(length, TOKENS, WIDTH, generator=rng) < 0.5
         masks[..., TOKENS:] = False
         masks[..., LEGAL] = True
-        good = torch.tensor([each.good for each in self.settings]).repeat_interleave(self.k + 1)
-        good = torch.nn.functional.pad(good, (0, length - len(good)))[:, None, None]
-        draft = torch.where(good, target + 0.3 * noise, 3.0 * noise)
+        close_drafter = torch.tensor([each.close_drafter for each in self.settings]).repeat_interleave(self.k + 1)
+        close_drafter = torch.nn.functional.pad(close_drafter, (0, length - len(close_drafter)))[:, None, None]
+        draft = torch.where(close_drafter, target + 0.3 * noise, 3.0 * noise)
         draft[..., TOKENS:] = 50.0
         ids = torch.tensor(OWN_VOCABULARY)
         self.target = Bigram(target)
@@ -165,20 +165,20 @@ class Law:
         b.row_state[:rows, Column.DRAFT_LIMIT] = self.k
         b.row_state[:rows, Column.LENGTH] = owners % len(self.settings) * (self.k + 1) + 1
         for number, (sampling, masked, _) in enumerate(self.settings):
-            mine = slice(number, rows, len(self.settings))
-            b.row_state[mine, Column.CONSTRAINED] = int(masked)
-            b.row_params[mine] = torch.tensor([float(getattr(sampling, column.name.lower())) for column in Param])
+            setting_rows = slice(number, rows, len(self.settings))
+            b.row_state[setting_rows, Column.CONSTRAINED] = int(masked)
+            b.row_params[setting_rows] = torch.tensor([float(getattr(sampling, column.name.lower())) for column in Param])
             if sampling.biases:
                 unused = self.limits.max_bias_ids - len(sampling.biases)
-                b.row_bias_ids[mine] = torch.tensor([*sampling.biases, *[-1] * unused])
-                b.row_biases[mine] = torch.tensor([*sampling.biases.values(), *[0.0] * unused])
-        self.start = b.row_state.clone()
+                b.row_bias_ids[setting_rows] = torch.tensor([*sampling.biases, *[-1] * unused])
+                b.row_biases[setting_rows] = torch.tensor([*sampling.biases.values(), *[0.0] * unused])
+        self.start_state = b.row_state.clone()
         self.output_counts = torch.bincount(torch.tensor(GENERATED), minlength=TOKENS).to(torch.int32)
 
     def round(self, number: int) -> tuple[Tensor, Tensor, Tensor]:
         """One round of every row with seeds unique to `number`: tokens [B, K + 1], emitted [B], accepted [B]."""
         b, rows = self.buffers, self.limits.max_rows
-        b.row_state.copy_(self.start)
+        b.row_state.copy_(self.start_state)
         b.row_state[:rows, Column.SEED] = torch.arange(number * rows, (number + 1) * rows)
         b.row_output_counts.copy_(self.output_counts.expand_as(b.row_output_counts))
         batch = read_batch(b, rows)
@@ -218,12 +218,12 @@ class Law:
         tags = torch.stack([batch.column(Column.OWNER), batch.column(Column.GENERATED), torch.full_like(status, index), status], 1)
         host_nodes.scatter_masks(b.batch_rows[:size], tags, masks, b.row_tags, b.row_masks)
 
-    def tally(self, rounds: int) -> HistogramBuilder:
+    def count_tokens(self, rounds: int) -> TokenCounts:
         """Count the results of at least `rounds` rounds of every setting."""
         kinds = len(self.settings)
         totals = [torch.zeros(kinds * TOKENS ** (position_index + 1), dtype=torch.int64) for position_index in range(self.k + 1)]
         accepted_drafts = torch.zeros(kinds, dtype=torch.int64)
-        for number in range(-(-rounds // self.rows_each)):
+        for number in range(-(-rounds // self.rows_per_setting)):
             tokens, emitted, accepted = self.round(number)
             assert bool((emitted > 0).all())
             prefix = self.kind
@@ -232,21 +232,21 @@ class Law:
                 reached = (emitted > position_index).to(torch.int64)
                 counts.scatter_add_(0, torch.where(emitted > position_index, prefix, 0), reached)
             accepted_drafts.scatter_add_(0, self.kind, accepted)
-        return HistogramBuilder([counts.view(kinds, -1, TOKENS) for counts in totals], accepted_drafts)
+        return TokenCounts([counts.view(kinds, -1, TOKENS) for counts in totals], accepted_drafts)
 
-    def chances(self, tally: HistogramBuilder) -> Tensor:
+    def p_value_bounds(self, tally: TokenCounts) -> Tensor:
         """[K + 1, S]: upper bounds on the probability of counts this unlikely, by position and setting, under the expected law.
 
         A token is emitted at a position only after accepted drafts; given those, it follows the law of that position.
         """
         kinds = range(len(self.settings))
         return torch.tensor(
-            [[self._chance(counts[kind], kind, position_index) for kind in kinds] for position_index, counts in enumerate(tally.counts)]
+            [[self._p_value(counts[kind], kind, position_index) for kind in kinds] for position_index, counts in enumerate(tally.counts)]
         )
 
-    def _chance(self, counts: Tensor, kind: int, position_index: int) -> float:
-        found = (counts.sum(1) >= FEWEST).nonzero()[:, 0].tolist()
-        laws = {prefix: self._law(kind, position_index, prefix) for prefix in found}
+    def _p_value(self, counts: Tensor, kind: int, position_index: int) -> float:
+        found = (counts.sum(1) >= MIN_COUNT).nonzero()[:, 0].tolist()
+        laws = {prefix: self._distribution(kind, position_index, prefix) for prefix in found}
         sure = {prefix: law for prefix, law in laws.items() if law is not None}
         if not sure:
             return 1.0
@@ -254,7 +254,7 @@ class Law:
         statistic = likelihood_ratio(counts[list(sure)], shares)
         return likelihood_ratio_bound(float(statistic.sum()), int(((shares > 0).sum(1) - 1).sum()))
 
-    def _law(self, kind: int, position_index: int, code: int) -> list[float] | None:
+    def _distribution(self, kind: int, position_index: int, code: int) -> list[float] | None:
         """The distribution at a position after the prefix encoded by `code`; None where float32 may shift a filter threshold."""
         prefix = [code // TOKENS**power % TOKENS for power in reversed(range(position_index))]
         sampling, masked, _ = self.settings[kind]
@@ -262,7 +262,7 @@ class Law:
         logits = processed(self.target.table[position, last, :TOKENS].tolist(), sampling, PROMPT, [*GENERATED, *prefix], [STOP])
         if masked:
             logits = [logit if legal else float("-inf") for logit, legal in zip(logits, self.masks[position, last].tolist(), strict=False)]
-        law, *others = [self._filtered(logits, sampling, near) for near in (1.0, 1 - EDGE, 1 + EDGE)]
+        law, *others = [self._filtered(logits, sampling, near) for near in (1.0, 1 - THRESHOLD_ERROR, 1 + THRESHOLD_ERROR)]
         same = all([share > 0 for share in other] == [share > 0 for share in law] for other in others)
         return law if same else None
 
@@ -274,10 +274,10 @@ class Law:
 
 def forget_certain_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plant a bug: drafts that were not drawn are verified with the draft model's probabilities."""
-    real = drafting.choose_draft
+    original = drafting.choose_draft
 
     def choose_draft(buffers: StaticBuffers, after: Batch, step: int, *arguments: Any, **named: Any) -> Tensor:
-        tokens = real(buffers, after, step, *arguments, **named)
+        tokens = original(buffers, after, step, *arguments, **named)
         buffers.row_certain[:, step - 1] = False
         return tokens
 

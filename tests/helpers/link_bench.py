@@ -27,7 +27,7 @@ XGRAMMAR_COMPILER = GrammarCompiler(VOCABULARY, backend="xgrammar")
 LLGUIDANCE_COMPILER = GrammarCompiler(VOCABULARY, backend="llguidance")
 AUTOMATON_COMPILER = GrammarCompiler(VOCABULARY, backend="automaton")
 A = VOCABULARY.tokens.index(b"a")
-WALK = (BEGIN_ROUND, COMMIT, advance(1), advance(2), advance(3), END_ROUND)
+ROUND_STEPS = (BEGIN_ROUND, COMMIT, advance(1), advance(2), advance(3), END_ROUND)
 
 
 @dataclass(frozen=True)
@@ -243,6 +243,6 @@ def letters_row(link: HostLink, owner: int = 9, compiler: GrammarCompiler = XGRA
     return link.row(owner, compiler.compile(constraint).matcher())
 
 
-def resident() -> int:
+def resident_bytes() -> int:
     gc.collect()
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -17,7 +17,7 @@ import torch
 from stepgraph.runtime.models.files.transformers_folder import open_target
 
 
-def anonymous() -> int:
+def anonymous_bytes() -> int:
     found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"))
     assert found
     return int(found[1]) << 10
@@ -28,7 +28,7 @@ class Peak:
 
     def __init__(self) -> None:
         gc.collect()
-        self.before = self.most = anonymous()
+        self.start_bytes = self.peak_bytes = anonymous_bytes()
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -36,11 +36,11 @@ class Peak:
     def stop(self) -> int:
         self._done.set()
         self._thread.join()
-        return max(self.most, anonymous()) - self.before
+        return max(self.peak_bytes, anonymous_bytes()) - self.start_bytes
 
     def _run(self) -> None:
         while not self._done.wait(0.0005):
-            self.most = max(self.most, anonymous())
+            self.peak_bytes = max(self.peak_bytes, anonymous_bytes())
 
 
 def load(path: Path, weights: str, implementation: str) -> torch.nn.Module:

@@ -28,7 +28,7 @@ from stepgraph import Job
 from stepgraph.sampling.grammar.compile.backends import BACKENDS
 from stepgraph.sampling.grammar.schema.formats import FORMATS
 from tests.graphs import test_proposing
-from tests.helpers.format_texts import FORMAT_TEXTS, compared
+from tests.helpers.format_texts import FORMAT_TEXTS, compare_format
 from tests.helpers.simulation import run_many
 from tests.helpers.toy_engines import Setup
 from tests.helpers.vocabularies import VOCABULARIES
@@ -104,7 +104,7 @@ def examples(count: int, kept: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def formats(count: int, kept: dict[str, Any]) -> Iterator[dict[str, Any]]:
     found = kept.get("formats", {})
     for name in tqdm([name for name in FORMATS if name not in found], unit="format", disable=not sys.stderr.isatty()):
-        found[name] = compared(name, count, 2)
+        found[name] = compare_format(name, count, 2)
         yield {"formats": found}
 
 

@@ -25,14 +25,14 @@ Ids = Sequence[int]
 @functools.cache
 def byte_level() -> Tokenizer:
     """Like Llama 3 and Qwen, with tokens that were added as text, some of which contain letters of the byte spelling."""
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    made.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=340, special_tokens=SPECIAL, initial_alphabet=alphabet))
-    made.add_tokens(
+    tokenizer.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=340, special_tokens=SPECIAL, initial_alphabet=alphabet))
+    tokenizer.add_tokens(
         [AddedToken("<think>"), AddedToken("caf\u00e9 au lait"), AddedToken("caf\u00e9"), AddedToken("\u0120x"), AddedToken("\uff5c")]
     )
-    return made
+    return tokenizer
 
 
 @functools.cache
@@ -40,22 +40,22 @@ def pieces(fallback: bool) -> Tokenizer:
     """Like Llama 2 and Mistral; without byte fallback <0x0A> is six characters of text."""
     letters = sorted({letter for text in TEXTS for letter in text.replace(" ", "\u2581")})
     names = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *letters, "\u2581the", "a\u2581b", "\u2581\u2581"]
-    made = Tokenizer(models.BPE({name: index for index, name in enumerate(names)}, [], unk_token="<unk>", byte_fallback=fallback))
+    tokenizer = Tokenizer(models.BPE({name: index for index, name in enumerate(names)}, [], unk_token="<unk>", byte_fallback=fallback))
     steps: list[Any] = [decoders.Replace("\u2581", " "), *([decoders.ByteFallback()] if fallback else []), decoders.Fuse()]
-    made.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
-    made.add_special_tokens(SPECIAL)
-    made.add_tokens(["<think>", "\u2581tail"])
-    return made
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+    tokenizer.add_special_tokens(SPECIAL)
+    tokenizer.add_tokens(["<think>", "\u2581tail"])
+    return tokenizer
 
 
 @functools.cache
 def unigram() -> Tokenizer:
     """Like T5."""
     letters = sorted({letter for text in TEXTS for letter in text.replace(" ", "\u2581")})
-    made = Tokenizer(models.Unigram([(name, -1.0) for name in [*SPECIAL, *letters, "\u2581the"]], unk_id=0))
-    made.decoder = decoders.Metaspace()
-    made.add_special_tokens(SPECIAL)
-    return made
+    tokenizer = Tokenizer(models.Unigram([(name, -1.0) for name in [*SPECIAL, *letters, "\u2581the"]], unk_id=0))
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.add_special_tokens(SPECIAL)
+    return tokenizer
 
 
 @functools.cache
@@ -67,7 +67,7 @@ def sentence_pieces() -> sentencepiece.SentencePieceProcessor:
     return sentencepiece.SentencePieceProcessor(model_proto=written.getvalue())
 
 
-MADE: dict[str, Callable[[], Tokenizer]] = {
+TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
     "byte level": byte_level,
     "pieces": functools.partial(pieces, True),
     "pieces without bytes": functools.partial(pieces, False),
@@ -76,8 +76,8 @@ MADE: dict[str, Callable[[], Tokenizer]] = {
 
 
 @functools.cache
-def made_table(kind: str) -> Vocabulary:
-    return Vocabulary.from_tokenizer(MADE[kind]())
+def tokenizer_vocabulary(kind: str) -> Vocabulary:
+    return Vocabulary.from_tokenizer(TOKENIZERS[kind]())
 
 
 def is_text_of(table: Vocabulary, ids: Ids, text: str, stripped: bool) -> bool:

@@ -35,8 +35,8 @@ from tools.gpu.checks.shapes import SHAPES, Shape
 
 META = torch.device("meta")
 # Launches of each Triton program's operation; 1 unless named. tests/stub_cuda compares the sums with captured graphs.
-TWO = ("paged_attention", "masked_argmax", "race", "reject_sample", "process_logits", "log_probabilities")
-LAUNCHES = {**dict.fromkeys(TWO, 2), "distribution": 4, "draw": 5}
+TWO_LAUNCHES = ("paged_attention", "masked_argmax", "race", "reject_sample", "process_logits", "log_probabilities")
+LAUNCHES = {**dict.fromkeys(TWO_LAUNCHES, 2), "distribution": 4, "draw": 5}
 NO_KERNEL = set(
     "view _unsafe_view reshape expand slice select unsqueeze squeeze split split_with_sizes transpose permute t alias detach as_strided "
     "unfold unbind chunk view_as _reshape_alias lift_fresh empty empty_like empty_strided new_empty new_empty_strided".split()
@@ -96,7 +96,7 @@ class NoLink:
         return lambda: None
 
 
-def round_of(
+def make_round(
     shape: Shape, key: GraphKey, device: torch.device, drafts: int = 3, loras: int = 0, packed: Kind | None = None, cache: str = "auto"
 ) -> tuple[Step, StaticBuffers]:
     """One round of a Llama target with an EAGLE-3 head, and its buffers. The weights are uninitialised, the vocabulary's tables empty.
@@ -126,7 +126,7 @@ def round_of(
 
 def count_round(shape: Shape, key: GraphKey, drafts: int = 3, loras: int = 0, packed: Kind | None = None) -> NodeCounter:
     counter = NodeCounter()
-    step, buffers = round_of(shape, key, META, drafts, loras, packed)
+    step, buffers = make_round(shape, key, META, drafts, loras, packed)
     with torch.no_grad(), use_context(CountingContext(counter)), counter:
         step(buffers)
     return counter

@@ -37,7 +37,7 @@ TABLES = {
         contextId INTEGER NOT NULL, streamId INTEGER NOT NULL, correlationId INTEGER, globalPid INTEGER, graphId INTEGER NOT NULL,
         graphExecId INTEGER NOT NULL""",
 }
-OLDER = {  # of nsys 2023.4: no endGlobalTid, no graph columns except the node's
+OLDER_TABLES = {  # of nsys 2023.4: no endGlobalTid, no graph columns except the node's
     "NVTX_EVENTS": "start INTEGER NOT NULL, end INTEGER, eventType INTEGER NOT NULL, text TEXT, globalTid INTEGER, textId INTEGER",
 }
 # Activities of one round, relative to its start: stage, node, stream, start, end. Node 2 is the host node.
@@ -107,11 +107,11 @@ def captures(path: Path) -> Path:
     """The collection of `Engine.capture()`: seven nodes in the ranges of their stages, one outside, all cloned by the instantiation."""
     export = Export(path)
     names = ["show head", "head", "place head", "target_verify", "target_verify", "accept", "draft_prefill"]
-    made = [100 * index for index in range(1, 8)]
-    export.ranges([(at - 40, at + 40, name) for at, name in zip(made, names, strict=True)])
+    created_ns = [100 * index for index in range(1, 8)]
+    export.ranges([(at - 40, at + 40, name) for at, name in zip(created_ns, names, strict=True)])
     export.ranges([(1, 5000, "capture")])  # around all of them: the innermost open range counts
-    made.append(780)  # after the last range
-    nodes = [{"start": at, "end": at, "globalTid": THREAD, "graphNodeId": CAPTURED + index} for index, at in enumerate(made, 1)]
+    created_ns.append(780)  # after the last range
+    nodes = [{"start": at, "end": at, "globalTid": THREAD, "graphNodeId": CAPTURED + index} for index, at in enumerate(created_ns, 1)]
     clones = [
         {"start": 6000, "end": 6000, "globalTid": THREAD, "graphNodeId": GRAPH + index, "originalGraphNodeId": CAPTURED + index}
         for index in range(1, 9)
@@ -124,7 +124,7 @@ def rounds(
     path: Path, *, host_table: str = "CUPTI_ACTIVITY_KIND_GRAPH_HOST_NODE_AND_HOST_LAUNCH", older: bool = False, graph_only: bool = False
 ) -> Path:
     """Rounds 20, 21 and 22, the second with a late host node; each followed by its result copy."""
-    export = Export(path, OLDER if older else None)
+    export = Export(path, OLDER_TABLES if older else None)
     for index, (work, host) in enumerate([(ROUND, HOST), (LATE_ROUND, LATE_HOST), (ROUND, HOST)]):
         number, base = FIRST + index, 1000 + PERIOD * index
         export.ranges([(base - 500, base - 400, f"round {number}: {KEY}")], by_id=not older)

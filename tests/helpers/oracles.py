@@ -85,8 +85,8 @@ def processed(
     logits: Sequence[float], sampling: SamplingParams, prompt: Sequence[int], output: Sequence[int], stop_ids: Sequence[int]
 ) -> list[float]:
     """Logits after penalties, biases and bans. Rounded to float32 at each step, so that near ties resolve as in the runtime."""
-    real = np.float32
-    result: list[float] = np.array(logits, real).tolist()
+    f32 = np.float32
+    result: list[float] = np.array(logits, f32).tolist()
     words = [word for word in sampling.bad_words if not isinstance(word, str)]
     completed = {word[-1] for word in words if [*output, word[-1]][-len(word) :] == [*word]}
     touched = {*completed, *prompt, *output, *sampling.bad_token_ids, *sampling.logit_bias, *stop_ids}
@@ -95,11 +95,11 @@ def processed(
         if token in sampling.bad_token_ids or token in completed or (token in stop_ids and len(output) < sampling.min_new_tokens):
             result[token] = -math.inf
             continue
-        value, count = real(logit) + real(sampling.logit_bias.get(token, 0.0)), output.count(token)
+        value, count = f32(logit) + f32(sampling.logit_bias.get(token, 0.0)), output.count(token)
         if count or token in prompt:
-            value = value / real(sampling.repetition_penalty) if value > 0 else value * real(sampling.repetition_penalty)
-        value = value - real(sampling.frequency_penalty) * real(count)
-        result[token] = float(value - real(sampling.presence_penalty) if count else value)
+            value = value / f32(sampling.repetition_penalty) if value > 0 else value * f32(sampling.repetition_penalty)
+        value = value - f32(sampling.frequency_penalty) * f32(count)
+        result[token] = float(value - f32(sampling.presence_penalty) if count else value)
     return result
 
 
@@ -129,13 +129,13 @@ def filtered(logits: Sequence[float], temperature: float, top_k: float, top_p: f
     return result
 
 
-def looked_up(history: Sequence[int], prompt: int, given: Sequence[int], count: int, longest: int, shortest: int) -> list[int]:
+def look_up_drafts(history: Sequence[int], prompt: int, draft_ids: Sequence[int], count: int, longest: int, shortest: int) -> list[int]:
     """The drafts of n-gram look-up: the continuation of an earlier match of the last tokens, in the draft ids first, then in the history.
 
     The first `prompt` tokens of the history are the prompt. Positions after the end of the draft ids, or without a match, are -1.
     """
     start = min(prompt, 8)
-    text = [*history[prompt - start : prompt], *given]
+    text = [*history[prompt - start : prompt], *draft_ids]
     for size in range(longest, shortest - 1, -1):
         ending = list(history[-size:])
         if len(ending) < size:

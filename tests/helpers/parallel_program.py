@@ -37,9 +37,9 @@ def requests() -> list[dict[str, Any]]:
     ]
 
 
-def add_to_one(logits: Tensor, given: ProcessorInput) -> Tensor:
+def add_to_one(logits: Tensor, inputs: ProcessorInput) -> Tensor:
     """Adds the second argument to the logit of the first."""
-    token, bias = given.arguments[:, None, None].unbind(-1)
+    token, bias = inputs.arguments[:, None, None].unbind(-1)
     return logits + bias * (torch.arange(logits.shape[-1], device=logits.device) == token)
 
 
@@ -52,7 +52,7 @@ class AboveMean(nn.Module):
         super().__init__()
         self.register_buffer("margin", torch.tensor(margin))
 
-    def forward(self, logits: Tensor, given: ProcessorInput) -> Tensor:
+    def forward(self, logits: Tensor, inputs: ProcessorInput) -> Tensor:
         return logits.masked_fill(logits < logits.mean(-1, keepdim=True) + self.margin, float("-inf"))
 
 
@@ -60,7 +60,7 @@ PROCESSORS = (LogitsProcessor("add_to_one", add_to_one, 2), LogitsProcessor("abo
 RELEASED = threading.Event()  # ends the calls that hang in this process
 
 
-def hang(logits: Tensor, given: ProcessorInput) -> Tensor:
+def hang(logits: Tensor, inputs: ProcessorInput) -> Tensor:
     """Does not return in rank 0, or in the others, once a file exists. HANG: the PID of rank 0, `first` or `others`, and the file."""
     pid, which, flag = os.environ["HANG"].split(" ", 2)
     if (str(os.getpid()) == pid) == (which == "first") and Path(flag).exists():
@@ -70,10 +70,10 @@ def hang(logits: Tensor, given: ProcessorInput) -> Tensor:
 
 def delay_compiles(found: Vocabulary) -> Vocabulary:
     """Grammars become ready after random times, different in each process that loads a part of a model."""
-    dice, compiled = random.Random(os.getpid()), RequestQueue._compiled
+    rng, compiled = random.Random(os.getpid()), RequestQueue._compiled
 
     def delayed(queue: RequestQueue, queued: QueuedRequest, claim: Claim) -> None:
-        time.sleep(dice.random() / 5)
+        time.sleep(rng.random() / 5)
         compiled(queue, queued, claim)
 
     RequestQueue._compiled = delayed  # type: ignore[method-assign,assignment]

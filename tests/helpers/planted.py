@@ -47,11 +47,11 @@ def plant(row: NativeRow, name: str, bug: Callable[..., int]) -> None:
     if isinstance(matcher, AutomatonMatcher):
         struct = _NoData
     library = struct.from_buffer_copy(ctypes.string_at(row.struct.library, ctypes.sizeof(struct)))
-    real = callbacks[name](getattr(library.functions, name))
-    entry = callbacks[name](lambda *arguments: bug(real, *arguments))
+    original = callbacks[name](getattr(library.functions, name))
+    entry = callbacks[name](lambda *arguments: bug(original, *arguments))
     setattr(library.functions, name, ctypes.cast(entry, c_void_p).value)
     row.struct.library = ctypes.addressof(library)
-    row.planted = library, entry, real  # type: ignore[attr-defined]  # lives as long as the row
+    row.planted = library, entry, original  # type: ignore[attr-defined]  # lives as long as the row
 
 
 def fail(error: int, message: bytes) -> int:
@@ -64,14 +64,14 @@ def break_fill(row: MatcherRow, message: str, after: int = 0) -> None:
     """Make every mask fail except the next `after` ones."""
     left = iter(range(after))
     if isinstance(row, NativeRow):
-        plant(row, "fill", lambda real, *args: fail(args[-1], message.encode()) if next(left, None) is None else real(*args))
+        plant(row, "fill", lambda original, *args: fail(args[-1], message.encode()) if next(left, None) is None else original(*args))
         return
-    real = row.matcher.fill_next_token_bitmask
+    original = row.matcher.fill_next_token_bitmask
 
     def explode(*arguments: Any) -> Any:
         if next(left, None) is None:
             raise RuntimeError(message)
-        return real(*arguments)
+        return original(*arguments)
 
     row.matcher.fill_next_token_bitmask = explode  # type: ignore[method-assign, assignment]
 
@@ -80,22 +80,22 @@ def slow_fill(row: MatcherRow, seconds: float) -> None:
     """Delay every mask by `seconds`."""
     if isinstance(row, NativeRow):
 
-        def wait_in_c(real: Callable[..., int], *arguments: int) -> int:
+        def wait_in_c(original: Callable[..., int], *arguments: int) -> int:
             time.sleep(seconds)
-            return real(*arguments)
+            return original(*arguments)
 
         plant(row, "fill", wait_in_c)
         return
-    real = row.matcher.fill_next_token_bitmask
+    original = row.matcher.fill_next_token_bitmask
 
     def wait(*arguments: Any) -> Any:
         time.sleep(seconds)
-        return real(*arguments)
+        return original(*arguments)
 
     row.matcher.fill_next_token_bitmask = wait  # type: ignore[method-assign, assignment]
 
 
-def take_fuel(row: MatcherRow) -> None:
+def exhaust_fuel(row: MatcherRow) -> None:
     if isinstance(row, NativeRow):
         row.struct.fuel_seconds = -1.0
     else:

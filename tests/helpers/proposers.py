@@ -14,7 +14,7 @@ from stepgraph.graphs.proposer import History
 Formula = Callable[[History, Tensor], Tensor]  # (history, draft indices [K]) -> drafts [B, K]
 
 
-class Proposes:
+class FormulaProposer:
     def __init__(self, formula: Formula) -> None:
         self.formula = formula
 
@@ -25,7 +25,7 @@ class Proposes:
         return self.formula(history, torch.arange(history.num_drafts, device=history.length.device))
 
 
-def always(*tokens: int) -> Proposes:
+def always(*tokens: int) -> FormulaProposer:
     """Always the same chain, repeated where it is too short."""
 
     def formula(history: History, index: Tensor) -> Tensor:
@@ -34,27 +34,27 @@ def always(*tokens: int) -> Proposes:
             chain = torch.where(index % len(tokens) == position, token, chain)
         return chain.expand(len(history.length), -1)
 
-    return Proposes(formula)
+    return FormulaProposer(formula)
 
 
-def noise(num_tokens: int) -> Proposes:
+def noise(num_tokens: int) -> FormulaProposer:
     """Pseudo-random tokens, sometimes none or an id just outside the vocabulary."""
 
     def formula(history: History, index: Tensor) -> Tensor:
         last = history.tokens.gather(1, history.length[:, None] - 1).to(torch.int64)
         return (last * 31 + history.length[:, None] * 17 + index * 101) % (num_tokens + 6) - 3
 
-    return Proposes(formula)
+    return FormulaProposer(formula)
 
 
-def parrot() -> Proposes:
+def parrot() -> FormulaProposer:
     """The caller's draft ids in order, whatever was generated."""
 
     def formula(history: History, index: Tensor) -> Tensor:
         position = history.given_from + history.generated[:, None] + index
         return history.tokens.gather(1, position.clamp(max=history.tokens.shape[1] - 1)).to(torch.int64)
 
-    return Proposes(formula)
+    return FormulaProposer(formula)
 
 
 def draft_ids_then_noise(job: Job) -> list[int]:

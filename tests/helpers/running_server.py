@@ -32,14 +32,14 @@ TOOLS: Any = [
     {"type": "function", "function": {"name": "look_up", "description": "finds somebody", "parameters": SCHEMA}},
     {"type": "function", "function": {"name": "give_up"}},
 ]
-ASK: Any = [{"role": "user", "content": "who is it?"}]
+CHAT: Any = [{"role": "user", "content": "who is it?"}]
 ON: Any = {"ignore_eos": True}  # the toy model ends its texts at once otherwise
 SECONDS = 600  # limit of any wait; generous, for a loaded machine
 FLAGS = ["serve", "toy", "--eager", "-k", "2", "--max-rows", "2", "--max-length", "4096"]
 
 
 @dataclass
-class Running:
+class RunningServer:
     """A server in a thread, with an event loop of its own."""
 
     engine: Engine
@@ -79,24 +79,24 @@ def engine_of(flags: Sequence[str] = FLAGS) -> Engine:
 
 
 @contextmanager
-def running(engine: Engine, bounds: Bounds, keys: Sequence[str] = (), tool_format: str = "auto") -> Iterator[Running]:
-    leave, found, loop = asyncio.Event(), Running(engine, 0), asyncio.new_event_loop()
+def running(engine: Engine, bounds: Bounds, keys: Sequence[str] = (), tool_format: str = "auto") -> Iterator[RunningServer]:
+    stop, server, loop = asyncio.Event(), RunningServer(engine, 0), asyncio.new_event_loop()
 
     async def serve(listener: socket.socket) -> None:
-        loop.set_exception_handler(lambda _, context: found.loop_errors.append(context))
+        loop.set_exception_handler(lambda _, context: server.loop_errors.append(context))
         async with AsyncEngine(engine) as serving:
-            await App(EngineServing(serving), "toy", bounds, keys, tool_format).serve(listener, leave, asyncio.Event(), 60)
+            await App(EngineServing(serving), "toy", bounds, keys, tool_format).serve(listener, stop, asyncio.Event(), 60)
 
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # small, so that a client that does not read stalls the server soon
-    found.port = listener.getsockname()[1]
+    server.port = listener.getsockname()[1]
     thread = threading.Thread(target=lambda: loop.run_until_complete(serve(listener)))
     thread.start()
     try:
-        yield found
+        yield server
     finally:
-        loop.call_soon_threadsafe(leave.set)
+        loop.call_soon_threadsafe(stop.set)
         thread.join()
         loop.close()
-    assert found.loop_errors == []
+    assert server.loop_errors == []
     assert engine.stats().running == engine.stats().waiting == 0

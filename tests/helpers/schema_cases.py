@@ -63,7 +63,7 @@ def groups(draft: str = "") -> list[Group]:
     return found
 
 
-def writings(value: Any) -> Iterator[str]:
+def written_forms(value: Any) -> Iterator[str]:
     """The written forms of a JSON value in the default layout, the plainest first, and without blanks, as for constants."""
     yield from dict.fromkeys(
         text for comma, colon in ((", ", ": "), (",", ":")) for text in islice(_laid_out(value, comma, colon), MAX_WRITINGS)
@@ -94,7 +94,7 @@ def takes(compiled: CompiledConstraint, text: str) -> bool:
     return all(matcher.accept_token(byte) for byte in text.encode("utf-8", "surrogatepass")) and matcher.accept_token(256)
 
 
-def classed(group: Group, compiler: GrammarCompiler, objects: ObjectsMode = "closed") -> str:
+def classify(group: Group, compiler: GrammarCompiler, objects: ObjectsMode = "closed") -> str:
     """One letter per case, or the reason why the schema is rejected."""
     try:
         compiled = compiler.compile(Constraint.json_schema(group.schema, objects=objects))
@@ -102,7 +102,7 @@ def classed(group: Group, compiler: GrammarCompiler, objects: ObjectsMode = "clo
         return REFUSED + str(error).removeprefix("constraint json_schema: cannot be compiled: ")
     letters = ""
     for value, valid in group.cases:
-        taken = any(takes(compiled, text) for text in writings(value))
+        taken = any(takes(compiled, text) for text in written_forms(value))
         letters += PASS if taken == valid else FALSE_ACCEPT if taken else FALSE_REJECT
     return letters
 
@@ -116,12 +116,12 @@ def totals(classes: dict[str, str]) -> dict[str, int]:
     return {name: counted[key] for name, key in CLASSES.items()}
 
 
-def verdicts(found: Iterable[tuple[Group, str]]) -> dict[str, int]:
+def count_classes(found: Iterable[tuple[Group, str]]) -> dict[str, int]:
     """The number of cases of each class. The error that no value satisfies a schema passes if no case is valid."""
     counted = Counter[str]()
     for group, outcome in found:
-        right = "no value satisfies" in outcome and not any(valid for _, valid in group.cases)
-        counted.update(PASS * len(group.cases) if right else ["refused"] * len(group.cases) if outcome.startswith(REFUSED) else outcome)
+        is_pass = "no value satisfies" in outcome and not any(valid for _, valid in group.cases)
+        counted.update(PASS * len(group.cases) if is_pass else ["refused"] * len(group.cases) if outcome.startswith(REFUSED) else outcome)
     return {name: counted[key] for name, key in CLASSES.items()}
 
 
@@ -132,17 +132,17 @@ def key(group: Group) -> str:
 def outcomes() -> dict[str, dict[str, str]]:
     """The current outcome of each group under each backend. "auto" has the reasons of both, which are not repeated."""
     compilers = {name: GrammarCompiler(BYTES, max_threads=1, backend=name) for name in BACKENDS}
-    found = {key(group): {str(name): classed(group, compiler) for name, compiler in compilers.items()} for group in groups()}
+    found = {key(group): {str(name): classify(group, compiler) for name, compiler in compilers.items()} for group in groups()}
     return {where: {**row, "auto": REFUSED if row["auto"].startswith(REFUSED) else row["auto"]} for where, row in found.items()}
 
 
-def kept() -> dict[str, dict[str, str]]:
+def stored_outcomes() -> dict[str, dict[str, str]]:
     """The outcomes in the table."""
     table: dict[str, dict[str, str]] = json.loads(TABLE.read_text(encoding="utf-8"))["groups"]
     return table
 
 
-def written(found: dict[str, dict[str, str]]) -> str:
+def to_json(found: dict[str, dict[str, str]]) -> str:
     """The table as text, beginning with the totals."""
     table = {"totals": {name: totals({where: row[name] for where, row in found.items()}) for name in BACKENDS}, "groups": found}
     return json.dumps(table, indent=1, ensure_ascii=False) + "\n"

@@ -96,32 +96,32 @@ class Ask:
 
 @functools.cache
 def ask(number: int) -> Ask:
-    drawn = random.Random(f"ask {number}")
-    prompt = (*[(1, 2, 3, 4, 5, 6, 7, 8, 9, 10)[:8], ()][number % 2], *drawn.choices(range(len(VOCABULARY.tokens)), k=drawn.randint(1, 12)))
-    constraint = drawn.choice(ALL_CONSTRAINTS) if drawn.random() < 0.6 else None
-    stops = tuple(drawn.sample(range(95), drawn.choice((0, 0, 0, 2))))
-    sampling, new_tokens = replace(GREEDY, stop_token_ids=stops), drawn.choice((1, 2, 4, 8, 8, 12, 12, 24))
-    if drawn.random() < 0.4:
+    rng = random.Random(f"ask {number}")
+    prompt = (*[(1, 2, 3, 4, 5, 6, 7, 8, 9, 10)[:8], ()][number % 2], *rng.choices(range(len(VOCABULARY.tokens)), k=rng.randint(1, 12)))
+    constraint = rng.choice(ALL_CONSTRAINTS) if rng.random() < 0.6 else None
+    stops = tuple(rng.sample(range(95), rng.choice((0, 0, 0, 2))))
+    sampling, new_tokens = replace(GREEDY, stop_token_ids=stops), rng.choice((1, 2, 4, 8, 8, 12, 12, 24))
+    if rng.random() < 0.4:
         sampling = replace(
             sampling,
-            repetition_penalty=drawn.choice((1.0, 1.3)),
-            presence_penalty=drawn.choice((0.0, 0.7)),
-            logit_bias={drawn.randrange(95): drawn.uniform(-5, 5) for _ in range(3)},
-            bad_token_ids=tuple(drawn.sample(range(95), 2)),
-            min_new_tokens=min(new_tokens, drawn.choice((0, 4))),
-            ignore_eos=constraint is None and drawn.random() < 0.3,
-            logprobs=drawn.random() < 0.3,
+            repetition_penalty=rng.choice((1.0, 1.3)),
+            presence_penalty=rng.choice((0.0, 0.7)),
+            logit_bias={rng.randrange(95): rng.uniform(-5, 5) for _ in range(3)},
+            bad_token_ids=tuple(rng.sample(range(95), 2)),
+            min_new_tokens=min(new_tokens, rng.choice((0, 4))),
+            ignore_eos=constraint is None and rng.random() < 0.3,
+            logprobs=rng.random() < 0.3,
         )
-    if drawn.random() < 0.3:
+    if rng.random() < 0.3:
         sampling = replace(
             sampling,
-            temperature=drawn.choice((0.5, 1.0)),
-            top_p=drawn.choice((1.0, 0.8)),
-            top_k=drawn.choice((0, 20)),
-            seed=drawn.getrandbits(40),
+            temperature=rng.choice((0.5, 1.0)),
+            top_p=rng.choice((1.0, 0.8)),
+            top_k=rng.choice((0, 20)),
+            seed=rng.getrandbits(40),
         )
-    draft_ids = tuple(drawn.choices(range(95), k=drawn.choice((0, 0, 6, 20))))
-    return Ask(prompt, constraint, sampling, new_tokens, drawn.choice((None, None, None, 0, 1, 3)), draft_ids, drawn.choice(("", "", "b")))
+    draft_ids = tuple(rng.choices(range(95), k=rng.choice((0, 0, 6, 20))))
+    return Ask(prompt, constraint, sampling, new_tokens, rng.choice((None, None, None, 0, 1, 3)), draft_ids, rng.choice(("", "", "b")))
 
 
 class PoisonedTarget(ToyTarget):
@@ -146,12 +146,12 @@ class Delays:
     def start(self, seed: int) -> None:
         with self._lock:
             self._seed, self._share = seed, random.Random(f"delays {seed}").choice((0.0, 0.02, 0.1))
-            self._drawn = dict[str, random.Random]()
+            self._rngs = dict[str, random.Random]()
 
     def __call__(self, name: str) -> None:
         with self._lock:
-            drawn = self._drawn.setdefault(name, random.Random(f"{self._seed} {name}"))
-            pause = drawn.choice((1e-4, 4e-4)) if drawn.random() < self._share else 0.0
+            rng = self._rngs.setdefault(name, random.Random(f"{self._seed} {name}"))
+            pause = rng.choice((1e-4, 4e-4)) if rng.random() < self._share else 0.0
         if pause:
             time.sleep(pause)
 
@@ -189,7 +189,7 @@ def make_engine(world: World, delays: Delays | None = None) -> Engine:
 
 
 @functools.cache
-def quiet_engine(world: World) -> Engine:
+def single_request_engine(world: World) -> Engine:
     """An engine for one request at a time, in one thread."""
     return make_engine(replace(world, eager=True, rounds_in_flight=1, max_rows=1))
 
@@ -198,7 +198,7 @@ def quiet_engine(world: World) -> Engine:
 def alone(request: Ask, world: World) -> tuple[tuple[int, ...], str]:
     """Tokens and finish reason of a request alone in an engine, without drafts if it is greedy."""
     with_drafts = not request.sampling.greedy
-    engine = quiet_engine(replace(world, prefix_reuse=False) if with_drafts else World(0, prefix_reuse=False))
+    engine = single_request_engine(replace(world, prefix_reuse=False) if with_drafts else World(0, prefix_reuse=False))
     job = request.submit(engine)
     for _ in engine.stream():
         pass

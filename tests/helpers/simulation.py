@@ -24,10 +24,10 @@ from tqdm import tqdm
 from stepgraph import FinishReason, Job, QueueFullError, StepEvent
 from stepgraph.sampling.grammar.link.native import NativeRow
 from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammarMatcher
-from tests.helpers.planted import break_fill, take_fuel
+from tests.helpers.planted import break_fill, exhaust_fuel
 from tests.helpers.simulated_worlds import MAX_LENGTH, MAX_QUEUED, NUM_ASKS, NUM_PAGES, WORLDS, Ask, Delays, World, alone, ask, make_engine
 
-MOST_STEPS = 2000  # per schedule; more count as a hang
+MAX_STEPS = 2000  # per schedule; more count as a hang
 FAULTS = ("fill", "fuel", "tags")
 
 
@@ -35,27 +35,27 @@ class Action(NamedTuple):
     """One action of a schedule."""
 
     kind: Literal["submit", "refused", "cancel", "fault", "steps"]
-    what: int  # request number (submit), submission index (cancel), choice of a request with a grammar (fault), or number of steps
+    value: int  # request number (submit), submission index (cancel), choice of a request with a grammar (fault), or number of steps
     fault: str = ""
 
 
-def plan(seed: int) -> list[Action]:
+def make_schedule(seed: int) -> list[Action]:
     """All actions of a schedule, fixed in advance."""
-    drawn, actions, submitted = random.Random(f"schedule {seed}"), list[Action](), 0
-    for _ in range(drawn.randint(2, 12)):
-        for _ in range(drawn.choice((0, 1, 1, 2, 4))):
-            actions.append(Action("refused" if drawn.random() < 0.05 else "submit", drawn.randrange(NUM_ASKS)))
+    rng, actions, submitted = random.Random(f"schedule {seed}"), list[Action](), 0
+    for _ in range(rng.randint(2, 12)):
+        for _ in range(rng.choice((0, 1, 1, 2, 4))):
+            actions.append(Action("refused" if rng.random() < 0.05 else "submit", rng.randrange(NUM_ASKS)))
             submitted += actions[-1].kind == "submit"
-        if submitted and drawn.random() < 0.25:
-            actions.append(Action("cancel", drawn.randrange(submitted)))
-        if submitted and drawn.random() < 0.3:
-            actions.append(Action("fault", drawn.randrange(12), drawn.choice(FAULTS)))
-        actions.append(Action("steps", drawn.choice((1, 1, 2, 5))))
+        if submitted and rng.random() < 0.25:
+            actions.append(Action("cancel", rng.randrange(submitted)))
+        if submitted and rng.random() < 0.3:
+            actions.append(Action("fault", rng.randrange(12), rng.choice(FAULTS)))
+        actions.append(Action("steps", rng.choice((1, 1, 2, 5))))
     return actions
 
 
 @dataclass
-class Entry:
+class Submission:
     """A submitted request, its planted fault and its events."""
 
     request: Ask
@@ -71,41 +71,41 @@ class Simulation:
         self.world, self.delays = world, Delays()
         self.engine = make_engine(world, self.delays)
 
-    def run(self, seed: int) -> list[Entry]:
+    def run(self, seed: int) -> list[Submission]:
         self.delays.start(seed)
         prefixes = self.engine._scheduler.rows.page_cache
         prefixes._evict(len(prefixes._idle))  # cached pages of earlier schedules
-        submissions: list[Entry | None] = []
+        submissions: list[Submission | None] = []
         before = self.engine.stats()
-        for action in plan(seed):
+        for action in make_schedule(seed):
             if action.kind == "submit":
-                submissions.append(self._submit(ask(action.what)))
+                submissions.append(self._submit(ask(action.value)))
             elif action.kind == "refused":
-                self._refused(ask(action.what))
+                self._submit_refused(ask(action.value))
             elif action.kind == "steps":
-                for _ in range(action.what):
+                for _ in range(action.value):
                     self._step(submissions)
             elif action.kind == "fault":
-                self._plant(submissions, action.what, action.fault)
-            elif entry := submissions[action.what]:
+                self._plant(submissions, action.value, action.fault)
+            elif entry := submissions[action.value]:
                 self.engine.cancel(entry.job)
-        for _ in range(MOST_STEPS):
+        for _ in range(MAX_STEPS):
             if not self.engine.has_work:
                 break
             self._step(submissions)
         entries = [entry for entry in submissions if entry]
         left = [entry.job for entry in entries if not entry.job.finished]
-        assert not left and not self.engine.has_work, f"jobs left after {MOST_STEPS} steps: {left}"
+        assert not left and not self.engine.has_work, f"jobs left after {MAX_STEPS} steps: {left}"
         self.engine.step()  # a step of an idle engine changes nothing
         after = self.engine.stats()
         assert after.submitted - before.submitted == len(entries)
         assert after.tokens - before.tokens == sum(len(entry.job.tokens) for entry in entries)
         return entries
 
-    def _submit(self, request: Ask) -> Entry | None:
+    def _submit(self, request: Ask) -> Submission | None:
         full = self.engine.stats().waiting >= MAX_QUEUED
         try:
-            entry = Entry(request, request.submit(self.engine))
+            entry = Submission(request, request.submit(self.engine))
         except QueueFullError:
             assert full, "a queue with room refused a request"
             return None
@@ -113,7 +113,7 @@ class Simulation:
             time.sleep(1e-4)  # compile times are not deterministic, so wait here
         return entry
 
-    def _refused(self, request: Ask) -> None:
+    def _submit_refused(self, request: Ask) -> None:
         before = self.engine.stats().submitted
         try:
             replace(request, max_new_tokens=MAX_LENGTH).submit(self.engine)
@@ -122,12 +122,12 @@ class Simulation:
         else:
             raise AssertionError("a request beyond max_length was accepted")
 
-    def _step(self, submissions: list[Entry | None]) -> None:
+    def _step(self, submissions: list[Submission | None]) -> None:
         by_job = {entry.job.id: entry for entry in submissions if entry}
         for event in self.engine.step():
             by_job[event.job_id].events.append(event)
 
-    def _plant(self, submissions: list[Entry | None], which: int, fault: str) -> None:
+    def _plant(self, submissions: list[Submission | None], which: int, fault: str) -> None:
         """Plant a fault in one running request with a grammar, if there is one. On the device only its tags can be wrong."""
         by_job = {entry.job.id: entry for entry in submissions if entry}
         self.engine.backend.event().wait()  # otherwise thread timing decides which host nodes see the fault
@@ -142,20 +142,20 @@ class Simulation:
         entry = by_job[request.job.id]
         entry.fault, matcher = fault, request.matcher
         if matcher and fault == "fuel" and (isinstance(matcher, NativeRow) or isinstance(matcher.matcher, XGrammarMatcher)):
-            take_fuel(matcher)
+            exhaust_fuel(matcher)
         elif matcher and fault != "tags":
             break_fill(matcher, "planted", which)
         else:
             tags, row = self.engine.buffers.row_tags, request.row
             self.engine.backend.run(lambda: tags[row].add_(77))
 
-    def check(self, entries: list[Entry]) -> None:
+    def check(self, entries: list[Submission]) -> None:
         """Compare each job with its result alone, and check that all resources are free."""
         for entry in entries:
             check_job(entry, *alone(entry.request, self.world))
-        self.check_books()
+        self.check_released()
 
-    def check_books(self) -> None:
+    def check_released(self) -> None:
         engine, stats = self.engine, self.engine.stats()
         rows, prefixes = engine._scheduler.rows, engine._scheduler.rows.page_cache
         assert (stats.running, stats.waiting, len(engine._scheduler._active)) == (0, 0, 0)
@@ -172,7 +172,7 @@ class Simulation:
         assert stats.rounds == (stats.replays if not self.world.eager else stats.eager_rounds)
 
 
-def check_job(entry: Entry, tokens: tuple[int, ...], reason: str) -> None:
+def check_job(entry: Submission, tokens: tuple[int, ...], reason: str) -> None:
     job, events = entry.job, entry.events
     assert job.finish_reason is not None
     assert [token for event in events for token in event.tokens] == job.tokens, "the events differ from the tokens of the job"
@@ -199,19 +199,19 @@ class Failure(AssertionError):
 
 
 @functools.cache
-def kept(world: World) -> Simulation:
+def shared_simulation(world: World) -> Simulation:
     return Simulation(world)
 
 
-def run_seed(seed: int, simulation: Simulation | None = None) -> list[Entry]:
+def run_seed(seed: int, simulation: Simulation | None = None) -> list[Submission]:
     """Run and check one schedule; raises Failure if a check fails."""
-    simulation = simulation or kept(world_of(seed))
+    simulation = simulation or shared_simulation(world_of(seed))
     try:
         entries = simulation.run(seed)
         simulation.check(entries)
         return entries
     except Exception as error:
-        kept.cache_clear()  # the engine may be in an invalid state
+        shared_simulation.cache_clear()  # the engine may be in an invalid state
         raise Failure(f"{simulation.world}: {type(error).__name__}: {error}\npython -m tests.helpers.simulation --seed {seed}") from error
 
 

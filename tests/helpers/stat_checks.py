@@ -8,7 +8,7 @@ from stepgraph import Engine, EngineStats
 from tests.helpers.toy_engines import CONSTRAINTS
 
 
-def holds(stats: EngineStats) -> None:
+def check_invariants(stats: EngineStats) -> None:
     """Check the invariants of a snapshot taken at any time."""
     drafting = stats.drafting
     assert drafting.full + drafting.illegal + drafting.improbable + drafting.ended + drafting.undrafted == drafting.rounds

@@ -25,7 +25,6 @@ from tests.helpers.fault_points import (
     FaultyDraft,
     FaultyTarget,
     Point,
-    announcements_full,
     between_rounds_raises,
     compile_fails,
     draft_not_finite,
@@ -33,6 +32,7 @@ from tests.helpers.fault_points import (
     host_node_raises,
     matcher_call,
     pages_empty,
+    push_batch_raises,
     replay_raises,
     ring_full,
     target_not_finite,
@@ -66,7 +66,7 @@ CLOSES: dict[str, Point] = {
     "host node": host_node_raises,
     "replay": replay_raises,
     "between rounds": between_rounds_raises,
-    "push_batch": announcements_full,
+    "push_batch": push_batch_raises,
 }
 ENGINES: list[Engine] = []  # shared by the test cases, closed by `closed`
 # The operation number that fails in the sample, by fault point; 1 for the others

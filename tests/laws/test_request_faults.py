@@ -18,7 +18,7 @@ from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.runtime.request import ActiveRequest
 from stepgraph.sampling.grammar.link.native import NativeRow
 from tests.helpers.oracles import greedy
-from tests.helpers.planted import USUAL_MATCHER, break_fill, plant, take_fuel
+from tests.helpers.planted import USUAL_MATCHER, break_fill, exhaust_fuel, plant
 from tests.helpers.toy_engines import CONSTRAINTS, VOCABULARY, Setup, make_engine, needs_native, plain
 
 SETUP = Setup(k=3)
@@ -77,7 +77,7 @@ def test_exhausted_grammar_fuel_is_reported(k: int, host_link: str) -> None:
     job, other = engine.submit([1], constraint=LIMITED, max_new_tokens=50), engine.submit([2], max_new_tokens=20)
     row = active_request(engine, job).matcher
     assert row is not None
-    take_fuel(row)
+    exhaust_fuel(row)
     for _ in engine.stream():
         pass
     assert job.finish_reason == FinishReason.ERROR

@@ -26,7 +26,7 @@ from stepgraph.sampling.params import SamplingParams
 from stepgraph.sampling.sampler import Param
 from tests.helpers.c_library import run_references
 from tests.helpers.chi_square import likelihood_ratio, likelihood_ratio_bound
-from tests.helpers.law import EVERY_SETTING, OWN_VOCABULARY, Law, Setting, setting
+from tests.helpers.law import EVERY_SETTING, OWN_VOCABULARY, RoundSampler, Setting, setting
 
 ROUNDS = 20_000
 RARE = 1e-13
@@ -40,15 +40,15 @@ def fraction(part: int) -> list[int]:
     return [index for index, (a, b, c, d, e, f, g) in enumerate(BITS) if [a ^ b ^ c ^ e, b ^ c ^ d ^ f, a ^ c ^ d ^ g] == parity]
 
 
-def least_chance(law: Law) -> Tensor:
+def least_chance(law: RoundSampler) -> Tensor:
     """[S]: the smallest p-value of each setting over its positions."""
-    return law.chances(law.tally(ROUNDS)).amin(0)
+    return law.p_value_bounds(law.count_tokens(ROUNDS)).amin(0)
 
 
-def check(law: Law) -> None:
-    tally = law.tally(ROUNDS)
-    assert float(law.chances(tally).min()) > RARE
-    good = torch.tensor([each.good for each in law.settings])
+def check(law: RoundSampler) -> None:
+    tally = law.count_tokens(ROUNDS)
+    assert float(law.p_value_bounds(tally).min()) > RARE
+    good = torch.tensor([each.close_drafter for each in law.settings])
     assert int(tally.accepted[good].sum()) > 1.5 * int(tally.accepted[~good].sum()), "good drafters have a higher acceptance rate"
 
 
@@ -66,13 +66,13 @@ def test_parts_cover_all_triples_and_all_combinations() -> None:
 def test_emitted_tokens_follow_the_target_distribution(part: int) -> None:
     """All parts: every setting once; for each number of drafts and kind of vocabulary, every combination of any three values."""
     k, d2t = SHAPES[part]
-    check(Law(k, d2t, [EVERY_SETTING[index] for index in fraction(part)], seed=part))
+    check(RoundSampler(k, d2t, [EVERY_SETTING[index] for index in fraction(part)], seed=part))
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("k", "d2t"), SHAPES)
 def test_emitted_tokens_follow_the_target_distribution_in_every_combination(k: int, d2t: bool) -> None:
-    check(Law(k, d2t, EVERY_SETTING, seed=10 * k + d2t))
+    check(RoundSampler(k, d2t, EVERY_SETTING, seed=10 * k + d2t))
 
 
 FREE = Setting(SamplingParams(temperature=1.5), False, False)
@@ -86,19 +86,19 @@ MIXED = (
 
 
 def test_unmasked_drafts_keep_the_distribution() -> None:
-    assert float(least_chance(Law(3, False, MIXED, draft_masks=False)).min()) > RARE
+    assert float(least_chance(RoundSampler(3, False, MIXED, draft_masks=False)).min()) > RARE
 
 
 def test_rows_with_fewer_drafts_than_positions_keep_the_distribution() -> None:
-    law = Law(3, True, MIXED)
-    law.start[:, Column.DRAFT_LIMIT] = torch.arange(len(law.start)) // len(MIXED) % 4
+    law = RoundSampler(3, True, MIXED)
+    law.start_state[:, Column.DRAFT_LIMIT] = torch.arange(len(law.start_state)) // len(MIXED) % 4
     assert float(least_chance(law).min()) > RARE
-    assert float(least_chance(Law(0, False, MIXED)).min()) > RARE
+    assert float(least_chance(RoundSampler(0, False, MIXED)).min()) > RARE
 
 
 @pytest.mark.parametrize("verified", [0, 2])
 def test_rounds_that_drop_drafts_keep_the_distribution(verified: int) -> None:
-    assert float(least_chance(Law(3, True, MIXED, verified=verified)).min()) > RARE
+    assert float(least_chance(RoundSampler(3, True, MIXED, verified=verified)).min()) > RARE
 
 
 @pytest.mark.parametrize("size", [1, 3, 10, 40, 200])
@@ -125,7 +125,7 @@ class TestControls:
     def references(self, monkeypatch: pytest.MonkeyPatch) -> None:
         run_references(monkeypatch)
 
-    def check_detected(self, law: Law, expected: list[bool]) -> None:
+    def check_detected(self, law: RoundSampler, expected: list[bool]) -> None:
         assert (least_chance(law) < RARE).tolist() == expected
 
     @pytest.mark.parametrize("shared", ["all", "replacement", "coin", "next token"])
@@ -141,7 +141,7 @@ class TestControls:
             return real(seed, position, draft if shared in ("all", "replacement") else purpose, index)
 
         monkeypatch.setattr(rng, "uniform", uniform)
-        self.check_detected(Law(2, False, [of(good=False), of(good=False, top_k=4), of(good=False, masked=True)]), [True] * 3)
+        self.check_detected(RoundSampler(2, False, [of(good=False), of(good=False, top_k=4), of(good=False, masked=True)]), [True] * 3)
 
     def test_dropped_drafts_counted_as_rejected(self, monkeypatch: pytest.MonkeyPatch) -> None:
         real = kernels.reject_sample
@@ -152,7 +152,7 @@ class TestControls:
             return real(*given)
 
         monkeypatch.setattr(kernels, "reject_sample", reject_sample)
-        self.check_detected(Law(3, False, [of(good=False), of(0.0)], verified=2), [True, False])
+        self.check_detected(RoundSampler(3, False, [of(good=False), of(0.0)], verified=2), [True, False])
 
     def test_draft_probabilities_without_the_mask(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Drafts are sampled under the mask, but verified with their unmasked probabilities."""
@@ -166,7 +166,7 @@ class TestControls:
             return tokens
 
         monkeypatch.setattr(drafting, "choose_draft", choose_draft)
-        self.check_detected(Law(2, False, [of(), of(masked=True), of(masked=True, top_p=0.8)]), [False, True, True])
+        self.check_detected(RoundSampler(2, False, [of(), of(masked=True), of(masked=True, top_p=0.8)]), [False, True, True])
 
     def test_filters_on_the_last_row_only(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Top-k, top-p and min-p apply to the token after the last draft, not to the rows that verify drafts."""
@@ -180,7 +180,7 @@ class TestControls:
             return torch.cat([real(logits[:, :-1], plain), real(logits[:, -1:], params)], 1)
 
         monkeypatch.setattr(sampler, "distribution", distribution)
-        self.check_detected(Law(2, False, [of(), of(top_k=3), of(top_p=0.8), of(min_p=0.1)]), [False, True, True, True])
+        self.check_detected(RoundSampler(2, False, [of(), of(top_k=3), of(top_p=0.8), of(min_p=0.1)]), [False, True, True, True])
 
     def test_penalties_that_ignore_previous_drafts(self, monkeypatch: pytest.MonkeyPatch) -> None:
         real = processors.apply_settings
@@ -190,7 +190,7 @@ class TestControls:
 
         monkeypatch.setattr(processors, "apply_settings", without_drafts)
         cases = [of(min_p=0.1, logit_bias={1: 1.0}), of(presence_penalty=1.0), of(frequency_penalty=2.0), of(0.7, repetition_penalty=3.0)]
-        self.check_detected(Law(2, False, cases), [False, True, True, True])
+        self.check_detected(RoundSampler(2, False, cases), [False, True, True, True])
 
     @pytest.mark.parametrize("columns", ["first", "none"])
     def test_draft_probabilities_without_d2t(self, monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
@@ -207,7 +207,7 @@ class TestControls:
             return tokens
 
         monkeypatch.setattr(drafting, "choose_draft", choose_draft)
-        self.check_detected(Law(2, True, [of(), of(masked=True, top_k=3), of(temperature=0.7, good=False)]), [True] * 3)
+        self.check_detected(RoundSampler(2, True, [of(), of(masked=True, top_k=3), of(temperature=0.7, good=False)]), [True] * 3)
 
     def test_replacement_drawn_from_the_full_target_distribution(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """After a rejection, the draft's probabilities are not subtracted from the distribution of the replacement."""
@@ -218,4 +218,4 @@ class TestControls:
             return real(probs, draft_probs, finite, drafts, held, *others)  # as if there were no further drafts
 
         monkeypatch.setattr(rejection, "exact_rejection", reject_sample)
-        self.check_detected(Law(2, False, [of(), of(good=False), of(top_k=3, masked=True), of(presence_penalty=1.0)]), [True] * 4)
+        self.check_detected(RoundSampler(2, False, [of(), of(good=False), of(top_k=3, masked=True), of(presence_penalty=1.0)]), [True] * 4)

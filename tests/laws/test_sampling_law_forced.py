@@ -16,12 +16,12 @@ from stepgraph.graphs.batch import Batch, read_batch
 from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.round_specs import forced_specs
 from stepgraph.graphs.row_layout import Column
-from tests.helpers.law import Law, Setting, forget_certain_drafts, setting
+from tests.helpers.law import RoundSampler, Setting, forget_certain_drafts, setting
 
 ROUNDS, RARE = 20_000, 1e-13  # as in test_sampling_law.py
 SETTINGS = [
-    setting(temperature, top_k, False, min_p, penalties, masked, good)
-    for temperature, top_k, min_p, penalties, masked, good in (
+    setting(temperature, top_k, False, min_p, penalties, masked, close_drafter)
+    for temperature, top_k, min_p, penalties, masked, close_drafter in (
         (True, False, False, False, True, True),
         (False, True, False, False, True, False),
         (True, False, True, True, True, True),
@@ -30,7 +30,7 @@ SETTINGS = [
 ]
 
 
-class ForcedLaw(Law):
+class ForcedLaw(RoundSampler):
     """At about 80% of the positions a token that depends only on the text replaces the sampled draft, independently of the target."""
 
     def __init__(self, k: int, d2t: bool, settings: Sequence[Setting]) -> None:
@@ -52,8 +52,8 @@ class ForcedLaw(Law):
 @pytest.mark.parametrize(("k", "d2t"), [(1, False), (3, True)])
 def test_forced_drafts_keep_the_distribution(k: int, d2t: bool) -> None:
     law = ForcedLaw(k, d2t, SETTINGS)
-    tally = law.tally(ROUNDS)
-    assert float(law.chances(tally).min()) > RARE
+    tally = law.count_tokens(ROUNDS)
+    assert float(law.p_value_bounds(tally).min()) > RARE
     masked = torch.tensor([each.masked for each in law.settings])[law.kind]
     assert bool(law.buffers.row_forced[law.buffers.batch_rows[masked]].any(0).all()), "every draft position was forced at least once"
     assert not bool(law.buffers.row_forced[law.buffers.batch_rows[~masked]].any())
@@ -63,7 +63,7 @@ def test_forced_draft_verified_as_sampled_is_detected(monkeypatch: pytest.Monkey
     """Negative control: forced drafts are verified with the draft model's probabilities."""
     forget_certain_drafts(monkeypatch)
     law = ForcedLaw(2, False, SETTINGS)
-    found = law.chances(law.tally(ROUNDS)).amin(0) < RARE
+    found = law.p_value_bounds(law.count_tokens(ROUNDS)).amin(0) < RARE
     assert found.tolist() == [True, True, True, False], "only settings with forced drafts are affected"
 
 

@@ -21,8 +21,8 @@ from stepgraph.graphs.row_layout import Column
 from stepgraph.sampling.kernels import rejection
 from stepgraph.sampling.params import SamplingParams
 from tests.helpers.c_library import run_references
-from tests.helpers.law import GENERATED, TOKENS, Law, Setting, setting
-from tests.helpers.proposers import Proposes
+from tests.helpers.law import GENERATED, TOKENS, RoundSampler, Setting, setting
+from tests.helpers.proposers import FormulaProposer
 from tests.laws.test_sampling_law import RARE, least_chance, of
 
 MIXED = (
@@ -35,7 +35,7 @@ MIXED = (
 )
 
 
-class ProposedLaw(Law):
+class ProposedLaw(RoundSampler):
     def __init__(self, k: int, settings: Sequence[Setting], seed: int = 0) -> None:
         super().__init__(k, False, settings, seed=seed)
         chains = self._chains(torch.Generator().manual_seed(seed))
@@ -43,7 +43,7 @@ class ProposedLaw(Law):
         def formula(history: History, index: Tensor) -> Tensor:
             return chains[history.length - 1]
 
-        self.proposer = Proposes(formula)
+        self.proposer = FormulaProposer(formula)
 
     def _specs(self) -> Iterable[BufferSpec]:
         return (*round_specs(self.limits, drawn=False), *proposing.text_specs(self.limits))
@@ -88,8 +88,8 @@ class LookedUpLaw(ProposedLaw):
 @pytest.mark.parametrize("k", [1, 3, *(pytest.param(k, marks=pytest.mark.soak) for k in (2, 4, 5, 6))])
 def test_emitted_tokens_follow_the_target_distribution(k: int) -> None:
     law = ProposedLaw(k, MIXED, seed=k)
-    tally = law.tally(20_000)
-    assert float(law.chances(tally).min()) > RARE
+    tally = law.count_tokens(20_000)
+    assert float(law.p_value_bounds(tally).min()) > RARE
     assert int(tally.accepted[:1].sum()) > 2_000, "the most likely token is often accepted"
 
 
@@ -102,7 +102,7 @@ def test_looked_up_drafts_after_drawn_ones_keep_the_distribution(monkeypatch: py
 
 def test_rows_with_different_draft_limits_keep_the_distribution() -> None:
     law = ProposedLaw(3, MIXED)
-    law.start[:, Column.DRAFT_LIMIT] = torch.arange(len(law.start)) // len(MIXED) % 4
+    law.start_state[:, Column.DRAFT_LIMIT] = torch.arange(len(law.start_state)) // len(MIXED) % 4
     assert float(least_chance(law).min()) > RARE
 
 

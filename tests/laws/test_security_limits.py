@@ -32,7 +32,7 @@ from stepgraph.sampling.grammar.tokenizers.readers import MAX_JSON_BYTES
 from stepgraph.sampling.grammar.tokenizers.table import MAX_IDS
 from tests.helpers.c_library import needs_c
 from tests.helpers.grammar_bombs import nested
-from tests.helpers.grammar_texts import PRINTABLE, accepts, claimed, encode, filled
+from tests.helpers.grammar_texts import PRINTABLE, accepts, encode, fill_mask, take_claim
 from tests.helpers.toy_engines import COMPILER, TARGET, VOCABULARY
 from tools.train.saved_states import SavedStates
 
@@ -83,7 +83,7 @@ def compiled(constraint: Constraint, isolation: Any = "none", **limits: Any) -> 
     try:
         matcher = compiler.compile(constraint).matcher()
         for token in encode(b"aaaa"):
-            if filled(matcher)[0] == MaskStatus.FAULT or not matcher.accept_token(token):
+            if fill_mask(matcher)[0] == MaskStatus.FAULT or not matcher.accept_token(token):
                 raise ValueError(with_limit_name(matcher.fault))
     finally:
         compiler.close()
@@ -220,7 +220,7 @@ def test_rows_and_queue_are_bounded(engine: Engine) -> None:
 
 def test_compilations_and_cache_are_bounded() -> None:
     compiler = GrammarCompiler(PRINTABLE, max_threads=1, max_compiles=1, cache_bytes=1)
-    claims = [claimed(compiler, Constraint.regex(f"[a-z]{{{count}}}")) for count in range(1, 5)]
+    claims = [take_claim(compiler, Constraint.regex(f"[a-z]{{{count}}}")) for count in range(1, 5)]
     while not all(claim.done for claim in claims):
         assert compiler.stats.running <= 1 and len(compiler._threads) <= 1
     assert compiler.stats.grammars == 4, "grammars in use are kept beyond the cache limit"

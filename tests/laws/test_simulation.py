@@ -11,7 +11,7 @@ from stepgraph import FinishReason
 from stepgraph.runtime.page_cache import PageCache
 from tests.helpers.planted import USUAL_MATCHER
 from tests.helpers.simulated_worlds import World
-from tests.helpers.simulation import Failure, Simulation, plan, run_many, run_seed
+from tests.helpers.simulation import Failure, Simulation, make_schedule, run_many, run_seed
 
 SAMPLE = (38, 206, 434, 590, 904, 940, 1036, 1336)  # long schedules of two worlds only, because a capture takes longer than a schedule
 FOUND = (2219, 3167, 3608)  # a matcher failed after a draft; rejecting the draft would change the distribution
@@ -37,8 +37,8 @@ def test_ten_thousand_schedules(first: int) -> None:
 
 
 def test_seed_determines_the_schedule() -> None:
-    assert plan(3) == plan(3) != plan(4)
-    kinds = {action.kind for seed in range(50) for action in plan(seed)}
+    assert make_schedule(3) == make_schedule(3) != make_schedule(4)
+    kinds = {action.kind for seed in range(50) for action in make_schedule(seed)}
     assert kinds == {"submit", "refused", "cancel", "fault", "steps"}
 
 

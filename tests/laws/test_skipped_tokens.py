@@ -12,13 +12,13 @@ from stepgraph import Engine, SamplingParams
 from stepgraph.graphs.graph_key import PLAIN, Drafting, GraphKey
 from stepgraph.graphs.round_specs import MAX_SKIPPED
 from stepgraph.runtime.request import ActiveRequest
-from tests.helpers.draft_engines import DRAFTERS, Drafter
+from tests.helpers.draft_engines import DRAFTERS, DraftCase
 
 PROMPT, K = [3, 9, 4, 21, 7], 3
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 
-def decode(drafter: Drafter, first: Sequence[Drafting], tokens: int, given: Sequence[int] | None = None) -> tuple[Engine, list[int]]:
+def decode(drafter: DraftCase, first: Sequence[Drafting], tokens: int, given: Sequence[int] | None = None) -> tuple[Engine, list[int]]:
     """The engine after one request, and its tokens. The first rounds draft as in `first`, all others K tokens with the model."""
     look_up = 0 if given is None else 2
     engine = drafter.engine(K, draft_length="auto", max_length=240, max_rows=1, buckets=(1,), look_up=look_up)
@@ -41,7 +41,7 @@ def entries(engine: Engine, name: str, count: int) -> Tensor:
     return engine.buffers[name][:, slots]
 
 
-def largest_difference(drafter: Drafter, pause: int, looks_up: bool = False) -> float:
+def largest_difference(drafter: DraftCase, pause: int, looks_up: bool = False) -> float:
     """looks_up: drafts in the pause are looked up in the text itself, with one wrong token in eight."""
     always, other = decode(drafter, [], pause + 12)
     given = [token + (index % 8 == 7) for index, token in enumerate(other)] if looks_up else None
@@ -58,12 +58,12 @@ def largest_difference(drafter: Drafter, pause: int, looks_up: bool = False) -> 
 
 @pytest.mark.parametrize("drafter", DRAFTERS, ids=lambda drafter: drafter.name)
 @pytest.mark.parametrize("pause", [3, 80, pytest.param(200, marks=pytest.mark.soak)])
-def test_cache_after_a_pause_equals_that_of_every_round(drafter: Drafter, pause: int) -> None:
+def test_cache_after_a_pause_equals_that_of_every_round(drafter: DraftCase, pause: int) -> None:
     assert largest_difference(drafter, pause) < 1e-5
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS[:2], ids=lambda drafter: drafter.name)
-def test_cache_after_rounds_with_looked_up_drafts_equals_that_of_every_round(drafter: Drafter) -> None:
+def test_cache_after_rounds_with_looked_up_drafts_equals_that_of_every_round(drafter: DraftCase) -> None:
     assert largest_difference(drafter, MAX_SKIPPED + 9, looks_up=True) < 1e-5
 
 

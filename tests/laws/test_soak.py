@@ -33,9 +33,9 @@ from tools.soak import checker, load
 from tools.soak import report as soak_report
 from tools.soak.engines import KINDS, EngineKind
 from tools.soak.process import PROCESS, Sample, TypeCounts, heap_bytes, resident_bytes, sample
-from tools.soak.report import ALLOWED, MIB, Trend, fit, grown, lines, report
+from tools.soak.report import ALLOWED, MIB, Trend, fit, fit_trends, growing_trends, report
 from tools.soak.requests import RequestSource
-from tools.soak.soak import MOST_SAMPLES, Plan, Series, Soak
+from tools.soak.soak import MAX_SAMPLES, Plan, Series, Soak
 
 has_process_figures = pytest.mark.skipif(resident_bytes() is None or not (PROCESS / "fd").exists(), reason="the system has no /proc")
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,7 +51,7 @@ def small(name: str) -> EngineKind:
 def plan(*names: str, **changes: Any) -> Plan:
     """A plan of short acts, which `run` ends."""
     kinds = tuple(small(name) for name in names)
-    return Plan(600, kinds=kinds, act_seconds=(0.05, 0.15), sample_seconds=0.2, settling=0.0, settling_turns=1, **changes)
+    return Plan(600, kinds=kinds, act_seconds=(0.05, 0.15), sample_seconds=0.2, warm_up_share=0.0, warm_up_acts=1, **changes)
 
 
 def run(plan: Plan, acts: int, problems: int = 0) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def small_caches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_short_run_passes() -> None:
-    found = run(plan(*SOME, plain_share=0.3, renewals=0.5), acts=7)
+    found = run(plan(*SOME, plain_share=0.3, renewal_share=0.5), acts=7)
     assert found["passed"] and found["flat"], (found["reason"], found["problems"])
     assert set(found["kinds"]) == set(SOME) and found["did"]["acts"] == 7 and found["did"]["engines closed"] > 0
     for did in ("compared with plain decoding", "re-accepted by a fresh matcher", "read by other means", "ended: cancelled", "ended: stop"):
@@ -184,7 +184,7 @@ PLANTED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
 def test_four_planted_faults_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     for planted in ("matchers are kept", "memory is kept", "allocations are kept", "an event is late"):
         PLANTED[planted][0](monkeypatch)
-    found = run(plan("no drafter", plain_share=1.0, renewals=0.0, served=0.0), acts=5, problems=1)
+    found = run(plan("no drafter", plain_share=1.0, renewal_share=0.0, served_share=0.0), acts=5, problems=1)
     assert not found["passed"] and found["flat"] is False
     assert not any(found["trends"][name]["flat"] for name in ("matchers", "resident_bytes", "heap_bytes"))
     assert re.search(PLANTED["an event is late"][1], str(found["problems"]))
@@ -196,7 +196,7 @@ def test_four_planted_faults_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_planted_fault_is_found(planted: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plant, message = PLANTED[planted]
     plant(monkeypatch)
-    found = run(plan("no drafter", plain_share=1.0, renewals=0.0, served=0.0), acts=6)
+    found = run(plan("no drafter", plain_share=1.0, renewal_share=0.0, served_share=0.0), acts=6)
     assert not found["passed"] and re.search(message, found["reason"]), found["reason"]
 
 
@@ -204,18 +204,18 @@ def test_planted_fault_is_found(planted: str, monkeypatch: pytest.MonkeyPatch) -
 def test_stream_without_an_end_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "DRAIN_SECONDS", 2.0)
     drop_last_events(monkeypatch)
-    found = run(plan("no drafter", served=1.0), acts=2)
+    found = run(plan("no drafter", served_share=1.0), acts=2)
     assert not found["passed"] and any("a task still waits for its stream" in problem for problem in found["problems"])
 
 
 def test_ctrl_c_prints_the_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    real, handler = Soak._settled, signal.getsignal(signal.SIGINT)
+    real, handler = Soak._sample_settled, signal.getsignal(signal.SIGINT)
 
     def settled(soaking: Soak, checker: checker.Checker) -> None:
         real(soaking, checker)
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(Soak, "_settled", settled)
+    monkeypatch.setattr(Soak, "_sample_settled", settled)
     monkeypatch.setattr(soak, "Plan", lambda seconds, seed: replace(plan("no drafter"), seconds=seconds, seed=seed))
     assert soak.main(["--minutes", "5", "--out", str(tmp_path / "report.json")]) == soak.INTERRUPTED
     found = json.loads(capsys.readouterr().out)
@@ -282,7 +282,7 @@ def test_noise_is_not_growth(monkeypatch: pytest.MonkeyPatch) -> None:
     assert growing(0.0) <= 3 and growing(0.8) <= 8, "of 200"
     found = [resident(26e6, 3e6, 22.5, 37.5, 0.8, seed).flat for seed in range(100)]
     assert found.count(True) <= 5, "growth within noise is not found"
-    monkeypatch.setattr(soak_report, "LAGS", 0)  # independent points
+    monkeypatch.setattr(soak_report, "MAX_LAG", 0)  # independent points
     assert growing(0.8) >= 30
 
 
@@ -298,11 +298,11 @@ def test_memory_of_idle_engines_is_not_growth(monkeypatch: pytest.MonkeyPatch) -
                 turn = turn or random.sample(range(12), 12)
                 held[turn.pop()] = random.gauss(0, 0.3e6)
                 totals.append(300e6 + sum(held) + leak * act / 440)
-            found += "resident_bytes" in grown(lines(series(totals[12:], 15), 900.0))
+            found += "resident_bytes" in growing_trends(fit_trends(series(totals[12:], 15), 900.0))
         return found
 
     assert growing() <= 2 and growing(26e6) >= 54, "of 60"
-    monkeypatch.setattr(soak_report, "LAGS", 0)
+    monkeypatch.setattr(soak_report, "MAX_LAG", 0)
     assert growing() >= 6
 
 
@@ -329,10 +329,10 @@ def test_the_last_half_of_an_hour_decides(leak: float, filled: float, grows: boo
     """leak: bytes per hour; filled: bytes, most of them within ten minutes after warm-up."""
     random, hours = Random(7), [0.75 * index / 400 for index in range(400)]
     values = [280e6 + leak * hour + filled * (1 - 2.718 ** (-hour * 20)) + random.gauss(0, 0.4e6) for hour in hours]
-    trends = lines(series(values, 15), 900.0)
+    trends = fit_trends(series(values, 15), 900.0)
     assert trends["resident_bytes, last half"].flat is not grows, trends["resident_bytes, last half"].why
     assert trends["resident_bytes"].per_hour > (1e6 if grows or filled else -0.3e6)
-    assert [*grown(trends)] == ["resident_bytes"] * grows
+    assert [*growing_trends(trends)] == ["resident_bytes"] * grows
 
 
 @pytest.mark.parametrize(
@@ -341,8 +341,8 @@ def test_the_last_half_of_an_hour_decides(leak: float, filled: float, grows: boo
 def test_a_cache_that_fills_once_is_flat(counts: list[int], flat: bool) -> None:
     base = settled_sample()
     samples = [replace(base, seconds=10.0 * index, types={"stepgraph.Kept": count}) for index, count in enumerate(counts)]
-    assert ("objects: stepgraph.Kept" not in grown(lines(samples, 0.0))) == flat
-    trends = lines([replace(each, resident_bytes=MIB * each.types["stepgraph.Kept"]) for each in samples], 0.0)
+    assert ("objects: stepgraph.Kept" not in growing_trends(fit_trends(samples, 0.0))) == flat
+    trends = fit_trends([replace(each, resident_bytes=MIB * each.types["stepgraph.Kept"]) for each in samples], 0.0)
     assert not trends["resident_bytes"].flat and trends["resident_bytes, last half"].flat == flat
 
 
@@ -350,9 +350,9 @@ def test_kept_samples_are_bounded_and_evenly_spaced() -> None:
     found, base = Series(), sample(0.0, (), settled=False)
     for index in range(5000):
         found.add(replace(base, seconds=float(index)))
-        assert found.last is not None and found.last.seconds == index and len(found.kept) < MOST_SAMPLES
-    spaces = {later.seconds - earlier.seconds for earlier, later in itertools.pairwise(found.kept)}
-    assert len(spaces) == 1 and len(found.kept) >= MOST_SAMPLES / 2 and found.kept[0].seconds == 0
+        assert found.last is not None and found.last.seconds == index and len(found.samples) < MAX_SAMPLES
+    spaces = {later.seconds - earlier.seconds for earlier, later in itertools.pairwise(found.samples)}
+    assert len(spaces) == 1 and len(found.samples) >= MAX_SAMPLES / 2 and found.samples[0].seconds == 0
 
 
 def test_too_few_points_give_no_trend() -> None:

@@ -15,9 +15,9 @@ import pytest
 from stepgraph import AsyncEngine, Constraint, DraftCounts, Engine, FinishReason, Job, SamplingParams, StepEvent
 from stepgraph.runtime.aio import StreamBuffer
 from tests.helpers.aio_runs import (
-    ASKS,
     FIXTURES,
     LONG,
+    REQUESTS,
     Gate,
     answers,
     check_alone,
@@ -35,12 +35,12 @@ shared, idle_engine, no_thread_left = FIXTURES
 
 def test_jobs_from_tasks_and_threads_have_the_same_tokens_as_alone(engine: Engine) -> None:
     expected, dice = answers(), random.Random(7)
-    plans = [(index % len(ASKS), dice.choice(["read", "read", "leave", "cancel"]), dice.randrange(4)) for index in range(40)]
+    plans = [(index % len(REQUESTS), dice.choice(["read", "read", "leave", "cancel"]), dice.randrange(4)) for index in range(40)]
     from_tasks: list[tuple[int, Job]] = []
     from_threads: list[tuple[int, Job]] = []
 
     async def ask(serving: AsyncEngine, which: int, plan: str, patience: int) -> None:
-        async with await serving.submit(**ASKS[which]) as stream:
+        async with await serving.submit(**REQUESTS[which]) as stream:
             events = await first(patience, stream)
             if plan != "leave":
                 if plan == "cancel":
@@ -51,7 +51,7 @@ def test_jobs_from_tasks_and_threads_have_the_same_tokens_as_alone(engine: Engin
 
     def generate_all(positions: range) -> None:
         for index in positions:
-            from_threads.append((index % len(ASKS), engine.submit(**ASKS[index % len(ASKS)])))
+            from_threads.append((index % len(REQUESTS), engine.submit(**REQUESTS[index % len(REQUESTS)])))
             if index % 5 == 0:
                 engine.cancel(from_threads[-1][1])
 

@@ -155,11 +155,11 @@ def test_thread_sleeps_while_all_requests_wait_for_grammars(engine: Engine, monk
             engine.queue.wake.notify()  # it may be asleep already
             await asyncio.to_thread(asleep.wait)
             asleep.polls.clear()  # type: ignore[attr-defined]
-            made = gate.made
+            made = gate.steps_made
             assert engine.stats().waiting == 1
             go.set()
             check_events(await read(waiting), waiting.job)
-            assert gate.made > made and waiting.job.finish_reason == FinishReason.CONSTRAINT_COMPLETE
+            assert gate.steps_made > made and waiting.job.finish_reason == FinishReason.CONSTRAINT_COMPLETE
             assert asleep.polls == [], "the thread slept with a time-out"  # type: ignore[attr-defined]
             asleep.clear()
             engine.queue.wake.notify()  # it may be asleep already

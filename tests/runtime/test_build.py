@@ -16,7 +16,7 @@ from stepgraph.graphs.proposer import History
 from stepgraph.runtime.models.files.checkpoint import Checkpoint
 from tests.helpers.draft_engines import DRAFTERS as FOLDERS
 from tests.helpers.families import folder_of
-from tests.helpers.proposers import Proposes
+from tests.helpers.proposers import FormulaProposer
 from tests.helpers.toy_engines import TARGET, VOCABULARY, plain
 
 CONFIG = EngineConfig(max_rows=1, num_speculative_tokens=2, draft_length=2, max_length=32, page_size=8, greedy_only=True, backend="tape")
@@ -38,7 +38,7 @@ def wrong_type(history: History, index: Tensor) -> Tensor:
     ],
 )
 def test_proposer_with_wrong_output_raises_at_capture(formula: Any, message: str) -> None:
-    with Engine(TARGET, Proposes(formula), config=CONFIG) as engine, pytest.raises(ValueError, match=message):
+    with Engine(TARGET, FormulaProposer(formula), config=CONFIG) as engine, pytest.raises(ValueError, match=message):
         engine.capture()
 
 

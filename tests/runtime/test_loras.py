@@ -19,7 +19,7 @@ from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.files.lora import read_lora
 from tests.helpers.adapters import save_adapter
 from tests.helpers.c_library import needs_c
-from tests.helpers.families import BASE, folder_of, judge, random_model, save
+from tests.helpers.families import BASE, folder_of, hf_model, random_model, save
 from tests.helpers.toy_engines import TARGET
 from tests.runtime.models.files.test_quantised_folder import SIZES, write
 
@@ -57,8 +57,8 @@ def texts(engine: Engine, names: list[str]) -> list[list[int]]:
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders of two adapters, and of the models with their weights merged."""
     folder = tmp_path_factory.mktemp("adapters")
-    save(save_adapter(folder / "all", judge(FAMILY), 4), folder / "all merged")
-    save(save_adapter(folder / "some", judge(FAMILY), 8, "k_proj v_proj up_proj", seed=2, use_rslora=True), folder / "some merged")
+    save(save_adapter(folder / "all", hf_model(FAMILY), 4), folder / "all merged")
+    save(save_adapter(folder / "some", hf_model(FAMILY), 8, "k_proj v_proj up_proj", seed=2, use_rslora=True), folder / "some merged")
     return folder
 
 
@@ -96,7 +96,7 @@ def test_mixed_batches_equal_merged_weights(implementation: str, drafter: str, a
 
 def test_adapters_of_latent_attention_and_shared_experts_equal_merged_weights(tmp_path: Path) -> None:
     names = "q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj o_proj gate_proj up_proj down_proj"
-    folder = save(save_adapter(tmp_path / "adapter", judge("deepseek-v3"), 4, names), tmp_path / "merged")
+    folder = save(save_adapter(tmp_path / "adapter", hf_model("deepseek-v3"), 4, names), tmp_path / "merged")
     with Engine.from_pretrained(folder, None, config=PLAIN) as engine:
         expected = texts(engine, [""])
     with Engine.from_pretrained(folder_of("deepseek-v3"), "ngram", config=CONFIG, implementation="native") as engine:

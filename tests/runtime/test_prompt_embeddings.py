@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stepgraph import Engine, Job, SamplingParams
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
-from tests.helpers.families import folder_of, judge
+from tests.helpers.families import folder_of, hf_model
 from tests.helpers.toy_engines import Setup, shared_engine
 from tests.runtime.models.test_llama_engine import make_engine
 
@@ -27,7 +27,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 
 def table() -> Tensor:
-    found: Tensor = judge(FAMILY).model.embed_tokens.weight.detach()
+    found: Tensor = hf_model(FAMILY).model.embed_tokens.weight.detach()
     return found
 
 
@@ -41,7 +41,7 @@ def decode(engine: Engine, prompt: list[int], spans: dict[int, Tensor] | None, c
 
 def plain(states: Tensor, count: int = 12) -> list[int]:
     """Greedy decoding after input embeddings [n, hidden], without a cache."""
-    model, vocabulary = judge(FAMILY), open_checkpoint(folder_of(FAMILY)).vocabulary
+    model, vocabulary = hf_model(FAMILY), open_checkpoint(folder_of(FAMILY)).vocabulary
     tokens: list[int] = []
     while len(tokens) < count and tokens[-1:] != list(vocabulary.stop_token_ids):
         with torch.no_grad():

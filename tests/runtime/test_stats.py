@@ -16,7 +16,7 @@ from stepgraph.runtime.request import ActiveRequest
 from stepgraph.runtime.request_queue import RequestQueue
 from stepgraph.runtime.scheduler import Counters
 from tests.helpers.planted import break_fill
-from tests.helpers.stat_checks import holds, run
+from tests.helpers.stat_checks import check_invariants, run
 from tests.helpers.toy_engines import CONSTRAINTS, Setup, make_engine, shared_engine
 
 
@@ -42,7 +42,7 @@ def test_stats_are_consistent_after_every_step(setup: Setup) -> None:
     begun = engine.stats()
     snapshots = [begun, *churn(engine)]
     for earlier, later in itertools.pairwise(snapshots):
-        holds(later)
+        check_invariants(later)
         assert all(now >= then for now, then in zip(counted(later), counted(earlier), strict=True))
     last = snapshots[-1]
     assert (last.running, last.waiting, last.free_pages) == (0, 0, last.pages)
@@ -90,7 +90,7 @@ def test_counters_are_accessed_under_the_lock_of_the_queue() -> None:
     for name in ("allocate", "start_prefill", "publish_prompt", "release"):
         vars(scheduler.rows)[name] = guarded(name, getattr(scheduler.rows, name))
     for stats in churn(engine):
-        holds(stats)
+        check_invariants(stats)
     engine.close()
     assert touched >= {
         "allocate",
@@ -117,7 +117,7 @@ def test_snapshots_from_another_thread_are_consistent() -> None:
             earlier = engine.stats()
             while not done.is_set():
                 stats = engine.stats()
-                holds(stats)
+                check_invariants(stats)
                 assert all(now >= then for now, then in zip(counted(stats), counted(earlier), strict=True))
                 earlier, seen[0] = stats, seen[0] + 1
         except BaseException as error:
@@ -150,7 +150,7 @@ def test_stats_are_consistent_after_faults_and_close() -> None:
     break_fill(victim.matcher, "out of fuel")
     while not victim.job.finished:
         engine.step()
-    holds(engine.stats())
+    check_invariants(engine.stats())
     assert dict(engine.stats().finished)["error"] == 1
     engine.step()
     armed.set()
@@ -158,7 +158,7 @@ def test_stats_are_consistent_after_faults_and_close() -> None:
         while True:
             engine.step()
     stats = engine.stats()
-    holds(stats)
+    check_invariants(stats)
     assert stats.tokens == sum(len(job.tokens) for job in jobs) and (stats.running, stats.waiting) == (0, 0)
     assert dict(stats.finished) == {**dict.fromkeys(map(str, FinishReason), 0), "error": 5}
     engine.close()

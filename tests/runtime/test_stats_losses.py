@@ -11,7 +11,7 @@ from stepgraph.graphs.row_layout import REFUSED, Column, ResultRecord
 from stepgraph.runtime.request import ActiveRequest
 from stepgraph.runtime.scheduler import LossCause, loss_cause
 from stepgraph.sampling.grammar.status import MaskStatus
-from tests.helpers.stat_checks import holds, run
+from tests.helpers.stat_checks import check_invariants, run
 from tests.helpers.toy_engines import CONSTRAINTS, STOP, Setup, compiled, make_engine, shared_engine
 
 OK, ILLEGAL, NONE = int(MaskStatus.OK), int(MaskStatus.ILLEGAL), int(MaskStatus.NONE)
@@ -116,7 +116,7 @@ def test_losses_agree_with_an_independent_matcher(drafter: str, draft_masks: boo
         assert counted == {loss: judge.judged.count(loss) for loss in LossCause}
         assert set(judge.judged) == causes, "every cause occurs"
         assert engine.stats().tokens == tokens
-        holds(engine.stats())
+        check_invariants(engine.stats())
 
 
 def test_drafting_stats_of_a_perfect_draft() -> None:
@@ -131,7 +131,7 @@ def test_drafting_stats_of_a_perfect_draft() -> None:
     assert (drafting.full - before.drafting.full, drafting.ended - before.drafting.ended) == (1, 1)
     assert drafting.tokens - before.drafting.tokens == 8, "the first token was not drafted"
     assert drafting.accepted_length == drafting.tokens / drafting.rounds
-    holds(after)
+    check_invariants(after)
 
 
 def test_drafting_stats_use_the_draft_limit_of_each_request() -> None:

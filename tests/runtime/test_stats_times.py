@@ -16,7 +16,7 @@ from stepgraph.graphs.tape.player import Await
 from stepgraph.runtime.stats import Histogram
 from stepgraph.sampling.grammar.link.protocol import NODE_BOUNDS_NS, HostLink
 from stepgraph.sampling.grammar.link.python import PythonLink
-from tests.helpers.link_bench import WALK, Memory, native_link, set_running
+from tests.helpers.link_bench import ROUND_STEPS, Memory, native_link, set_running
 from tests.helpers.planted import slow_fill
 from tests.helpers.stat_checks import run
 from tests.helpers.toy_engines import CONSTRAINTS, CONTROL, Setup, compiled, needs_native, shared_engine
@@ -91,7 +91,7 @@ def test_slow_host_nodes_are_in_the_upper_buckets(which: str) -> None:
             slow_fill(row, 0.002)
         set_running(memory, row)
         link.push_batch([row])
-        link.node(WALK)()
+        link.node(ROUND_STEPS)()
     stats, slow = link.stats, NODE_BOUNDS_NS.index(1_000_000) + 1
     assert sum(stats.nodes) == 3 and sum(stats.nodes[slow:]) >= 1 <= stats.longest_node_ns // 2_000_000
     assert stats.longest_node_ns <= stats.node_ns

@@ -17,7 +17,7 @@ from stepgraph.runtime.text import TextCodec
 from stepgraph.sampling.grammar import Vocabulary
 from stepgraph.sampling.grammar.tokenizers.gguf import read_gguf_header
 from tests.helpers.gguf_files import add_byte_level, write_gguf
-from tests.helpers.made_tokenizers import MADE
+from tests.helpers.made_tokenizers import TOKENIZERS
 from tests.runtime.models.test_smollm2 import gguf_path
 
 TEXTS = ["the cat sat", "na\u00efve \u6f22\u5b57 \U0001f600", 'don\'t {"a": 1}\n\n  x', "", "<|im_start|>user\nhi<|im_end|>"]
@@ -33,7 +33,7 @@ TEMPLATES = {
 
 
 def folder_of(tmp_path: Path, kind: str = "byte level", **fields: Any) -> Path:
-    MADE[kind]().save(str(tmp_path / "tokenizer.json"))
+    TOKENIZERS[kind]().save(str(tmp_path / "tokenizer.json"))
     ends = {"__type": "AddedToken", "content": "<|im_end|>"}
     config = {"bos_token": "<|im_start|>", "eos_token": ends, "tokenizer_class": "PreTrainedTokenizerFast"} | fields
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -44,7 +44,7 @@ def judge(folder: Path, **options: str) -> Any:
     return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, **options)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in MADE if kind != "unigram"])
+@pytest.mark.parametrize("kind", [kind for kind in TOKENIZERS if kind != "unigram"])
 def test_encode_agrees_with_transformers_and_decodes_back(tmp_path: Path, kind: str) -> None:
     codec = TextCodec.open(folder_of(tmp_path, kind))
     tokenizer = judge(tmp_path)

@@ -32,6 +32,6 @@ if __name__ == "__main__":
     if "--worker" in sys.argv:
         from tools.gpu.checks import smoke
 
-        smoke.ARGUMENTS = ("-m", NAME, *smoke.ARGUMENTS[1:])  # of its child processes
+        smoke.PYTHON_ARGUMENTS = ("-m", NAME, *smoke.PYTHON_ARGUMENTS[1:])  # of its child processes
     with Numerics().computing():
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 import triton
 
-from tools.aot_kernels import ARCHS, usage, variants
+from tools.aot_kernels import ARCHS, compile_usage, variants
 
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_programs_that_once_spilled_or_failed_compile_without_spills(arch: int) -> None:
     ends = "in a chain", "find_least fp32", "32 rows, 4 to a cache head, pages of 16"
     programs = [variant for variant in variants() if variant.label.endswith(ends)]
-    assert programs and [each.label for each in programs if usage(each, arch).spill_bytes] == []
+    assert programs and [each.label for each in programs if compile_usage(each, arch).spill_bytes] == []
 
 
 @pytest.mark.skipif(triton.__version__.startswith("3.4."), reason="with Triton 3.4 (torch 2.8) one of them spills on sm_90")
 def test_products_with_packed_weights_do_not_spill() -> None:
     packed = [variant for variant in variants() if variant.label.startswith("packed_")]
-    assert packed and [(variant.label, arch) for variant in packed for arch in (80, 90) if usage(variant, arch).spill_bytes] == []
+    assert packed and [(variant.label, arch) for variant in packed for arch in (80, 90) if compile_usage(variant, arch).spill_bytes] == []

@@ -21,7 +21,7 @@ from stepgraph.graphs import BufferSpec, StaticBuffers
 from tests.stub_cuda import counters, numerics
 from tests.stub_cuda.numerics import Numerics
 from tests.stub_cuda.subject import Backend, greedy_engine
-from tools.gpu.checks.context import random_asks, serve
+from tools.gpu.checks.context import random_requests, serve
 from tools.gpu.checks.rounds import check_against_oracle
 
 DEVICE = torch.device("cuda", 0)
@@ -72,9 +72,9 @@ def rounds_against_the_oracle(**changes: Any) -> int:
     try:
         engine.capture()
         with counters.counted() as counts:
-            asks = [ask._replace(cancel_after=None) for ask in random_asks(5, 8, 2)]
-            for ask, job in zip(asks, serve(engine, asks), strict=True):
-                check_against_oracle(ask, job)
+            reqs = [req._replace(cancel_after=None) for req in random_requests(5, 8, 2)]
+            for req, job in zip(reqs, serve(engine, reqs), strict=True):
+                check_against_oracle(req, job)
         assert counts["graph_launches"] >= engine.stats().rounds > 0
         return engine.stats().drafts.accepted
     finally:

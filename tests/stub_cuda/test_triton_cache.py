@@ -24,7 +24,7 @@ def captured(cache: Path, path: str) -> dict[str, int]:
 
 
 def test_captures_with_an_installed_cache_compile_nothing(tmp_path: Path) -> None:
-    filled, installed, archive = tmp_path / "filled", tmp_path / "installed", tmp_path / unpack.CACHE
+    filled, installed, archive = tmp_path / "filled", tmp_path / "installed", tmp_path / unpack.CACHE_ARCHIVE
     first = captured(filled, os.environ["PATH"])
     assert first["compiled"] > 20
     made_by = triton_cache.pack(filled, archive)

@@ -29,8 +29,8 @@ def test_report_of_one_workload(capsys: pytest.CaptureFixture[str]) -> None:
 def test_drafter_that_is_never_right_has_one_token_per_round() -> None:
     pair = toy_pair()
     workload = toy_workloads(pair)["never right"]
-    bench = Bench(pair, 2, 1, 64, workload.wrong, 0)
-    sample = bench.run(workload.asks(0), 30, Drafting(2))
+    bench = Bench(pair, 2, 1, 64, workload.wrong_drafts, 0)
+    sample = bench.run(workload.requests(0), 30, Drafting(2))
     assert sample.tokens == 29 and sample.row_rounds == 30
     bench.engine.close()
 

@@ -67,8 +67,8 @@ def test_a_corrupted_table_is_detected(field: Field, marker: str | None) -> None
         comparer.walk(600, Random(0))
         if marker is None:
             comparer.states(BYTE_IDS)
-        assert comparer.found.compared >= 600 and comparer.found.time_outs == 0
-        assert (comparer.found.different == []) is is_right
+        assert comparer.result.compared >= 600 and comparer.result.time_outs == 0
+        assert (comparer.result.different == []) is is_right
 
 
 @needs_c

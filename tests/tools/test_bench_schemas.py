@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from stepgraph.sampling.grammar import Constraint, GrammarCompiler
-from tools.bench_schemas import BYTES, Instance, Orders, Tokens, main
+from tools.bench_schemas import BYTES, OrderSearch, PropertyOrders, Tokens, main
 
 ENTRIES: list[dict[str, Any]] = [
     {
@@ -47,7 +47,7 @@ def test_outcomes_are_counted_and_kept(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_instances_are_written_in_declared_orders() -> None:
-    orders = Orders({"properties": {"b": {"properties": {"y": {}, "x": {}}}, "a": {}}})
+    orders = PropertyOrders({"properties": {"b": {"properties": {"y": {}, "x": {}}}, "a": {}}})
     assert orders.texts({"a": 1, "z": 0, "b": {"x": 1, "y": 2}})[0] == '{"b": {"y": 2, "x": 1}, "a": 1, "z": 0}'
 
 
@@ -63,4 +63,4 @@ def test_instances_are_written_in_declared_orders() -> None:
 def test_instance_is_accepted_if_one_order_of_its_properties_is(value: Any, accepted: bool) -> None:
     schema = {"properties": {"a": {"type": "integer"}, "b": {"properties": {"d": {"type": "boolean"}, "e": {}}}, "c": {}}}
     grammar = GrammarCompiler(BYTES, max_threads=1, isolation="none").compile(Constraint.json_schema(schema, objects="standard"))
-    assert Instance(grammar, Tokens(BYTES)).is_accepted(value) is accepted
+    assert OrderSearch(grammar, Tokens(BYTES)).is_accepted(value) is accepted

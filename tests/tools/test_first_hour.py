@@ -13,7 +13,7 @@ from tools import first_hour
 
 @pytest.mark.parametrize("task", first_hour.PAGES)
 def test_no_program_takes_more_lines_than_with_another_library(task: str) -> None:
-    own, others = first_hour.ours(task), first_hour.theirs(task)
+    own, others = first_hour.our_program(task), first_hour.other_programs(task)
     assert all(0 < first_hour.count(own) <= first_hour.count(other) for other in others.values())
     assert all(len(line) <= 140 for program in (own, *others.values()) for line in program.splitlines())
     assert others or task.startswith("Your own"), "the headings of first_hour.md have these names"

@@ -40,7 +40,7 @@ class Comparer:
         self._marker_text, self._ids = marker, {token: token_id for token_id, token in enumerate(grammar.vocabulary.tokens) if marker}
         self._grammar = grammar.after(self._marker) if self._marker else grammar
         self._rows = torch.zeros((2, self.vocabulary.mask_words), dtype=torch.int32)
-        self.found = Comparison()
+        self.result = Comparison()
 
     def _matchers(self) -> tuple[AutomatonMatcher, XGrammarMatcher, XGrammarMatcher | MarkerMatcher]:
         inner = self._library.matcher()
@@ -50,11 +50,11 @@ class Comparer:
         """Compares the masks at a position, which `text` describes. Returns whether the library has a mask."""
         status = ours.fill_next_token_bitmask(self._rows, 0), library.fill_next_token_bitmask(self._rows, 1)
         if inner.fault.startswith(TIME_OUT):
-            self.found.time_outs += 1
+            self.result.time_outs += 1
             return False
-        self.found.compared += 1
+        self.result.compared += 1
         if status[0] is not status[1] or not torch.equal(self._rows[0], self._rows[1]):
-            self.found.different.append(repr(text))
+            self.result.different.append(repr(text))
         return status[1] is not MaskStatus.FAULT
 
     def _draw(self, state: int | None, draw: Random) -> int | None:
@@ -76,25 +76,25 @@ class Comparer:
         spelled = {reference.at(Field.CLASS_OF, byte): byte for byte in byte_ids}  # bytes of a class lead to the same states
         reached = {reference.at(Field.CLASS_OF, byte) for byte in set(b"".join(self.vocabulary.for_xgrammar))}
         for _, shortest in reference.texts():
-            if self.found.compared >= limit:
+            if self.result.compared >= limit:
                 return
             if not all(reference.at(Field.CLASS_OF, byte) in reached for byte in shortest):
                 continue
             text = bytes(byte if byte in byte_ids else spelled.get(reference.at(Field.CLASS_OF, byte), byte) for byte in shortest)
             if not all(byte in byte_ids for byte in text):
-                self.found.unspelled += 1
+                self.result.unspelled += 1
                 continue
             ours, inner, library = self._matchers()
             refused = [byte for byte in text if not (ours.accept_token(byte_ids[byte]) & library.accept_token(byte_ids[byte]))]
             if refused and not inner.fault.startswith(TIME_OUT):
-                self.found.different.append(f"{text!r}: a byte is not accepted")
+                self.result.different.append(f"{text!r}: a byte is not accepted")
             self._compare(ours, inner, library, text)
 
     def walk(self, positions: int, draw: Random, seconds: float = float("inf")) -> None:
         """Compares the masks along random legal texts, until `positions` or `seconds` of processor time are reached. Half of the tokens
         before the end of a marker continue it."""
-        end, until = self.found.compared + self.found.time_outs + positions, time.thread_time() + seconds
-        while (seen := self.found.compared + self.found.time_outs) < end and time.thread_time() < until:
+        end, until = self.result.compared + self.result.time_outs + positions, time.thread_time() + seconds
+        while (seen := self.result.compared + self.result.time_outs) < end and time.thread_time() < until:
             ours, inner, library = self._matchers()
             history = list[int]()
             for _ in range(min(LONGEST_WALK, end - seen)):
@@ -106,5 +106,5 @@ class Comparer:
                 history.append(token)
                 if not (ours.accept_token(history[-1]) & library.accept_token(history[-1])):
                     if not inner.fault.startswith(TIME_OUT):
-                        self.found.different.append(f"{history!r}: a token is not accepted")
+                        self.result.different.append(f"{history!r}: a token is not accepted")
                     break

@@ -16,8 +16,8 @@ from stepgraph.runtime.demo.pair import target_path
 from stepgraph.runtime.demo.variants import Pair
 from stepgraph.runtime.request import Job
 from tools.gpu.checks.stopwatch import ratio_of
-from tools.train.demo.collect import LONGEST_PROMPT, encoded
-from tools.train.demo.prompts import prompt
+from tools.train.demo.collect import LONGEST_PROMPT, encode_prompts
+from tools.train.demo.prompts import make_prompt
 from tools.train.demo.schemas import MEASURED, SCHEMAS
 
 GOAL = 1.01
@@ -41,7 +41,7 @@ class Rounds:
         self.engine = Engine(pair.target, pair.draft, vocabulary=pair.vocabulary, config=config)
         self.engine.capture()
         pairs = ((seed, kind) for seed in range(FIRST_SEED, FIRST_SEED + PROMPTS) for kind in MEASURED)
-        prompts = list(encoded(target_path(), (prompt(seed, kind, held_out=True) for seed, kind in pairs)))
+        prompts = list(encode_prompts(target_path(), (make_prompt(seed, kind, held_out=True) for seed, kind in pairs)))
         grammars = {kind: Constraint.json_schema(SCHEMAS[kind]) if constrained else None for kind in MEASURED}
         self.prompts = itertools.cycle([(ids, grammars[each.kind]) for ids, each in prompts])
         self.job: Job | None = None
@@ -51,9 +51,9 @@ class Rounds:
         if self.job is None or self.job.finish_reason is not None:
             ids, constraint = next(self.prompts)
             self.job = self.engine.submit(ids, constraint=constraint, max_new_tokens=NEW_TOKENS)
-        running, begun = bool(self.job.tokens), time.process_time()
+        running, started = bool(self.job.tokens), time.process_time()
         self.engine.step()
-        spent = (time.process_time() - begun) * 1e3
+        spent = (time.process_time() - started) * 1e3
         return spent if running and self.job.finish_reason is None else None
 
 

@@ -39,8 +39,8 @@ def decode(
     prompts: int = 4,
 ) -> dict[str, dict[str, float]]:
     stop = vocabulary.stop_token_ids[0]
-    liking = {token_id: 4.0 * len(token) for token_id, token in enumerate(vocabulary.tokens) if len(token) > 1 and token_id != stop}
-    target = ToyTarget(vocabulary.logits_width, seed=2, biases=liking)
+    biases = {token_id: 4.0 * len(token) for token_id, token in enumerate(vocabulary.tokens) if len(token) > 1 and token_id != stop}
+    target = ToyTarget(vocabulary.logits_width, seed=2, biases=biases)
     config = EngineConfig(
         max_rows=1,
         num_speculative_tokens=drafts,

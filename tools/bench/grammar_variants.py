@@ -86,8 +86,8 @@ class LibraryBatch(PythonLoop):
             batch.batch_fill_next_token_bitmask(matchers, self.planes[index])
 
 
-class Linked:
-    """A host link, called like the round's host node, with all checks and tags. Grammars in `instead` are replaced by their values."""
+class LinkVariant:
+    """A host link, called like the round's host node, with all checks and tags. Grammars in `replacements` are replaced by their values."""
 
     def __init__(
         self,
@@ -97,9 +97,9 @@ class Linked:
         words: int,
         drafts: int,
         from_c: bool = False,
-        instead: Mapping[CompiledConstraint, CompiledConstraint] = MappingProxyType({}),
+        replacements: Mapping[CompiledConstraint, CompiledConstraint] = MappingProxyType({}),
     ) -> None:
-        self.name, self._from_c, self._instead = name, from_c, instead
+        self.name, self._from_c, self._replacements = name, from_c, replacements
         self.state = torch.zeros(rows, len(HostColumn), dtype=torch.int64)
         self.drafts = torch.full((drafts, rows), -1, dtype=torch.int64)
         self.masks = torch.zeros(drafts + 1, rows, words, dtype=torch.int32)
@@ -118,7 +118,7 @@ class Linked:
 
     def start_document(self, slot: int, grammar: CompiledConstraint) -> None:
         self.owners += 1
-        self.rows[slot], self.generated[slot] = self.link.row(self.owners, self._instead.get(grammar, grammar).matcher()), 0
+        self.rows[slot], self.generated[slot] = self.link.row(self.owners, self._replacements.get(grammar, grammar).matcher()), 0
 
     def prepare(self, turns: Sequence[RowRound]) -> None:
         for slot, (turn, row) in enumerate(zip(turns, self.rows, strict=True)):
@@ -135,7 +135,7 @@ class Linked:
         return float(self.calls[1].finished - self.calls[0].finished)
 
 
-def native(state: Tensor, drafts: Tensor, masks: Tensor, tags: Tensor) -> HostLink:
+def make_native_link(state: Tensor, drafts: Tensor, masks: Tensor, tags: Tensor) -> HostLink:
     return NativeLink(load(), state, drafts, masks, tags, depth=2)
 
 

@@ -9,8 +9,8 @@ from typing import Any
 from stepgraph import Constraint, Engine, EngineConfig, Job
 from stepgraph.runtime.demo.pair import target_path
 from stepgraph.runtime.demo.variants import LOOK_UP, Pair
-from tools.train.demo.collect import LONGEST_PROMPT, encoded
-from tools.train.demo.prompts import prompt
+from tools.train.demo.collect import LONGEST_PROMPT, encode_prompts
+from tools.train.demo.prompts import make_prompt
 from tools.train.demo.schemas import MEASURED, SCHEMAS
 
 GOAL = 0.95
@@ -33,7 +33,7 @@ def report(pair: Pair, drafts: int, rounds: int) -> dict[str, Any]:
         "function": (repeat, {**length, "rounds_in_flight": 1}),
         "none": (None, {"num_speculative_tokens": 0}),
     }
-    prompts = list(encoded(target_path(), (prompt(FIRST_SEED, kind, held_out=True) for kind in MEASURED)))
+    prompts = list(encode_prompts(target_path(), (make_prompt(FIRST_SEED, kind, held_out=True) for kind in MEASURED)))
     found: dict[str, dict[str, Any]] = {lane: {} for lane in LANES}
     for lane, (name, (draft, options)) in ((lane, each) for lane in LANES for each in drafters.items()):
         config = EngineConfig(max_rows=1, max_length=LONGEST_PROMPT + NEW_TOKENS, greedy_only=True, grammar_lane=lane, **options)

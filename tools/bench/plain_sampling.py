@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-WORD = 32
+BITS_PER_WORD = 32
 
 
 def plain_sampling(
@@ -17,7 +17,7 @@ def plain_sampling(
     their distributions draft_probs [B, K, V].
     """
     rows, positions, width = logits.shape
-    bits = torch.arange(WORD, device=logits.device)
+    bits = torch.arange(BITS_PER_WORD, device=logits.device)
     tokens, running = [], torch.ones(rows, dtype=torch.bool, device=logits.device)
     accepted = torch.zeros(rows, dtype=torch.int64, device=logits.device)
     for index in range(positions):
@@ -29,11 +29,11 @@ def plain_sampling(
             break
         draft, offered = drafts[:, index], draft_probs[:, index]
         ratio = (probs.gather(1, draft[:, None]) / offered.gather(1, draft[:, None])).squeeze(1)
-        holds = torch.rand(rows, device=logits.device) < ratio
-        rest = (probs - offered).clamp(min=0)
-        rest = torch.where(rest.sum(1, keepdim=True) > 0, rest, probs)
-        tokens.append(torch.where(holds, draft, torch.multinomial(rest, 1).squeeze(1)))
-        running = running & holds
+        is_accepted = torch.rand(rows, device=logits.device) < ratio
+        residual = (probs - offered).clamp(min=0)
+        residual = torch.where(residual.sum(1, keepdim=True) > 0, residual, probs)
+        tokens.append(torch.where(is_accepted, draft, torch.multinomial(residual, 1).squeeze(1)))
+        running = running & is_accepted
         accepted += running
     return torch.stack(tokens, 1), accepted
 

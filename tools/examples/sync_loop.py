@@ -11,7 +11,7 @@ from stepgraph import Constraint, Engine, EngineConfig, Job, SamplingParams, Voc
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 
 DATE = Constraint.regex(r"20[0-9]{2}-[01][0-9]-[0-3][0-9]")
-ASKED = [([1, 2, 3], DATE, 0.0), ([4, 5], None, 0.8), ([6], Constraint.choice(["yes", "no", "perhaps"]), 0.8)]
+REQUESTS = [([1, 2, 3], DATE, 0.0), ([4, 5], None, 0.8), ([6], Constraint.choice(["yes", "no", "perhaps"]), 0.8)]
 
 
 def main() -> dict[int, Job]:
@@ -23,7 +23,7 @@ def main() -> dict[int, Job]:
         engine.capture()
 
         def admit() -> None:  # from any thread, at any time
-            for prompt, constraint, temperature in ASKED:
+            for prompt, constraint, temperature in REQUESTS:
                 sampling = SamplingParams(temperature=temperature, seed=7)
                 job = engine.submit(prompt, constraint=constraint, sampling=sampling, max_new_tokens=24)
                 jobs[job.id] = job
@@ -31,7 +31,7 @@ def main() -> dict[int, Job]:
         admitting = threading.Thread(target=admit)
         admitting.start()
         ended = 0
-        while ended < len(ASKED):
+        while ended < len(REQUESTS):
             engine.wait()
             for event in engine.step():
                 print(f"job {event.job_id}: {vocabulary.decode(event.tokens)!r} {event.finish_reason or ''}")

@@ -40,21 +40,21 @@ class HostRun(NamedTuple):
 
 
 @dataclass
-class Named:
+class NamedSpans:
     """Spans with stages, and notes on unknown ones."""
 
     spans: list[Span] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
-def named_spans(activities: Sequence[Activity], stage_of: Mapping[int, str], sidecar: Sidecar) -> Named:
+def named_spans(activities: Sequence[Activity], stage_of: Mapping[int, str], sidecar: Sidecar) -> NamedSpans:
     """One span per activity. `stage_of`: stages that the profiler recorded for nodes; empty if it missed the capture.
 
     CUDA runs branches of a graph on internal streams, so the stream of a node is the one of its stage in the recording, and main if that is
     unknown. Other work is on the main stream if nodes ran on its stream too.
     """
-    found = Named()
-    of_graphs = {activity.stream for activity in activities if activity.node is not None}
+    found = NamedSpans()
+    graph_streams = {activity.stream for activity in activities if activity.node is not None}
     inside = [activity for activity in activities if activity.node is not None and activity.round != OUTSIDE]
     names = dict(stage_of)
     streams: dict[int, str] = {}
@@ -64,7 +64,7 @@ def named_spans(activities: Sequence[Activity], stage_of: Mapping[int, str], sid
     stream_of = sidecar.stream_of
     for activity in activities:
         if activity.node is None:
-            span = Span(MAIN if activity.stream in of_graphs else SIDE, BETWEEN, "stage", OUTSIDE, activity.start_ns, activity.end_ns)
+            span = Span(MAIN if activity.stream in graph_streams else SIDE, BETWEEN, "stage", OUTSIDE, activity.start_ns, activity.end_ns)
         else:
             name = names.get(activity.node, UNKNOWN)
             stream = streams.get(activity.node) or stream_of.get(name, MAIN)
@@ -121,15 +121,15 @@ def host_spans(runs: Sequence[HostRun], sidecar: Sidecar, clock_offset_ns: int |
     ]
 
 
-def with_hosts(spans: Sequence[Span], sidecar: Sidecar) -> tuple[Span, ...]:
+def with_host_nodes(spans: Sequence[Span], sidecar: Sidecar) -> tuple[Span, ...]:
     """Adds host nodes from the engine's file, since torch's profiler does not record them."""
     if any(span.kind == "host" for span in spans):
         return tuple(spans)
-    begun = {span.round: span.start_ns for span in spans if span.kind == "launch"}
-    return (*spans, *host_spans((), sidecar, clock_offset(begun, sidecar)))
+    launch_start_ns = {span.round: span.start_ns for span in spans if span.kind == "launch"}
+    return (*spans, *host_spans((), sidecar, clock_offset(launch_start_ns, sidecar)))
 
 
-def clock_offset(begun: Mapping[int, int], sidecar: Sidecar) -> int | None:
+def clock_offset(launch_start_ns: Mapping[int, int], sidecar: Sidecar) -> int | None:
     """Offset of the profiler's clock from the engine's: median over rounds whose launch both recorded."""
-    both = [begun[launch.round] - launch.launched_ns for launch in sidecar.launches if launch.round in begun]
+    both = [launch_start_ns[launch.round] - launch.launched_ns for launch in sidecar.launches if launch.round in launch_start_ns]
     return round(statistics.median(both)) if both else None

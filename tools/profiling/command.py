@@ -29,7 +29,7 @@ ROUNDS, FILE, TOOL, NVTX = "STEPGRAPH_PROFILE_ROUNDS", "STEPGRAPH_PROFILE_FILE",
 EXTRA_ROUNDS = 3  # additional rounds of the bench: results are read while later rounds are in flight
 
 
-def checked_rounds(text: str) -> tuple[int, int]:
+def parse_rounds(text: str) -> tuple[int, int]:
     """First and last round; ValueError if `text` is not a range."""
     match = re.fullmatch(r"(\d+)-(\d+)", text)
     if match is None or int(match[1]) >= int(match[2]):
@@ -47,19 +47,19 @@ def environment(rounds: tuple[int, int], out: Path, with_nsys: bool) -> dict[str
     return {**variables, NVTX: "1"} if with_nsys else variables
 
 
-def python_line(script: Sequence[str]) -> list[str]:
+def python_command(script: Sequence[str]) -> list[str]:
     """The command of a script: a .py file runs with this interpreter."""
     return [sys.executable, *script] if script[0].endswith(".py") else list(script)
 
 
-def nsys_line(nsys: str, out: Path, script: Sequence[str]) -> list[str]:
-    return [nsys, "profile", *(flag.format(out=out) for flag, _ in FLAGS), *python_line(script)]
+def nsys_command(nsys: str, out: Path, script: Sequence[str]) -> list[str]:
+    return [nsys, "profile", *(flag.format(out=out) for flag, _ in FLAGS), *python_command(script)]
 
 
-def reasons(out: Path) -> list[str]:
+def flag_reasons(out: Path) -> list[str]:
     return [f"# {flag.format(out=out)}: {why.format(out=out)}" for flag, why in FLAGS]
 
 
-def clip_repr(line: Sequence[str], variables: Mapping[str, str]) -> str:
+def shell_command(line: Sequence[str], variables: Mapping[str, str]) -> str:
     """The command as typed in a shell."""
     return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in variables.items()), *map(shlex.quote, line)])

@@ -13,10 +13,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tools.profiling.spans import MAIN, OUTSIDE, Interval, Profile, Span, common, length, union, without
+from tools.profiling.spans import MAIN, OUTSIDE, Interval, Profile, Span, intersection, subtract, total_length, union
 
 VERSION = 1
-READS_MASKS = ("accept", "choose_draft")  # stages that wait for a mask; used if waits were not recorded
+MASK_READERS = ("accept", "choose_draft")  # stages that wait for a mask; used if waits were not recorded
 Document = dict[str, Any]
 
 
@@ -49,7 +49,7 @@ class Work:
         return OUTSIDE if at < 0 else list(self.windows)[at]
 
     def idle_in(self, window: Interval) -> list[Interval]:
-        return without(window, self.busy)
+        return subtract(window, self.busy)
 
     def between(self) -> list[Interval]:
         """Time from the end of a round to the start of the next, if both were recorded."""
@@ -85,8 +85,8 @@ def _rounds(work: Work) -> Document:
         "first": min(work.windows),
         "last": max(work.windows),
         "count": len(windows),
-        "window_ns": spread([end - start for start, end in windows]),
-        "period_ns": spread([after - before for before, after in itertools.pairwise(begins)]),
+        "window_ns": distribution([end - start for start, end in windows]),
+        "period_ns": distribution([after - before for before, after in itertools.pairwise(begins)]),
     }
 
 
@@ -97,7 +97,7 @@ def _stages(work: Work) -> list[Document]:
         by_round[span.stream, span.name][work.round_of(span)].append(span)
     rows = []
     for (stream, name), rounds in by_round.items():
-        times = {number: length(union((span.start_ns, span.end_ns) for span in spans)) for number, spans in rounds.items()}
+        times = {number: total_length(union((span.start_ns, span.end_ns) for span in spans)) for number, spans in rounds.items()}
         first = min(
             (min(span.start_ns for span in spans) - work.windows[number][0] for number, spans in rounds.items() if number in work.windows),
             default=1 << 62,
@@ -119,16 +119,16 @@ def _stages(work: Work) -> list[Document]:
 
 
 def _idle(work: Work) -> Document:
-    inside = [length(work.idle_in(window)) for window in work.windows.values()]
-    between = [length(work.idle_in(gap)) for gap in work.between()]
+    inside = [total_length(work.idle_in(window)) for window in work.windows.values()]
+    between = [total_length(work.idle_in(gap)) for gap in work.between()]
     return {
-        "inside_rounds_ns": spread(inside),
-        "inside_share": ratio(sum(inside), length(work.windows.values())),
-        "between_rounds_ns": spread(between),
+        "inside_rounds_ns": distribution(inside),
+        "inside_share": ratio(sum(inside), total_length(work.windows.values())),
+        "between_rounds_ns": distribution(between),
     }
 
 
-def _host_nodes(work: Work, counters: Mapping[str, Any], none: bool) -> Document:
+def _host_nodes(work: Work, counters: Mapping[str, Any], without_host_nodes: bool) -> Document:
     nodes: list[Document] = []
     all_hidden = 0
     by_name: dict[str, list[Span]] = defaultdict(list)
@@ -136,13 +136,13 @@ def _host_nodes(work: Work, counters: Mapping[str, Any], none: bool) -> Document
         by_name[span.name].append(span)
     for name, spans in by_name.items():
         times = [span.nanoseconds for span in spans]
-        hidden = sum(length(common([(span.start_ns, span.end_ns)], work.busy)) for span in spans)
+        hidden = sum(total_length(intersection([(span.start_ns, span.end_ns)], work.busy)) for span in spans)
         all_hidden += hidden
         nodes.append(
             {
                 "name": name,
                 "runs": len(spans),
-                "time_ns": spread(times),
+                "time_ns": distribution(times),
                 "hidden_ns": hidden,
                 "exposed_ns": sum(times) - hidden,
                 "hidden_share": ratio(hidden, sum(times)),
@@ -151,8 +151,8 @@ def _host_nodes(work: Work, counters: Mapping[str, Any], none: bool) -> Document
     total = sum(span.nanoseconds for span in work.hosts)
     counted = int(counters.get("host_node_ns", 0))
     return {
-        "source": "recorded" if nodes else "counted" if counted else "none" if none else "unknown",
-        "total_ns": total if nodes else counted or (0 if none else None),
+        "source": "recorded" if nodes else "counted" if counted else "none" if without_host_nodes else "unknown",
+        "total_ns": total if nodes else counted or (0 if without_host_nodes else None),
         "hidden_ns": all_hidden if nodes else None,
         "exposed_ns": total - all_hidden if nodes else None,
         "hidden_share": ratio(all_hidden, total) if nodes else None,
@@ -165,19 +165,19 @@ def _exposed_wait(work: Work) -> Document:
     if work.waits:
         source, found = "waits", union((span.start_ns, span.end_ns) for span in work.waits)
     elif work.hosts:
-        beside = [span for span in work.stages if span.stream != MAIN and span.round != OUTSIDE]
+        side_stages = [span for span in work.stages if span.stream != MAIN and span.round != OUTSIDE]
         source = "idle before a mask is read, while host nodes or their copies ran"
-        found = common(union((span.start_ns, span.end_ns) for span in (*work.hosts, *beside)), _before_mask_reads(work))
+        found = intersection(union((span.start_ns, span.end_ns) for span in (*work.hosts, *side_stages)), _before_mask_reads(work))
     elif any(span.stream != MAIN for span in work.stages):
         source, found = "idle before a mask is read", _before_mask_reads(work)
     else:
         source, found = "no round had host nodes", []
-    waits = [length(common(work.idle_in(window), found)) for window in work.windows.values()]
-    return {"source": source, "time_ns": spread(waits), "share_of_rounds": ratio(sum(waits), length(work.windows.values()))}
+    waits = [total_length(intersection(work.idle_in(window), found)) for window in work.windows.values()]
+    return {"source": source, "time_ns": distribution(waits), "share_of_rounds": ratio(sum(waits), total_length(work.windows.values()))}
 
 
 def _before_mask_reads(work: Work) -> list[Interval]:
-    begins = {span.start_ns for span in work.stages if span.stream == MAIN and span.name.startswith(READS_MASKS)}
+    begins = {span.start_ns for span in work.stages if span.stream == MAIN and span.name.startswith(MASK_READERS)}
     gaps = ((before[1], after[0]) for before, after in itertools.pairwise(work.busy))
     return [gap for gap in gaps if gap[1] in begins]
 
@@ -197,7 +197,7 @@ def _acceptance(counters: Mapping[str, Any]) -> Document | None:
     }
 
 
-def spread(values: Sequence[int]) -> Document:
+def distribution(values: Sequence[int]) -> Document:
     return {"total": sum(values), "median": median(values), "max": max(values, default=0), "count": len(values)}
 
 

@@ -18,18 +18,18 @@ from tools.profiling.activities import Activity, HostRun, clock_offset, host_spa
 from tools.profiling.sidecar import Sidecar
 from tools.profiling.spans import OUTSIDE, Profile
 
-KERNEL, NVTX, RUNTIME = "CUPTI_ACTIVITY_KIND_KERNEL", "NVTX_EVENTS", "CUPTI_ACTIVITY_KIND_RUNTIME"
-COPIES = ("CUPTI_ACTIVITY_KIND_MEMCPY", "CUPTI_ACTIVITY_KIND_MEMSET")
-NODES, GRAPHS = "CUDA_GRAPH_NODE_EVENTS", "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
+KERNEL_TABLE, NVTX_TABLE, RUNTIME_TABLE = "CUPTI_ACTIVITY_KIND_KERNEL", "NVTX_EVENTS", "CUPTI_ACTIVITY_KIND_RUNTIME"
+COPY_TABLES = ("CUPTI_ACTIVITY_KIND_MEMCPY", "CUPTI_ACTIVITY_KIND_MEMSET")
+NODE_TABLE, GRAPH_TABLE = "CUDA_GRAPH_NODE_EVENTS", "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
 # Host nodes on the stream and on the host thread; recorded by nsys from late 2025 on, with CUDA 13.1.
-HOSTS = ("CUPTI_ACTIVITY_KIND_GRAPH_HOST_NODE_AND_HOST_LAUNCH", "CUDA_HOST_CALLBACK")
-WANTED = {
-    KERNEL: "--trace=cuda,nvtx, and a range in which rounds ran",
-    NVTX: "--trace=cuda,nvtx, and an engine with nvtx on (STEPGRAPH_NVTX=1)",
-    RUNTIME: "--trace=cuda,nvtx",
+HOST_NODE_TABLES = ("CUPTI_ACTIVITY_KIND_GRAPH_HOST_NODE_AND_HOST_LAUNCH", "CUDA_HOST_CALLBACK")
+RECORDING_FLAGS = {
+    KERNEL_TABLE: "--trace=cuda,nvtx, and a range in which rounds ran",
+    NVTX_TABLE: "--trace=cuda,nvtx, and an engine with nvtx on (STEPGRAPH_NVTX=1)",
+    RUNTIME_TABLE: "--trace=cuda,nvtx",
 }
 ROUND = re.compile(r"round (\d+)(?:: .*)?$")
-PROCESS = 1 << 24  # globalTid = process * this + thread; globalPid = process * this
+IDS_PER_PROCESS = 1 << 24  # globalTid = process * this + thread; globalPid = process * this
 Range = tuple[int, int, str]
 
 
@@ -56,7 +56,7 @@ class Export:
     def rows(self, table: str, *columns: str, **defaults: Any) -> Iterator[dict[str, Any]]:
         """Rows with these columns; columns in `defaults` may be missing in some versions of nsys."""
         if table not in self.tables:
-            raise ValueError(f"{self.path}: no table {table}; profile with {WANTED.get(table, '--trace=cuda,nvtx')}")
+            raise ValueError(f"{self.path}: no table {table}; profile with {RECORDING_FLAGS.get(table, '--trace=cuda,nvtx')}")
         present = {row["name"] for row in self._db.execute(f'PRAGMA table_info("{table}")')}
         missing = [column for column in columns if column not in present]
         if missing:
@@ -69,7 +69,7 @@ class Export:
         """Closed NVTX ranges by thread, outermost first."""
         strings = {row["id"]: row["value"] for row in self.rows("StringIds", "id", "value")} if "StringIds" in self.tables else {}
         found: dict[int, list[Range]] = {}
-        for row in self.rows(NVTX, "start", "end", text=None, textId=None, globalTid=0):
+        for row in self.rows(NVTX_TABLE, "start", "end", text=None, textId=None, globalTid=0):
             name = row["text"] if row["text"] is not None else strings.get(row["textId"])
             if row["end"] is not None and name:
                 found.setdefault(row["globalTid"], []).append((row["start"], row["end"], name))
@@ -77,8 +77,8 @@ class Export:
 
     def calls(self) -> dict[tuple[int, int], Call]:
         """CUDA calls by process and correlation."""
-        rows = self.rows(RUNTIME, "start", "correlationId", globalTid=0)
-        return {(row["globalTid"] // PROCESS, row["correlationId"]): Call(row["start"], row["globalTid"]) for row in rows}
+        rows = self.rows(RUNTIME_TABLE, "start", "correlationId", globalTid=0)
+        return {(row["globalTid"] // IDS_PER_PROCESS, row["correlationId"]): Call(row["start"], row["globalTid"]) for row in rows}
 
 
 def read_nsys(paths: Sequence[Path], sidecar: Sidecar) -> Profile:
@@ -93,7 +93,7 @@ def read_nsys(paths: Sequence[Path], sidecar: Sidecar) -> Profile:
         with_rounds = [(export, rounds) for export in exports if (rounds := _rounds(export))]
         if len(with_rounds) != 1:
             found = ", ".join(str(export.path) for export, _ in with_rounds) or "none"
-            raise ValueError(f"expected one file with NVTX ranges 'round <n>', got {found}; {WANTED[NVTX]}")
+            raise ValueError(f"expected one file with NVTX ranges 'round <n>', got {found}; {RECORDING_FLAGS[NVTX_TABLE]}")
         export, rounds = with_rounds[0]
         return _profile(export, rounds, stages, sidecar, tuple(path.name for path in paths))
 
@@ -102,7 +102,7 @@ def _profile(export: Export, rounds: Rounds, stages: Mapping[int, str], sidecar:
     activities = _activities(export, rounds)
     hosts = _hosts(export, rounds, stages)
     named = named_spans(activities, stages, sidecar)
-    spans = named.spans + host_spans(hosts, sidecar, clock_offset(rounds.begun, sidecar))
+    spans = named.spans + host_spans(hosts, sidecar, clock_offset(rounds.start_ns, sidecar))
     ordered = tuple(sorted(spans, key=lambda span: span.start_ns))
     return Profile("nsys", ordered, sources, sidecar.counters, tuple(named.notes), sidecar.without_host_nodes)
 
@@ -111,30 +111,30 @@ class Rounds:
     """Round of each launch: the range that was open on the launching thread."""
 
     def __init__(self, ranges: Mapping[int, list[Range]], calls: Mapping[tuple[int, int], Call]) -> None:
-        self._open = {
+        self._round_ranges = {
             thread: [(start, end, int(match[1])) for start, end, name in found if (match := ROUND.match(name))]
             for thread, found in ranges.items()
         }
         self._calls = calls
-        self._alone = {correlation: call for (_, correlation), call in calls.items()}
-        self.begun = {number: start for found in self._open.values() for start, _, number in found}
+        self._by_correlation = {correlation: call for (_, correlation), call in calls.items()}
+        self.start_ns = {number: start for found in self._round_ranges.values() for start, _, number in found}
 
     def __bool__(self) -> bool:
-        return bool(self.begun)
+        return bool(self.start_ns)
 
-    def of(self, process: int | None, correlation: int | None) -> int:
+    def round_of(self, process: int | None, correlation: int | None) -> int:
         """The round of an activity; OUTSIDE if no round launched it."""
         if correlation is None:
             return OUTSIDE
-        call = self._alone.get(correlation) if process is None else self._calls.get((process, correlation))
+        call = self._by_correlation.get(correlation) if process is None else self._calls.get((process, correlation))
         if call is None:
             return OUTSIDE
-        numbers = (number for start, end, number in self._open.get(call.thread, ()) if start <= call.start_ns <= end)
+        numbers = (number for start, end, number in self._round_ranges.get(call.thread, ()) if start <= call.start_ns <= end)
         return next(numbers, OUTSIDE)
 
 
 def _rounds(export: Export) -> Rounds | None:
-    if NVTX not in export.tables:
+    if NVTX_TABLE not in export.tables:
         return None
     ranges = export.ranges()
     if not any(ROUND.match(name) for found in ranges.values() for _, _, name in found):
@@ -144,26 +144,26 @@ def _rounds(export: Export) -> Rounds | None:
 
 def _activities(export: Export, rounds: Rounds) -> list[Activity]:
     found = []
-    for table in (KERNEL, *(table for table in COPIES if table in export.tables)):
+    for table in (KERNEL_TABLE, *(table for table in COPY_TABLES if table in export.tables)):
         rows = export.rows(table, "start", "end", streamId=0, correlationId=None, globalPid=None, graphNodeId=None)
         for row in rows:
-            process = None if row["globalPid"] is None else row["globalPid"] // PROCESS
-            number = rounds.of(process, row["correlationId"])
+            process = None if row["globalPid"] is None else row["globalPid"] // IDS_PER_PROCESS
+            number = rounds.round_of(process, row["correlationId"])
             found.append(Activity(row["start"], row["end"], row["streamId"], number, row["graphNodeId"] or None))
     if not any(activity.node is not None for activity in found):
-        got = "graphs as a whole" if GRAPHS in export.tables else "no graph"
+        got = "graphs as a whole" if GRAPH_TABLE in export.tables else "no graph"
         raise ValueError(f"{export.path}: it shows {got}, expected nodes of graphs: profile captured rounds with --cuda-graph-trace=node")
     return found
 
 
 def _hosts(export: Export, rounds: Rounds, stages: Mapping[int, str]) -> list[HostRun]:
-    for table in HOSTS:
+    for table in HOST_NODE_TABLES:
         if table in export.tables:
             rows = export.rows(table, "start", "end", correlationId=None, globalPid=None, globalTid=None, graphNodeId=None)
             found = []
             for row in rows:
                 owner = row["globalPid"] if row["globalPid"] is not None else row["globalTid"]
-                number = rounds.of(None if owner is None else owner // PROCESS, row["correlationId"])
+                number = rounds.round_of(None if owner is None else owner // IDS_PER_PROCESS, row["correlationId"])
                 if number != OUTSIDE:
                     found.append(HostRun(row["start"], row["end"], number, stages.get(row["graphNodeId"] or 0, "")))
             if found:
@@ -173,23 +173,23 @@ def _hosts(export: Export, rounds: Rounds, stages: Mapping[int, str]) -> list[Ho
 
 def stages_of_nodes(export: Export) -> dict[int, str]:
     """The innermost NVTX range around the creation of every node and its clones."""
-    if NODES not in export.tables or NVTX not in export.tables:
+    if NODE_TABLE not in export.tables or NVTX_TABLE not in export.tables:
         return {}
     ranges = export.ranges()
     parents: dict[int, int] = {}
     names: dict[int, str] = {}
-    for row in export.rows(NODES, "start", "graphNodeId", originalGraphNodeId=None, globalTid=0):
+    for row in export.rows(NODE_TABLE, "start", "graphNodeId", originalGraphNodeId=None, globalTid=0):
         if row["originalGraphNodeId"]:
             parents[row["graphNodeId"]] = row["originalGraphNodeId"]
         elif (name := _innermost(ranges.get(row["globalTid"], ()), row["start"])) is not None:
             names.setdefault(row["graphNodeId"], name)
     for node in parents:
-        seen, at = {node}, node
-        while at not in names and at in parents and parents[at] not in seen:
-            at = parents[at]
-            seen.add(at)
-        if at in names:
-            names[node] = names[at]
+        seen, ancestor = {node}, node
+        while ancestor not in names and ancestor in parents and parents[ancestor] not in seen:
+            ancestor = parents[ancestor]
+            seen.add(ancestor)
+        if ancestor in names:
+            names[node] = names[ancestor]
     return names
 
 

@@ -11,13 +11,13 @@ from stepgraph.graphs.spans import BETWEEN, LAUNCHER, Span
 from stepgraph.runtime.trace import Timeline
 
 DPI = 100
-SIZE = (16.0, 7.2)  # inches
-MARGIN = 140  # pixels for the stream names
-HEIGHT = 0.62  # of a bar; lanes are 1 apart
-MOST_LEVELS = 3  # of labels above or below a lane
-LETTER = 6.4  # pixels per letter of a label
+FIGURE_INCHES = (16.0, 7.2)  # inches
+MARGIN_PIXELS = 140  # pixels for the stream names
+BAR_HEIGHT = 0.62  # of a bar; lanes are 1 apart
+MAX_LABEL_LEVELS = 3  # of labels above or below a lane
+LETTER_PIXELS = 6.4  # pixels per letter of a label
 
-HOST, WAIT = "#d62728", "#ffffff"
+HOST_COLOUR, WAIT_COLOUR = "#d62728", "#ffffff"
 COLOURS = {  # by the first word of a stage's name
     "target_verify": "#4c78a8",
     "accept": "#72b7b2",
@@ -30,7 +30,7 @@ COLOURS = {  # by the first word of a stage's name
     "place": "#9d86c4",
     BETWEEN.split()[0]: "#d9d9d9",
 }
-OTHER = "#b0b7bf"
+OTHER_COLOUR = "#b0b7bf"
 
 Interval = tuple[int, int]  # start and end in nanoseconds
 
@@ -95,7 +95,7 @@ def _figure() -> Any:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise RuntimeError("a picture needs matplotlib: pip install 'stepgraph[pictures]'") from error
-    figure = Figure(figsize=SIZE, dpi=DPI, facecolor="white", layout="constrained")
+    figure = Figure(figsize=FIGURE_INCHES, dpi=DPI, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
@@ -131,7 +131,7 @@ def _panel(axes: Any, spans: Sequence[Span], streams: Sequence[str], window: Int
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel("ms")
-    width = SIZE[0] * DPI - MARGIN
+    width = FIGURE_INCHES[0] * DPI - MARGIN_PIXELS
     pixels = width / (window[1] - window[0])  # per nanosecond
     for lane, stream in zip(lanes, streams, strict=True):
         narrow: list[tuple[float, str, str]] = []  # pixel, name, kind
@@ -141,7 +141,7 @@ def _panel(axes: Any, spans: Sequence[Span], streams: Sequence[str], window: Int
             start, end = max(span.start_ns, window[0]), min(span.end_ns, window[1])
             _bar(axes, span, lane, (start - begin) / 1e6, max(end - start, 1.5 / pixels) / 1e6)
             text = _text(span)
-            if len(text) * LETTER < (end - start) * pixels:
+            if len(text) * LETTER_PIXELS < (end - start) * pixels:
                 colour = "white" if span.kind == "host" or _colour(span) == COLOURS["target_verify"] else "#222222"
                 box = {"facecolor": axes.get_facecolor(), "edgecolor": "none", "pad": 1.5} if span.kind == "wait" else None
                 x = (start + end - 2 * begin) / 2e6
@@ -153,31 +153,31 @@ def _panel(axes: Any, spans: Sequence[Span], streams: Sequence[str], window: Int
 
 def _bar(axes: Any, span: Span, lane: float, start: float, width: float) -> None:
     if span.kind == "wait":
-        height = HEIGHT / 3 if span.stream == MAIN else 0.04  # a side stream that waits is idle
+        height = BAR_HEIGHT / 3 if span.stream == MAIN else 0.04  # a side stream that waits is idle
         hatch = "////" if span.stream == MAIN else None
-        axes.barh(lane, width, left=start, height=height, color=WAIT, edgecolor="#999999", hatch=hatch, linewidth=0.5)
+        axes.barh(lane, width, left=start, height=height, color=WAIT_COLOUR, edgecolor="#999999", hatch=hatch, linewidth=0.5)
     else:
-        over = 3 if span.kind == "host" else 2
-        axes.barh(lane, width, left=start, height=HEIGHT, color=_colour(span), edgecolor="white", linewidth=0.4, zorder=over)
+        z_order = 3 if span.kind == "host" else 2
+        axes.barh(lane, width, left=start, height=BAR_HEIGHT, color=_colour(span), edgecolor="white", linewidth=0.4, zorder=z_order)
 
 
 def _labels(axes: Any, narrow: Sequence[tuple[float, str, str]], lane: float, side: int, width: float) -> None:
     """Labels with lines to their bars, on the first level with room. A label without room is omitted."""
-    free = [0.0] * MOST_LEVELS
+    free = [0.0] * MAX_LABEL_LEVELS
     left, right = axes.get_xlim()
     last_word, last_pixel = "", 0.0
     for pixel, text, kind in narrow:
-        half = len(text) * LETTER / 2 + 3
+        half = len(text) * LETTER_PIXELS / 2 + 3
         middle = min(max(pixel, half), width - half)
-        level = next((level for level in range(MOST_LEVELS) if free[level] <= middle - half), None)
+        level = next((level for level in range(MAX_LABEL_LEVELS) if free[level] <= middle - half), None)
         word = text.split()[0]
         if level is None or (word == last_word and pixel - last_pixel < half):
             continue
         free[level], last_word, last_pixel = middle + half, word, pixel
-        edge, y = lane + side * HEIGHT / 2, lane + side * (HEIGHT / 2 + 0.14 + 0.21 * level)
+        edge, y = lane + side * BAR_HEIGHT / 2, lane + side * (BAR_HEIGHT / 2 + 0.14 + 0.21 * level)
         bar_x, text_x = (left + each / width * (right - left) for each in (pixel, middle))
         axes.plot([bar_x, bar_x], [edge, y], color="#999999", linewidth=0.6, zorder=1)
-        colour = HOST if kind == "host" else "#333333"
+        colour = HOST_COLOUR if kind == "host" else "#333333"
         axes.text(text_x, y, text, ha="center", va="bottom" if side < 0 else "top", fontsize=8.5, color=colour)
 
 
@@ -188,7 +188,7 @@ def _text(span: Span) -> str:
 
 
 def _colour(span: Span) -> str:
-    return HOST if span.kind == "host" else COLOURS.get(span.name.split()[0], OTHER)
+    return HOST_COLOUR if span.kind == "host" else COLOURS.get(span.name.split()[0], OTHER_COLOUR)
 
 
 def _legend(figure: Any, spans: Sequence[Span]) -> None:
@@ -199,8 +199,8 @@ def _legend(figure: Any, spans: Sequence[Span]) -> None:
     patches = [Patch(color=COLOURS[word], label=labels.get(word, word)) for word in words if word in COLOURS]
     others = [word for word in words if word not in COLOURS]
     if others:
-        patches.append(Patch(color=OTHER, label=", ".join(others[:3]) + (", ..." if len(others) > 3 else "")))
+        patches.append(Patch(color=OTHER_COLOUR, label=", ".join(others[:3]) + (", ..." if len(others) > 3 else "")))
     if any(span.kind == "host" for span in spans):
-        patches.append(Patch(color=HOST, label="host node"))
-    patches.append(Patch(facecolor=WAIT, edgecolor="#999999", hatch="////", label="waits"))
+        patches.append(Patch(color=HOST_COLOUR, label="host node"))
+    patches.append(Patch(facecolor=WAIT_COLOUR, edgecolor="#999999", hatch="////", label="waits"))
     figure.legend(handles=patches, loc="outside lower center", ncols=min(len(patches), 11), fontsize=8.5, columnspacing=1.3, frameon=False)

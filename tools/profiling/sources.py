@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from tools.profiling.activities import with_hosts
+from tools.profiling.activities import with_host_nodes
 from tools.profiling.nsys_sqlite import read_nsys
 from tools.profiling.sidecar import Sidecar, read_sidecar
 from tools.profiling.spans import Profile
@@ -24,11 +24,11 @@ def read_profile(paths: Sequence[Path], sidecar: Path | None = None, nsys: str =
     for path in paths:
         if not path.is_file():
             raise ValueError(f"{path}: got no such file, expected a .nsys-rep, .sqlite or .rounds.json")
-    sidecar_file = sidecar or beside(paths[0])
+    sidecar_file = sidecar or sidecar_beside(paths[0])
     if paths[0].suffix == ".json":
         events = _trace_events(paths[0])
-        return own_profile(paths[0], read_sidecar(paths[0])) if events is None else _torch_profile(paths[0], events, sidecar_file)
-    exported = [exported_file(path, nsys) for path in with_capture(paths)]
+        return engine_profile(paths[0], read_sidecar(paths[0])) if events is None else _torch_profile(paths[0], events, sidecar_file)
+    exported = [exported_file(path, nsys) for path in with_capture_report(paths)]
     return read_nsys(exported, read_sidecar(sidecar_file) if sidecar_file else Sidecar())
 
 
@@ -48,29 +48,29 @@ def _torch_profile(path: Path, events: list[dict[str, Any]], sidecar_file: Path 
     if sidecar_file is None:
         raise ValueError(f"{path}: a trace of torch's profiler does not name stages; expected --sidecar with the file of the engine")
     sidecar = read_sidecar(sidecar_file)
-    spans, names = with_hosts(from_torch(events, sidecar), sidecar), (path.name, sidecar_file.name)
+    spans, names = with_host_nodes(from_torch(events, sidecar), sidecar), (path.name, sidecar_file.name)
     return Profile("torch", spans, names, sidecar.counters, sidecar.notes, sidecar.without_host_nodes)
 
 
-def own_profile(path: Path, sidecar: Sidecar) -> Profile:
+def engine_profile(path: Path, sidecar: Sidecar) -> Profile:
     """The timeline that the engine recorded; ValueError if nsys recorded it."""
     if not sidecar.spans:
         raise ValueError(f"{path}: it goes with a profile of nsys and holds no times; expected that profile's .nsys-rep or .sqlite")
     if not any(sidecar.stages.values()):
         raise ValueError(f"{path}: the engine ran these rounds without recording them, expected EngineConfig.eager=False")
     backend: Literal["tape", "torch"] = "tape" if sidecar.backend == "tape" else "torch"
-    spans = with_hosts(sidecar.spans, sidecar)
+    spans = with_host_nodes(sidecar.spans, sidecar)
     return Profile(backend, spans, (path.name,), sidecar.counters, sidecar.notes, sidecar.without_host_nodes)
 
 
-def beside(path: Path) -> Path | None:
+def sidecar_beside(path: Path) -> Path | None:
     """The engine's file of the same run."""
     stem = re.sub(r"(\.\d+)?\.(nsys-rep|qdrep|sqlite|json)$", "", path.name)
     found = path.with_name(f"{stem}.rounds.json")
     return found if found.is_file() else None
 
 
-def with_capture(paths: Sequence[Path]) -> list[Path]:
+def with_capture_report(paths: Sequence[Path]) -> list[Path]:
     """Adds the capture's report, name.1, to that of the rounds, name.2, if it exists."""
     if len(paths) == 1 and (match := re.fullmatch(r"(.*)\.2\.([a-z-]+)", paths[0].name)):
         capture = paths[0].with_name(f"{match[1]}.1.{match[2]}")
@@ -89,9 +89,9 @@ def exported_file(path: Path, nsys: str) -> Path:
     command = [nsys, "export", "--type", "sqlite", "--force-overwrite=true", "--output", str(exported), str(path)]
     if shutil.which(nsys) is None:
         raise ValueError(f"{path}: no {nsys} here to export it; run `{' '.join(command)}` where there is one, and pass {exported.name}")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=EXPORT_SECONDS, check=False)
-    if done.returncode:
-        raise ValueError(f"{path}: `{' '.join(command)}` ended with {done.returncode}: {(done.stderr or done.stdout).strip()[-400:]}")
+    result = subprocess.run(command, capture_output=True, text=True, timeout=EXPORT_SECONDS, check=False)
+    if result.returncode:
+        raise ValueError(f"{path}: `{' '.join(command)}` ended with {result.returncode}: {(result.stderr or result.stdout).strip()[-400:]}")
     return exported
 
 

@@ -55,11 +55,11 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
     return joined
 
 
-def length(intervals: Iterable[Interval]) -> int:
+def total_length(intervals: Iterable[Interval]) -> int:
     return sum(end - start for start, end in intervals)
 
 
-def common(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
+def intersection(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
     """Intersection of two unions."""
     found = []
     index = bisect.bisect_right(second, first[0][0], key=lambda one: one[1]) if first else 0  # avoids quadratic time for many short windows
@@ -73,10 +73,10 @@ def common(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interv
     return found
 
 
-def without(window: Interval, busy: Sequence[Interval]) -> list[Interval]:
+def subtract(window: Interval, busy: Sequence[Interval]) -> list[Interval]:
     """`window` without `busy`."""
     gaps, at = [], window[0]
-    for start, end in common([window], busy):
+    for start, end in intersection([window], busy):
         if start > at:
             gaps.append((at, start))
         at = end

@@ -11,22 +11,22 @@ def text(report: Document) -> str:
     rounds, idle, wait = report["rounds"], report["idle"], report["exposed_wait"]
     lines = [
         f"rounds {rounds['first']} to {rounds['last']} ({rounds['count']} recorded by {report['backend']}), "
-        f"median {micro(rounds['window_ns']['median'])} us, one every {micro(rounds['period_ns']['median'])} us",
+        f"median {microseconds(rounds['window_ns']['median'])} us, one every {microseconds(rounds['period_ns']['median'])} us",
         "",
         f"{'stage':<28}{'stream':<8}{'runs':>7}{'total us':>13}{'us/round':>11}{'share':>8}",
     ]
     for stage in report["stages"]:
         lines.append(
-            f"{stage['name']:<28}{stage['stream']:<8}{stage['runs']:>7}{micro(stage['total_ns']):>13}"
-            f"{micro(stage['median_per_round_ns']):>11}{percent(stage['share']):>8}"
+            f"{stage['name']:<28}{stage['stream']:<8}{stage['runs']:>7}{microseconds(stage['total_ns']):>13}"
+            f"{microseconds(stage['median_per_round_ns']):>11}{percent(stage['share']):>8}"
         )
     lines += ["", *_host_lines(report["host_nodes"]), ""]
     inside, between = idle["inside_rounds_ns"], idle["between_rounds_ns"]
     lines += [
-        f"idle inside rounds   {micro(inside['median'])} us each, at most {micro(inside['max'])}, "
+        f"idle inside rounds   {microseconds(inside['median'])} us each, at most {microseconds(inside['max'])}, "
         f"{percent(idle['inside_share'])} of the rounds",
-        f"idle between rounds  {micro(between['median'])} us each, at most {micro(between['max'])} ({between['count']} gaps)",
-        f"exposed wait         {micro(wait['time_ns']['median'])} us each, at most {micro(wait['time_ns']['max'])}, "
+        f"idle between rounds  {microseconds(between['median'])} us each, at most {microseconds(between['max'])} ({between['count']} gaps)",
+        f"exposed wait         {microseconds(wait['time_ns']['median'])} us each, at most {microseconds(wait['time_ns']['max'])}, "
         f"{percent(wait['share_of_rounds'])} of the rounds ({wait['source']})",
         _acceptance_line(report["acceptance"]),
     ]
@@ -39,15 +39,15 @@ def _host_lines(hosts: Document) -> list[str]:
     if hosts["source"] == "none":
         return ["host nodes: none in the graphs of these rounds"]
     if hosts["source"] == "counted":
-        return [f"host nodes: {micro(hosts['total_ns'])} us in all by the engine's counters; when they ran was not recorded"]
+        return [f"host nodes: {microseconds(hosts['total_ns'])} us in all by the engine's counters; when they ran was not recorded"]
     lines = [f"{'host node':<28}{'':<8}{'runs':>7}{'total us':>13}{'us each':>11}{'hidden':>8}"]
     for node in hosts["nodes"]:
         time = node["time_ns"]
         lines.append(
-            f"{node['name']:<28}{'':<8}{node['runs']:>7}{micro(time['total']):>13}{micro(time['median']):>11}"
+            f"{node['name']:<28}{'':<8}{node['runs']:>7}{microseconds(time['total']):>13}{microseconds(time['median']):>11}"
             f"{percent(node['hidden_share']):>8}"
         )
-    exposed = f"{micro(hosts['exposed_ns'])} of {micro(hosts['total_ns'])} us exposed"
+    exposed = f"{microseconds(hosts['exposed_ns'])} of {microseconds(hosts['total_ns'])} us exposed"
     return [*lines, f"hidden under device work: {percent(hosts['hidden_share'])} ({exposed})"]
 
 
@@ -60,7 +60,7 @@ def _acceptance_line(found: Document | None) -> str:
     )
 
 
-def micro(nanoseconds: float) -> str:
+def microseconds(nanoseconds: float) -> str:
     return f"{nanoseconds / 1000:.1f}"
 
 

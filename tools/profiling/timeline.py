@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from stepgraph.graphs import spans as marks
+from stepgraph.graphs import spans as engine_spans
 from stepgraph.graphs.cuda import trace
 from stepgraph.runtime.trace import Timeline
 from tools.profiling import picture
@@ -19,18 +19,18 @@ from tools.profiling.spans import Profile, Span
 
 def save_picture(profile: Profile, path: Path) -> None:
     """Draw a few rounds from the middle; RuntimeError names the missing package."""
-    picture.draw(Timeline(stretches(profile.spans), profile.backend), path)
+    picture.draw(Timeline(merge_kernels(profile.spans), profile.backend), path)
 
 
-def stretches(spans: Iterable[Span]) -> tuple[marks.Span, ...]:
+def merge_kernels(spans: Iterable[Span]) -> tuple[engine_spans.Span, ...]:
     """Merges consecutive kernels of a stage on one stream."""
-    joined: dict[str, list[marks.Span]] = {}
+    joined: dict[str, list[engine_spans.Span]] = {}
     for span in sorted(spans, key=lambda span: (span.start_ns, span.end_ns)):
         lane = joined.setdefault(span.stream, [])
         if lane and span.kind == "stage" and lane[-1][1:4] == span[1:4]:
             lane[-1] = lane[-1]._replace(end_ns=max(lane[-1].end_ns, span.end_ns))
         else:
-            lane.append(marks.Span(*span))
+            lane.append(engine_spans.Span(*span))
     return tuple(sorted((span for lane in joined.values() for span in lane), key=lambda span: span.start_ns))
 
 
@@ -38,8 +38,8 @@ def from_torch(events: Iterable[Mapping[str, Any]], sidecar: Sidecar) -> tuple[S
     """Spans of a trace; its n-th graph launch is the n-th round in the engine's file."""
     captured = [
         trace.Captured(
-            [marks.StageRun(*run) for run in sidecar.stages.get(launch.key, ())],
-            [marks.GraphNode(*node) for node in sidecar.graph_nodes.get(launch.key, ())],
+            [engine_spans.StageRun(*run) for run in sidecar.stages.get(launch.key, ())],
+            [engine_spans.GraphNode(*node) for node in sidecar.graph_nodes.get(launch.key, ())],
         )
         for launch in sidecar.launches
     ]

@@ -24,7 +24,7 @@ import torch
 from tqdm import tqdm
 
 from tools.soak.process import share_one_heap
-from tools.soak.report import report, written
+from tools.soak.report import report, to_json
 from tools.soak.soak import Plan, Soak
 
 INTERRUPTED = 130
@@ -64,12 +64,12 @@ def run(options: argparse.Namespace, stop: threading.Event) -> int:
     soak = Soak(Plan(60 * options.minutes, options.seed), stop, device, progress)
     with bar:
         soak.run()
-    found = report(soak, stop.is_set())
+    document = report(soak, stop.is_set())
     if options.out is not None:
-        options.out.write_text(written(found) + "\n", encoding="utf-8")
-    print(written(found))
-    print(f"soak: {'passed' if found['passed'] else 'FAILED'}: {found['reason']}", file=sys.stderr)
-    return INTERRUPTED if stop.is_set() else int(not found["passed"])
+        options.out.write_text(to_json(document) + "\n", encoding="utf-8")
+    print(to_json(document))
+    print(f"soak: {'passed' if document['passed'] else 'FAILED'}: {document['reason']}", file=sys.stderr)
+    return INTERRUPTED if stop.is_set() else int(not document["passed"])
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -27,7 +27,7 @@ FEATURE_LAYERS = (0, 1, 2)
 _LLAMA = LlamaConfig(VOCABULARY.logits_width, 32, 48, 4, 2, 8, (None, None), max_positions=MAX_LENGTH)
 _LAYER = replace(_LLAMA, windows=(None,))
 
-_SIZES = EngineConfig(
+_CONFIG = EngineConfig(
     max_rows=MAX_ROWS,
     max_length=MAX_LENGTH,
     page_size=8,
@@ -40,7 +40,7 @@ _SIZES = EngineConfig(
     compile_isolation="none",
 )
 
-Law = Literal["toy", "llama"]
+TargetName = Literal["toy", "llama"]
 
 
 class Models:
@@ -64,7 +64,7 @@ class Models:
         assert self.llama.head is not None
         return randomised(Mtp(_LAYER, embedding=self.llama.embedding, head=self.llama.head, device=self.device), 3)
 
-    def smaller(self) -> DraftLlama:
+    def draft_llama(self) -> DraftLlama:
         draft = DraftLlama(_LAYER, device=self.device)
         randomised(draft, 1)
         return draft
@@ -76,18 +76,18 @@ class EngineKind:
 
     name: str
     draft: Callable[[Models], Drafter | str | None]
-    k: int
-    law: Law = "toy"
-    reads_text: bool = False  # accepts draft_ids
+    drafts: int
+    target: TargetName = "toy"
+    takes_draft_ids: bool = False  # accepts draft_ids
     grammars: Literal["auto", "llguidance"] = "auto"
     eager: bool = False  # the same for all engines of a kind: capture adds threads
     changes: Mapping[str, Any] = field(default_factory=dict)
 
     def make(self, models: Models) -> Engine:
         """A captured engine."""
-        config = replace(_SIZES, num_speculative_tokens=self.k, grammar_backend=self.grammars, eager=self.eager, **self.changes)
-        fed = self.name == "EAGLE-3"
-        target = models.toy if self.law == "toy" else models.llama_with_features if fed else models.llama
+        config = replace(_CONFIG, num_speculative_tokens=self.drafts, grammar_backend=self.grammars, eager=self.eager, **self.changes)
+        reads_features = self.name == "EAGLE-3"
+        target = models.toy if self.target == "toy" else models.llama_with_features if reads_features else models.llama
         engine = Engine(target, self.draft(models), vocabulary=VOCABULARY, config=config)
         engine.capture()
         return engine
@@ -99,7 +99,7 @@ KINDS = (
         "toy pair, not masked", lambda models: models.toy_draft(1.0), 3, eager=True, changes={"draft_masks": False, "rounds_in_flight": 3}
     ),
     EngineKind(
-        "toy pair and look-up", lambda models: models.toy_draft(0.7), 3, reads_text=True, changes={"look_up": 2, "forced_drafts": True}
+        "toy pair and look-up", lambda models: models.toy_draft(0.7), 3, takes_draft_ids=True, changes={"look_up": 2, "forced_drafts": True}
     ),
     EngineKind(
         "toy pair, matchers in Python",
@@ -108,16 +108,16 @@ KINDS = (
         eager=True,
         changes={"grammar_lane": "host", "host_link": "python"},
     ),
-    EngineKind("n-gram", lambda _: "ngram", 3, reads_text=True, changes={"prefix_cache_pages": 8}),
+    EngineKind("n-gram", lambda _: "ngram", 3, takes_draft_ids=True, changes={"prefix_cache_pages": 8}),
     EngineKind("forced", lambda _: "forced", 4, grammars="llguidance"),
-    EngineKind("proposer", lambda _: parrot(), 3, reads_text=True, eager=True, changes={"forced_drafts": False}),
-    EngineKind("function", lambda _: draft_ids_then_noise, 2, reads_text=True, changes={"rounds_in_flight": 1}),
+    EngineKind("proposer", lambda _: parrot(), 3, takes_draft_ids=True, eager=True, changes={"forced_drafts": False}),
+    EngineKind("function", lambda _: draft_ids_then_noise, 2, takes_draft_ids=True, changes={"rounds_in_flight": 1}),
     EngineKind("EAGLE-3", lambda models: models.eagle3(), 3, "llama"),
     EngineKind("MTP", lambda models: models.mtp(), 2, "llama", changes={"check_masks": True}),
-    EngineKind("draft model", lambda models: models.smaller(), 2, "llama", eager=True, changes={"prefix_reuse": False}),
+    EngineKind("draft model", lambda models: models.draft_llama(), 2, "llama", eager=True, changes={"prefix_reuse": False}),
     EngineKind(
         "no drafter", lambda _: None, 0, eager=True, changes={"grammar_lane": "host", "compile_isolation": "process", "rounds_in_flight": 3}
     ),
 )
-_ALONE = {"max_rows": 1, "rounds_in_flight": 1, "prefix_reuse": False, "buckets": (1,)}
-PLAIN = {law: EngineKind(f"plain {law}", lambda _: None, 0, law, eager=True, changes=_ALONE) for law in get_args(Law)}
+_ONE_ROW = {"max_rows": 1, "rounds_in_flight": 1, "prefix_reuse": False, "buckets": (1,)}
+PLAIN_KINDS = {name: EngineKind(f"plain {name}", lambda _: None, 0, name, eager=True, changes=_ONE_ROW) for name in get_args(TargetName)}

@@ -19,7 +19,7 @@ from tools.soak.requests import Request, RequestSource
 THREADS, TASKS = 3, 6
 DRAIN_SECONDS = 60.0  # a job that takes longer counts as hung
 MakeSource = Callable[[], RequestSource]
-Following = Literal["whole", "part", "no"]  # how many of a job's events were collected
+Collected = Literal["whole", "part", "no"]  # how many of a job's events were collected
 
 
 @dataclass(frozen=True)
@@ -37,16 +37,16 @@ class JobRecord:
 
     request: Request
     job: Job
-    before: Answer | None = None
-    followed: Following = "whole"
+    earlier: Answer | None = None
+    collected: Collected = "whole"
     events: list[StepEvent] = field(default_factory=list)
 
 
 class Act:
     """One engine under load for some seconds. Several threads append to the lists; only the driving thread changes dicts."""
 
-    def __init__(self, engine: Engine, kept: collections.deque[Answer], seconds: float, stop: threading.Event) -> None:
-        self.engine, self.kept, self._until, self._stop = engine, kept, time.monotonic() + seconds, stop
+    def __init__(self, engine: Engine, answers: collections.deque[Answer], seconds: float, stop: threading.Event) -> None:
+        self.engine, self.answers, self._until, self._stop = engine, answers, time.monotonic() + seconds, stop
         self.records: list[JobRecord] = []
         self.problems: list[str] = []
         self.counts = collections.Counter[str]()  # each key is counted by one thread, except keys whose lost counts do not matter
@@ -64,13 +64,13 @@ class Act:
         """A new request, or one with an earlier answer."""
         if source.random.random() < 0.12:
             try:
-                before = self.kept.popleft()
+                earlier = self.answers.popleft()
             except IndexError:
                 return source.draw(), None
-            return before.request, before
+            return earlier.request, earlier
         return source.draw(), None
 
-    def refused(self, rng: random.Random) -> None:
+    def submit_refused(self, rng: random.Random) -> None:
         """Submit a bad request, which must be refused. The counters are checked at the end of the act."""
         bad: Sequence[tuple[Sequence[int], int]] = (([], 4), ([-1], 4), ([1] * 400, 4), ([1, 2], 0), ([1, 2], 400))
         prompt, new_tokens = rng.choice(bad)
@@ -82,29 +82,29 @@ class Act:
             self.problems.append(f"submit({prompt}, max_new_tokens={new_tokens}) was accepted")
 
 
-def submitter(act: Act, source: RequestSource, followed: Following, at_once: int) -> None:
-    """Body of a thread that submits and cancels, with at most `at_once` running jobs."""
-    rng, own = source.random, list[JobRecord]()
+def submitter(act: Act, source: RequestSource, collected: Collected, max_jobs: int) -> None:
+    """Body of a thread that submits and cancels, with at most `max_jobs` running jobs."""
+    rng, running = source.random, list[JobRecord]()
     try:
         while not act.over:
-            own = [record for record in own if not record.job.finished]
-            if len(own) >= at_once:
+            running = [record for record in running if not record.job.finished]
+            if len(running) >= max_jobs:
                 time.sleep(0.002)
                 continue
-            request, before = act.request(source)
+            request, earlier = act.request(source)
             try:
-                own.append(JobRecord(request, request.submit(act.engine), before, followed))
-                act.records.append(own[-1])
+                running.append(JobRecord(request, request.submit(act.engine), earlier, collected))
+                act.records.append(running[-1])
             except QueueFullError:
                 act.counts["queue was full"] += 1
                 time.sleep(0.005)
                 continue
             if rng.random() < 0.02:
-                act.refused(rng)
+                act.submit_refused(rng)
             if rng.random() < 0.3:
                 time.sleep(rng.choice((0.001, 0.01, 0.05)))
             if rng.random() < 0.15:
-                act.engine.cancel(rng.choice(own).job)
+                act.engine.cancel(rng.choice(running).job)
             if rng.random() < 0.05:
                 act.engine.cancel(rng.choice(act.records).job)  # may be another thread's job, or finished
     except EngineClosedError:
@@ -114,10 +114,10 @@ def submitter(act: Act, source: RequestSource, followed: Following, at_once: int
 
 
 @contextmanager
-def submitting(act: Act, make_source: MakeSource, followed: Following, count: int, at_once: int) -> Iterator[None]:
+def submitting(act: Act, make_source: MakeSource, collected: Collected, count: int, max_jobs: int) -> Iterator[None]:
     """Run submitting threads until the act is over, and join them."""
     threads = [
-        threading.Thread(target=submitter, args=(act, make_source(), followed, at_once), name=f"soak-{number}") for number in range(count)
+        threading.Thread(target=submitter, args=(act, make_source(), collected, max_jobs), name=f"soak-{number}") for number in range(count)
     ]
     for thread in threads:
         thread.start()
@@ -131,7 +131,7 @@ def submitting(act: Act, make_source: MakeSource, followed: Following, count: in
 def loop_act(act: Act, make_source: MakeSource, close: bool) -> None:
     """Step in this thread. With `close` the engine is closed while jobs run and threads submit."""
     engine, events = act.engine, list[StepEvent]()
-    with submitting(act, make_source, "whole", THREADS, at_once=6):
+    with submitting(act, make_source, "whole", THREADS, max_jobs=6):
         while not act.over:
             if engine.wait(0.01):
                 events += engine.step()
@@ -153,8 +153,8 @@ def loop_act(act: Act, make_source: MakeSource, close: bool) -> None:
             act.problems.append(f"an event of an unknown job: {event}")
 
 
-def served_act(act: Act, make_source: MakeSource, hurry: bool) -> None:
-    """Step with an AsyncEngine while tasks read, leave early or are cancelled and one thread submits. `hurry`: close without draining."""
+def served_act(act: Act, make_source: MakeSource, abort: bool) -> None:
+    """Step with an AsyncEngine while tasks read, leave early or are cancelled and one thread submits. `abort`: close without draining."""
 
     async def serve() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: act.problems.append(f"event loop: {_described(context)}"))
@@ -166,10 +166,10 @@ def served_act(act: Act, make_source: MakeSource, hurry: bool) -> None:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
             await asyncio.gather(*ended)
-            if hurry:
+            if abort:
                 await serving.close(drain=False)
 
-    with submitting(act, make_source, "no", 1, at_once=3):
+    with submitting(act, make_source, "no", 1, max_jobs=3):
         asyncio.run(serve())
 
 
@@ -181,27 +181,27 @@ async def _client(act: Act, serving: AsyncEngine, source: RequestSource) -> None
     """One request after another, each left in one of five ways."""
     rng = source.random
     while not act.over:
-        request, before = act.request(source)
+        request, earlier = act.request(source)
         stream = await serving.submit(request.prompt, **request.options)
-        record = JobRecord(request, stream.job, before)
+        record = JobRecord(request, stream.job, earlier)
         act.records.append(record)
-        way = rng.choices(("read", "slowly", "leave", "time-out", "drop"), (8, 2, 2, 2, 1))[0]
-        if way == "time-out":
-            record.followed = "part"
+        ending = rng.choices(("read", "slowly", "leave", "time-out", "drop"), (8, 2, 2, 2, 1))[0]
+        if ending == "time-out":
+            record.collected = "part"
             try:
                 await asyncio.wait_for(_read(stream, record, 0.0), rng.choice((0.001, 0.02, 0.1)))
             except asyncio.TimeoutError:
                 await stream.aclose()
-        elif way in ("leave", "drop"):
-            record.followed = "part"
+        elif ending in ("leave", "drop"):
+            record.collected = "part"
             for _ in range(rng.randint(0, 3)):
                 if event := await anext(stream, None):
                     record.events.append(event)
-            if way == "leave":
+            if ending == "leave":
                 await stream.aclose()
         else:
-            await _read(stream, record, 0.01 if way == "slowly" else 0.0)
-        act.counts[f"streams: {way}"] += 1
+            await _read(stream, record, 0.01 if ending == "slowly" else 0.0)
+        act.counts[f"streams: {ending}"] += 1
         del stream
 
 

@@ -24,30 +24,30 @@ from stepgraph.runtime.stats import EngineStats
 PROCESS = Path("/proc/self")
 M_ARENA_MAX = -8  # from malloc.h
 MALLOC_FIELDS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()  # of struct mallinfo2
-OF_A_CHILD = 2  # open files of this process per child
-COUNTED = ("stepgraph", "xgrammar", "llguidance", "asyncio", "threading")  # packages whose objects are counted
+FILES_PER_CHILD = 2  # open files of this process per child
+COUNTED_PACKAGES = ("stepgraph", "xgrammar", "llguidance", "asyncio", "threading")  # packages whose objects are counted
 
 
 class TypeCounts(Mapping[str, int]):
     """Object counts by type in 4 bytes each: a run keeps thousands of samples, whose memory must not appear as growth."""
 
     __slots__ = ("_counts",)
-    _places: ClassVar[dict[str, int]] = {}  # index of every type that a sample has counted
+    _type_indices: ClassVar[dict[str, int]] = {}  # index of every type that a sample has counted
 
     def __init__(self, counts: Mapping[str, int]) -> None:
         for name in counts:
-            self._places.setdefault(name, len(self._places))
-        self._counts = array("I", [counts.get(name, 0) for name in self._places])
+            self._type_indices.setdefault(name, len(self._type_indices))
+        self._counts = array("I", [counts.get(name, 0) for name in self._type_indices])
 
     def __getitem__(self, name: str) -> int:
-        place = self._places.get(name, len(self._counts))
-        count = self._counts[place] if place < len(self._counts) else 0
+        index = self._type_indices.get(name, len(self._counts))
+        count = self._counts[index] if index < len(self._counts) else 0
         if not count:
             raise KeyError(name)
         return count
 
     def __iter__(self) -> Iterator[str]:
-        return (name for name, count in zip(self._places, self._counts, strict=False) if count)
+        return (name for name, count in zip(self._type_indices, self._counts, strict=False) if count)
 
     def __len__(self) -> int:
         return sum(map(bool, self._counts))
@@ -97,10 +97,10 @@ def sample(seconds: float, engines: Iterable[Engine], settled: bool) -> Sample:
         device_bytes=torch.cuda.memory_reserved() if torch.cuda.is_available() else None,
         threads=_entries("task"),
         python_threads=threading.active_count(),
-        files=None if files is None else files - OF_A_CHILD * (processes or 0),
+        files=None if files is None else files - FILES_PER_CHILD * (processes or 0),
         children=processes,
-        strays=None if processes is None else processes - sum(map(_workers, engines)),
-        **_held(stats),
+        strays=None if processes is None else processes - sum(map(_num_workers, engines)),
+        **_engine_totals(stats),
         objects=objects,
         tensors=tensors,
         matchers=sum(count for name, count in types.items() if name.endswith("Matcher")),
@@ -161,15 +161,15 @@ def children() -> int | None:
 
 def live_objects() -> tuple[dict[str, int], int, int]:
     """Counts by type for the packages in COUNTED; number of all tracked objects; number of tensors."""
-    known, tensors = collections.Counter[type](), 0
+    counts, tensors = collections.Counter[type](), 0
     everything = gc.get_objects()
     for item in everything:
-        known[type(item)] += 1
-    for kind, count in known.items():
+        counts[type(item)] += 1
+    for kind, count in counts.items():
         tensors += count if issubclass(kind, torch.Tensor) else 0
     types = collections.Counter[str]()
-    for kind, count in known.items():
-        if str(kind.__module__).startswith(COUNTED):  # for some metaclasses it is a descriptor
+    for kind, count in counts.items():
+        if str(kind.__module__).startswith(COUNTED_PACKAGES):  # for some metaclasses it is a descriptor
             types[sys.intern(f"{kind.__module__}.{kind.__qualname__}")] += count
     return dict(types), len(everything), tensors
 
@@ -181,12 +181,12 @@ def _entries(folder: str) -> int | None:
         return None
 
 
-def _workers(engine: Engine) -> int:
+def _num_workers(engine: Engine) -> int:
     compiler = engine._parts.compiler
     return 0 if compiler is None else sum(worker is not None and worker.pid is not None for worker in compiler._workers)
 
 
-def _held(stats: list[EngineStats]) -> dict[str, int]:
+def _engine_totals(stats: list[EngineStats]) -> dict[str, int]:
     return {
         "engines": len(stats),
         "rows": sum(each.running for each in stats),

@@ -15,12 +15,12 @@ from tools.origin import origin
 from tools.soak.process import Sample
 from tools.soak.soak import Soak, columns
 
-LEAST_POINTS = 4
+MIN_POINTS = 4
 MIB = 1 << 20
-MOST_POINTS = 120  # points of a figure in the document
+MAX_POINTS = 120  # points of a figure in the document
 # A figure grows if its slope is more than this many standard errors above zero: by chance, one of forty figures in one run of twenty.
-SIGNIFICANT = 3.0
-LAGS = 36  # consecutive points with correlated errors: an engine keeps memory of an act until its next act, twelve acts later
+SIGNIFICANT_ERRORS = 3.0
+MAX_LAG = 36  # consecutive points with correlated errors: an engine keeps memory of an act until its next act, twelve acts later
 # Growth that is allowed because it happens once, so that a run cannot measure it as a slope:
 # * within the first FILLING_SECONDS heaps, caches and threads of the engines fill, by at most the first number or, if that is more, by the
 #   second number as a share of the mean. Fifteen minutes is how long resident memory rose at the same allocated bytes.
@@ -42,22 +42,22 @@ ALLOWED: dict[str, tuple[float, float, float]] = {
     "objects": (5000, 0.05, 1000),  # later: two for each sample
     "tensors": (200, 0.1, 10),
 }
-OF_A_TYPE = (100, 0.2, 5)  # like ALLOWED, for objects of one type; caches are emptied with their engines and fill again
+ALLOWED_PER_TYPE = (100, 0.2, 5)  # like ALLOWED, for objects of one type; caches are emptied with their engines and fill again
 LATE = ", last half"
 
 
 def report(soak: Soak, interrupted: bool = False) -> dict[str, Any]:
     settled = soak.samples(settled=True)
-    trends = lines(settled, soak.warm_at)
-    growing = {name: trend.why for name, trend in grown(trends).items()}
-    trend_name = bool(trends)
+    trends = fit_trends(settled, soak.warm_at)
+    growing = {name: trend.why for name, trend in growing_trends(trends).items()}
+    has_trends = bool(trends)
     reason = (
         f"{soak.num_problems} problems: {soak.problems[0][:300]}"
         if soak.problems
         else f"growing: {growing}"
         if growing
         else "every output was correct, and no figure grew after warm-up"
-        if trend_name
+        if has_trends
         else "every output was correct; the run was too short for trends"
     )
     return {
@@ -68,7 +68,7 @@ def report(soak: Soak, interrupted: bool = False) -> dict[str, Any]:
         "wanted_seconds": soak.plan.seconds,
         "interrupted": interrupted,
         "passed": not soak.problems and not growing,
-        "flat": not growing if trend_name else None,
+        "flat": not growing if has_trends else None,
         "reason": reason,
         "did": dict(sorted(soak.counts.items())),
         "kinds": {name: dict(sorted(counts.items())) for name, counts in sorted(soak.by_kind.items())},
@@ -77,37 +77,37 @@ def report(soak: Soak, interrupted: bool = False) -> dict[str, Any]:
         "warm_after_seconds": soak.warm_at and round(soak.warm_at, 1),
         "trends": {name: _rounded(trend) for name, trend in trends.items() if not name.startswith("objects: ") or not trend.flat},
         "types_that_changed": changes(settled, soak.warm_at),
-        "settled": columns(thinned(settled)),
-        "running": columns(thinned(soak.samples(settled=False))),
+        "settled": columns(thin(settled)),
+        "running": columns(thin(soak.samples(settled=False))),
     }
 
 
-def written(found: dict[str, Any]) -> str:
+def to_json(document: dict[str, Any]) -> str:
     """As JSON, with each list of numbers on one line."""
     flat = re.compile(r"\[\s+([^\[\]{}]*?)\s+\]")
-    return flat.sub(lambda part: "[" + re.sub(r"\s*\n\s*", " ", part[1]) + "]", json.dumps(found, indent=1))
+    return flat.sub(lambda part: "[" + re.sub(r"\s*\n\s*", " ", part[1]) + "]", json.dumps(document, indent=1))
 
 
-def lines(samples: Sequence[Sample], warm_at: float | None) -> dict[str, Trend]:
+def fit_trends(samples: Sequence[Sample], warm_at: float | None) -> dict[str, Trend]:
     """Trends of each figure of the settled samples, and of the object count of each type: after warm-up, and in the last half of that."""
     warm = _warm(samples, warm_at)
     filled = [each for each in warm if each.seconds >= FILLING_SECONDS]
-    warm = filled if len(filled) >= 2 * LEAST_POINTS else warm
+    warm = filled if len(filled) >= 2 * MIN_POINTS else warm
     late = warm[len(warm) // 2 :]
-    found: dict[str, Trend] = {}
-    for suffix, those in (("", warm), (LATE, late)):
-        seconds = [each.seconds for each in those]
+    trends: dict[str, Trend] = {}
+    for suffix, points in (("", warm), (LATE, late)):
+        seconds = [each.seconds for each in points]
         for name, allowed in ALLOWED.items():
-            values = [getattr(each, name) for each in those]
+            values = [getattr(each, name) for each in points]
             if None not in values and (trend := fit(seconds, values, *allowed)):
-                found[name + suffix] = trend
+                trends[name + suffix] = trend
         for name in sorted({name for each in warm for name in each.types}):
-            if trend := fit(seconds, [each.types.get(name, 0) for each in those], *OF_A_TYPE):
-                found[f"objects: {name}{suffix}"] = trend
-    return found
+            if trend := fit(seconds, [each.types.get(name, 0) for each in points], *ALLOWED_PER_TYPE):
+                trends[f"objects: {name}{suffix}"] = trend
+    return trends
 
 
-def grown(trends: Mapping[str, Trend]) -> dict[str, Trend]:
+def growing_trends(trends: Mapping[str, Trend]) -> dict[str, Trend]:
     """Trends of figures that grow in the whole time, and in its last half where that has enough points. A leak grows in both; what fills
     once is flat in the last half, and a last half that differs by chance does not make the whole grow."""
     names = [name for name in trends if not name.endswith(LATE)]
@@ -124,8 +124,8 @@ def changes(samples: Sequence[Sample], warm_at: float | None) -> dict[str, list[
     return {name: [first.get(name, 0), last.get(name, 0)] for name in names if abs(first.get(name, 0) - last.get(name, 0)) > 5}
 
 
-def thinned(samples: Sequence[Sample]) -> list[Sample]:
-    step = -(-len(samples) // MOST_POINTS) or 1
+def thin(samples: Sequence[Sample]) -> list[Sample]:
+    step = -(-len(samples) // MAX_POINTS) or 1
     return list(samples[::step])
 
 
@@ -159,17 +159,17 @@ def fit(seconds: Sequence[float], values: Sequence[float], slack: float, share: 
     """None for too few points. Flat: the slope is not significantly above zero, or the growth is at most `step`, or at most
     max(slack, share * mean) where the points begin within FILLING_SECONDS."""
     count = len(values)
-    if count < LEAST_POINTS or seconds[-1] <= seconds[0]:
+    if count < MIN_POINTS or seconds[-1] <= seconds[0]:
         return None
     hour, span = 3600.0, seconds[-1] - seconds[0]
     mean, middle = math.fsum(values) / count, math.fsum(seconds) / count
     spread = math.fsum((second - middle) ** 2 for second in seconds)
     slope = math.fsum((second - middle) * (value - mean) for second, value in zip(seconds, values, strict=True)) / spread
-    rests = [value - mean - slope * (second - middle) for second, value in zip(seconds, values, strict=True)]
-    error = _slope_error([second - middle for second in seconds], rests)
+    residuals = [value - mean - slope * (second - middle) for second, value in zip(seconds, values, strict=True)]
+    error = _slope_error([second - middle for second in seconds], residuals)
     growth, allowed = slope * span, max(slack, share * abs(mean)) if seconds[0] < FILLING_SECONDS else step
-    within, significant = growth <= allowed, slope > SIGNIFICANT * error
-    why = f"the line rises by {growth:,.6g} in {span:,.0f} s, {'at most' if within else 'more than'} {allowed:,.6g}; "
+    is_allowed, is_significant = growth <= allowed, slope > SIGNIFICANT_ERRORS * error
+    why = f"the line rises by {growth:,.6g} in {span:,.0f} s, {'at most' if is_allowed else 'more than'} {allowed:,.6g}; "
     why += f"per hour {slope * hour:,.6g}, standard error {error * hour:,.3g}"
     return Trend(
         count,
@@ -182,16 +182,16 @@ def fit(seconds: Sequence[float], values: Sequence[float], slack: float, share: 
         error * hour,
         growth,
         allowed,
-        within or not significant,
+        is_allowed or not is_significant,
         why,
     )
 
 
-def _slope_error(seconds: Sequence[float], rests: Sequence[float]) -> float:
+def _slope_error(seconds: Sequence[float], residuals: Sequence[float]) -> float:
     """The standard error of a slope, from the residuals at centred times: the larger of the error for independent points, which is too
     small for autocorrelated points such as the memory of engines, and the error of Newey and West (1987)."""
-    times, distances, count = numpy.array(seconds), numpy.array(rests), len(rests)
-    spread, scores, lags = float(times @ times), times * distances, min(count // 4, LAGS)
+    times, distances, count = numpy.array(seconds), numpy.array(residuals), len(residuals)
+    spread, scores, lags = float(times @ times), times * distances, min(count // 4, MAX_LAG)
     pairs = sum((1 - lag / (lags + 1)) * float(scores[lag:] @ scores[:-lag]) for lag in range(1, lags + 1))
     variance = float(scores @ scores) + 2 * pairs
     independent = float(distances @ distances) / (count - 2) * spread

@@ -14,10 +14,10 @@ from stepgraph import Constraint, Engine, Job, SamplingParams
 from stepgraph.sampling.params import GREEDY
 from tools.soak.engines import MAX_LENGTH, VOCABULARY, EngineKind
 
-TOKENS = len(VOCABULARY.tokens)
-LETTERS = 95  # the first ids are printable ASCII
+NUM_TOKENS = len(VOCABULARY.tokens)
+NUM_LETTERS = 95  # the first ids are printable ASCII
 _draws = random.Random("stems")
-STEMS = tuple(tuple(_draws.choices(range(LETTERS), k=length)) for length in (8, 16, 24, 40, 70))  # shared prompt prefixes
+SHARED_PREFIXES = tuple(tuple(_draws.choices(range(NUM_LETTERS), k=length)) for length in (8, 16, 24, 40, 70))  # shared prompt prefixes
 Validator = Callable[[str], bool]  # checks a complete text without a matcher
 
 
@@ -50,7 +50,7 @@ class Request:
     def submit(self, engine: Engine) -> Job:
         return engine.submit(self.prompt, **self.options)
 
-    def alone(self, engine: Engine) -> Job:
+    def run_alone(self, engine: Engine) -> Job:
         """Run it on an idle engine without drafts."""
         job = replace(self, drafts=0, draft_ids=()).submit(engine)
         for _ in engine.stream():
@@ -66,15 +66,15 @@ class RequestSource:
 
     def draw(self) -> Request:
         rng = self.random
-        stem = rng.choice((*STEMS, ()))
-        prompt = (*stem, *rng.choices(range(TOKENS), k=rng.choice((1, 1, 2, 5, 9, 20))))
+        prefix = rng.choice((*SHARED_PREFIXES, ()))
+        prompt = (*prefix, *rng.choices(range(NUM_TOKENS), k=rng.choice((1, 1, 2, 5, 9, 20))))
         constraint, is_valid, uncompilable = self._constraint() if rng.random() < 0.65 else (None, None, False)
-        most = MAX_LENGTH - len(prompt)
-        new_tokens = min(most, rng.choice((1, 3, 8, 8, 16, 16, 24, 40, most)))
-        drafts = min(rng.choice((0, 1, self.kind.k)), self.kind.k) if rng.random() < 0.3 else None
-        given = tuple(rng.choices(range(LETTERS), k=12)) if self.kind.reads_text and drafts != 0 and rng.random() < 0.3 else ()
+        room = MAX_LENGTH - len(prompt)
+        new_tokens = min(room, rng.choice((1, 3, 8, 8, 16, 16, 24, 40, room)))
+        drafts = min(rng.choice((0, 1, self.kind.drafts)), self.kind.drafts) if rng.random() < 0.3 else None
+        ids = tuple(rng.choices(range(NUM_LETTERS), k=12)) if self.kind.takes_draft_ids and drafts != 0 and rng.random() < 0.3 else ()
         sampling = self._sampling(new_tokens, constraint)
-        return Request(prompt, constraint, is_valid, sampling, new_tokens, drafts, given, rng.choice(("", "", "", "other")), uncompilable)
+        return Request(prompt, constraint, is_valid, sampling, new_tokens, drafts, ids, rng.choice(("", "", "", "other")), uncompilable)
 
     def _sampling(self, new_tokens: int, constraint: Constraint | None) -> SamplingParams:
         rng, sampling = self.random, GREEDY
@@ -82,8 +82,8 @@ class RequestSource:
             temperature, seed = rng.choice((0.5, 1.0, 1.5)), rng.choice((None, rng.getrandbits(40), rng.getrandbits(40)))
             top_p, top_k, min_p = rng.choice((1.0, 0.8)), rng.choice((0, 20)), rng.choice((0.0, 0.05))
             sampling = replace(sampling, temperature=temperature, seed=seed, top_p=top_p, top_k=top_k, min_p=min_p)
-        if rng.random() < 0.3 and self.kind.law == "toy":  # integer logits: penalties cause no near ties
-            bad, biases = tuple(rng.sample(range(LETTERS), 2)), {rng.randrange(LETTERS): rng.uniform(-4, 4) for _ in range(3)}
+        if rng.random() < 0.3 and self.kind.target == "toy":  # integer logits: penalties cause no near ties
+            bad, biases = tuple(rng.sample(range(NUM_LETTERS), 2)), {rng.randrange(NUM_LETTERS): rng.uniform(-4, 4) for _ in range(3)}
             sampling = replace(sampling, repetition_penalty=1.3, presence_penalty=0.5, bad_token_ids=bad, logit_bias=biases)
         if rng.random() < 0.2:
             sampling = replace(sampling, logprobs=True, min_new_tokens=min(2, new_tokens))
@@ -94,10 +94,10 @@ class RequestSource:
     def _constraint(self) -> tuple[Constraint, Validator | None, bool]:
         rng, number = self.random, next(self._numbers)
         names = ("schema", "regex", "choice", "lark", "tag", "after", "object", "fixed", "ebnf", "uncompilable")
-        of_xgrammar = self.kind.grammars == "auto"  # the last two kinds are in its notation
-        kind = rng.choices(names, (8, 4, 3, 2, 1, 1, 1, 2, 2 * of_xgrammar, of_xgrammar))[0]
-        made: tuple[Constraint, Validator | None] = getattr(self, f"_{kind}")(number)
-        return (*made, kind == "uncompilable")
+        accepts_ebnf = self.kind.grammars == "auto"  # the last two kinds are in its notation
+        kind = rng.choices(names, (8, 4, 3, 2, 1, 1, 1, 2, 2 * accepts_ebnf, accepts_ebnf))[0]
+        case: tuple[Constraint, Validator | None] = getattr(self, f"_{kind}")(number)
+        return (*case, kind == "uncompilable")
 
     def _schema(self, number: int) -> tuple[Constraint, Validator]:
         values = ({"type": "integer"}, {"type": "boolean"}, {"enum": [f"v{number}", "w"]}, {"type": "array", "items": {"type": "null"}})

@@ -43,5 +43,5 @@ def _figures(events: Sequence[StepEvent], drafts: int) -> dict[str, Any]:
         rounds.setdefault(event.job_id, []).append(event)
     accepted = [event.num_accepted_drafts for of_job in rounds.values() for event in of_job[1:-1]]
     count = max(1, len(accepted))
-    held = [round(sum(number >= index for number in accepted) / count, 4) for index in range(1, drafts + 1)]
-    return {"rounds": len(accepted), "held": held, "tokens_per_round": round(1 + sum(accepted) / count, 4)}
+    rates = [round(sum(number >= index for number in accepted) / count, 4) for index in range(1, drafts + 1)]
+    return {"rounds": len(accepted), "held": rates, "tokens_per_round": round(1 + sum(accepted) / count, 4)}

@@ -28,7 +28,7 @@ _SLICE = 256  # positions whose full logits are in memory at once
 class Predictions(NamedTuple):
     """The target's prediction at every state of one text."""
 
-    total: Tensor  # [n - 1] float32, logsumexp over all tokens
+    logsumexp: Tensor  # [n - 1] float32, logsumexp over all tokens
     best: Tensor  # [n - 1] int64, its most probable token
 
 
@@ -40,13 +40,13 @@ class Batch(NamedTuple):
 
     features: Tensor  # [P, F]
     lengths: tuple[int, ...]  # pairs of each text
-    begins: tuple[int, ...]  # the pair of each text at which its first chain starts
+    chain_starts: tuple[int, ...]  # the pair of each text at which its first chain starts
     tokens: tuple[Tensor, ...]  # input tokens per step: [P], later [C]
     hidden: Tensor  # [P + texts * S, H] target states to predict
-    total: Tensor  # [P + texts * S]
+    logsumexp: Tensor  # [P + texts * S]
     best: Tensor  # [P + texts * S]
-    goals: tuple[Tensor, ...]  # per step [C], index of the state to predict in the three above
-    counts: tuple[Tensor, ...]  # per step [C] bool
+    label_indices: tuple[Tensor, ...]  # per step [C], index of the state to predict in the three above
+    loss_masks: tuple[Tensor, ...]  # per step [C] bool
 
 
 class TrainingSet:
@@ -54,13 +54,13 @@ class TrainingSet:
 
     def __init__(self, states: SavedStates, target: Llama, plan: TrainingPlan) -> None:
         self._states, self._target, self._plan = states, target, plan
-        sides = [_side(states.token_ids(index), plan.seed) < plan.eval_share for index in range(len(states))]
+        is_held_out = [_split_number(states.token_ids(index), plan.seed) < plan.eval_share for index in range(len(states))]
         usable = [index for index, length in enumerate(states.lengths) if length >= 3]
-        self.held_out = [index for index in usable if sides[index]]
-        self.learned = [index for index in usable if not sides[index]]
+        self.held_out = [index for index in usable if is_held_out[index]]
+        self.training = [index for index in usable if not is_held_out[index]]
         self.predictions: list[Predictions] = []
-        if not self.learned or not self.held_out:
-            found = f"{len(self.learned)} texts to learn from and {len(self.held_out)} held out"
+        if not self.training or not self.held_out:
+            found = f"{len(self.training)} texts to learn from and {len(self.held_out)} held out"
             raise ValueError(f"--data: got {found}, expected at least one of each; give more texts or another --eval-share")
 
     def prepare(self, cache: Path, num_tokens: int, progress: bool = False) -> None:
@@ -76,7 +76,7 @@ class TrainingSet:
         bar = tqdm(self._states, desc="predictions", unit="text", disable=not progress)
         self.predictions = [predictions(self._target, text, num_tokens) for text in bar]
         tensors = {
-            "total": torch.cat([each.total for each in self.predictions]),
+            "total": torch.cat([each.logsumexp for each in self.predictions]),
             "best": torch.cat([each.best for each in self.predictions]),
         }
         part = cache.with_suffix(".part")
@@ -86,23 +86,23 @@ class TrainingSet:
     def frequencies(self) -> Tensor:
         """[vocab_size] frequency of each token in the training data: in the texts and as the target's best token."""
         found = torch.zeros(self._target.vocab_size, dtype=torch.int64)
-        for index in self.learned:
+        for index in self.training:
             text = self._states[index]
             first = max(2, text.prompt_length)
             for tokens in (text.token_ids[first:], self.predictions[index].best[first - 1 :]):
                 found += torch.bincount(tokens, minlength=len(found))
         return found
 
-    def order(self) -> Iterator[list[int]]:
+    def shuffled_batches(self) -> Iterator[list[int]]:
         """The texts of every batch, endlessly; every pass over the texts has a new order."""
         epoch = 0
         while True:
-            made = torch.Generator().manual_seed(self._plan.seed * 1_000_003 + epoch)
-            positions = torch.randperm(len(self.learned), generator=made).tolist()
-            yield from self.grouped([self.learned[position] for position in positions])
+            generator = torch.Generator().manual_seed(self._plan.seed * 1_000_003 + epoch)
+            positions = torch.randperm(len(self.training), generator=generator).tolist()
+            yield from self.group_by_tokens([self.training[position] for position in positions])
             epoch += 1
 
-    def grouped(self, indices: Sequence[int]) -> Iterator[list[int]]:
+    def group_by_tokens(self, indices: Sequence[int]) -> Iterator[list[int]]:
         """Whole texts in this order, up to the token limit of a batch."""
         group: list[int] = []
         size = 0
@@ -121,31 +121,31 @@ class TrainingSet:
         steps = self._plan.unrolled
         parts: list[tuple[Tensor, ...]] = []
         tokens: list[list[Tensor]] = [[] for _ in range(steps)]
-        goals: list[list[Tensor]] = [[] for _ in range(steps)]
-        counts: list[list[Tensor]] = [[] for _ in range(steps)]
+        labels: list[list[Tensor]] = [[] for _ in range(steps)]
+        counted_positions: list[list[Tensor]] = [[] for _ in range(steps)]
         lengths: list[int] = []
-        begins: list[int] = []
+        chain_starts: list[int] = []
         base = 0
         for index in indices:
             text, predicted = self._states[index], self.predictions[index]
             ids = text.token_ids[: self._plan.longest]
             states, pairs = len(ids) - 1, len(ids) - 2
             features = text.features if self._plan.kind == "eagle3" else text.hidden
-            parts.append((features[:pairs], text.hidden[:states], predicted.total[:states], predicted.best[:states]))
+            parts.append((features[:pairs], text.hidden[:states], predicted.logsumexp[:states], predicted.best[:states]))
             begin = min(pairs, max(0, text.prompt_length - 1 - steps))  # its last step predicts the answer's first token
             for step in range(steps):
                 position = torch.arange(begin if step else 0, pairs)
                 tokens[step].append(ids[(position + 1 + step).clamp(max=len(ids) - 1)])
-                foreseen = position[len(position) - (pairs - begin) :] + 1 + step
-                goals[step].append(base + foreseen.clamp(max=states - 1))
-                counts[step].append((foreseen < states) & (foreseen + 1 >= text.prompt_length))
+                label_positions = position[len(position) - (pairs - begin) :] + 1 + step
+                labels[step].append(base + label_positions.clamp(max=states - 1))
+                counted_positions[step].append((label_positions < states) & (label_positions + 1 >= text.prompt_length))
             lengths.append(pairs)
-            begins.append(begin)
+            chain_starts.append(begin)
             base += states
-        features, hidden, total, best = (torch.cat(column) for column in zip(*parts, strict=True))
-        columns = (tuple(torch.cat(each) for each in column) for column in (tokens, goals, counts))
-        taken, aims, counted = columns
-        return Batch(features, tuple(lengths), tuple(begins), taken, hidden, total, best, aims, counted)
+        features, hidden, logsumexp, best = (torch.cat(column) for column in zip(*parts, strict=True))
+        columns = (tuple(torch.cat(each) for each in column) for column in (tokens, labels, counted_positions))
+        step_tokens, label_indices, loss_masks = columns
+        return Batch(features, tuple(lengths), tuple(chain_starts), step_tokens, hidden, logsumexp, best, label_indices, loss_masks)
 
     def prompts(self, most: int, longest: int) -> list[list[int]]:
         """Prompts from held-out texts."""
@@ -169,7 +169,7 @@ def predictions(target: Llama, text: SavedText, num_tokens: int) -> Predictions:
     return Predictions(torch.cat(totals), torch.cat(bests))
 
 
-def moved(batch: Batch, device: torch.device) -> Batch:
+def to_device(batch: Batch, device: torch.device) -> Batch:
     parts = [part if isinstance(part, tuple) and isinstance(part[0], int) else _to(part, device) for part in batch]
     return Batch(*parts)  # type: ignore[arg-type]
 
@@ -178,7 +178,7 @@ def _to(part: Tensor | tuple[Tensor, ...], device: torch.device) -> Tensor | tup
     return part.to(device) if isinstance(part, Tensor) else tuple(each.to(device) for each in part)
 
 
-def _side(token_ids: Tensor, seed: int) -> float:
+def _split_number(token_ids: Tensor, seed: int) -> float:
     """A number from 0 to 1 that depends on the text and the seed only."""
     digest = hashlib.sha256(str(seed).encode() + token_ids.numpy().tobytes()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64

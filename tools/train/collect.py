@@ -23,20 +23,20 @@ from tools.train.texts import Text
 PAGE_SIZE = 64
 SHARD_BYTES = 64 << 20
 ROWS = 32  # concurrent answers
-SAMPLE = 64  # tokens for checking saved states
-CLOSE = 0.1  # tolerance for another order of additions in bfloat16
+CHECK_TOKENS = 64  # tokens for checking saved states
+MAX_RELATIVE_ERROR = 0.1  # tolerance for another order of additions in bfloat16
 
 
-def collect(target: Llama, texts: Sequence[Text], folder: Path, progress: bool = False) -> SavedStates:
+def save_states(target: Llama, texts: Sequence[Text], folder: Path, progress: bool = False) -> SavedStates:
     """Run the target over every text that is not in the folder yet. An interrupt keeps the finished texts."""
     layout = states_layout(target)
     done = len(SavedStates(folder)) if (folder / INDEX).exists() else 0
-    got = sum(len(text.token_ids) for text in texts) * layout.width * target.feature_dtype.itemsize
+    total_bytes = sum(len(text.token_ids) for text in texts) * layout.width * target.feature_dtype.itemsize
     if progress:
-        print(f"hidden states: {len(texts)} texts, {got / 2**20:.0f} MiB in {folder}", file=sys.stderr, flush=True)
+        print(f"hidden states: {len(texts)} texts, {total_bytes / 2**20:.0f} MiB in {folder}", file=sys.stderr, flush=True)
     writer = StatesWriter(folder, layout, SHARD_BYTES)
     try:
-        for saved in tqdm(run(target, texts[done:]), desc="target", unit="text", initial=done, total=len(texts), disable=not progress):
+        for saved in tqdm(forward(target, texts[done:]), desc="target", unit="text", initial=done, total=len(texts), disable=not progress):
             while not writer.put(saved) and not writer.error:
                 time.sleep(0.05)  # wait for the disk
             if writer.error:
@@ -49,7 +49,7 @@ def collect(target: Llama, texts: Sequence[Text], folder: Path, progress: bool =
 
 
 @torch.no_grad()
-def run(target: Llama, texts: Sequence[Text]) -> Iterator[SavedText]:
+def forward(target: Llama, texts: Sequence[Text]) -> Iterator[SavedText]:
     """Hidden states of each text, in one pass."""
     device = target.embedding.device
     longest = max((len(text.token_ids) for text in texts), default=1)
@@ -73,14 +73,14 @@ def check_states(states: SavedStates, target: Llama) -> None:
     if not len(states):
         raise ValueError(f"{states.folder}: got no texts, expected at least one")
     text = states[0]
-    part = Text(tuple(text.token_ids[:SAMPLE].tolist()), 1)
-    found = next(run(target, [part]))
-    error = float((found.hidden.float() - text.hidden[: SAMPLE - 1].float()).norm() / text.hidden[: SAMPLE - 1].float().norm())
-    if error > CLOSE:
+    part = Text(tuple(text.token_ids[:CHECK_TOKENS].tolist()), 1)
+    found = next(forward(target, [part]))
+    error = float((found.hidden.float() - text.hidden[: CHECK_TOKENS - 1].float()).norm() / text.hidden[: CHECK_TOKENS - 1].float().norm())
+    if error > MAX_RELATIVE_ERROR:
         raise ValueError(f"{states.folder}: the states of its first text are {error:.0%} off, expected states of this target")
 
 
-def answer(
+def save_answers(
     target: Llama,
     vocabulary: Vocabulary,
     prompts: Mapping[tuple[int, ...], Constraint | None],

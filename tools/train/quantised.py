@@ -11,14 +11,14 @@ from torch import Tensor
 from stepgraph.runtime.models.files.weights import FLOATS, SafetensorsSource, read_json
 from tools.train.saving import write_folder
 
-GROUP, MOST = 32, 127  # inner indices with one scale, and the largest magnitude
-SCHEME: dict[str, Any] = {
+GROUP_SIZE, MAX_NUMBER = 32, 127  # inner indices with one scale, and the largest magnitude
+QUANTIZATION_CONFIG: dict[str, Any] = {
     "quant_method": "compressed-tensors",
     "format": "pack-quantized",
     "config_groups": {
         "group_0": {
             "targets": ["Linear"],
-            "weights": {"num_bits": 8, "type": "int", "strategy": "group", "group_size": GROUP, "symmetric": True},
+            "weights": {"num_bits": 8, "type": "int", "strategy": "group", "group_size": GROUP_SIZE, "symmetric": True},
             "input_activations": None,
             "output_activations": None,
         }
@@ -34,21 +34,21 @@ def quantise_head(head: Path, out: Path) -> None:
         raise ValueError(f"{head / 'config.json'}: quantization_config: got one, expected a head that is not quantised")
     if out.resolve() == head.resolve():
         raise ValueError(f"OUT: got {str(out)!r}, the folder of the head, expected another one")
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, stored in source.tensors.items():
         tensor = source.read(name)
-        matrix = len(stored.shape) == 2 and not stored.shape[1] % GROUP and not name.endswith("embed_tokens.weight")
-        if not matrix or stored.kind not in FLOATS:
-            found[name] = tensor
+        is_packable = len(stored.shape) == 2 and not stored.shape[1] % GROUP_SIZE and not name.endswith("embed_tokens.weight")
+        if not is_packable or stored.kind not in FLOATS:
+            tensors[name] = tensor
             continue
-        found |= {f"{name.removesuffix('weight')}{part}": each for part, each in packed(tensor).items()}
-    write_folder(out, fields | {"quantization_config": SCHEME}, found)
+        tensors |= {f"{name.removesuffix('weight')}{part}": each for part, each in pack_weight(tensor).items()}
+    write_folder(out, fields | {"quantization_config": QUANTIZATION_CONFIG}, tensors)
 
 
-def packed(weight: Tensor) -> dict[str, Tensor]:
+def pack_weight(weight: Tensor) -> dict[str, Tensor]:
     """The packed tensors of a weight [out, in], by name suffix. A weight is (number - 128) times the scale of its group."""
-    groups = weight.float().view(len(weight), -1, GROUP)
-    scales = (groups.abs().amax(2) / MOST).half()
-    numbers = (groups / scales.float().clamp(min=torch.finfo(torch.float16).tiny)[:, :, None]).round().clamp(-MOST, MOST) + 128
+    groups = weight.float().view(len(weight), -1, GROUP_SIZE)
+    scales = (groups.abs().amax(2) / MAX_NUMBER).half()
+    numbers = (groups / scales.float().clamp(min=torch.finfo(torch.float16).tiny)[:, :, None]).round().clamp(-MAX_NUMBER, MAX_NUMBER) + 128
     words = numbers.to(torch.uint8).view(len(weight), -1).view(torch.int32)  # four numbers per word, the lowest bits first
     return {"weight_packed": words, "weight_scale": scales, "weight_shape": torch.tensor(weight.shape)}

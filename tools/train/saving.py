@@ -36,9 +36,9 @@ def save_eagle3(folder: str | Path, head: Eagle3, *, own_embedding: bool = False
     tensors = extract_tensors(head, eagle3_slices(config.layer, own_embedding, own_head))
     if head.d2t is not None:
         ids = head.d2t.cpu()
-        proposed = torch.zeros(config.layer.vocab_size, dtype=torch.bool)
-        proposed[ids] = True
-        tensors |= {"d2t": ids - torch.arange(len(ids)), "t2d": proposed}
+        is_proposed = torch.zeros(config.layer.vocab_size, dtype=torch.bool)
+        is_proposed[ids] = True
+        tensors |= {"d2t": ids - torch.arange(len(ids)), "t2d": is_proposed}
     fields |= {
         "architectures": ["LlamaForCausalLMEagle3"],
         "draft_vocab_size": config.draft_vocab_size,

@@ -22,33 +22,33 @@ class Text(NamedTuple):
     prompt_length: int  # tokens of the prompt, at least one, which are not trained on
 
 
-def read_texts(path: Path, target: Path, vocab_size: int, longest: int, answered: bool = False) -> list[Text]:
-    """The texts of a .txt or .jsonl file, cut to `longest` tokens. ValueError names file, line and field.
+def read_texts(path: Path, target: Path, vocab_size: int, max_tokens: int, will_answer: bool = False) -> list[Text]:
+    """The texts of a .txt or .jsonl file, cut to `max_tokens` tokens. ValueError names file, line and field.
 
     answered: the target will answer the texts, so a conversation may end with a question, and the whole text is the prompt.
     """
     if path.suffix not in (".txt", ".jsonl"):
         raise ValueError(f"{path}: got the ending {path.suffix!r}, expected .txt, .jsonl, or a folder of saved hidden states")
     try:
-        written = path.read_text(encoding="utf-8")
+        content = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8: {error}") from None
-    encoder = Encoder(target, answered)
-    found = _plain(written, encoder, longest) if path.suffix == ".txt" else _lines(written, path, encoder)
-    texts = [_checked(text, where, vocab_size, longest, answered) for where, text in found]
-    usable = [text for text in texts if len(text.token_ids) >= (1 if answered else 3)]
+    encoder = Encoder(target, will_answer)
+    pieces = _split_text(content, encoder, max_tokens) if path.suffix == ".txt" else _parse_lines(content, path, encoder)
+    texts = [_checked(text, where, vocab_size, max_tokens, will_answer) for where, text in pieces]
+    usable = [text for text in texts if len(text.token_ids) >= (1 if will_answer else 3)]
     if not usable:
-        raise ValueError(f"{path}: got {len(texts)} texts of at least {'1 token' if answered else '3 tokens'}, expected at least one")
+        raise ValueError(f"{path}: got {len(texts)} texts of at least {'1 token' if will_answer else '3 tokens'}, expected at least one")
     return usable
 
 
 class Encoder:
     """A target's tokenizer, opened on first use."""
 
-    def __init__(self, target: Path, answered: bool = False) -> None:
-        self._target, self._answered = target, answered
+    def __init__(self, target: Path, will_answer: bool = False) -> None:
+        self._target, self._will_answer = target, will_answer
 
     @functools.cached_property
     def codec(self) -> TextCodec:
@@ -56,11 +56,11 @@ class Encoder:
 
     def text(self, text: str) -> Text:
         ids = self.codec.encode(text)
-        return Text(tuple(ids), len(ids) if self._answered else 1)
+        return Text(tuple(ids), len(ids) if self._will_answer else 1)
 
     def conversation(self, messages: Sequence[Mapping[str, Any]]) -> Text:
         """If the last message is from the assistant it is the answer, and the previous messages are the prompt."""
-        answer = messages[-1]["role"] == "assistant" and not self._answered
+        answer = messages[-1]["role"] == "assistant" and not self._will_answer
         question = messages[:-1] if messages[-1]["role"] == "assistant" else messages
         prompt = self.codec.chat(question) if question else []
         if not answer:
@@ -70,15 +70,15 @@ class Encoder:
         return Text(tuple(whole), len(list(shared)))
 
 
-def _plain(written: str, encoder: Encoder, longest: int) -> Iterator[tuple[str, Text]]:
-    """Split a text into pieces of at most `longest` tokens."""
-    ids = encoder.text(written).token_ids
-    for start in range(0, len(ids), longest):
-        yield f"token {start}", Text(ids[start : start + longest], 1)
+def _split_text(content: str, encoder: Encoder, max_tokens: int) -> Iterator[tuple[str, Text]]:
+    """Split a text into pieces of at most `max_tokens` tokens."""
+    ids = encoder.text(content).token_ids
+    for start in range(0, len(ids), max_tokens):
+        yield f"token {start}", Text(ids[start : start + max_tokens], 1)
 
 
-def _lines(written: str, path: Path, encoder: Encoder) -> Iterator[tuple[str, Text]]:
-    for number, line in enumerate(written.splitlines(), 1):
+def _parse_lines(content: str, path: Path, encoder: Encoder) -> Iterator[tuple[str, Text]]:
+    for number, line in enumerate(content.splitlines(), 1):
         where = f"{path}:{number}"
         if not line.strip():
             continue
@@ -114,9 +114,9 @@ def _entry(kind: str, entry: Mapping[str, Any], encoder: Encoder) -> Text:
     return Text(tuple(value), prompt)
 
 
-def _checked(text: Text, where: str, vocab_size: int, longest: int, answered: bool) -> Text:
+def _checked(text: Text, where: str, vocab_size: int, max_tokens: int, will_answer: bool) -> Text:
     wrong = [token for token in text.token_ids if not 0 <= token < vocab_size]
     if wrong:
         raise ValueError(f"{where}: token_ids: got {wrong[0]}, expected ids from 0 to {vocab_size - 1}")
-    kept = text.token_ids[:longest]
-    return Text(kept, len(kept) if answered else max(1, min(text.prompt_length, len(kept))))
+    kept = text.token_ids[:max_tokens]
+    return Text(kept, len(kept) if will_answer else max(1, min(text.prompt_length, len(kept))))

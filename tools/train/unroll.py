@@ -21,45 +21,45 @@ from stepgraph.runtime.models.llama import LlamaLayer
 from stepgraph.runtime.models.mtp import Mtp, MtpModule
 
 
-class Entering(NamedTuple):
-    taken: Tensor  # [P, in], input of attention
-    shortcut: Tensor  # [P, H], residual
+class AttentionInput(NamedTuple):
+    layer_input: Tensor  # [P, in], input of attention
+    residual: Tensor  # [P, H], residual
 
 
-class Learner(Protocol):
+class TrainableHead(Protocol):
     """Differences between the kinds of heads: the input of the layer and the use of its output."""
 
     layer: LlamaLayer
     frequencies: Tensor
 
-    def begin(self, features: Tensor) -> Tensor:
+    def initial_states(self, features: Tensor) -> Tensor:
         """[P, F] target features -> [P, H] states of the head."""
 
-    def enter(self, states: Tensor, embedded: Tensor) -> Entering: ...
+    def attention_input(self, states: Tensor, embedded: Tensor) -> AttentionInput: ...
 
-    def leave(self, shortcut: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
+    def finish(self, residual: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
         """The state for the next step, and the input of the output head. attended [P, H]: the output of attention."""
 
 
-class Eagle3Learner:
+class TrainableEagle3:
     def __init__(self, head: Eagle3) -> None:
         self.head, self.layer = head, head.layer
         self.frequencies = head.frequency_bits.view(torch.float32)
 
-    def begin(self, features: Tensor) -> Tensor:
+    def initial_states(self, features: Tensor) -> Tensor:
         return product(features, self.head.fuse)
 
-    def enter(self, states: Tensor, embedded: Tensor) -> Entering:
+    def attention_input(self, states: Tensor, embedded: Tensor) -> AttentionInput:
         epsilon = self.layer.config.norm_epsilon
         normed = rms_norm(states, self.head.state_norm, epsilon)
-        taken = torch.cat([rms_norm(embedded, self.layer.attention_norm, epsilon), normed], -1)
-        return Entering(taken, normed if self.head.config.norm_before_residual else states)
+        layer_input = torch.cat([rms_norm(embedded, self.layer.attention_norm, epsilon), normed], -1)
+        return AttentionInput(layer_input, normed if self.head.config.norm_before_residual else states)
 
-    def leave(self, shortcut: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
-        return self.layer.finish(shortcut, attended, self.head.norm)
+    def finish(self, residual: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layer.finish(residual, attended, self.head.norm)
 
 
-class MtpLearner:
+class TrainableMtp:
     """One module, applied repeatedly."""
 
     def __init__(self, head: Mtp) -> None:
@@ -68,56 +68,56 @@ class MtpLearner:
         self.module, self.layer = module, module.layer
         self.frequencies = head.frequency_bits.view(torch.float32)
 
-    def begin(self, features: Tensor) -> Tensor:
+    def initial_states(self, features: Tensor) -> Tensor:
         return features
 
-    def enter(self, states: Tensor, embedded: Tensor) -> Entering:
+    def attention_input(self, states: Tensor, embedded: Tensor) -> AttentionInput:
         module, epsilon = self.module, self.module.epsilon
         pair = [rms_norm(embedded, module.token_norm, epsilon), rms_norm(states, module.state_norm, epsilon)]
         joined = product(torch.cat(pair, -1), module.join)
-        return Entering(rms_norm(joined, self.layer.attention_norm, epsilon), joined)
+        return AttentionInput(rms_norm(joined, self.layer.attention_norm, epsilon), joined)
 
-    def leave(self, shortcut: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = self.layer.finish(shortcut, attended, self.module.norm).normed
+    def finish(self, residual: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.layer.finish(residual, attended, self.module.norm).normed
         return hidden, hidden
 
 
 def unroll(
-    learner: Learner, features: Tensor, embedded: Sequence[Tensor], lengths: Sequence[int], begins: Sequence[int] | None = None
+    head: TrainableHead, features: Tensor, embedded: Sequence[Tensor], lengths: Sequence[int], chain_starts: Sequence[int] | None = None
 ) -> Iterator[Tensor]:
-    """Inputs of the output head per step, [C, H] each, for the C chains that start at pair `begins` of a text or later.
+    """Inputs of the output head per step, [C, H] each, for the C chains that start at pair `chain_starts` of a text or later.
 
     features [P, F]: the pairs of all texts, concatenated, `lengths` pairs each; pairs without a chain are only attended to.
     embedded: input tokens of each step, [P, H] at step 1, [C, H] later; arbitrary after the end of a text, where only that chain
     sees it. begins: None is the first pair of every text.
     """
-    layer, config = learner.layer, learner.layer.config
+    layer, config = head.layer, head.layer.config
     sizes = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
-    firsts = [0] * len(lengths) if begins is None else list(begins)
-    counts = [length - first for length, first in zip(lengths, firsts, strict=True)]
+    starts = [0] * len(lengths) if chain_starts is None else list(chain_starts)
+    counts = [length - first for length, first in zip(lengths, starts, strict=True)]
     positions = torch.cat([torch.arange(length, device=features.device) for length in lengths])
-    grown = torch.cat([torch.arange(length, device=features.device) >= first for length, first in zip(lengths, firsts, strict=True)])
+    has_chain = torch.cat([torch.arange(length, device=features.device) >= first for length, first in zip(lengths, starts, strict=True)])
     chain: list[tuple[Sequence[Tensor], Sequence[Tensor]]] = []  # per step, the cache entries of each text
-    states = learner.begin(features)
+    states = head.initial_states(features)
     for step, tokens in enumerate(embedded):
-        taken, shortcut = learner.enter(states, tokens)
-        mixed = product(taken, layer.qkv, layer.qkv_bias).view(len(taken), -1, config.head_size)
-        query, key, value = mixed.split(sizes, 1)
+        layer_input, residual = head.attention_input(states, tokens)
+        qkv = product(layer_input, layer.qkv, layer.qkv_bias).view(len(layer_input), -1, config.head_size)
+        query, key, value = qkv.split(sizes, 1)
         if layer.query_norm is not None and layer.key_norm is not None:
             query, key = rms_norm(query, layer.query_norm, config.norm_epsilon), rms_norm(key, layer.key_norm, config.norm_epsilon)
-        turns = rope_angles(positions + step, learner.frequencies, mixed.dtype)
+        angles = rope_angles(positions + step, head.frequencies, qkv.dtype)
         entries = list(lengths) if step == 0 else counts
-        chain.append((rotate(key, *turns).split(entries), value.split(entries)))
-        query = rotate(query, *turns)
+        chain.append((rotate(key, *angles).split(entries), value.split(entries)))
+        query = rotate(query, *angles)
         if step == 0:
-            query, shortcut, positions = query[grown], shortcut[grown], positions[grown]
+            query, residual, positions = query[has_chain], residual[has_chain], positions[has_chain]
         queries = query.split(counts)
         attended = [
             attend(queries[text], [keys[text] for keys, _ in chain], [values[text] for _, values in chain], layer.window)
             for text in range(len(lengths))
         ]
         joined = torch.cat(attended).flatten(1)
-        states, hidden = learner.leave(shortcut, product(joined, layer.output, layer.output_bias))
+        states, hidden = head.finish(residual, product(joined, layer.output, layer.output_bias))
         yield hidden
 
 
@@ -131,14 +131,14 @@ def attend(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], wind
     visible = last_pair >= seen
     if window:
         visible = visible & (last_pair + len(keys) - 1 - seen < window)
-    shared = (grouped.flatten(1, 2) @ keys[0].permute(1, 2, 0)).unflatten(1, (heads // kv_heads, count))
-    own = [(grouped * key.transpose(0, 1)[:, None]).sum(-1, keepdim=True) for key in keys[1:]]
+    shared_scores = (grouped.flatten(1, 2) @ keys[0].permute(1, 2, 0)).unflatten(1, (heads // kv_heads, count))
+    chain_scores = [(grouped * key.transpose(0, 1)[:, None]).sum(-1, keepdim=True) for key in keys[1:]]
     if window:  # a chain longer than the window does not see its own start
-        own = [each if len(own) - index < window else each - torch.inf for index, each in enumerate(own, 1)]
-    scores = torch.cat([shared.float().masked_fill(~visible, -torch.inf), *(each.float() for each in own)], -1)
+        chain_scores = [each if len(chain_scores) - index < window else each - torch.inf for index, each in enumerate(chain_scores, 1)]
+    scores = torch.cat([shared_scores.float().masked_fill(~visible, -torch.inf), *(each.float() for each in chain_scores)], -1)
     weights: Tensor = scores.softmax(-1).to(values[0].dtype)
-    found: Tensor = (weights[..., :pairs].flatten(1, 2) @ values[0].transpose(0, 1)).unflatten(1, (heads // kv_heads, count))
+    output: Tensor = (weights[..., :pairs].flatten(1, 2) @ values[0].transpose(0, 1)).unflatten(1, (heads // kv_heads, count))
     for index, value in enumerate(values[1:]):
-        found = found + weights[..., pairs + index, None] * value.transpose(0, 1)[:, None]
-    result: Tensor = found.permute(2, 0, 1, 3).reshape(count, heads, size)
+        output = output + weights[..., pairs + index, None] * value.transpose(0, 1)[:, None]
+    result: Tensor = output.permute(2, 0, 1, 3).reshape(count, heads, size)
     return result

@@ -20,7 +20,7 @@ from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.files.transformers_folder import open_target
 from stepgraph.runtime.models.toy import ToyTarget
 from tests.graphs.attention.test_paged import make_case
-from tests.helpers.families import BASE, CONFIG, GRAMMAR, PROMPTS, VOCABULARY, Cached, random_model, save
+from tests.helpers.families import BASE, CONFIG, GRAMMAR, PROMPTS, VOCABULARY, CachedModel, random_model, save
 
 CACHE = torch.empty(0, dtype=ENTRIES)
 FLOAT8 = "fp8_e4m3"
@@ -76,7 +76,7 @@ def test_logits_are_those_of_transformers_with_rounded_keys_and_values(implement
         expected, other = model(tokens, past_key_values=RoundedCache()).logits, model(tokens).logits
     target = open_target(tmp_path, torch.float32, implementation=implementation).load("cpu")
     for size in (40, 7):
-        found = Cached(target, kv_cache_dtype=FLOAT8).in_chunks(tokens, size)
+        found = CachedModel(target, kv_cache_dtype=FLOAT8).in_chunks(tokens, size)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert bool(((other - expected).abs().amax(-1) > 0.05).all())
 

@@ -12,7 +12,7 @@ import triton
 import tests.helpers.fast_interpreter  # noqa: F401
 from stepgraph.sampling.kernels.advance import advance_fill
 from stepgraph.sampling.kernels.triton import advance as advance_programs
-from tests.helpers.grammar_rows import World
+from tests.helpers.grammar_rows import RowRounds
 from tests.sampling.kernels.test_advance import forcing_grammars, grammars, inputs, without_a_valid_image
 
 assert triton.knobs.runtime.interpret, "run by test_kernels.py, with TRITON_INTERPRET=1"
@@ -22,14 +22,14 @@ assert triton.knobs.runtime.interpret, "run by test_kernels.py, with TRITON_INTE
 def test_program_equals_c(drafts: int, rounds: int, seed: int, aligned: bool) -> None:
     """Tiles and blocks of four, so that all loops run several times."""
     program = functools.partial(advance_programs.advance_fill, tile=4, lanes=4)
-    World(grammars(aligned), 4, drafts, seed, [advance_fill.out, program]).run(rounds)
+    RowRounds(grammars(aligned), 4, drafts, seed, [advance_fill.out, program]).run(rounds)
 
 
 @pytest.mark.parametrize(("merges", "seed"), [(True, 2), (False, 4)])
 def test_program_forces_the_tokens_of_the_host_link(merges: bool, seed: int) -> None:
     """Texts split by merging, and by longest match; drafts chosen one by one, and proposed chains."""
     program = functools.partial(advance_programs.advance_fill, tile=4, lanes=4)
-    world = World(forcing_grammars(merges), 4, 3, seed, [advance_fill.out, program], forced=True)
+    world = RowRounds(forcing_grammars(merges), 4, 3, seed, [advance_fill.out, program], forced=True)
     world.run(4)
     assert world.num_forced > 10, world.num_forced
 
@@ -37,7 +37,7 @@ def test_program_forces_the_tokens_of_the_host_link(merges: bool, seed: int) -> 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(12))
 def test_program_equals_c_in_long_runs(seed: int) -> None:
-    World(grammars(seed % 3 == 0), 6, seed % 4, seed + 50, [advance_fill.out, advance_programs.advance_fill]).run(40)
+    RowRounds(grammars(seed % 3 == 0), 6, seed % 4, seed + 50, [advance_fill.out, advance_programs.advance_fill]).run(40)
 
 
 def test_table_errors_are_detected_and_invalid_images_ignored() -> None:
@@ -48,5 +48,5 @@ def test_table_errors_are_detected_and_invalid_images_ignored() -> None:
         advance_programs.advance_fill(*before, torch.where(arena == 1, 2, arena), *arguments[5:])
 
     with pytest.raises((AssertionError, IndexError)):
-        World(grammars(), 4, 1, 1, [advance_fill.out, wrong]).run(20)
+        RowRounds(grammars(), 4, 1, 1, [advance_fill.out, wrong]).run(20)
     without_a_valid_image(advance_programs.advance_fill, inputs())

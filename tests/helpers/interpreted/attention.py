@@ -67,7 +67,7 @@ def test_caches_in_eight_bits(size: int, count: int, window: int) -> None:
     case = make_case(LENGTHS, count, 4, 2, size, page=16)
     entries = (torch.randn_like(case.keys) * 3 for _ in range(2))
     keys, values = (
-        to_entries(torch.where(given.isnan(), given, made), FLOAT8_CACHE) for given, made in zip(case[1:3], entries, strict=True)
+        to_entries(torch.where(given.isnan(), given, entry), FLOAT8_CACHE) for given, entry in zip(case[1:3], entries, strict=True)
     )
     wide = case._replace(keys=from_entries(keys), values=from_entries(values))
     assert bool(wide.keys.isnan().any())
@@ -171,11 +171,11 @@ def test_moved_bytes_follow_from_the_tiles(shape: Shape) -> None:
 )
 def test_rope_and_cache_write_equal_the_reference(dtype: torch.dtype, size: int, rotated: int) -> None:
     """Parts of one product and separate tensors; bit-equal except in bfloat16, which the interpreter truncates."""
-    made = torch.Generator().manual_seed(size)
+    rng = torch.Generator().manual_seed(size)
     for packed in (True, False):
-        mixed = torch.randn(5, 7, size, generator=made).to(dtype)
+        mixed = torch.randn(5, 7, size, generator=rng).to(dtype)
         parts = [part if packed else part.clone() for part in mixed.split([3, 2, 2], 1)]
-        cosines, sines = (torch.randn(5, 1, rotated, generator=made).to(dtype) for _ in range(2))
+        cosines, sines = (torch.randn(5, 1, rotated, generator=rng).to(dtype) for _ in range(2))
         slots = torch.tensor([9, 0, 4, 11, 7])
         found, expected = (
             [torch.full(shape, 7.5, dtype=dtype) for shape in ((5, 3, size), (12, 2, size), (12, 2, size))] for _ in range(2)
@@ -183,9 +183,9 @@ def test_rope_and_cache_write_equal_the_reference(dtype: torch.dtype, size: int,
         for run_it, outputs in ((rope_programs.rope_and_write_kv, found), (rope_and_write_kv.run_reference, expected)):
             arguments: list[Any] = [*parts, cosines, sines, slots, *outputs[1:], outputs[0]]
             run_it(*arguments)
-        near = 2**-6 if dtype is torch.bfloat16 else 0.0
+        tol = 2**-6 if dtype is torch.bfloat16 else 0.0
         for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=near, atol=near)
+            torch.testing.assert_close(one, other, rtol=tol, atol=tol)
 
 
 def test_too_large_heads_are_refused() -> None:

@@ -171,9 +171,9 @@ def _numbers(seed, position, index, chance, noise, SALT: tl.constexpr, COUNT: tl
 def test_random_numbers_equal_rng(purpose: Purpose) -> None:
     """Uniform numbers bit for bit; exponential ones within four ULP, since the interpreter uses numpy's logarithm."""
     count = 1 << 18
-    made = torch.Generator().manual_seed(int(purpose))
-    seed, position = (torch.randint(-(2**62), 2**62, (count,), generator=made) for _ in range(2))
-    index = torch.randint(0, 262_144, (count,), generator=made)
+    generator = torch.Generator().manual_seed(int(purpose))
+    seed, position = (torch.randint(-(2**62), 2**62, (count,), generator=generator) for _ in range(2))
+    index = torch.randint(0, 262_144, (count,), generator=generator)
     chance, noise = torch.empty(count), torch.empty(count)
     _numbers[(1,)](seed, position, index, chance, noise, SALT=rng.signed(purpose * rng.GOLDEN), COUNT=count)
     assert torch.equal(chance, rng.uniform(seed, position, purpose, index))
@@ -184,11 +184,11 @@ def test_random_numbers_equal_rng(purpose: Purpose) -> None:
 @pytest.mark.parametrize("width", [1, 33, 5000, 131_072, 151_669, 262_144])
 def test_race_equals_the_reference(width: int) -> None:
     rows = 20
-    made = torch.Generator().manual_seed(width)
+    generator = torch.Generator().manual_seed(width)
     settings_of_rows = torch.tensor([[1.0, 0, 1, 0], [0.7, 50, 0.9, 0.01], [0.0, 0, 1, 0], [8.0, 0, 1, 0]]).repeat(rows // 4, 1)
-    weights = sampler.distribution(torch.randn(rows, width, generator=made) * 3, settings_of_rows)
+    weights = sampler.distribution(torch.randn(rows, width, generator=generator) * 3, settings_of_rows)
     weights[5] = 0
-    seed, position = torch.randint(0, 2**62, (rows,), generator=made), torch.arange(rows)
+    seed, position = torch.randint(0, 2**62, (rows,), generator=generator), torch.arange(rows)
     expected, token = torch.full((2, rows), -9)
     filters.race.run_reference(weights, seed, position, Purpose.TARGET, expected)
     filter_programs.race(weights, seed, position, Purpose.TARGET, token, tile=min(65_536, triton.next_power_of_2(width)))
@@ -238,11 +238,11 @@ def test_chain_accept_equals_the_reference(data: st.DataObject, k: int) -> None:
 
 @pytest.mark.parametrize("k", [0, 3, 8])
 def test_chain_accept_of_a_batch(k: int) -> None:
-    made = torch.Generator().manual_seed(k)
+    generator = torch.Generator().manual_seed(k)
     batch = 120
 
     def draw(high: int, *shape: int, low: int = 0) -> Tensor:
-        return torch.randint(low, high, (batch, *shape), generator=made)
+        return torch.randint(low, high, (batch, *shape), generator=generator)
 
     sampled = draw(5, k + 1)
     drafts = torch.where(draw(4, k) > 0, sampled[:, :k], draw(5, k, low=-1))

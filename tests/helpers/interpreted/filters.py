@@ -111,13 +111,13 @@ def test_views_with_any_leading_strides() -> None:
 @pytest.mark.parametrize(("width", "target", "tile"), [(150, 150, 128), (131_071, 131_071, 32_768), (64, 4000, 64)])
 def test_draw_equals_the_reference(width: int, target: int, tile: int) -> None:
     """A draft with its own vocabulary uses the random numbers of the target's tokens."""
-    made = torch.Generator().manual_seed(width)
+    rng = torch.Generator().manual_seed(width)
     rows = [[0.7, 50, 0.9, 0.01], GREEDY, [1.3, 0, 0.95, 0], PLAIN]
     logits, params = padded(len(rows), 1, width)[:, 0], torch.tensor(rows)
     logits[3] = -INF
-    ids = torch.randperm(target - 1, generator=made)[:width] + 1 if target > width else None
-    seed, position = torch.randint(0, 2**62, (len(rows),), generator=made), torch.arange(len(rows))
-    table = torch.randperm(len(rows) + 2, generator=made)[: len(rows)]
+    ids = torch.randperm(target - 1, generator=rng)[:width] + 1 if target > width else None
+    seed, position = torch.randint(0, 2**62, (len(rows),), generator=rng), torch.arange(len(rows))
+    table = torch.randperm(len(rows) + 2, generator=rng)[: len(rows)]
     expected, probs = torch.zeros(2, len(rows) + 2, 2, target)[:, :, 1]
     required, token = torch.full((2, len(rows)), -9)
     filters.draw.run_reference(logits, params, seed, position, Purpose.DRAFT, table, expected, ids, required)

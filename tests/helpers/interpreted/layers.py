@@ -31,53 +31,53 @@ from tests.runtime.models.test_ngram import inert_texts
 from tools.gpu.checks.layers import count_output, keep_skipped, write_emission
 
 assert triton.knobs.runtime.interpret, "run by test_kernels.py, with TRITON_INTERPRET=1"
-MADE = torch.Generator().manual_seed(1)
-NEAR = {torch.float32: 2e-6, torch.float16: 2**-9, torch.bfloat16: 2**-6}  # the interpreter truncates bfloat16
+RNG = torch.Generator().manual_seed(1)
+TOLERANCES = {torch.float32: 2e-6, torch.float16: 2**-9, torch.bfloat16: 2**-6}  # the interpreter truncates bfloat16
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=MADE).to(dtype)
+    return torch.randn(*shape, generator=RNG).to(dtype)
 
 
-def whole(low: int, high: int, *shape: int) -> Tensor:
-    return torch.randint(low, high, shape, generator=MADE)
+def integers(low: int, high: int, *shape: int) -> Tensor:
+    return torch.randint(low, high, shape, generator=RNG)
 
 
-def compare(operation: Operation[..., Any], program: Any, *inputs: Any, near: float = 0.0) -> None:
+def compare(operation: Operation[..., Any], program: Any, *inputs: Any, tol: float = 0.0) -> None:
     """On outputs with arbitrary content."""
     expected = operation.reference(*inputs)
     expected = (expected,) if isinstance(expected, Tensor) else tuple(expected)
     found = [torch.full_like(tensor, 7) for tensor in expected]
     program(*inputs, *found)
     for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=near, atol=near)
+        torch.testing.assert_close(one, other, rtol=tol, atol=tol)
 
 
-@pytest.mark.parametrize("dtype", NEAR)
+@pytest.mark.parametrize("dtype", TOLERANCES)
 def test_norms_and_activations_equal_the_references(dtype: torch.dtype) -> None:
-    near = NEAR[dtype]
+    tol = TOLERANCES[dtype]
     for size in (1, 33, 600):
         weight = random(size, dtype=dtype)
         for states in (random(5, size, dtype=dtype), random(3, 7, size, dtype=dtype)[:, 2:6], random(4, 2, size, dtype=dtype) * 1e-4):
             for offset in (0.0, 1.0):
-                compare(dense.rms_norm, dense_programs.rms_norm, states, weight, 1e-5, offset, near=near)
+                compare(dense.rms_norm, dense_programs.rms_norm, states, weight, 1e-5, offset, tol=tol)
         both = random(5, size, dtype=dtype), random(5, size, dtype=dtype)
-        compare(dense.add_rms_norm, dense_programs.add_rms_norm, *both, weight, 1e-5, 0.0, near=near)
+        compare(dense.add_rms_norm, dense_programs.add_rms_norm, *both, weight, 1e-5, 0.0, tol=tol)
     for size in (3, dense_programs.ACTIVATED_TILE + 5):
         for activation in dense.Activation:
             pairs = random(2, 3, 2 * size, dtype=dtype) * 4
-            compare(dense.activate_and_mul, dense_programs.activate_and_mul, pairs, activation, near=8 * near)
+            compare(dense.activate_and_mul, dense_programs.activate_and_mul, pairs, activation, tol=8 * tol)
 
 
 @pytest.mark.parametrize("least", [16 * dense_programs.COLUMN_TILE, pytest.param(dense_programs.WIDE_COLUMNS, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("dtype", NEAR)
+@pytest.mark.parametrize("dtype", TOLERANCES)
 def test_products_equal_the_reference(dtype: torch.dtype, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The program for few rows and many columns, with a lower limit for many; other sizes and float32 use torch."""
     monkeypatch.setattr(dense_programs, "WIDE_COLUMNS", least)
-    near, outer = NEAR[dtype] * 8, least + 5
+    tol, outer = TOLERANCES[dtype] * 8, least + 5
     for count, inner, biased in ((1, 128, True), (5, 256, False), (16, 128, True), (17, 128, False), (3, 96, True)):
         states, weight = random(count, inner + 3, dtype=dtype)[:, :inner], random(outer, inner, dtype=dtype) * inner**-0.5
-        compare(dense.product, dense_programs.product, states, weight, random(outer, dtype=dtype) if biased else None, near=near)
+        compare(dense.product, dense_programs.product, states, weight, random(outer, dtype=dtype) if biased else None, tol=tol)
     alone, together = (torch.full((count, outer), 7, dtype=dtype) for count in (1, 9))
     states, weight = random(9, 256, dtype=dtype), random(outer, 256, dtype=dtype)
     dense_programs.product(states[4:5], weight, None, alone)
@@ -85,7 +85,7 @@ def test_products_equal_the_reference(dtype: torch.dtype, least: int, monkeypatc
     assert dtype is torch.float32 or torch.equal(alone[0], together[4])
 
 
-@pytest.mark.parametrize("dtype", NEAR)
+@pytest.mark.parametrize("dtype", TOLERANCES)
 def test_products_by_slot_equal_the_reference(dtype: torch.dtype) -> None:
     """Rows without an adapter, parts of tiles, states with gaps, more tokens than one instance takes."""
     for count, inner, outer in ((1, 5, 3), (4, 40, 2 * lora_programs.OUTER_TILE + 5), (70, lora_programs.INNER_TILE + 9, 4)):
@@ -93,28 +93,28 @@ def test_products_by_slot_equal_the_reference(dtype: torch.dtype) -> None:
         states, weights = random(3 * count, inner + 3, dtype=dtype)[:, :inner], random(3, outer, inner, dtype=dtype)
         weights[0] = 0
         for base in (None, random(3 * count, outer, dtype=dtype)):
-            compare(lora.slot_product, lora_programs.slot_product, states, columns[:, 1], weights, base, near=16 * NEAR[dtype])
+            compare(lora.slot_product, lora_programs.slot_product, states, columns[:, 1], weights, base, tol=16 * TOLERANCES[dtype])
 
 
-@pytest.mark.parametrize("dtype", NEAR)
+@pytest.mark.parametrize("dtype", TOLERANCES)
 def test_experts_equal_the_references(dtype: torch.dtype) -> None:
     """Equal logits, experts that no token takes, more rows of one expert than a tile and more choices than are read at a time."""
     for tokens, count, number in ((1, 1, 1), (3, 2, 5), (70, 3, 4)):
-        logits = whole(-2, 3, tokens, number).to(dtype)
+        logits = integers(-2, 3, tokens, number).to(dtype)
         for normalised in (False, True):
-            compare(experts.choose_experts, expert_programs.choose_experts, logits, count, normalised, near=1e-6)
-        grouped = whole(-2, 3, tokens, 3 * number).float(), torch.randn(3 * number) / 4, count
+            compare(experts.choose_experts, expert_programs.choose_experts, logits, count, normalised, tol=1e-6)
+        grouped = integers(-2, 3, tokens, 3 * number).float(), torch.randn(3 * number) / 4, count
         for groups, taken, normalised in ((1, 1, True), (number, max(1, number - 1), False)):
             both = experts.choose_grouped_experts, expert_programs.choose_grouped_experts
-            compare(*both, *grouped, groups, taken, normalised, 2.5, near=1e-6)
+            compare(*both, *grouped, groups, taken, normalised, 2.5, tol=1e-6)
         shares, chosen = map(Tensor.contiguous, experts.choose_experts.reference(logits, count, True))
         inner, outer = expert_programs.tiles_of(2)["INNER"] + 9, expert_programs.OUTER_TILE + 5
         weights, biases = random(number * outer, inner, dtype=dtype), random(number * outer, dtype=dtype)
         for rows, each in ((tokens, None), (tokens * count, biases)):
             given = random(rows, inner + 3, dtype=dtype)[:, :inner], chosen, weights, number, each
-            compare(experts.expert_product, expert_programs.expert_product, *given, near=16 * NEAR[dtype])
+            compare(experts.expert_product, expert_programs.expert_product, *given, tol=16 * TOLERANCES[dtype])
         parts = random(tokens * count, 40, dtype=dtype)
-        compare(experts.combine_experts, expert_programs.combine_experts, parts, shares, near=2 * NEAR[dtype])
+        compare(experts.combine_experts, expert_programs.combine_experts, parts, shares, tol=2 * TOLERANCES[dtype])
 
 
 @every_kind
@@ -125,11 +125,11 @@ def test_quantised_products_and_rows_equal_the_references(kind: quantised.Kind, 
     monkeypatch.setattr(quantised_programs, "DEQUANTISED_BYTES", 384 * 64)  # a tile at a time
     for count, dtype in ((1, torch.float16), (70, torch.float32)):
         states, bias = random(count, 400, dtype=dtype)[:, :384], random(32, dtype=dtype)
-        near = 384 * 2**-24 * float((states.double().abs() @ weights.double().abs().T).max()) + (2**-10 if dtype is torch.float16 else 0)
+        tol = 384 * 2**-24 * float((states.double().abs() @ weights.double().abs().T).max()) + (2**-10 if dtype is torch.float16 else 0)
         for each in (None, bias):
-            compare(quantised.quantised_product, quantised_programs.multiply_packed, states, packed, each, near=near)
+            compare(quantised.quantised_product, quantised_programs.multiply_packed, states, packed, each, tol=tol)
     for each in (None, bias):  # in float32, dequantised weights are exact
-        compare(quantised.quantised_product, quantised_programs.multiply_dequantised, states, packed, each, near=near)
+        compare(quantised.quantised_product, quantised_programs.multiply_dequantised, states, packed, each, tol=tol)
     found = [torch.empty(3, 32) for _ in range(2)]
     quantised_programs.quantised_product(states[:3], packed, None, found[0])
     quantised_programs.quantised_product(torch.cat([states[:3], states])[:7], packed, None, other := torch.empty(7, 32))
@@ -142,26 +142,26 @@ def test_products_of_packed_experts_equal_the_reference(name: str) -> None:
     number, outer, inner = 3, 32, 256
     packed, weights = made(quantised.KINDS[name], number * outer, inner)
     for tokens, count, dtype in ((1, 1, torch.float16), (40, 2, torch.float32)):
-        chosen = torch.stack([torch.randperm(2, generator=MADE)[:count] for _ in range(tokens)])
+        chosen = torch.stack([torch.randperm(2, generator=RNG)[:count] for _ in range(tokens)])
         for rows, bias in ((tokens, None), (tokens * count, random(number * outer, dtype=dtype))):
             states = random(rows, inner + 3, dtype=dtype)[:, :inner]
-            near = inner * 2**-24 * float((states.double().abs() @ weights.double().abs().T).max())
-            near += 2**-10 if dtype is torch.float16 else 0
+            tol = inner * 2**-24 * float((states.double().abs() @ weights.double().abs().T).max())
+            tol += 2**-10 if dtype is torch.float16 else 0
             given = states, chosen, packed, number, bias
-            compare(experts.quantised_expert_product, expert_programs.quantised_expert_product, *given, near=near)
+            compare(experts.quantised_expert_product, expert_programs.quantised_expert_product, *given, tol=tol)
 
 
 def test_activations_of_large_numbers() -> None:
     pairs = torch.cat([torch.linspace(-80, 120, 350).view(5, 70), random(5, 70)], 1)
     for activation in dense.Activation:
-        compare(dense.activate_and_mul, dense_programs.activate_and_mul, pairs, activation, near=1e-6)
+        compare(dense.activate_and_mul, dense_programs.activate_and_mul, pairs, activation, tol=1e-6)
 
 
 def test_slots_equal_the_reference() -> None:
     page, pages = 4, 5
     for batch, width, offset in itertools.product((1, 3), (1, 4, 9), (-3, -1, 0, 2)):
-        state, tables = whole(0, page * pages + 2, batch, 7), whole(1, 40, batch, pages)  # columns of a wider table
-        tokens, live, count = whole(-2, 50, batch, width), whole(0, 2, batch).bool(), whole(0, width + 1, batch)
+        state, tables = integers(0, page * pages + 2, batch, 7), integers(1, 40, batch, pages)  # columns of a wider table
+        tokens, live, count = integers(-2, 50, batch, width), integers(0, 2, batch).bool(), integers(0, width + 1, batch)
         for given_live, given_count in itertools.product((None, live), (None, count)):
             arguments = (tokens, state[:, 3], state[:, 5], tables, offset, page, page * pages, given_live, given_count)
             compare(slot_mapping.place_tokens, slot_programs.place_tokens, *arguments)
@@ -171,17 +171,17 @@ def test_slots_equal_the_reference() -> None:
 def test_shifted_entries_equal_the_reference(width: int) -> None:
     page, pages = 4, 50
     for by in (0, 1, 3):
-        positions = whole(0, page * pages - width + 1, 2, 1) + torch.arange(width)
-        arguments = (positions, whole(0, 3 * page, 2, width), whole(1, 40, 2, pages), page, by)
+        positions = integers(0, page * pages - width + 1, 2, 1) + torch.arange(width)
+        arguments = (positions, integers(0, 3 * page, 2, width), integers(1, 40, 2, pages), page, by)
         compare(slot_mapping.shift_entries, slot_programs.shift_entries, *arguments)
 
 
 def test_angles_equal_the_reference() -> None:
     """To the last bits of float32, also for angles of many turns."""
-    positions = torch.cat([torch.arange(9), whole(9, 1 << 17, 40), torch.tensor([(1 << 20) - 1])])
+    positions = torch.cat([torch.arange(9), integers(9, 1 << 17, 40), torch.tensor([(1 << 20) - 1])])
     for half in (6, 32):
         frequencies = 10_000.0 ** -(torch.arange(half) / half)
-        compare(slot_mapping.rope_angles, slot_programs.rope_angles, positions, frequencies, torch.float32, 1.25, near=3e-7)
+        compare(slot_mapping.rope_angles, slot_programs.rope_angles, positions, frequencies, torch.float32, 1.25, tol=3e-7)
     exact = positions[:, None].float() * frequencies
     cosines, sines = torch.empty(len(positions), 1, 2 * half), torch.empty(len(positions), 1, 2 * half)
     slot_programs.rope_angles(positions, frequencies, torch.float32, 1.0, cosines, sines)
@@ -192,7 +192,7 @@ def test_angles_equal_the_reference() -> None:
 
 @pytest.mark.parametrize("words", [3, upload_programs.MASK_TILE + 5])
 def test_scattered_masks_equal_the_reference(words: int) -> None:
-    rows, masks, tags = torch.tensor([3, 0]), whole(-(2**31), 2**31, 2, words).to(torch.int32), whole(0, 3, 2, TAG_FIELDS)
+    rows, masks, tags = torch.tensor([3, 0]), integers(-(2**31), 2**31, 2, words).to(torch.int32), integers(0, 3, 2, TAG_FIELDS)
     forced, sizes = torch.tensor([-1, 8]), ((4, 3, TAG_FIELDS), (4, 3, words), rows.shape)
     types = (torch.int64, torch.int32, torch.int64)
     found, expected = ([torch.zeros(size, dtype=dtype) for size, dtype in zip(sizes, types, strict=True)] for _ in range(2))
@@ -246,7 +246,7 @@ def test_looked_up_chains_equal_the_reference(tile: int, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("drafts", [1, 3, 8])
 def test_stored_drafts_equal_the_reference(drafts: int) -> None:
     """Chains and counts in columns of wider tables."""
-    rows, chain = torch.tensor([4, 0, 2]), whole(-2, 9, drafts, 6)[:, :3].T
+    rows, chain = torch.tensor([4, 0, 2]), integers(-2, 9, drafts, 6)[:, :3].T
     found, expected = ((torch.zeros(5, drafts, dtype=torch.int64), torch.zeros(5, 4, dtype=torch.int64)) for _ in range(2))
     draft_programs.store_drafts(rows, chain, found[0], found[1][:, 2])
     drafting.store_drafts.reference(rows, chain, expected[0], expected[1][:, 2])

@@ -58,7 +58,7 @@ def test_process_over_many_tiles_at_every_position(tile: int, first_and_count: t
 
 @pytest.mark.parametrize("own", [1, 40, 1024, 32_000])
 def test_an_own_vocabulary_reads_the_mask_of_the_target_tokens(own: int) -> None:
-    case = make_case(5, 1, 131_071, torch.bfloat16, own=own, first=2, seed=own)
+    case = make_case(5, 1, 131_071, torch.bfloat16, draft_vocabulary=own, first=2, seed=own)
     compare(case, tile=max(32, triton.next_power_of_2(own) // 4))
     assert case.ids is not None
     shuffled = case.ids[torch.randperm(own, generator=torch.Generator().manual_seed(own))]

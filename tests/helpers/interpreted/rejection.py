@@ -47,24 +47,24 @@ class Case(NamedTuple):
 def make_case(batch: int, k: int, width: int, seed: int, *, closeness: float = 0.5, sound: bool = False) -> Case:
     """Permuted rows of a larger table; drafts drawn from their distributions, a few of them certain, -1 after draft_count. Unless
     `sound`, also a few -1 before it, statuses that end a chain, and positions without a finite logit."""
-    made = torch.Generator().manual_seed(seed)
+    rng = torch.Generator().manual_seed(seed)
     settings = SETTINGS.repeat(-(-batch // len(SETTINGS)), 1)[:batch]
-    logits = torch.randn(batch, k + 1, width, generator=made) * 2
-    proposal = logits[:, :k] + torch.randn(batch, k, width, generator=made) * closeness
+    logits = torch.randn(batch, k + 1, width, generator=rng) * 2
+    proposal = logits[:, :k] + torch.randn(batch, k, width, generator=rng) * closeness
     target, offered = sampler.distribution(logits, settings), sampler.distribution(proposal, settings)
-    rows = torch.randperm(batch + 3, generator=made)[:batch]
+    rows = torch.randperm(batch + 3, generator=rng)[:batch]
     draft_probs = torch.full((batch + 3, k, width), float("nan"))  # other rows' are never read
     draft_probs[rows] = offered
-    certain = (settings[:, :1] <= 0) | (torch.rand(batch, k, generator=made) < (-1 if sound else 0.2))
+    certain = (settings[:, :1] <= 0) | (torch.rand(batch, k, generator=rng) < (-1 if sound else 0.2))
     draft_probs[rows] = torch.where(certain[..., None], float("nan"), offered)
-    noise = torch.empty_like(offered).exponential_(generator=made)
-    draft_count = torch.randint(0, k + 1, (batch,), generator=made)
-    draft_count = torch.where(torch.rand(batch, generator=made) < 0.6, k, draft_count)
+    noise = torch.empty_like(offered).exponential_(generator=rng)
+    draft_count = torch.randint(0, k + 1, (batch,), generator=rng)
+    draft_count = torch.where(torch.rand(batch, generator=rng) < 0.6, k, draft_count)
     drafts = torch.where(torch.arange(k) < draft_count[:, None], sampler.race(offered, noise), -1)
-    drafts = torch.where(torch.rand(batch, k, generator=made) < (2 if sound else 0.9), drafts, -1)
-    finite = torch.rand(batch, k + 1, generator=made) < (2 if sound else 0.95)
-    status = STATUSES[torch.randint(0, len(STATUSES), (batch, k + 1), generator=made)]
-    status = torch.where(torch.rand(batch, 1, generator=made) < (2 if sound else 0.5), int(MaskStatus.OK), status)
+    drafts = torch.where(torch.rand(batch, k, generator=rng) < (2 if sound else 0.9), drafts, -1)
+    finite = torch.rand(batch, k + 1, generator=rng) < (2 if sound else 0.95)
+    status = STATUSES[torch.randint(0, len(STATUSES), (batch, k + 1), generator=rng)]
+    status = torch.where(torch.rand(batch, 1, generator=rng) < (2 if sound else 0.5), int(MaskStatus.OK), status)
     return Case(
         target,
         draft_probs,
@@ -74,8 +74,8 @@ def make_case(batch: int, k: int, width: int, seed: int, *, closeness: float = 0
         drafts,
         draft_count,
         status,
-        torch.randint(0, 2**62, (batch,), generator=made),
-        torch.randint(1, 9000, (batch,), generator=made),
+        torch.randint(0, 2**62, (batch,), generator=rng),
+        torch.randint(1, 9000, (batch,), generator=rng),
     )
 
 
@@ -157,8 +157,8 @@ def _coins(seed, position, coins, SALT: tl.constexpr, COUNT: tl.constexpr):
 
 def test_coins_equal_rng() -> None:
     count = 1 << 16
-    made = torch.Generator().manual_seed(2)
-    seed, position = (torch.randint(-(2**62), 2**62, (count,), generator=made) for _ in range(2))
+    generator = torch.Generator().manual_seed(2)
+    seed, position = (torch.randint(-(2**62), 2**62, (count,), generator=generator) for _ in range(2))
     coins = torch.empty(count)
     _coins[(1,)](seed, position, coins, SALT=rng.signed(Purpose.ACCEPT * rng.GOLDEN), COUNT=count)
     assert torch.equal(coins, rng.uniform(seed, position, Purpose.ACCEPT))

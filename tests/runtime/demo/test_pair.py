@@ -17,8 +17,8 @@ from tests.helpers.application_schemas import APPLICATIONS, in_json_schema, larg
 from tests.sampling.grammar.schema.test_applications import random_text
 from tools import bench_demo
 from tools.bench import constrained_round, hidden_time
-from tools.train.demo.collect import LONGEST_PROMPT, encoded
-from tools.train.demo.prompts import prompt
+from tools.train.demo.collect import LONGEST_PROMPT, encode_prompts
+from tools.train.demo.prompts import make_prompt
 from tools.train.demo.schemas import MEASURED, SCHEMAS
 
 pytestmark = pytest.mark.models
@@ -37,7 +37,7 @@ def pair() -> Pair:
 
 @pytest.fixture(scope="module")
 def cases(pair: Pair) -> Any:
-    made = {variant.name: Case(variant, pair, LONGEST_PROMPT + NEW_TOKENS) for variant in bench_demo.compared(DRAFTS)[:5]}
+    made = {variant.name: Case(variant, pair, LONGEST_PROMPT + NEW_TOKENS) for variant in bench_demo.bench_variants(DRAFTS)[:5]}
     for case in made.values():
         case.engine.capture()
     yield made
@@ -63,7 +63,7 @@ def test_held_out_prompts_exceed_two_tokens_per_round(pair: Pair, cases: dict[st
     case = cases[ALWAYS]
     before = case.engine.stats()
     for kind in MEASURED:
-        for ids, _ in encoded(target_path(), (prompt(seed, kind, held_out=True) for seed in (2000, 2001))):
+        for ids, _ in encode_prompts(target_path(), (make_prompt(seed, kind, held_out=True) for seed in (2000, 2001))):
             job = case.run(ids, Constraint.json_schema(SCHEMAS[kind]), NEW_TOKENS)
             text = pair.vocabulary.decode(token for token in job.tokens if token not in pair.vocabulary.stop_token_ids)
             assert job.finish_reason is FinishReason.LENGTH or bench_demo.valid(text, SCHEMAS[kind]), text
@@ -83,7 +83,7 @@ NOT_HIDDEN = pytest.mark.xfail(strict=True, reason="the host node for a forced c
 )
 def test_host_nodes_are_hidden(pair: Pair, drafter: str) -> None:
     """Grammars on the host, with the default grammar backend. The best of three answers counts, as other processes may delay a thread."""
-    made = prompt(2000, MEASURED[0], held_out=True)
+    made = make_prompt(2000, MEASURED[0], held_out=True)
     draft = {"none": None, "forced": ForcedDrafts()}.get(drafter, pair.draft if "head" in drafter else NgramLookup(LOOK_UP))
     config = EngineConfig(
         max_rows=1,

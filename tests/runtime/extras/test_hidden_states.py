@@ -16,7 +16,7 @@ from stepgraph.graphs import TapeBackend
 from stepgraph.runtime.extras.hidden_states import SavedText, StatesLayout, StatesWriter, atomic_file
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.toy import ToyDraft
-from tests.helpers.families import FEATURE_LAYERS, folder_of, judge
+from tests.helpers.families import FEATURE_LAYERS, folder_of, hf_model
 from tests.helpers.family_texts import CONFIG, CONSTRAINTS, PROMPTS
 from tests.helpers.toy_engines import TARGET, VOCABULARY, switch_draft_lengths
 from tests.runtime.models.test_llama_engine import DraftLlama
@@ -80,7 +80,7 @@ def test_saved_states_equal_one_pass_over_the_text(tmp_path: Path, k: int, switc
     texts = {tuple(text.token_ids.tolist()): text for text in saved}
     assert {(*job.prompt_ids, *job.tokens) for job in jobs} == set(texts)
     assert saved.lengths == [len(text.token_ids) for text in saved]
-    judged = judge("smollm2").model
+    judged = hf_model("smollm2").model
     for job in jobs:
         text = texts[tuple([*job.prompt_ids, *job.tokens])]
         with torch.no_grad():

@@ -11,7 +11,7 @@ import torch
 
 from stepgraph import Constraint, Engine, EngineConfig, Job
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
-from tests.helpers.families import folder_of, judge
+from tests.helpers.families import folder_of, hf_model
 from tests.helpers.family_texts import CONFIG, CONSTRAINTS, PROMPTS, decode, plain
 from tests.runtime.models.test_llama_engine import DraftLlama
 
@@ -75,7 +75,7 @@ def gap(family: str, prompt: list[int], text: list[int], other: list[int]) -> fl
 
 @functools.cache
 def exact(family: str) -> Any:
-    return copy.deepcopy(judge(family, HALF)).float()
+    return copy.deepcopy(hf_model(family, HALF)).float()
 
 
 @pytest.mark.parametrize("family", ["smollm2", *(pytest.param(family, marks=pytest.mark.slow) for family in NEAR if family != "smollm2")])

@@ -14,7 +14,7 @@ from stepgraph.graphs import StaticBuffers, TapeBackend
 from stepgraph.graphs.model_call import ModelInput, ModelOutput
 from stepgraph.runtime.models.eagle3 import Eagle3
 from stepgraph.runtime.models.llama import Llama
-from tests.helpers.draft_engines import CONFIG, DRAFTERS, Drafter
+from tests.helpers.draft_engines import CONFIG, DRAFTERS, DraftCase
 from tests.helpers.family_texts import plain
 from tools.random_weights import randomised
 
@@ -29,7 +29,7 @@ each_length = pytest.mark.parametrize(
     [
         pytest.param(each, lengths, id=f"{each.name}-{len(lengths)}", marks=[pytest.mark.soak] * (len(lengths) > 4))
         for each in DRAFTERS
-        for lengths in ((1, 2, 3, 6), tuple(range(1, 7)))[: 1 + (each.most > 3)]
+        for lengths in ((1, 2, 3, 6), tuple(range(1, 7)))[: 1 + (each.max_drafts > 3)]
     ],
 )
 two_drafters = pytest.mark.parametrize(  # the others in the soak
@@ -38,9 +38,9 @@ two_drafters = pytest.mark.parametrize(  # the others in the soak
 
 
 @each_length
-def test_drafts_equal_the_reference_after_any_number_accepted(drafter: Drafter, lengths: tuple[int, ...]) -> None:
+def test_drafts_equal_the_reference_after_any_number_accepted(drafter: DraftCase, lengths: tuple[int, ...]) -> None:
     """Acceptance is random, so that every number of drafts is accepted; each round drafts as if it had processed the whole text."""
-    for k in (k for k in lengths if k <= drafter.most):
+    for k in (k for k in lengths if k <= drafter.max_drafts):
         held = set[int]()
         with drafter.engine(k, forced_acceptance=(0.75,) * k) as engine:
             for prompts in (PROMPTS, ALIKE[:1], ALIKE[1:]) if k == 3 else (PROMPTS,):
@@ -54,7 +54,7 @@ def test_drafts_equal_the_reference_after_any_number_accepted(drafter: Drafter, 
         assert held >= {0, 1, min(k, 2)}, (k, held)
 
 
-def check_drafts(drafter: Drafter, job: Job, drafts: list[int]) -> None:
+def check_drafts(drafter: DraftCase, job: Job, drafts: list[int]) -> None:
     useful = drafts[: TOKENS - len(job.tokens)]  # drafts beyond the maximum length are never used
     assert min(useful) >= 0
     expected = drafter.reference_logits([*job.prompt_ids, *job.tokens], useful[:-1])
@@ -74,10 +74,10 @@ def decode(engine: Engine, constraints: tuple[Constraint | None, ...], sampling:
 
 
 @each_length
-def test_texts_equal_plain_greedy_decoding(drafter: Drafter, lengths: tuple[int, ...]) -> None:
+def test_texts_equal_plain_greedy_decoding(drafter: DraftCase, lengths: tuple[int, ...]) -> None:
     """With grammars, with and without masked drafts. Under a grammar few tokens are legal, so an untrained draft is often right."""
     accepted = 0
-    for k in (k for k in lengths if k <= drafter.most):
+    for k in (k for k in lengths if k <= drafter.max_drafts):
         with drafter.engine(k, draft_masks=k % 2 == 1, max_rows=4, buckets=(4,)) as engine:
             for job in decode(engine, (None, CONSTRAINTS[1 + k // 2 % 2]), SamplingParams(temperature=0)):
                 expected = plain(drafter.family, job.prompt_ids, job.constraint, TOKENS)
@@ -87,7 +87,7 @@ def test_texts_equal_plain_greedy_decoding(drafter: Drafter, lengths: tuple[int,
 
 
 @two_drafters
-def test_bfloat16_texts_do_not_depend_on_the_draft(drafter: Drafter) -> None:
+def test_bfloat16_texts_do_not_depend_on_the_draft(drafter: DraftCase) -> None:
     config = replace(CONFIG, num_speculative_tokens=2, draft_length=2, max_rows=4, buckets=(4,))
     texts = []
     for draft in (drafter.draft, "none"):
@@ -98,7 +98,7 @@ def test_bfloat16_texts_do_not_depend_on_the_draft(drafter: Drafter) -> None:
 
 
 @two_drafters
-def test_replays_equal_eager_rounds(drafter: Drafter) -> None:
+def test_replays_equal_eager_rounds(drafter: DraftCase) -> None:
     """Equal bits: tokens, caches, results and distributions, sampled and greedy, with and without grammars."""
     left = []
     for eager in (False, True):
@@ -116,7 +116,7 @@ def test_replays_equal_eager_rounds(drafter: Drafter) -> None:
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS[:3], ids=lambda drafter: drafter.name)
-def test_prompt_embeddings_replace_those_of_the_draft(drafter: Drafter) -> None:
+def test_prompt_embeddings_replace_those_of_the_draft(drafter: DraftCase) -> None:
     """Given the embeddings of its tokens, a prompt of placeholders has the same drafts; a span ends after the first chunk's last token."""
     target, draft, vocabulary, _ = drafter.loaded
     assert isinstance(target, Llama) and CONFIG.prefill_chunk == 5

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stepgraph.runtime.models.eagle3 import Eagle3
 from stepgraph.runtime.models.llama_config import Eagle3Config, LlamaConfig, RopeConfig
-from tests.helpers.draft_oracles import Drafting, eagle3_logits
+from tests.helpers.draft_oracles import CachedDraft, eagle3_logits
 from tools.random_weights import randomised
 from tools.train.saving import layer_fields, save_eagle3
 
@@ -42,7 +42,7 @@ def test_logits_equal_the_reference_at_every_step(tmp_path: Path, norm_before_re
     fields = layer_fields(LAYER) | {"norm_before_residual": norm_before_residual}
     tokens, features = text()
     drafts = torch.tensor([[5, 9, 0, 59, 7, 7], [1, 1, 2, 30, 31, 8]])
-    drafting = Drafting(model, 60)
+    drafting = CachedDraft(model, 60)
     logits, last = drafting.read(tokens, features, 41)
     reference = drafting.draft(41, drafts, last)
     for row in range(2):
@@ -55,7 +55,7 @@ def test_logits_equal_the_reference_at_every_step(tmp_path: Path, norm_before_re
 def test_bits_are_independent_of_chunking_and_batch() -> None:
     tokens, features = text()
     drafts = torch.tensor([[5, 9, 0], [1, 1, 2]])
-    drafting = Drafting(head(), 60)
+    drafting = CachedDraft(head(), 60)
     whole, last = drafting.read(tokens, features, 41)
     reference = drafting.draft(41, drafts, last)
     for size, rows in ((17, 2), (1, 2), (41, 1)):

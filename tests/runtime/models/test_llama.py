@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from stepgraph.runtime.models.llama import Llama
-from tests.helpers.families import FAMILIES, FEATURE_LAYERS, LENGTH, VOCABULARY, Cached, judge, load
+from tests.helpers.families import FAMILIES, FEATURE_LAYERS, LENGTH, VOCABULARY, CachedModel, hf_model, load
 
 
 def texts(seed: int = 0) -> Tensor:
@@ -22,20 +22,20 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_and_features_equal_transformers(family: str) -> None:
-    tokens, cached = texts(), Cached(load(family))
+    tokens, cached = texts(), CachedModel(load(family))
     logits, features = cached.run(tokens, 0, LENGTH)
     with torch.no_grad():
-        answer = judge(family)(tokens, output_hidden_states=True)
+        answer = hf_model(family)(tokens, output_hidden_states=True)
     assert relative(logits, answer.logits) < 1e-4
     assert relative(features, torch.cat([answer.hidden_states[layer] for layer in FEATURE_LAYERS], -1)) < 1e-4
 
 
 def in_half(family: str, lean: bool, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:
     """Our logits, those of transformers, and those of transformers in float32."""
-    tokens, cached = torch.cat([texts(seed) for seed in range(2)]), Cached(load(family, dtype, lean))
+    tokens, cached = torch.cat([texts(seed) for seed in range(2)]), CachedModel(load(family, dtype, lean))
     ours = torch.cat([cached.run(pair, 0, LENGTH)[0] for pair in tokens.split(2)]).float()
     with torch.no_grad():
-        return ours, judge(family, dtype, lean)(tokens).logits.float(), judge(family, lean=lean)(tokens).logits
+        return ours, hf_model(family, dtype, lean)(tokens).logits.float(), hf_model(family, lean=lean)(tokens).logits
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -63,7 +63,7 @@ HALF = ("smollm2", "mistral", "qwen3", "qwen3-moe")
 
 @pytest.mark.parametrize(("family", "dtype"), [*((family, torch.float32) for family in FAMILIES), *((f, torch.bfloat16) for f in HALF)])
 def test_bits_are_independent_of_chunking_and_batch(family: str, dtype: torch.dtype) -> None:
-    tokens, cached = texts()[:, :60], Cached(load(family, dtype))
+    tokens, cached = texts()[:, :60], CachedModel(load(family, dtype))
     whole, _ = cached.run(tokens, 0, 60)
     assert torch.isfinite(whole).all()
     for size in (17, 1):
@@ -83,7 +83,7 @@ def test_frequencies_survive_a_change_of_precision() -> None:
 
 def test_attention_window_limits_the_reach() -> None:
     """A token beyond the reach of all layers changes nothing, one inside does."""
-    tokens, cached = texts()[:1, :100], Cached(load("mistral"))
+    tokens, cached = texts()[:1, :100], CachedModel(load("mistral"))
     whole, _ = cached.run(tokens, 0, 100)
     for position, same in ((99 - 4 * 15 - 1, True), (99 - 15, False)):
         changed = tokens.clone()
@@ -94,7 +94,7 @@ def test_attention_window_limits_the_reach() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_adapters_have_the_names_of_all_linear_modules(family: str) -> None:
     """In layers with experts only attention has adapters: routers and expert weights are not linear modules."""
-    named = {name: child.out_features for name, child in judge(family).named_modules() if isinstance(child, nn.Linear)}
+    named = {name: child.out_features for name, child in hf_model(family).named_modules() if isinstance(child, nn.Linear)}
     adapted = {name: size for weight in load(family).lora_weights.values() for name, size in weight.parts.items()}
     assert adapted == {name: size for name, size in named.items() if name != "lm_head"}
 
@@ -102,4 +102,4 @@ def test_adapters_have_the_names_of_all_linear_modules(family: str) -> None:
 def test_max_length_beyond_the_models_positions_is_refused() -> None:
     model = load("llama-2")
     with pytest.raises(ValueError, match=r"Limits\.max_length: got 208, expected at most the 100 positions of the target"):
-        Cached(Llama(replace(model.config, max_positions=100)))
+        CachedModel(Llama(replace(model.config, max_positions=100)))

@@ -13,7 +13,7 @@ from stepgraph.graphs.layers.huge_pages import empty_weight
 from stepgraph.runtime.models.files.draft_layouts import mtp_slices
 from stepgraph.runtime.models.llama_config import LlamaConfig, RopeConfig
 from stepgraph.runtime.models.mtp import Mtp
-from tests.helpers.draft_oracles import Drafting, mtp_logits
+from tests.helpers.draft_oracles import CachedDraft, mtp_logits
 from tools.random_weights import randomised
 from tools.train.saving import extract_tensors
 
@@ -48,7 +48,7 @@ def test_logits_equal_the_reference_at_every_step(count: int) -> None:
     model, (tokens, features) = modules(count), text()
     tensors = extract_tensors(model, mtp_slices(model.config, 8))
     drafts = DRAFTS if count == 1 else DRAFTS[:, : count - 1]
-    drafting = Drafting(model, 32, k=drafts.shape[1] + 1)
+    drafting = CachedDraft(model, 32, k=drafts.shape[1] + 1)
     logits, last = drafting.read(tokens, features, 41)
     reference = drafting.draft(41, drafts, last)
     for row in range(2):
@@ -62,7 +62,7 @@ def test_logits_equal_the_reference_at_every_step(count: int) -> None:
 @pytest.mark.parametrize("count", [1, 3])
 def test_bits_are_independent_of_chunking_and_batch(count: int) -> None:
     model, (tokens, features) = modules(count), text()
-    drafting = Drafting(model, 32, k=3)
+    drafting = CachedDraft(model, 32, k=3)
     whole, last = drafting.read(tokens, features, 41)
     reference = drafting.draft(41, DRAFTS[:, :2], last)
     for size, rows in ((17, 2), (1, 2), (41, 1)):

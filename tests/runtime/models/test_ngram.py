@@ -16,7 +16,7 @@ from stepgraph.graphs.proposer import History
 from stepgraph.graphs.proposing import ANCHOR, given_from, look_up, text_specs
 from stepgraph.runtime.models.ngram import NgramLookup
 from tests.helpers.c_library import needs_c
-from tests.helpers.oracles import looked_up
+from tests.helpers.oracles import look_up_drafts
 
 LIMITS = Limits(max_rows=3, num_speculative_tokens=4, max_length=40, page_size=8, num_pages=15, vocab_size=9, num_tokens=9, feature_size=0)
 Row = tuple[Sequence[int], int, Sequence[int]]  # history, number of its prompt tokens, draft_ids
@@ -54,7 +54,7 @@ def test_device_look_up_equals_the_rule_in_python(rows: list[Row], count: int, d
     """The reference in torch, and the program in C where there is a library."""
     longest = data.draw(st.integers(1, ANCHOR)) if data else ANCHOR
     shortest = data.draw(st.integers(1, longest)) if data else 1
-    expected = [looked_up(*row, count, longest, shortest) for row in rows]
+    expected = [look_up_drafts(*row, count, longest, shortest) for row in rows]
     assert propose(NgramLookup(longest, shortest), rows, count) == expected
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(look_up, "c", None)
@@ -100,7 +100,7 @@ def test_length_outside_of_the_text_is_refused_in_c(length: int) -> None:
     ],
 )
 def test_rules_in_examples(row: Row, drafts: list[int]) -> None:
-    assert looked_up(*row, 4, ANCHOR, 1) == drafts
+    assert look_up_drafts(*row, 4, ANCHOR, 1) == drafts
     assert propose(NgramLookup(), [row], 4) == [drafts]
 
 

@@ -19,7 +19,7 @@ from stepgraph.runtime.models.files.transformers_folder import open_target, open
 from stepgraph.runtime.models.llama_config import ARCHITECTURES
 from stepgraph.runtime.models.transformers_layers import Attention, GatedMlp, Layer
 from stepgraph.sampling.grammar import GrammarCompiler, MaskStatus
-from tests.helpers.families import CONFIG, GRAMMAR, PROMPTS, Cached, random_model, save
+from tests.helpers.families import CONFIG, GRAMMAR, PROMPTS, CachedModel, random_model, save
 
 BASE: dict[str, Any] = {
     "vocab_size": 160,
@@ -124,7 +124,7 @@ def test_bits_are_independent_of_chunking_and_batch(family: str, parent: Path) -
     assert model.batch_invariant == (family not in VARIES)
     if not model.batch_invariant:
         return
-    tokens, cached = torch.randint(0, BASE["vocab_size"], (2, 40), generator=torch.Generator().manual_seed(0)), Cached(model, 64)
+    tokens, cached = torch.randint(0, BASE["vocab_size"], (2, 40), generator=torch.Generator().manual_seed(0)), CachedModel(model, 64)
     whole, _ = cached.run(tokens, 0, 40)
     for rows, size in ((2, 17), (2, 1), (1, 16)):
         cached.buffers.reset()

@@ -14,7 +14,7 @@ import torch
 from stepgraph import Engine, EngineConfig
 from stepgraph.runtime.models.files.transformers_folder import open_target
 from tests.helpers.draft_engines import DRAFTERS, EAGLE_LAYERS
-from tests.helpers.families import Cached, folder_of
+from tests.helpers.families import CachedModel, folder_of
 from tests.helpers.family_texts import CONFIG, CONSTRAINTS, PROMPTS, decode, plain
 
 
@@ -41,7 +41,7 @@ def test_a_head_reads_the_same_layers_with_both_implementations() -> None:
     eagle3 = DRAFTERS[0]
     opened = [open_target(eagle3.target, implementation=implementation) for implementation in ("native", "transformers")]
     tokens = torch.tensor([PROMPTS[2], PROMPTS[2][::-1]])
-    native, other = (Cached(each.load("cpu", EAGLE_LAYERS)).run(tokens, 0, tokens.shape[1])[1] for each in opened)
+    native, other = (CachedModel(each.load("cpu", EAGLE_LAYERS)).run(tokens, 0, tokens.shape[1])[1] for each in opened)
     torch.testing.assert_close(other, native, rtol=1e-4, atol=1e-4)
     config, found = EngineConfig(**{**vars(CONFIG), "num_speculative_tokens": 3, "draft_length": 3}), []
     for implementation in ("native", "transformers"):

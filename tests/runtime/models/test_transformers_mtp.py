@@ -21,7 +21,7 @@ from stepgraph.runtime.models.files.draft import open_draft
 from stepgraph.runtime.models.files.transformers_folder import NATIVE, TRANSFORMERS, open_target, open_transformers
 from stepgraph.runtime.models.mtp import Mtp, TransformersMtp
 from tests.helpers.draft_engines import change_json
-from tests.helpers.draft_oracles import Drafting
+from tests.helpers.draft_oracles import CachedDraft
 from tests.helpers.families import CONFIG, GRAMMAR, PROMPTS, random_model, save
 from tests.runtime.models.test_transformers_families import BASE, FAMILIES
 
@@ -88,7 +88,7 @@ def test_logits_equal_transformers_at_every_step(family: str, implementation: st
     drafts = DRAFTS if count == 1 else DRAFTS[:, :1]
     with torch.no_grad():
         features = judge.model(tokens, use_cache=False).last_hidden_state[:, :-1]
-        drafting = Drafting(draft, HIDDEN, k=drafts.shape[1] + 1)
+        drafting = CachedDraft(draft, HIDDEN, k=drafts.shape[1] + 1)
         logits, last = drafting.read(tokens, features, 9)
         chain = drafting.draft(tokens.shape[1], drafts, last)
         for row in range(2):

@@ -41,10 +41,10 @@ from stepgraph.runtime.serve.http import Bounds
 from tests.helpers import parallel_program
 from tests.helpers.c_library import needs_c
 from tests.helpers.command_models import model_folder, model_gguf
-from tests.helpers.draft_engines import Drafter
+from tests.helpers.draft_engines import DraftCase
 from tests.helpers.families import BASE, folder_of, random_model, save
 from tests.helpers.parallel_program import OPTIONS, PROCESSORS, decode, open_engine, option_requests, results, target_of
-from tests.helpers.running_server import ASK, FORMAT, ON, SCHEMA, engine_of, running
+from tests.helpers.running_server import CHAT, FORMAT, ON, SCHEMA, engine_of, running
 from tests.runtime.models.files.test_quantised_folder import LAYOUTS
 from tests.runtime.models.files.test_quantised_folder import write as write_quantised
 
@@ -232,7 +232,7 @@ def test_a_tensor_parallel_server_answers_like_a_server_of_one_process(tmp_path:
     )
     change_json(folder / "tokenizer_config.json", lambda found: found.update(chat_template=found["chat_template"] + "{{ '<think>' }}"))
     flags = ["serve", str(folder), *"--eager -k 2 --draft-length 2 --max-rows 2 --max-length 512 --round-timeout-seconds 20".split()]
-    request: Any = {"model": "toy", "messages": ASK, "max_tokens": 60, "logprobs": True, "top_logprobs": 3, "seed": 5}
+    request: Any = {"model": "toy", "messages": CHAT, "max_tokens": 60, "logprobs": True, "top_logprobs": 3, "seed": 5}
     choices = list[Any]()
     for size in (1, 2):
         with (
@@ -276,7 +276,7 @@ def test_parts_of_less_than_a_group_stay_quantised_on_one_rank_only(tmp_path: Pa
 @soak
 @pytest.mark.parametrize(("size", "name"), [(2, "eagle3"), (4, "model"), (2, "mtp")])
 def test_draft_models(size: int, name: str) -> None:
-    drafter = Drafter(name, "qwen3")
+    drafter = DraftCase(name, "qwen3")
     for constraint in (None, Constraint.regex("[a-f0-9]{6,30}")):
         accepted = require_equal_tokens(drafter.target, drafter.draft, size, constraint=constraint)
         assert accepted[0] == accepted[1]

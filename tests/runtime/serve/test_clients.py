@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from stepgraph.runtime.serve.http import Bounds
-from tests.helpers.running_server import Running, engine_of, running
+from tests.helpers.running_server import RunningServer, engine_of, running
 
 pytestmark = pytest.mark.clients
 
@@ -21,13 +21,13 @@ class Person(BaseModel):
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
+def server() -> Iterator[RunningServer]:
     with engine_of() as engine, running(engine, Bounds()) as found:
         yield found
 
 
 @pytest.mark.parametrize(("method", "strict"), [("json_schema", None), ("function_calling", None), ("function_calling", True)])
-def test_langchain(server: Running, method: str, strict: bool | None) -> None:
+def test_langchain(server: RunningServer, method: str, strict: bool | None) -> None:
     library = pytest.importorskip("langchain_openai")
     model = library.ChatOpenAI(model="toy", base_url=str(server.client.base_url), api_key="none", temperature=0, max_retries=0)
     assert isinstance(model.with_structured_output(Person, method=method, strict=strict).invoke("who is it?"), Person)
@@ -35,7 +35,7 @@ def test_langchain(server: Running, method: str, strict: bool | None) -> None:
 
 
 @pytest.mark.parametrize("mode", ["TOOLS", "JSON_SCHEMA"])
-def test_instructor(server: Running, mode: str) -> None:
+def test_instructor(server: RunningServer, mode: str) -> None:
     library = pytest.importorskip("instructor")
     with openai.OpenAI(base_url=server.client.base_url, api_key="none", max_retries=0) as client:
         patched = library.from_openai(client, mode=library.Mode[mode])
@@ -44,7 +44,7 @@ def test_instructor(server: Running, mode: str) -> None:
 
 
 @pytest.mark.parametrize("native", [False, True])
-def test_pydantic_ai(server: Running, native: bool) -> None:
+def test_pydantic_ai(server: RunningServer, native: bool) -> None:
     library = pytest.importorskip("pydantic_ai")
     models, providers = pytest.importorskip("pydantic_ai.models.openai"), pytest.importorskip("pydantic_ai.providers.openai")
     provider = providers.OpenAIProvider(base_url=str(server.client.base_url), api_key="none")

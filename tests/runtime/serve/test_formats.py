@@ -22,7 +22,7 @@ from stepgraph.runtime.serve.http import Bounds
 from stepgraph.runtime.serve.reasoning import with_markers
 from stepgraph.runtime.text import TextCodec
 from stepgraph.sampling.grammar.matchers.forced import token_lookup
-from tests.helpers.running_server import ASK, FORMAT, SCHEMA, TOOLS, Running, running
+from tests.helpers.running_server import CHAT, FORMAT, SCHEMA, TOOLS, RunningServer, running
 from tests.runtime.serve.test_server import calls_of
 
 MARKERS = "<tool_call> </tool_call> [TOOL_CALLS] [ARGS] <|start|> <|channel|> <|message|> <|constrain|> <|end|> <|ask|>".split()
@@ -72,7 +72,7 @@ class Writer(ToyTarget):
 
 
 @contextmanager
-def serving(name: str) -> Iterator[tuple[Running, Writer]]:
+def serving(name: str) -> Iterator[tuple[RunningServer, Writer]]:
     """A server of a model of this family."""
     vocabulary = Vocabulary(TOKENS, [STOP], control_token_ids=range(256, STOP))
     codec = with_markers(TextCodec(vocabulary, lambda text, begins: SPELLED.split_longest(text.encode()), template(name)), "auto")
@@ -86,7 +86,7 @@ def serving(name: str) -> Iterator[tuple[Running, Writer]]:
 @pytest.mark.parametrize("name", PAST)
 def test_calls_over_http(name: str) -> None:
     past = [{"role": "assistant", "content": "so ", "tool_calls": [{"function": {"name": CALL[0], "arguments": CALL[1]}}]}]
-    request: Any = {"model": "toy", "messages": ASK, "tools": TOOLS, "temperature": 0, "max_tokens": 300}
+    request: Any = {"model": "toy", "messages": CHAT, "tools": TOOLS, "temperature": 0, "max_tokens": 300}
     with serving(name) as (server, target), server.client as client:
         target.script = SPELLED.split_longest(template(name).render(past, None, False).removeprefix("null").encode())
         for stream in (False, True):
@@ -97,7 +97,7 @@ def test_calls_over_http(name: str) -> None:
         assert (message.content or "").strip() == ("" if name == "gpt-oss" else "so")
         result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "done"}
         target.script = []
-        again: Any = [*ASK, message.model_dump(exclude_none=True), result]
+        again: Any = [*CHAT, message.model_dump(exclude_none=True), result]
         assert client.chat.completions.create(**request | {"messages": again}).choices[0].finish_reason == "stop"
         if name == "gpt-oss":
             target.script = SPELLED.split_longest(b"<|channel|>analysis<|message|>well<|end|>")
@@ -113,7 +113,7 @@ def test_calls_over_http(name: str) -> None:
 def test_channels_of_gpt_oss(stream: bool) -> None:
     def ask(text: str, **options: Any) -> tuple[str, str, str]:
         target.script = SPELLED.split_longest(text.encode())
-        answer: Any = client.chat.completions.create(model="toy", messages=ASK, temperature=0, max_tokens=300, stream=stream, **options)
+        answer: Any = client.chat.completions.create(model="toy", messages=CHAT, temperature=0, max_tokens=300, stream=stream, **options)
         deltas = [chunk.choices[0].delta for chunk in answer] if stream else [answer.choices[0].message]
         reasoning = "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas)
         calls = [call.function for delta in deltas for call in delta.tool_calls or ()]

@@ -12,20 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepgraph.runtime.serve.http import Bounds
-from tests.helpers.running_server import ASK, ON, SECONDS, Running, engine_of, running
+from tests.helpers.running_server import CHAT, ON, SECONDS, RunningServer, engine_of, running
 from tests.sampling.grammar.compile.test_compiler import waited
 
 BOUNDS = Bounds(head_bytes=4096, body_bytes=100_000)
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
+def server() -> Iterator[RunningServer]:
     engine = engine_of()
     with engine, running(engine, BOUNDS) as found:
         yield found
 
 
-def test_get_endpoints(server: Running) -> None:
+def test_get_endpoints(server: RunningServer) -> None:
     with server.client as client:
         assert [model.id for model in client.models.list()] == ["toy"]
     sent = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET /metrics?x=1 HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
@@ -34,7 +34,7 @@ def test_get_endpoints(server: Running) -> None:
     assert b'{"status":"ok"}' in answer and b"# TYPE stepgraph_" in answer
 
 
-def test_bad_requests_get_an_error_status(server: Running) -> None:
+def test_bad_requests_get_an_error_status(server: RunningServer) -> None:
     def status(method: bytes, path: bytes, fields: bytes = b"", body: bytes = b"") -> int:
         head = b"%b %b HTTP/1.1\r\nHost: x\r\nConnection: close\r\n%b\r\n" % (method, path, fields)
         (found,) = server.statuses(head, body, end=False)
@@ -55,7 +55,7 @@ def test_bad_requests_get_an_error_status(server: Running) -> None:
         assert wire.recv(100).startswith(b"HTTP/1.1 400 ")
 
 
-def test_large_bodies_are_refused_and_the_connection_remains_usable(server: Running) -> None:
+def test_large_bodies_are_refused_and_the_connection_remains_usable(server: RunningServer) -> None:
     health = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
     size = BOUNDS.body_bytes + 1
     assert server.statuses(POST + b"Content-Length: %d\r\n\r\n" % size, b"x" * size, health, end=False) == [413, 200]
@@ -81,7 +81,7 @@ CHANGED = st.builds(
 
 @settings(max_examples=300)
 @given(st.binary(max_size=60) | LINES | CHANGED)
-def test_arbitrary_bytes_get_a_response_or_a_close(server: Running, sent: bytes) -> None:
+def test_arbitrary_bytes_get_a_response_or_a_close(server: RunningServer, sent: bytes) -> None:
     assert set(server.statuses(sent)) <= {100, 200, 400, 404, 405, 408, 413, 429}  # 429: jobs of closed connections are not cancelled yet
     assert server.loop_errors == []
 
@@ -114,8 +114,8 @@ NAMES = [
 
 @settings(max_examples=150)
 @given(st.sampled_from(["chat/completions", "completions"]), st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=2))
-def test_arbitrary_json_gets_an_answer_or_a_refusal(server: Running, path: str, fields: dict[str, Any]) -> None:
-    prompt = {"messages": ASK} if path.startswith("chat") else {"prompt": "x"}
+def test_arbitrary_json_gets_an_answer_or_a_refusal(server: RunningServer, path: str, fields: dict[str, Any]) -> None:
+    prompt = {"messages": CHAT} if path.startswith("chat") else {"prompt": "x"}
     body = json.dumps({**prompt, "max_tokens": 1, **fields}).encode()
     head = f"POST /v1/{path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     waited(lambda: not server.engine.has_work, "jobs of closed connections still decode")

@@ -16,7 +16,7 @@ from stepgraph.runtime.models.files.tokenizer import ChatTemplate
 from stepgraph.runtime.serve.http import Bounds
 from stepgraph.runtime.serve.reasoning import THINK_BEGIN, THINK_END, ChannelSplitter, Reasoning, ReasoningSplitter
 from stepgraph.runtime.text import TextCodec
-from tests.helpers.running_server import ASK, FORMAT, ON, SCHEMA, TOOLS, Running, engine_of, running
+from tests.helpers.running_server import CHAT, FORMAT, ON, SCHEMA, TOOLS, RunningServer, engine_of, running
 
 TEMPLATE = """{% for message in messages %}{{ message.role }}: {{ message.content }}
 {% endfor %}assistant: {% if enable_thinking is defined and not enable_thinking %}<think>
@@ -28,7 +28,7 @@ TEMPLATE = """{% for message in messages %}{{ message.role }}: {{ message.conten
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
+def server() -> Iterator[RunningServer]:
     with engine_of() as engine:
         codec = engine.tokenizer
         engine.__dict__["tokenizer"] = TextCodec(codec.vocabulary, lambda text, begins: codec.encode(text, begins), ChatTemplate(TEMPLATE))
@@ -37,8 +37,8 @@ def server() -> Iterator[Running]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_budget_ends_the_reasoning_and_the_grammar_follows(server: Running, stream: bool) -> None:
-    request: Any = {"model": "toy", "messages": ASK, "response_format": FORMAT, "temperature": 0, "max_tokens": 200, "stream": stream}
+def test_a_budget_ends_the_reasoning_and_the_grammar_follows(server: RunningServer, stream: bool) -> None:
+    request: Any = {"model": "toy", "messages": CHAT, "response_format": FORMAT, "temperature": 0, "max_tokens": 200, "stream": stream}
     with server.client as client:
         answer: Any = client.chat.completions.create(**request, extra_body={"thinking_token_budget": 10})
         deltas = [chunk.choices[0].delta for chunk in answer] if stream else [answer.choices[0].message]
@@ -49,8 +49,8 @@ def test_a_budget_ends_the_reasoning_and_the_grammar_follows(server: Running, st
         assert answer.usage.completion_tokens_details.reasoning_tokens == 10
 
 
-def test_reasoning_can_be_switched_off_and_calls_follow_it(server: Running) -> None:
-    request: Any = {"model": "toy", "messages": ASK, "temperature": 0, "max_tokens": 300}
+def test_reasoning_can_be_switched_off_and_calls_follow_it(server: RunningServer) -> None:
+    request: Any = {"model": "toy", "messages": CHAT, "temperature": 0, "max_tokens": 300}
     with server.client as client:
         plain = client.chat.completions.create(**request, response_format=FORMAT, reasoning_effort="none").choices[0].message
         jsonschema.validate(json.loads(plain.content), SCHEMA)

@@ -13,7 +13,7 @@ import pydantic
 import pytest
 
 from stepgraph.runtime.serve.http import Bounds
-from tests.helpers.running_server import SECONDS, Running, engine_of, running
+from tests.helpers.running_server import SECONDS, RunningServer, engine_of, running
 from tests.sampling.grammar.compile.test_compiler import waited
 
 pytestmark = pytest.mark.models
@@ -43,7 +43,7 @@ class Person(pydantic.BaseModel):
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
+def server() -> Iterator[RunningServer]:
     try:
         engine = engine_of(["serve", "demo", "-k", "7", "--max-rows", "2", "--max-length", "1024"])
     except ValueError as error:
@@ -54,7 +54,7 @@ def server() -> Iterator[Running]:
             yield found
 
 
-def test_a_record_is_extracted_streamed_or_not(server: Running) -> None:
+def test_a_record_is_extracted_streamed_or_not(server: RunningServer) -> None:
     with server.client as client:
         whole = client.chat.completions.create(**EXTRACT, response_format=FORMAT, max_tokens=100).choices[0]
         chunks = [*client.chat.completions.create(**EXTRACT, response_format=FORMAT, max_tokens=100, stream=True)]
@@ -66,7 +66,7 @@ def test_a_record_is_extracted_streamed_or_not(server: Running) -> None:
     assert isinstance(parsed, Person)
 
 
-def test_tool_result_is_used(server: Running) -> None:
+def test_tool_result_is_used(server: RunningServer) -> None:
     requested: Any = [{"role": "user", "content": "Please tell Theodora that the course begins at 18:30."}]
     with server.client as client:
 
@@ -84,7 +84,7 @@ def test_tool_result_is_used(server: Running) -> None:
     assert free.message.content or free.message.tool_calls
 
 
-def test_concurrent_clients_and_a_disconnect(server: Running) -> None:
+def test_concurrent_clients_and_a_disconnect(server: RunningServer) -> None:
     """Answers do not depend on concurrent requests."""
     before = server.count("cancelled")
 
@@ -123,7 +123,7 @@ BAD: list[dict[str, Any]] = [
 ]
 
 
-def test_bad_body_is_refused_and_the_next_is_answered(server: Running) -> None:
+def test_bad_body_is_refused_and_the_next_is_answered(server: RunningServer) -> None:
     with server.client as client:
         for spoilt in BAD:
             with pytest.raises(openai.BadRequestError) as caught:

@@ -34,7 +34,7 @@ from stepgraph.runtime.serve.http import Bounds
 from tests.helpers.adapters import save_adapter
 from tests.helpers.aio_runs import Gate as Steps
 from tests.helpers.command_models import model_folder, tiny_model
-from tests.helpers.running_server import ASK, FLAGS, FORMAT, ON, SCHEMA, SECONDS, TOOLS, Running, engine_of, running
+from tests.helpers.running_server import CHAT, FLAGS, FORMAT, ON, SCHEMA, SECONDS, TOOLS, RunningServer, engine_of, running
 from tests.sampling.grammar.compile.test_compiler import waited
 
 USAGE: Any = {"include_usage": True, "include_obfuscation": False}
@@ -49,14 +49,14 @@ def message_of(error: openai.APIStatusError) -> str:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
+def server() -> Iterator[RunningServer]:
     engine = engine_of()
     with engine, running(engine, Bounds(head_bytes=4096, body_bytes=100_000, waiting=2)) as found:
         yield found
 
 
-def test_streamed_chat_equals_whole_chat(server: Running) -> None:
-    request: Any = {"model": "toy", "messages": ASK, "max_tokens": 25, "temperature": 0.8, "seed": 5, "extra_body": ON}
+def test_streamed_chat_equals_whole_chat(server: RunningServer) -> None:
+    request: Any = {"model": "toy", "messages": CHAT, "max_tokens": 25, "temperature": 0.8, "seed": 5, "extra_body": ON}
     with server.client as client:
         whole = client.chat.completions.create(**request, logprobs=True)
         chunks = [*client.chat.completions.create(**request, logprobs=True, stream=True, stream_options=USAGE)]
@@ -81,25 +81,25 @@ def test_requests_select_adapters_by_the_name_of_the_model(tmp_path: Path) -> No
     save_adapter(tmp_path / "sql", tiny_model(), 4)
     engine = engine_of(["serve", str(model_folder()), "--eager", "-k", "0", "--max-length", "200", "--lora-modules", "sql=sql"])
     engine.add_lora("sql", tmp_path / "sql")
-    prompt = engine.tokenizer.chat(ASK)
+    prompt = engine.tokenizer.chat(CHAT)
     expected = {name: engine.generate(prompt, max_new_tokens=12, lora_name=name).text for name in ("", "sql")}
     assert expected[""] != expected["sql"]
     with engine, running(engine, Bounds()) as server, server.client as client:
         assert [each.id for each in client.models.list()] == ["toy", "sql"]
         assert client.models.retrieve("sql").parent == "toy"
         for name, lora_name in (("toy", ""), ("sql", "sql")):
-            answer = client.chat.completions.create(model=name, messages=ASK, max_tokens=12, temperature=0)
+            answer = client.chat.completions.create(model=name, messages=CHAT, max_tokens=12, temperature=0)
             assert (answer.model, answer.choices[0].message.content) == (name, expected[lora_name])
         with pytest.raises(openai.NotFoundError) as caught:
-            client.chat.completions.create(model="other", messages=ASK)
+            client.chat.completions.create(model="other", messages=CHAT)
         assert message_of(caught.value) == """model: got "other", expected 'toy' or 'sql'"""
 
 
-def test_most_probable_tokens_are_reported_beside_the_chosen_one(server: Running) -> None:
+def test_most_probable_tokens_are_reported_beside_the_chosen_one(server: RunningServer) -> None:
     """The most probable token of a greedy answer is the chosen one."""
     request: Any = {"model": "toy", "max_tokens": 8, "temperature": 0, "extra_body": ON}
     with server.client as client:
-        answer = client.chat.completions.create(messages=ASK, logprobs=True, top_logprobs=3, **request)
+        answer = client.chat.completions.create(messages=CHAT, logprobs=True, top_logprobs=3, **request)
         completion = client.completions.create(prompt="abc", logprobs=2, **request)
     found = answer.choices[0].logprobs
     assert found is not None and found.content is not None and len(found.content) == 8
@@ -114,7 +114,7 @@ def test_most_probable_tokens_are_reported_beside_the_chosen_one(server: Running
         assert 1 <= len(top) <= 2 and top[token] == pytest.approx(value, abs=1e-5) == max(top.values())
 
 
-def test_completion_of_text_or_ids_ends_at_a_stop_text(server: Running) -> None:
+def test_completion_of_text_or_ids_ends_at_a_stop_text(server: RunningServer) -> None:
     request: Any = {"model": "toy", "max_tokens": 40, "temperature": 0, "extra_body": ON}
     with server.client as client:
         text = client.completions.create(prompt="abc", **request).choices[0].text
@@ -132,9 +132,9 @@ def test_completion_of_text_or_ids_ends_at_a_stop_text(server: Running) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_answer_matches_its_response_format(server: Running, stream: bool) -> None:
+def test_answer_matches_its_response_format(server: RunningServer, stream: bool) -> None:
     with server.client as client:
-        request: Any = {"model": "toy", "messages": ASK, "max_completion_tokens": 60, "seed": 1, "stream": stream}
+        request: Any = {"model": "toy", "messages": CHAT, "max_completion_tokens": 60, "seed": 1, "stream": stream}
         for format in (FORMAT, {"type": "json_object"}):
             answer: Any = client.chat.completions.create(response_format=format, temperature=0.3, logit_bias={"125": 9}, **request)
             if stream:
@@ -164,8 +164,8 @@ def calls_of(answer: Any, stream: bool) -> tuple[list[tuple[str, str]], str]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_required_tool_is_called(server: Running, stream: bool) -> None:
-    request: Any = {"model": "toy", "messages": [{"role": "system", "content": "be brief"}, *ASK], "tools": TOOLS, "temperature": 0}
+def test_a_required_tool_is_called(server: RunningServer, stream: bool) -> None:
+    request: Any = {"model": "toy", "messages": [{"role": "system", "content": "be brief"}, *CHAT], "tools": TOOLS, "temperature": 0}
     named = {"type": "function", "function": {"name": "look_up"}}
     with server.client as client:
         for choice, parallel in ((named, True), ("required", False)):
@@ -179,9 +179,9 @@ def test_a_required_tool_is_called(server: Running, stream: bool) -> None:
         assert free.usage is not None and plain.usage is not None and plain.usage.prompt_tokens < free.usage.prompt_tokens
 
 
-def test_several_calls_may_be_required_and_the_last_may_be_cut_short(server: Running) -> None:
+def test_several_calls_may_be_required_and_the_last_may_be_cut_short(server: RunningServer) -> None:
     """A bias towards line ends makes the toy model start the next call."""
-    request: Any = {"model": "toy", "messages": ASK, "tools": TOOLS, "tool_choice": "required", "temperature": 0, "max_tokens": 300}
+    request: Any = {"model": "toy", "messages": CHAT, "tools": TOOLS, "tool_choice": "required", "temperature": 0, "max_tokens": 300}
     request["logit_bias"] = {str(ord("\n")): 100}
     with server.client as client:
         whole, reason = calls_of(client.chat.completions.create(**request), False)
@@ -235,12 +235,12 @@ REFUSED: list[tuple[dict[str, Any], str | None]] = [
 ]
 
 
-def test_unsupported_fields_are_refused_by_name(server: Running) -> None:
+def test_unsupported_fields_are_refused_by_name(server: RunningServer) -> None:
     submitted = server.engine.stats().submitted
     with server.client as client:
         for given_too, name in REFUSED:
             with pytest.raises(openai.BadRequestError) as caught:
-                client.chat.completions.create(**{"model": "toy", "messages": ASK}, extra_body=given_too)
+                client.chat.completions.create(**{"model": "toy", "messages": CHAT}, extra_body=given_too)
             name = name or "messages[0].tool_calls[0].function.arguments"
             assert caught.value.param == name, given_too
             assert name in caught.value.message and not INTERNAL.search(caught.value.message), caught.value.message
@@ -256,14 +256,14 @@ def test_unsupported_fields_are_refused_by_name(server: Running) -> None:
         malformed = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "strange"}}}
         for format, word in ((unknown, "uniqueItems"), (malformed, "strange")):
             with pytest.raises(openai.BadRequestError, match=word) as caught:
-                client.chat.completions.create(**{"model": "toy", "messages": ASK, "response_format": format, "stream": True})
+                client.chat.completions.create(**{"model": "toy", "messages": CHAT, "response_format": format, "stream": True})
             assert caught.value.param == "response_format" and not INTERNAL.search(caught.value.message), caught.value.message
 
 
-def test_disconnect_frees_the_row(server: Running) -> None:
+def test_disconnect_frees_the_row(server: RunningServer) -> None:
     before = server.count("cancelled")
     with server.client as client:
-        request: Any = {"model": "toy", "messages": ASK, "max_tokens": 4000, "extra_body": ON}
+        request: Any = {"model": "toy", "messages": CHAT, "max_tokens": 4000, "extra_body": ON}
         with client.chat.completions.create(stream=True, **request) as stream:
             for chunk in stream:
                 assert chunk.choices[0].finish_reason is None
@@ -277,8 +277,8 @@ def test_disconnect_frees_the_row(server: Running) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_choices_equal_requests_with_their_seeds(server: Running, stream: bool) -> None:
-    request: Any = {"model": "toy", "messages": ASK, "max_tokens": 12, "temperature": 0.9, "extra_body": ON}
+def test_choices_equal_requests_with_their_seeds(server: RunningServer, stream: bool) -> None:
+    request: Any = {"model": "toy", "messages": CHAT, "max_tokens": 12, "temperature": 0.9, "extra_body": ON}
     with server.client as client:
         alone = [client.chat.completions.create(**request, seed=7 + index).choices[0].message.content for index in range(3)]
         answer: Any = client.chat.completions.create(**request, seed=7, n=3, stream=stream, user="me", metadata={"a": "b"})
@@ -292,9 +292,9 @@ def test_choices_equal_requests_with_their_seeds(server: Running, stream: bool) 
     assert texts == alone
 
 
-def test_accepted_fields_and_roles(server: Running) -> None:
-    messages: Any = [{"role": "developer", "content": "be brief"}, *ASK]
-    system: Any = [{"role": "system", "content": "be brief"}, *ASK]
+def test_accepted_fields_and_roles(server: RunningServer) -> None:
+    messages: Any = [{"role": "developer", "content": "be brief"}, *CHAT]
+    system: Any = [{"role": "system", "content": "be brief"}, *CHAT]
     request: Any = {"model": "toy", "max_tokens": 5, "temperature": 0, "extra_body": ON}
     with server.client as client:
         texts = [client.chat.completions.create(**request, messages=each).choices[0].message.content for each in (messages, system)]
@@ -302,10 +302,10 @@ def test_accepted_fields_and_roles(server: Running) -> None:
         same = client.chat.completions.create(**request, messages=system, reasoning_effort="low", safety_identifier="x")
         assert same.choices[0].message.content == texts[0]
         called = client.chat.completions.create(
-            model="toy", messages=ASK, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, temperature=0
+            model="toy", messages=CHAT, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, temperature=0
         )
         assert called.choices[0].finish_reason == "tool_calls"
-        past: Any = [*ASK, called.choices[0].message.model_dump(exclude_none=True)]
+        past: Any = [*CHAT, called.choices[0].message.model_dump(exclude_none=True)]
         past.append({"role": "tool", "tool_call_id": called.choices[0].message.tool_calls[0].id, "content": "done"})
         assert client.chat.completions.create(**request, messages=past).choices[0].message.content is not None
         assert client.models.retrieve("toy").id == "toy"
@@ -370,7 +370,7 @@ def test_more_important_requests_enter_a_full_engine() -> None:
     assert asyncio.run(entered()) == [True, True, False, True, True, False, True]
 
 
-def post(server: Running, key: str, priority: int, tokens: int) -> socket.socket:
+def post(server: RunningServer, key: str, priority: int, tokens: int) -> socket.socket:
     """A connection whose answer is not read."""
     wire = socket.create_connection(("127.0.0.1", server.port), timeout=SECONDS)
     body = json.dumps({"prompt": "x", "max_tokens": tokens, "temperature": 0, "priority": priority, **ON}).encode()
@@ -433,9 +433,9 @@ def test_preemption_gives_the_row_to_the_smaller_priority_number(flag: str) -> N
                 waited(lambda: sum(counts_of(server)) == len(wires), "a request was not queued")
                 if len(wires) == 1:
                     steps.allow(3)
-                    waited(lambda: steps.made == 3 and engine.stats().running == 1, "the first request has no row")
+                    waited(lambda: steps.steps_made == 3 and engine.stats().running == 1, "the first request has no row")
             steps.allow(30)  # fewer rounds than 120 tokens take
-            waited(lambda: steps.made == 33, "the engine made too few steps")
+            waited(lambda: steps.steps_made == 33, "the engine made too few steps")
             assert server.count("length") == (2 if flag else 1)  # the answer above, and the urgent one
             steps.open()
             assert answers_of(wires)[0] == alone
@@ -470,7 +470,7 @@ def test_tenants_take_turns() -> None:
     assert asyncio.run(order()) == "ababcacaca"
 
 
-def test_metrics_are_those_of_the_engine(server: Running) -> None:
+def test_metrics_are_those_of_the_engine(server: RunningServer) -> None:
     with server.client as client:
         client.completions.create(model="toy", prompt="abc", max_tokens=4)
     with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics") as answer:
@@ -481,14 +481,14 @@ def test_metrics_are_those_of_the_engine(server: Running) -> None:
     assert families["stepgraph_first_token_seconds"].type == "histogram" and families["stepgraph_http_waiting"].type == "gauge"
 
 
-def counts_of(server: Running) -> tuple[int, int]:
+def counts_of(server: RunningServer) -> tuple[int, int]:
     """The numbers of requests that run, and that wait in the engine or at the gate."""
     stats, waiting = server.engine.stats(), re.search(r"http_waiting (\d+)", server.metrics())
     assert waiting is not None
     return stats.running, stats.waiting + int(waiting[1])
 
 
-def test_full_queue_is_status_429(server: Running) -> None:
+def test_full_queue_is_status_429(server: RunningServer) -> None:
     body = json.dumps({"prompt": "x", "max_tokens": 4000, "stream": True, **ON}).encode()
     request = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
     wires = []
@@ -593,7 +593,7 @@ def test_a_time_limit_does_not_wait_for_the_step_in_progress() -> None:
             waited(lambda: not engine.has_work, "abandoned requests still decode")
 
 
-def test_each_request_is_one_line_of_the_log_without_its_text(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_request_is_one_line_of_the_log_without_its_text(server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "stepgraph.serve"), server.client as client:
         found = [
             client.completions.create(model="toy", prompt="secret", max_tokens=4, stream=stream, extra_body=ON) for stream in (False, True)

@@ -16,7 +16,7 @@ from stepgraph.sampling.grammar.compile.worker_process import CompileWorker
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
 from stepgraph.sampling.native import why_not
 from tests.helpers.c_library import EACH_BACKEND
-from tests.helpers.grammar_texts import COMPILER, CONTROL, EXAMPLES, PERSON, PRINTABLE, STOP, accepts, encode, filled, matcher_of
+from tests.helpers.grammar_texts import COMPILER, CONTROL, EXAMPLES, PERSON, PRINTABLE, STOP, accepts, encode, fill_mask, matcher_of
 
 
 @pytest.mark.parametrize("kind", EXAMPLES)
@@ -31,29 +31,29 @@ def test_mask_contains_each_token_of_a_legal_text(kind: str) -> None:
     constraint, good, _ = EXAMPLES[kind]
     matcher = matcher_of(constraint)
     for token_id in [*encode(good), STOP]:
-        status, legal = filled(matcher)
+        status, legal = fill_mask(matcher)
         assert status in (MaskStatus.OK, MaskStatus.COMPLETE) and token_id in legal
         assert matcher.accept_token(token_id)
-    assert filled(matcher) == (MaskStatus.TERMINATED, [])
+    assert fill_mask(matcher) == (MaskStatus.TERMINATED, [])
 
 
 @pytest.mark.parametrize("backend", EACH_BACKEND)
 def test_mask_status_along_a_text(backend: BackendChoice) -> None:
     matcher = matcher_of(Constraint.regex("ab?", backend))
     a, b = encode(b"a")[0], encode(b"b")[0]
-    assert filled(matcher) == (MaskStatus.OK, [a])
+    assert fill_mask(matcher) == (MaskStatus.OK, [a])
     assert matcher.accept_token(a)
-    assert filled(matcher) == (MaskStatus.OK, sorted([b, STOP]))
+    assert fill_mask(matcher) == (MaskStatus.OK, sorted([b, STOP]))
     assert matcher.accept_token(b)
-    assert filled(matcher) == (MaskStatus.COMPLETE, [STOP])
+    assert fill_mask(matcher) == (MaskStatus.COMPLETE, [STOP])
     assert matcher.accept_token(STOP) and matcher.is_terminated()
-    assert filled(matcher) == (MaskStatus.TERMINATED, [])
+    assert fill_mask(matcher) == (MaskStatus.TERMINATED, [])
     assert not matcher.accept_token(a)
     matcher.rollback(2)
     assert not matcher.is_terminated()
-    assert filled(matcher) == (MaskStatus.OK, sorted([b, STOP]))
+    assert fill_mask(matcher) == (MaskStatus.OK, sorted([b, STOP]))
     matcher.rollback(1)
-    assert filled(matcher) == (MaskStatus.OK, [a])
+    assert fill_mask(matcher) == (MaskStatus.OK, [a])
     with pytest.raises(ValueError, match=r"rollback.num_tokens: got 1, expected 0\.\.0"):
         matcher.rollback(1)
 
@@ -64,10 +64,10 @@ def test_dead_end_where_no_token_continues(backend: BackendChoice) -> None:
     matcher = GrammarCompiler(vocabulary).compile(Constraint.regex("a(b|ac)", backend)).matcher()
     assert matcher.accept_token(0) and matcher.accept_token(0)
     for _ in range(2):
-        assert filled(matcher, 1) == (MaskStatus.DEAD_END, [])
+        assert fill_mask(matcher, 1) == (MaskStatus.DEAD_END, [])
         assert not any(matcher.accept_token(token_id) for token_id in range(3)) and not matcher.fault
         matcher.rollback(1)
-        assert filled(matcher, 1) == (MaskStatus.OK, [0, 1])
+        assert fill_mask(matcher, 1) == (MaskStatus.OK, [0, 1])
         assert matcher.accept_token(0)
 
 
@@ -77,7 +77,7 @@ def test_library_error_is_a_fault_with_an_empty_row(monkeypatch: pytest.MonkeyPa
 
     matcher = matcher_of(Constraint.regex("a+", "xgrammar"))
     monkeypatch.setattr(matcher.library_matcher, "fill_next_token_bitmask", fail, raising=False)
-    assert filled(matcher) == (MaskStatus.FAULT, [])
+    assert fill_mask(matcher) == (MaskStatus.FAULT, [])
     assert not matcher.accept_token(encode(b"a")[0])
     assert matcher.fault == "fill_next_token_bitmask: planted"
 
@@ -89,7 +89,7 @@ def test_slow_step_is_a_fault() -> None:
     while matcher.accept_token(encode(b"a")[0]):
         steps += 1
     assert 5 < steps < 500
-    assert filled(matcher) == (MaskStatus.FAULT, [])
+    assert fill_mask(matcher) == (MaskStatus.FAULT, [])
     assert "one step of the grammar took" in matcher.fault
 
 
@@ -97,9 +97,9 @@ def test_slow_step_is_a_fault() -> None:
 @pytest.mark.parametrize("token_id", [-1, len(PRINTABLE.tokens), 2**31, 2**32 + 65, 10**20])
 def test_out_of_range_ids_are_not_accepted(token_id: int, backend: BackendChoice) -> None:
     matcher = matcher_of(Constraint.regex("[ -~]*", backend))
-    before = filled(matcher)
+    before = fill_mask(matcher)
     assert matcher.accept_token(token_id) is False
-    assert filled(matcher) == before
+    assert fill_mask(matcher) == before
 
 
 @pytest.mark.parametrize("backend", EACH_BACKEND)
@@ -107,10 +107,10 @@ def test_padding_and_control_tokens_are_never_legal(backend: BackendChoice) -> N
     vocabulary = Vocabulary([b'"', b"a", b"<", CONTROL, b"", b"</s>"], stop_token_ids=[5], logits_width=71, control_token_ids=[3])
     matcher = GrammarCompiler(vocabulary).compile(Constraint.json_schema({"type": "string"}, backend=backend)).matcher()
     for token_id, legal in [(0, [0]), (1, [0, 1, 2]), (2, [0, 1, 2]), (0, [0, 1, 2])]:
-        assert filled(matcher, 3) == (MaskStatus.OK, legal)
+        assert fill_mask(matcher, 3) == (MaskStatus.OK, legal)
         assert not any(matcher.accept_token(never) for never in (3, 4, 6, 70))
         assert matcher.accept_token(token_id)
-    assert filled(matcher, 3) == (MaskStatus.COMPLETE, [5])
+    assert fill_mask(matcher, 3) == (MaskStatus.COMPLETE, [5])
     assert vocabulary.decode([0, 3, 1, 5]) == b'"a'
 
 
@@ -118,7 +118,7 @@ def test_padding_and_control_tokens_are_never_legal(backend: BackendChoice) -> N
 def test_bits_beyond_the_vocabulary_are_always_clear(backend: BackendChoice) -> None:
     vocabulary = Vocabulary([bytes([65 + index]) for index in range(26)], stop_token_ids=[25])
     matcher = GrammarCompiler(vocabulary).compile(Constraint.regex("[A-Z]*", backend)).matcher()
-    assert filled(matcher, 1) == (MaskStatus.OK, list(range(26)))
+    assert fill_mask(matcher, 1) == (MaskStatus.OK, list(range(26)))
 
 
 walks = st.lists(st.tuples(st.sampled_from(["accept", "accept", "accept", "illegal", "rollback"]), st.integers(0, 2**16)), max_size=40)
@@ -130,7 +130,7 @@ def test_masks_after_rollbacks_equal_those_of_a_fresh_matcher(kind: str, walk: l
     constraint, history = EXAMPLES[kind][0], list[int]()
     matcher = matcher_of(constraint)
     for action, number in walk:
-        legal = filled(matcher)[1]
+        legal = fill_mask(matcher)[1]
         if action == "rollback":
             count = number % (len(history) + 1)
             matcher.rollback(count)
@@ -144,19 +144,19 @@ def test_masks_after_rollbacks_equal_those_of_a_fresh_matcher(kind: str, walk: l
             history.append(legal[number % len(legal)])
         fresh = matcher_of(constraint)
         assert all(fresh.accept_token(token_id) for token_id in history)
-        assert filled(matcher) == filled(fresh)
+        assert fill_mask(matcher) == fill_mask(fresh)
         assert matcher.is_terminated() == fresh.is_terminated() and matcher.num_accepted == len(history)
 
 
 @pytest.mark.parametrize("backend", EACH_BACKEND)
 def test_rollback_of_any_length(backend: BackendChoice) -> None:
     matcher = matcher_of(Constraint.regex("a*", backend))
-    start = filled(matcher)
+    start = fill_mask(matcher)
     assert all(matcher.accept_token(encode(b"a")[0]) for _ in range(500))
     with pytest.raises(ValueError, match=r"rollback.num_tokens: got 501, expected 0\.\.500"):
         matcher.rollback(501)
     matcher.rollback(500)
-    assert filled(matcher) == start
+    assert fill_mask(matcher) == start
 
 
 @pytest.mark.parametrize("backend", EACH_BACKEND)
@@ -228,7 +228,7 @@ def test_cache_is_bounded_and_dropped_grammars_stay_usable() -> None:
     assert 1 <= compiler.stats.grammars <= 3 and compiler.stats.dropped >= 3
     assert compiler.compile(Constraint.regex("a+")) is not first
     del first
-    assert matcher.accept_token(encode(b"a")[0]) and filled(matcher)[0] is MaskStatus.OK
+    assert matcher.accept_token(encode(b"a")[0]) and fill_mask(matcher)[0] is MaskStatus.OK
 
 
 def test_threads_share_one_compile(monkeypatch: pytest.MonkeyPatch) -> None:

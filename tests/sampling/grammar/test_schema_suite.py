@@ -18,21 +18,21 @@ from tests.helpers.schema_cases import (
     BYTES,
     FALSE_ACCEPT,
     REFUSED,
-    classed,
+    classify,
+    count_classes,
     differences,
     groups,
-    kept,
     key,
     outcomes,
+    stored_outcomes,
+    to_json,
     totals,
-    verdicts,
-    writings,
-    written,
+    written_forms,
 )
 from tests.helpers.schema_cases import TABLE as TABLE_FILE
 from tests.helpers.toy_engines import needs_native
 
-TABLE = kept()
+TABLE = stored_outcomes()
 ROOT = Path(__file__).parent.parent.parent.parent
 
 
@@ -41,7 +41,7 @@ def test_outcomes_equal_the_table() -> None:
     found = outcomes()
     changed = differences(TABLE, found)
     assert not changed, f"{len(changed)} outcomes; run tools/schema_suite.py and check:\n" + "\n".join(changed[:20])
-    assert written(found) == TABLE_FILE.read_text(encoding="utf-8"), "the totals or the order of the table do not match its groups"
+    assert to_json(found) == TABLE_FILE.read_text(encoding="utf-8"), "the totals or the order of the table do not match its groups"
 
 
 def test_no_invalid_value_is_accepted() -> None:
@@ -66,7 +66,7 @@ def test_keyword_that_is_not_enforced_changes_the_table(monkeypatch: pytest.Monk
     json_grammar.cache_clear()
     unguarded = GrammarCompiler(BYTES, max_threads=1, backend="xgrammar")
     chosen = [group for group in groups() if group.file == "oneOf"]
-    found = {key(group): {**TABLE[key(group)], "xgrammar": classed(group, unguarded)} for group in chosen}
+    found = {key(group): {**TABLE[key(group)], "xgrammar": classify(group, unguarded)} for group in chosen}
     table = {where: TABLE[where] for where in found}
     assert any(FALSE_ACCEPT in row["xgrammar"] and not row["xgrammar"].startswith(REFUSED) for row in found.values())
     assert len(differences(table, found)) == len(differences(found, table)) > 5
@@ -87,7 +87,7 @@ STANDARD = {  # by draft; "" is 2020-12
 def test_drafts_that_are_read_by_the_standard(draft: str) -> None:
     """At least 90% of the cases without references to other documents have the right verdict, and no invalid value is accepted."""
     compiler = GrammarCompiler(BYTES, max_threads=1, isolation="none", backend="automaton")
-    found = verdicts((group, classed(group, compiler, objects="standard")) for group in groups(draft) if group.is_one_document)
+    found = count_classes((group, classify(group, compiler, objects="standard")) for group in groups(draft) if group.is_one_document)
     assert found == STANDARD[draft]
     assert found["pass"] >= 0.9 * sum(found.values()) and found["false accept"] == 0
 
@@ -110,5 +110,5 @@ def test_documents_have_the_figures_of_the_suite() -> None:
     ],
 )
 def test_value_is_tried_in_all_its_written_forms(value: Any, expected: list[str]) -> None:
-    found = list(writings(value))
+    found = list(written_forms(value))
     assert found[0] == expected[0] and set(expected) <= set(found)

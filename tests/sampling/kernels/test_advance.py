@@ -20,9 +20,9 @@ from stepgraph.sampling.grammar.compile.limits import GrammarLimits
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.kernels import advance_fill
 from tests.helpers import automaton_cases
-from tests.helpers.advance_reference import At, Forced, Place, Row, Tokens, advance_reference
+from tests.helpers.advance_reference import DeviceTokenTable, ForcedRow, Place, PlaceMatcher, Row, advance_reference
 from tests.helpers.c_library import needs_c
-from tests.helpers.grammar_rows import World
+from tests.helpers.grammar_rows import RowRounds
 
 pytestmark = needs_c
 
@@ -95,7 +95,7 @@ def forcing_grammars(merges: bool = False) -> list[AutomatonGrammar]:
 def test_reference_and_c_equal_the_host_link(drafts: int, rounds: int) -> None:
     counts = Counter[MaskStatus]()
     for seed in range(8):
-        world = World(grammars(), 7, drafts, seed, [advance_reference, advance_fill.out])
+        world = RowRounds(grammars(), 7, drafts, seed, [advance_reference, advance_fill.out])
         world.run(rounds)
         counts += world.counts
     assert set(counts) == set(MaskStatus) - ({MaskStatus.ILLEGAL} if drafts == 0 else set())
@@ -104,7 +104,7 @@ def test_reference_and_c_equal_the_host_link(drafts: int, rounds: int) -> None:
 @pytest.mark.parametrize("seed", [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.soak)])
 def test_forced_tokens_equal_those_of_the_host_link(seed: int) -> None:
     """Drafts chosen one by one, and proposed chains."""
-    world = World(forcing_grammars(), 7, 4, seed, [advance_reference, advance_fill.out], forced=True)
+    world = RowRounds(forcing_grammars(), 7, 4, seed, [advance_reference, advance_fill.out], forced=True)
     world.run(30)
     assert world.num_forced > 100, world.num_forced
 
@@ -112,7 +112,7 @@ def test_forced_tokens_equal_those_of_the_host_link(seed: int) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(40))
 def test_reference_and_c_equal_the_host_link_in_long_runs(seed: int) -> None:
-    World(grammars(), 9, seed % 6, seed + 100, [advance_reference, advance_fill.out]).run(300)
+    RowRounds(grammars(), 9, seed % 6, seed + 100, [advance_reference, advance_fill.out]).run(300)
 
 
 # planted errors
@@ -121,7 +121,7 @@ def test_reference_and_c_equal_the_host_link_in_long_runs(seed: int) -> None:
 def run_until_found(program: Any, drafts: int = 3, forced: bool = False) -> None:
     def run() -> None:
         for seed in range(20):
-            World(forcing_grammars() if forced else grammars(), 7, drafts, seed, [program], forced).run(100)
+            RowRounds(forcing_grammars() if forced else grammars(), 7, drafts, seed, [program], forced).run(100)
 
     with pytest.raises((AssertionError, IndexError)):
         run()
@@ -181,11 +181,11 @@ def test_an_error_in_the_rules_is_found(method: str, bug: Any, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("cls", "method", "bug"),
     [
-        (At, "forced_bytes", lambda real, at: real(at)[:-1]),
-        (At, "forced_bytes", lambda real, at: real(at).replace(b"a", b"b", 1)),
-        (Forced, "accepted", lambda real, forced, position, token: None),
-        (Forced, "draft", lambda real, forced, index: -1),
-        (Tokens, "find", lambda real, table, text: max(real(table, text) - (len(text) > 1), -1)),
+        (PlaceMatcher, "forced_bytes", lambda real, at: real(at)[:-1]),
+        (PlaceMatcher, "forced_bytes", lambda real, at: real(at).replace(b"a", b"b", 1)),
+        (ForcedRow, "accepted", lambda real, forced, position, token: None),
+        (ForcedRow, "draft", lambda real, forced, index: -1),
+        (DeviceTokenTable, "find", lambda real, table, text: max(real(table, text) - (len(text) > 1), -1)),
     ],
     ids=["short", "changed", "accepted", "draft", "find"],
 )
@@ -206,7 +206,7 @@ def inputs(drafts: int = 2) -> list[Any]:
         advance_fill.out(*arguments)
         kept[:] = arguments
 
-    World(grammars(), 4, drafts, 1, [keep]).run(3)
+    RowRounds(grammars(), 4, drafts, 1, [keep]).run(3)
     return [value.clone() if isinstance(value, torch.Tensor) else value for value in kept]
 
 

@@ -35,7 +35,7 @@ def test_operations_pass_opcheck() -> None:
     tags, owner, generated, constrained, rows = tag_inputs(5, 3, CPU)
     for some, chosen in ((tags, rows), (tags[:5], None)):
         opcheck(choice.mask_status.out, (some, owner, generated, constrained, 1, chosen, torch.empty(5, 3, dtype=torch.int64), rows < 0))
-    for case in (make_case(4, 2, 90, torch.bfloat16), make_case(4, 1, 90, torch.float32, own=20, masked=False, first=2)):
+    for case in (make_case(4, 2, 90, torch.bfloat16), make_case(4, 1, 90, torch.float32, draft_vocabulary=20, masked=False, first=2)):
         opcheck(process_logits.out, case.arguments(case.outputs()))
 
 
@@ -52,7 +52,7 @@ def test_mask_status_of_permuted_rows() -> None:
 @pytest.mark.parametrize("constrained", [True, False])
 def test_process_equals_plain_functions(constrained: bool, own: int) -> None:
     for seed in range(4):
-        case = make_case(8, 1 if own else 3, 150, torch.float32, own=own, masked=constrained, first=2 if own else 0, seed=seed)
+        case = make_case(8, 1 if own else 3, 150, torch.float32, draft_vocabulary=own, masked=constrained, first=2 if own else 0, seed=seed)
         assert case.rows is not None
         masked, status = case.logits, torch.full(case.logits.shape[:2], int(MaskStatus.OK))
         if case.mask is not None:

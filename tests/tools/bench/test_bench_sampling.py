@@ -60,7 +60,7 @@ def test_every_operation_of_the_sampled_path_is_reported(capsys: pytest.CaptureF
 def test_rows_match_their_columns() -> None:
     scene = bench_sampling.Scene(torch.device("cpu"), rows=2, k=1, width=40)
     for column in Param:
-        expected = torch.full((2,), float(bench_sampling.ASKED.get(column, 0)))
+        expected = torch.full((2,), float(bench_sampling.ROW_PARAMS.get(column, 0)))
         assert torch.equal(scene.buffers.row_params[:2, column], expected)
     scene.accept(True)()
     assert bool((scene.buffers.results[:2, ResultLayout(1).columns["emitted"]] >= 1).all()), "every row emits"

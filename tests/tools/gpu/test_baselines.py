@@ -116,7 +116,7 @@ def test_compiled_transformers_gives_the_same_tokens() -> None:
     """Inductor takes most of a minute; the GPU checks make the same call."""
     pair = pair_of(TINY, torch.device("cpu"))
     generator = same_weights(pair.target, pair.vocabulary)
-    compiled_, static = (generator.generate(PROMPTS[0], 12, mode=mode, ends=False).tokens for mode in ("compiled", "static"))
+    compiled_, static = (generator.generate(PROMPTS[0], 12, mode=mode, stops=False).tokens for mode in ("compiled", "static"))
     assert compiled_ == static
     assert torch._dynamo.utils.counters["frames"]["ok"] > 0, "nothing was compiled"
 

@@ -22,7 +22,7 @@ from tests.helpers.c_library import needs_c
 from tools.gpu.checks import link, short_kernels, smoke
 from tools.gpu.checks.catalogue import CATALOGUE, FULL_SECONDS, QUICK_SECONDS, QUICK_SHARE, SMOKE, Entry
 from tools.gpu.checks.context import Context
-from tools.gpu.checks.document import GOALS, Goal, compose, file_name, judge, save
+from tools.gpu.checks.document import GOALS, Goal, assess, compose, file_name, save
 from tools.gpu.checks.supervisor import Row, Supervisor, rows
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
@@ -139,8 +139,8 @@ def test_a_worker_that_cannot_be_started_again_is_not_started_for_every_check(tm
 
 
 def test_part_without_budget_is_reported_as_cut() -> None:
-    spent = Context(rehearsal=False, quick=True, budget=1e-9)
-    assert [spent.fits("one"), Context(rehearsal=True, quick=True, budget=1e-9).fits("two")] == [False, True]
+    spent = Context(rehearsal=False, quick=True, budget_seconds=1e-9)
+    assert [spent.fits("one"), Context(rehearsal=True, quick=True, budget_seconds=1e-9).fits("two")] == [False, True]
     assert spent.cut == ["one"]
 
 
@@ -167,7 +167,7 @@ def test_the_smoke_stage_reports_programs_without_a_result(monkeypatch: pytest.M
     assert "masked_argmax" in short_kernels.programs(torch.device("cpu"))
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
     assert smoke.every_program_equals_its_reference(context) == {"masked_argmax": "exit code 1: "}
-    assert context.failed == ["masked_argmax: exit code 1: "]
+    assert context.failures == ["masked_argmax: exit code 1: "]
 
 
 @needs_c  # for the grammar of one of the calls
@@ -180,7 +180,7 @@ def test_the_smoke_stage_has_every_operation_with_a_program() -> None:
 
 def test_a_check_repeats_as_often_as_its_budget_allows() -> None:
     assert len(list(Context(rehearsal=True, quick=True).turns(5))) == 5
-    assert len(list(Context(rehearsal=True, quick=True, budget=1e-9).turns(5, least=2))) == 2
+    assert len(list(Context(rehearsal=True, quick=True, budget_seconds=1e-9).turns(5, least=2))) == 2
 
 
 def test_the_budgets_of_all_checks_fit_into_a_run() -> None:
@@ -202,19 +202,19 @@ def test_goals_are_met_missed_or_not_run() -> None:
         "error": "",
         "figures": {"gap": {"median": 6}, "ratio": 1.01, "noise": 0.02, "share": 0.9},
     }
-    verdicts = {goal.name: judge(goal, [row], False) for goal in (most, noisy, least)}
+    verdicts = {goal.name: assess(goal, [row], False) for goal in (most, noisy, least)}
     assert {name: results["verdict"] for name, results in verdicts.items()} == {"gap": "missed", "ratio": "met", "share": "met"}
     assert verdicts["gap"]["reason"] == "found 6, expected <= 5"
     assert (
-        judge(noisy, [{**row, "figures": {"ratio": 1.03, "noise": 0.02}}], False)["reason"] == "found 1.03, expected <= 1 + noise of 0.02"
+        assess(noisy, [{**row, "figures": {"ratio": 1.03, "noise": 0.02}}], False)["reason"] == "found 1.03, expected <= 1 + noise of 0.02"
     )
-    assert judge(most, [{**row, "figures": {}, "error": "no GPU"}], False) | {"name": ""} == {
+    assert assess(most, [{**row, "figures": {}, "error": "no GPU"}], False) | {"name": ""} == {
         "name": "", "expected": "<= 5", "found": None, "verdict": "not run", "reason": "no GPU"
     }  # fmt: skip
-    assert judge(most, [], False)["reason"] == "its check was not selected"
-    assert judge(least, [row], True)["verdict"] == "not run"
+    assert assess(most, [], False)["reason"] == "its check was not selected"
+    assert assess(least, [row], True)["verdict"] == "not run"
     failed = {**row, "verdict": "failed", "error": "half of it"}
-    results = {goal.name: judge(goal, [failed], False) for goal in (most, least)}
+    results = {goal.name: assess(goal, [failed], False) for goal in (most, least)}
     assert {name: (each["verdict"], each["found"]) for name, each in results.items()} == {"gap": ("missed", 6.0), "share": ("not run", 0.9)}
     assert results["share"]["reason"] == "its check failed: half of it", "parts that did not run may have been worse"
 

@@ -40,7 +40,7 @@ def packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(bundle, "PART_BYTES", 1000)
     out = tmp_path / "bundle"
     # parts are smaller than a wheel: only models are split
-    monkeypatch.setattr(bundle, "MOST_WHEEL_BYTES", 10_000)
+    monkeypatch.setattr(bundle, "MAX_WHEEL_BYTES", 10_000)
     paths = [str(tmp_path / name) for name in ("wheels.txt", "index", "model.gguf", "prebuilt")]
     flags = [f"{flag}={value}" for flag, value in zip(("--wheels", "--index", "--model", "--libraries"), paths, strict=True)]
     assert gpu_pack.main([f"--out={out}", *flags]) == 0
@@ -114,14 +114,14 @@ def test_bad_input_is_refused_with_its_name(tmp_path: Path, capsys: pytest.Captu
 def test_packages_of_the_host_are_not_packed(tmp_path: Path) -> None:
     (tmp_path / "there.txt").write_text("Typing_Extensions==4.1\nnumpy\npip @ file:///x\n\n")
     pins = ["numpy==2.4.6", "typing-extensions==4.16.0", "xgrammar==0.2.8"]
-    assert bundle.without(pins, tmp_path / "there.txt") == ["xgrammar==0.2.8"]
-    assert bundle.without(pins, None) == pins
+    assert bundle.without_installed(pins, tmp_path / "there.txt") == ["xgrammar==0.2.8"]
+    assert bundle.without_installed(pins, None) == pins
 
 
 def test_wheels_match_the_pinned_versions() -> None:
     """Packed versions equal the versions of the test environment."""
-    pins = dict(line.split("==") for line in bundle.pinned(bundle.WHEELS))
+    pins = dict(line.split("==") for line in bundle.read_pins(bundle.WHEELS))
     assert pins["flashinfer-python"] == "0.6.6"
-    assert len(pins) == len(bundle.pinned(bundle.WHEELS))
+    assert len(pins) == len(bundle.read_pins(bundle.WHEELS))
     assert {"xgrammar", "apache-tvm-ffi", "llguidance", "pytest"} <= set(pins) and "torch" not in pins
     assert pins["xgrammar"].startswith("0.2.") and pins["llguidance"].startswith("1.9.")

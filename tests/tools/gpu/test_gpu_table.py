@@ -11,7 +11,7 @@ import pytest
 
 from tools import gpu_table
 from tools.gpu.checks.document import compose
-from tools.gpu_table import HEADING, NONE, README, RESULTS, put, section
+from tools.gpu_table import HEADING, NO_RESULTS, README, RESULTS, replace_section, section
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
 SCHEMA = json.loads((RESULTS / "gpu_check.schema.json").read_text(encoding="utf-8"))
@@ -51,16 +51,16 @@ def keep(folder: Path, name: str, made: dict[str, Any]) -> None:
 
 def test_readme_section_is_up_to_date() -> None:
     assert gpu_table.main(["--check"]) == 0, "python tools/gpu_table.py --write"
-    assert put(README.read_text(encoding="utf-8"), section(RESULTS)).count(HEADING) == 1
+    assert replace_section(README.read_text(encoding="utf-8"), section(RESULTS)).count(HEADING) == 1
 
 
 def test_section_without_documents(tmp_path: Path) -> None:
-    assert section(tmp_path) == f"{HEADING}\n\n{NONE}\n"
+    assert section(tmp_path) == f"{HEADING}\n\n{NO_RESULTS}\n"
     keep(tmp_path, "rehearsal", document(mode="rehearsal"))
     keep(tmp_path, "quick", document(quick=True))
     keep(tmp_path, "part", document(whole=False))
     keep(tmp_path, "another", {"throughput": 1})
-    assert section(tmp_path) == f"{HEADING}\n\n{NONE}\n", "rehearsals, quick runs and parts of runs are no results"
+    assert section(tmp_path) == f"{HEADING}\n\n{NO_RESULTS}\n", "rehearsals, quick runs and parts of runs are no results"
 
 
 def test_checks_that_a_whole_run_did_not_complete_come_from_parts(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_section_has_the_latest_whole_run_of_each_device(tmp_path: Path) -> None
 
 def test_section_replaces_the_old_one() -> None:
     text = f"# a\n\n{HEADING}\n\nold\n\n| x |\n\n## Limits\n\nrest\n"
-    assert put(text, f"{HEADING}\n\nnew\n") == f"# a\n\n{HEADING}\n\nnew\n\n## Limits\n\nrest\n"
-    assert put(f"{HEADING}\n\nold\n", f"{HEADING}\n\nnew\n") == f"{HEADING}\n\nnew\n"
+    assert replace_section(text, f"{HEADING}\n\nnew\n") == f"# a\n\n{HEADING}\n\nnew\n\n## Limits\n\nrest\n"
+    assert replace_section(f"{HEADING}\n\nold\n", f"{HEADING}\n\nnew\n") == f"{HEADING}\n\nnew\n"
     with pytest.raises(ValueError, match="got no line '### On a GPU'"):
-        put("# a\n", "")
+        replace_section("# a\n", "")

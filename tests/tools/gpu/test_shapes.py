@@ -12,7 +12,7 @@ from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.trace import Timeline
 from stepgraph.sampling.grammar import GrammarCompiler, MaskStatus
 from tools.gpu.checks.cases import GRAMMARS
-from tools.gpu.checks.numbers import MOST_NOISE, Excess, gaps_between_rounds, hidden, worst_of
+from tools.gpu.checks.numbers import MAX_NOISE, Excess, gaps_between_rounds, hidden, worst_of
 from tools.gpu.checks.shapes import CONTROL_TOKENS, SHAPES, Pair, vocabulary_of
 
 META = torch.device("meta")
@@ -53,7 +53,7 @@ def test_each_cell_is_judged_by_its_own_noise() -> None:
 def test_hidden_share_follows_from_round_times() -> None:
     assert hidden([101.0, 111.0, 121.0], [100.0, 110.0, 120.0], 50.0) == {"exposed_us": 1.0, "share_hidden": 0.98, "noise": 0.0}
     assert hidden([99.0, 100.0], [100.0, 101.0], 50.0)["share_hidden"] == 1.0, "a round that is shorter by chance"
-    assert hidden([160.0, 260.0], [100.0, 100.0], 50.0) == {"exposed_us": 110.0, "share_hidden": 0.0, "noise": MOST_NOISE}
+    assert hidden([160.0, 260.0], [100.0, 100.0], 50.0) == {"exposed_us": 110.0, "share_hidden": 0.0, "noise": MAX_NOISE}
 
 
 @pytest.mark.soak

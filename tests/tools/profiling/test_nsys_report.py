@@ -21,7 +21,7 @@ from tools.profiling import figures, tables
 from tools.profiling.activities import BETWEEN, SIDE, UNKNOWN, Activity, named_spans
 from tools.profiling.nsys_sqlite import Export, read_nsys, stages_of_nodes
 from tools.profiling.sidecar import Run, Sidecar, read_sidecar
-from tools.profiling.spans import MAIN, OUTSIDE, Profile, Span, common, length, union, without
+from tools.profiling.spans import MAIN, OUTSIDE, Profile, Span, intersection, subtract, total_length, union
 
 STAGES = {  # runs, total, median per round; of three rounds
     ("side", "show head"): (3, 150, 50),
@@ -47,8 +47,8 @@ def test_intersection_equals_brute_force() -> None:
     for _ in range(300):
         one, other = ([(start, start + pick.randint(1, 9)) for start in pick.choices(range(40), k=pick.randint(0, 6))] for _ in range(2))
         inside = [{at for begin, end in intervals for at in range(begin, end)} for intervals in (one, other)]
-        assert length(common(union(one), union(other))) == len(inside[0] & inside[1])
-        assert length(without((5, 30), union(other))) == len(set(range(5, 30)) - inside[1])
+        assert total_length(intersection(union(one), union(other))) == len(inside[0] & inside[1])
+        assert total_length(subtract((5, 30), union(other))) == len(set(range(5, 30)) - inside[1])
 
 
 def written(path: Path, **changes: Any) -> Sidecar:
@@ -189,8 +189,8 @@ def test_wait_is_bounded_without_host_node_records(tmp_path: Path) -> None:
     assert unknown["host_nodes"]["source"] == "unknown" and "host nodes: not recorded" in tables.text(unknown)
     sidecar = written(tmp_path / "a.json", host_nodes=[])
     of_stages = {key: tuple(run for run in runs if run.kind != "host") for key, runs in sidecar.stages.items()}
-    without = figures.document(read_nsys([file], replace(sidecar, stages=of_stages)))["host_nodes"]
-    assert (without["source"], without["total_ns"]) == ("none", 0), "grammars on the device"
+    subtract = figures.document(read_nsys([file], replace(sidecar, stages=of_stages)))["host_nodes"]
+    assert (subtract["source"], subtract["total_ns"]) == ("none", 0), "grammars on the device"
 
 
 def no_kernels(path: Path) -> Path:

@@ -63,8 +63,8 @@ def spelled(text: str) -> list[int]:
 
 def test_texts_of_every_kind(target: Path, tmp_path: Path) -> None:
     ids = {"token_ids": [5, 6, 7, 8], "prompt_length": 2}
-    question, answered = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo!"}
-    data = write(tmp_path / "data.jsonl", ids, {"text": "a b"}, {"messages": [question, answered]}, {"messages": [question]})
+    question, will_answer = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo!"}
+    data = write(tmp_path / "data.jsonl", ids, {"text": "a b"}, {"messages": [question, will_answer]}, {"messages": [question]})
     prompt = [START, *spelled("user:hi"), STOP, START, *spelled("assistant:")]
     whole = [*prompt, *spelled("yo!"), STOP]
     assert read_texts(data, target, 160, 100) == [
@@ -73,7 +73,7 @@ def test_texts_of_every_kind(target: Path, tmp_path: Path) -> None:
         Text(tuple(whole), len(prompt)),
         Text(tuple(prompt), len(prompt)),
     ]
-    assert read_texts(data, target, 160, 100, answered=True)[1:] == [
+    assert read_texts(data, target, 160, 100, will_answer=True)[1:] == [
         Text(tuple(spelled("a b")), 3),
         *[Text(tuple(prompt), len(prompt))] * 2,
     ]
@@ -185,7 +185,7 @@ def test_train_from_prompts_and_load_in_an_engine(
     """Interrupt in step four, resume, report, and load the head in an engine."""
     flags["kind"] = kind
     steps = ("--answers", 12, "--temperature", 0, "--steps", 8, "--lr", 3e-3, *SHORT, "--quiet")
-    whole = TrainingSet.order
+    whole = TrainingSet.shuffled_batches
 
     def interrupted(data: TrainingSet) -> Iterator[list[int]]:
         for index, group in enumerate(whole(data)):
@@ -193,7 +193,7 @@ def test_train_from_prompts_and_load_in_an_engine(
                 signal.raise_signal(signal.SIGINT)
             yield group
 
-    monkeypatch.setattr(TrainingSet, "order", interrupted)
+    monkeypatch.setattr(TrainingSet, "shuffled_batches", interrupted)
     assert train_head.main(listed(flags, *steps)) == 130
     assert "interrupted; continue with --resume" in capsys.readouterr().err
     monkeypatch.undo()

@@ -16,29 +16,29 @@ from stepgraph.sampling.grammar.compile.compiler import GrammarCompiler
 from tools import bench_demo, train_demo, train_head
 from tools.train.demo import words
 from tools.train.demo.card import card
-from tools.train.demo.measure import VARIANTS, held
-from tools.train.demo.prompts import KINDS, prompt
+from tools.train.demo.measure import VARIANTS, acceptance
+from tools.train.demo.prompts import KINDS, make_prompt
 from tools.train.demo.schemas import MEASURED, SCHEMAS, TOOLS, tool_schema
-from tools.train.demo.words import Words
+from tools.train.demo.words import WordSampler
 
 LISTS = {name: value for name, value in vars(words).items() if name.isupper() and isinstance(value, list)}
 
 
 def test_a_prompt_follows_from_its_seed() -> None:
-    assert prompt(7) == prompt(7)
-    assert prompt(7, "person").messages[0]["content"].endswith("I am a lawyer. My address is wei.petrova@alderandsons.example."), (
+    assert make_prompt(7) == make_prompt(7)
+    assert make_prompt(7, "person").messages[0]["content"].endswith("I am a lawyer. My address is wei.petrova@alderandsons.example."), (
         "the same in every process and release of Python, as stored answers are answers to it"
     )
-    assert len({str(prompt(seed).messages) for seed in range(200)}) > 180
+    assert len({str(make_prompt(seed).messages) for seed in range(200)}) > 180
 
 
 def test_measured_schemas_and_tools_occur_in_no_training_prompt() -> None:
-    trained = [prompt(seed) for seed in range(1500)]
+    trained = [make_prompt(seed) for seed in range(1500)]
     schemas = {json.dumps(each.schema) for each in trained if each.schema}
     assert len(schemas) > 600
     assert not schemas & {json.dumps(SCHEMAS[kind]) for kind in MEASURED}
     tools = set(re.findall(r"^- (\w+)", "\n".join(str(each.messages[0]["content"]) for each in trained if each.kind == "tool call"), re.M))
-    measured = [prompt(seed, "tool call", held_out=True).messages[0]["content"] for seed in range(40)]
+    measured = [make_prompt(seed, "tool call", held_out=True).messages[0]["content"] for seed in range(40)]
     assert tools == {each["name"] for index, each in enumerate(TOOLS) if index % 5}
     assert tools.isdisjoint(re.findall(r"^- (\w+)", "\n".join(measured), re.M))
 
@@ -46,7 +46,7 @@ def test_measured_schemas_and_tools_occur_in_no_training_prompt() -> None:
 def test_schemas_of_every_prompt_kind_compile() -> None:
     compiler = GrammarCompiler(Vocabulary.printable(), isolation="none")
     for kind in KINDS:
-        requested = prompt(1, kind)
+        requested = make_prompt(1, kind)
         assert requested.kind == kind and requested.messages[-1]["role"] == "user"
         assert (requested.schema is None) == (kind in ("talk", "code"))
     for schema in [*SCHEMAS.values(), tool_schema(TOOLS)]:
@@ -57,14 +57,14 @@ def test_schemas_of_every_prompt_kind_compile() -> None:
 @pytest.mark.parametrize("name", sorted(LISTS))
 def test_a_fifth_of_every_list_is_held_out(name: str) -> None:
     listed = LISTS[name]
-    drawn = {side: {Words(random.Random(seed), side).of(listed) for seed in range(900)} for side in (True, False)}
+    drawn = {side: {WordSampler(random.Random(seed), side).pick(listed) for seed in range(900)} for side in (True, False)}
     assert drawn[True] | drawn[False] == set(listed) and len(set(listed)) == len(listed)
     assert not drawn[True] & drawn[False]
     assert len(drawn[True]) == -(-len(listed) // 5)
 
 
 def test_held_out_names_occur_in_no_training_prompt() -> None:
-    trained = " ".join(str(prompt(seed).messages) for seed in range(500))
+    trained = " ".join(str(make_prompt(seed).messages) for seed in range(500))
     for name in [word for index, word in enumerate(words.LAST) if index % 5 == 0]:
         assert f" {name}" not in trained.replace(f"'{name}", ""), name
 
@@ -73,7 +73,7 @@ def test_acceptance_counts_offered_drafts_only() -> None:
     def job(*accepted: int) -> list[StepEvent]:
         return [StepEvent(1, tuple(range(number + 1)), DraftCounts(number)) for number in accepted]
 
-    figures = held([job(0, 4, 1, 0), job(0, 2, 3)])
+    figures = acceptance([job(0, 4, 1, 0), job(0, 2, 3)])
     assert figures["held"][:5] == [1.0, 0.667, 0.333, 0.333, 0.0], "the first and the last round of each job do not count"
     assert figures["tokens_per_round"] == round(17 / 7, 3)
 
@@ -114,7 +114,7 @@ def test_training_flags_are_valid_and_resume_works(tmp_path: Path) -> None:
     (head / "training").mkdir(parents=True)
     flags = train_demo.training_flags(options(tmp_path), tmp_path / "model", tmp_path / "states", head)
     assert train_head.parse(flags).resume
-    assert "--steps 3000" in train_demo.recipe(options(tmp_path))
+    assert "--steps 3000" in train_demo.command_line(options(tmp_path))
 
 
 def test_benchmark_ratios_match_the_targets() -> None:

@@ -14,12 +14,12 @@ from torch import Tensor
 from stepgraph.runtime.models.files.checkpoint import Checkpoint, open_checkpoint
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import LlamaConfig, RopeConfig
-from tests.helpers.draft_oracles import Drafting
+from tests.helpers.draft_oracles import CachedDraft
 from tests.helpers.families import folder_of
 from tools.random_weights import randomised
 from tools.train.acceptance import measure
 from tools.train.batches import TrainingSet, embed
-from tools.train.collect import answer, collect
+from tools.train.collect import save_answers, save_states
 from tools.train.heads import Head
 from tools.train.plan import TrainingPlan
 from tools.train.saved_states import SavedStates
@@ -67,18 +67,18 @@ def test_unrolled_chains_equal_drafting(kind: str, changes: dict[str, Any]) -> N
 
     with torch.no_grad():
         found = [
-            hidden @ head.out.T for hidden in unroll(head.learner, torch.cat(features), [taken(step) for step in range(STEPS)], lengths)
+            hidden @ head.rows.T for hidden in unroll(head.trainable, torch.cat(features), [taken(step) for step in range(STEPS)], lengths)
         ]
     drafter = head.drafter()
     compared = 0
     for row, (text, length) in enumerate(zip(texts, lengths, strict=True)):
-        drafting = Drafting(drafter, width)
+        drafting = CachedDraft(drafter, width)
         for pair in range(length):
             drafting.buffers.reset()
             logits, last = drafting.read(text[None, : pair + 2], features[row][None, : pair + 1], 64)
             chain = [logits[:, -1], *drafting.draft(pair + 2, text[None, pair + 2 : pair + 1 + STEPS], last)]
             for ours, theirs in zip(found, chain, strict=True):
-                proposed = theirs[0] if drafter.d2t is not None else theirs[0, head.proposed]
+                proposed = theirs[0] if drafter.d2t is not None else theirs[0, head.d2t]
                 torch.testing.assert_close(ours[sum(lengths[:row]) + pair], proposed, rtol=1e-4, atol=1e-4)
                 compared += 1
     assert compared == sum(lengths) * STEPS
@@ -95,8 +95,8 @@ def test_chains_are_independent_of_each_other(kind: str, changes: dict[str, Any]
     tokens = [embed(its, torch.randint(0, 60, (sum(lengths),), generator=made)) for _ in range(STEPS)]
     grown = torch.tensor([pair >= begin for length, begin in zip(lengths, begins, strict=True) for pair in range(length)])
     with torch.no_grad():
-        every = list(unroll(head.learner, features, tokens, lengths))
-        some = list(unroll(head.learner, features, [tokens[0], *(each[grown] for each in tokens[1:])], lengths, begins))
+        every = list(unroll(head.trainable, features, tokens, lengths))
+        some = list(unroll(head.trainable, features, [tokens[0], *(each[grown] for each in tokens[1:])], lengths, begins))
     for whole, part in zip(every, some, strict=True):
         torch.testing.assert_close(part, whole[grown], rtol=1e-5, atol=1e-5)
 
@@ -105,8 +105,8 @@ def test_interrupted_collection_resumes(tmp_path: Path) -> None:
     its = target()
     made = torch.Generator().manual_seed(5)
     texts = [Text(tuple(torch.randint(0, 60, (length,), generator=made).tolist()), 1) for length in (5, 90, 3, 17)]
-    collect(its, texts[:2], tmp_path / "parts")
-    parts, whole = collect(its, texts, tmp_path / "parts"), collect(its, texts, tmp_path / "whole")
+    save_states(its, texts[:2], tmp_path / "parts")
+    parts, whole = save_states(its, texts, tmp_path / "parts"), save_states(its, texts, tmp_path / "whole")
     assert [tuple(text.token_ids.tolist()) for text in parts] == [text.token_ids for text in texts]
     for one, two in zip(parts, whole, strict=True):
         assert torch.equal(one.features, two.features) and torch.equal(one.hidden, two.hidden) and one.prompt_length == 1
@@ -135,7 +135,7 @@ def lesson(tmp_path_factory: pytest.TempPathFactory) -> Lesson:
     folder = tmp_path_factory.mktemp("states")
     made = torch.Generator().manual_seed(0)
     prompts = dict.fromkeys(tuple(torch.randint(4, 100, (6,), generator=made).tolist()) for _ in range(70))
-    return Lesson(checkpoint, answer(checkpoint.load("cpu", (0, 2, 4)), checkpoint.vocabulary, prompts, 20, 0.0, folder))
+    return Lesson(checkpoint, save_answers(checkpoint.load("cpu", (0, 2, 4)), checkpoint.vocabulary, prompts, 20, 0.0, folder))
 
 
 @pytest.mark.parametrize(("kind", "margin"), [("eagle3", 0.25), pytest.param("mtp", 1.0, marks=pytest.mark.soak)])
@@ -163,9 +163,9 @@ def test_resume_is_bit_exact(lesson: Lesson, tmp_path: Path, dtype: str) -> None
         part = lesson.trainer(**options)
         if checkpoint.exists():
             part.resume(checkpoint)
-        assert part.train(checkpoint, every=1000, stop=lambda part=part, stop=stop: part.done >= stop) == (stop == 7)  # type: ignore[misc]
+        assert part.train(checkpoint, every=1000, stop=lambda part=part, stop=stop: part.step >= stop) == (stop == 7)  # type: ignore[misc]
     ours, theirs = part.head.parameters, whole.head.parameters
-    assert part.done == whole.done == 7
+    assert part.step == whole.step == 7
     assert all(torch.equal(parameter, theirs[name]) for name, parameter in ours.items())
     saved, others = load_file(checkpoint), load_file(tmp_path / "other.safetensors")
     assert saved.keys() == others.keys() and all(torch.equal(tensor, others[name]) for name, tensor in saved.items())
@@ -180,13 +180,13 @@ def test_resume_is_bit_exact(lesson: Lesson, tmp_path: Path, dtype: str) -> None
 def test_loss_counts_answer_tokens_only(lesson: Lesson) -> None:
     """Every position of a batch against the texts: input token, predicted state, and whether it belongs to an answer."""
     trainer = lesson.trainer("eagle3")
-    indices = trainer.data.learned[:5]
+    indices = trainer.data.training[:5]
     batch = trainer.data.batch(indices)
     start = first = grown = 0
     for number, index in enumerate(indices):
         text = lesson.states[index]
         ids = text.token_ids.tolist()
-        begin = batch.begins[number]
+        begin = batch.chain_starts[number]
         for pair in range(len(ids) - 2):
             assert torch.equal(batch.features[start + pair], text.features[pair])
             assert int(batch.tokens[0][start + pair]) == ids[pair + 1], "pairs that do not count in the loss also have their tokens"
@@ -194,30 +194,30 @@ def test_loss_counts_answer_tokens_only(lesson: Lesson) -> None:
                 foreseen = pair + 1 + step
                 expected = foreseen < len(ids) - 1 and foreseen + 1 >= text.prompt_length
                 chain = grown + pair - begin
-                assert expected == (pair >= begin and bool(batch.counts[step][chain])), "no pair that counts is left out"
+                assert expected == (pair >= begin and bool(batch.loss_masks[step][chain])), "no pair that counts is left out"
                 if expected:
                     assert int(batch.tokens[step][chain if step else start + pair]) == ids[pair + 1 + step]
-                    assert torch.equal(batch.hidden[batch.goals[step][chain]], text.hidden[foreseen])
+                    assert torch.equal(batch.hidden[batch.label_indices[step][chain]], text.hidden[foreseen])
         start, first, grown = start + len(ids) - 2, first + len(ids) - 1, grown + len(ids) - 2 - begin
     assert batch.lengths == tuple(lesson.states.lengths[index] - 2 for index in indices) and len(batch.hidden) == first
-    assert len(batch.counts[0]) == len(batch.goals[2]) == len(batch.tokens[1]) == grown < start
-    assert not set(trainer.data.learned) & set(trainer.data.held_out)
+    assert len(batch.loss_masks[0]) == len(batch.label_indices[2]) == len(batch.tokens[1]) == grown < start
+    assert not set(trainer.data.training) & set(trainer.data.held_out)
 
 
 def test_the_loss_is_cross_entropy_against_the_targets_distribution(lesson: Lesson) -> None:
     """Reference in float64, position by position, over the whole vocabulary."""
     trainer = lesson.trainer("eagle3", draft_vocab=100)
-    head, batch = trainer.head, trainer.data.batch(trainer.data.learned[:3])
-    proposed = head.proposed.tolist()
+    head, batch = trainer.head, trainer.data.batch(trainer.data.training[:3])
+    proposed = head.d2t.tolist()
     with torch.no_grad():
-        judged = trainer.judge(batch)
+        judged = trainer.compute_loss(batch)
         embedded = [embed(head.target, tokens) for tokens in batch.tokens]
-        outputs = [hidden @ head.out.T for hidden in unroll(head.learner, batch.features, embedded, batch.lengths, batch.begins)]
+        outputs = [hidden @ head.rows.T for hidden in unroll(head.trainable, batch.features, embedded, batch.lengths, batch.chain_starts)]
         targets = head.target.logits(batch.hidden)[:, : len(lesson.checkpoint.vocabulary.tokens)].double().softmax(-1)
     for step in range(3):
-        lost, hits, positions = 0.0, 0, batch.counts[step].nonzero().flatten().tolist()
+        lost, hits, positions = 0.0, 0, batch.loss_masks[step].nonzero().flatten().tolist()
         for index in positions:
-            target, output = targets[batch.goals[step][index]], outputs[step][index].double().log_softmax(-1)
+            target, output = targets[batch.label_indices[step][index]], outputs[step][index].double().log_softmax(-1)
             lost -= sum(float(target[token] * output[index]) for index, token in enumerate(proposed))
             hits += proposed[int(output.argmax())] == int(target.argmax())
         assert float(judged.losses[step]) == pytest.approx(lost / len(positions), rel=1e-4)

@@ -38,7 +38,7 @@ class Row:
     """Host state of one request."""
 
     length: int  # tokens so far
-    end: int  # length limit
+    length_limit: int  # length limit
     last: int
     matcher: Matcher | None
     drafts: list[int] = field(default_factory=list)
@@ -154,7 +154,7 @@ class ThreeGraphs:
         last = (count - 1).clamp(min=0)[:, :, None]
         hidden = output.hidden.gather(1, last.expand(-1, 1, output.hidden.shape[2]))
         b.draft_features.copy_(output.next_features.gather(1, last.expand(-1, 1, output.next_features.shape[2])))
-        b.drafts[:, 0].copy_(self._likeliest(hidden[:, 0]))
+        b.drafts[:, 0].copy_(self._most_likely(hidden[:, 0]))
         b.draft_position.copy_(b.row_data[:, -2] + b.taken[:, -1])
 
     def _draft_next(self, b: StaticBuffers) -> None:
@@ -163,10 +163,10 @@ class ThreeGraphs:
         inputs = self._inputs(b, tokens, b.draft_position[:, None], b.taken[:, -1:] > 0, b.draft_features)._replace(step=2)
         output = self._draft.forward(inputs, b)
         b.draft_features.copy_(output.next_features)
-        b.drafts.index_copy_(1, b.draft_number, self._likeliest(output.hidden[:, 0])[:, None])
+        b.drafts.index_copy_(1, b.draft_number, self._most_likely(output.hidden[:, 0])[:, None])
         b.draft_position.add_(1)
 
-    def _likeliest(self, hidden: Tensor) -> Tensor:
+    def _most_likely(self, hidden: Tensor) -> Tensor:
         assert self._draft is not None
         tokens = self._draft.logits(hidden)[..., : self._limits.num_tokens].argmax(-1)
         return tokens if self._draft.d2t is None else self._draft.d2t[tokens]
@@ -179,7 +179,7 @@ class ThreeGraphs:
         slot, b, count = self.rows.index(None), self._buffers, len(prompt) - 1
         device = self._backend.device
         row = Row(len(prompt), len(prompt) + max_new_tokens, prompt[-1], grammar.matcher() if grammar else None)
-        assert row.end <= self.sizes.max_length
+        assert row.length_limit <= self.sizes.max_length
         tokens, table = torch.tensor([list(prompt)], device=device), b.tables[slot : slot + 1]
         positions = torch.arange(count + 1, device=device)[None]
         slots = table.gather(1, positions // PAGE) * PAGE + positions % PAGE
@@ -197,7 +197,7 @@ class ThreeGraphs:
     @torch.no_grad()
     def step(self) -> None:
         b, verified = self._buffers, self.sizes.drafts + 1
-        self._show()
+        self._upload_rows()
         self._graphs["target"].replay()
         self._fill_masks()  # while the target runs
         b.masks.copy_(b.masks_host, non_blocking=True)
@@ -211,7 +211,7 @@ class ThreeGraphs:
         live = b.row_data[:, verified] > 0
         b.taken[:, :-1].copy_(chosen)
         b.taken[:, -1].copy_(torch.where(live, emitted, 0))
-        self._take(torch.cat([b.taken, finish[:, None], accepted[:, None]], 1).tolist())
+        self._read_results(torch.cat([b.taken, finish[:, None], accepted[:, None]], 1).tolist())
         if self._draft is None or not any(self.rows):
             return
         b.taken[:, -1].mul_(finish == FinishCode.RUNNING)  # finished rows draft no more
@@ -224,10 +224,10 @@ class ThreeGraphs:
             if row is not None:
                 row.drafts = drafts
 
-    def _show(self) -> None:
+    def _upload_rows(self) -> None:
         b, verified = self._buffers, self.sizes.drafts + 1
         row_data = [
-            [row.last, *row.drafts, *[-1] * (verified - 1 - len(row.drafts)), 1 + len(row.drafts), row.length, row.end]
+            [row.last, *row.drafts, *[-1] * (verified - 1 - len(row.drafts)), 1 + len(row.drafts), row.length, row.length_limit]
             if row
             else [*[-1] * verified, 0, 1, self.sizes.max_length]
             for row in self.rows
@@ -254,7 +254,7 @@ class ThreeGraphs:
             row.matcher.rollback(advanced)
         b.statuses_host.copy_(torch.tensor(statuses))
 
-    def _take(self, row_data: list[list[int]]) -> None:
+    def _read_results(self, row_data: list[list[int]]) -> None:
         self.waits += 1
         for slot, (row, (*tokens, emitted, finish, accepted)) in enumerate(zip(self.rows, row_data, strict=True)):
             if row is None:

@@ -24,8 +24,8 @@ MODES = ("dynamic", "static", "compiled", "assisted")
 
 class Timed(NamedTuple):
     tokens: list[int]
-    first: float  # seconds until the first token
-    rest: float  # seconds from the first token to the end
+    first_token_seconds: float  # seconds until the first token
+    later_seconds: float  # seconds from the first token to the end
 
 
 class Clock:
@@ -62,16 +62,16 @@ class Generator:
         return self._compiler.compile_json_schema(schema, any_whitespace=False)
 
     def generate(
-        self, prompt: Sequence[int], new_tokens: int, grammar: Any = None, mode: str = "dynamic", assistant: Any = None, ends: bool = True
+        self, prompt: Sequence[int], new_tokens: int, grammar: Any = None, mode: str = "dynamic", assistant: Any = None, stops: bool = True
     ) -> Timed:
-        """`ends`: stop at a stop token; otherwise generate `new_tokens` tokens. The dynamic cache is the fastest on a CPU."""
+        """`stops`: stop at a stop token; otherwise generate `new_tokens` tokens. The dynamic cache is the fastest on a CPU."""
         from transformers import CompileConfig
         from xgrammar.contrib.hf import LogitsProcessor
 
         if mode not in MODES:
             raise ValueError(f"generate.mode: got {mode!r}, expected one of {', '.join(MODES)}")
         clock, device = Clock(), self.model.device
-        options: dict[str, Any] = {} if ends else {"min_new_tokens": new_tokens}
+        options: dict[str, Any] = {} if stops else {"min_new_tokens": new_tokens}
         if mode in ("static", "compiled"):
             options |= {"cache_implementation": "static", "disable_compile": mode == "static"}
         if mode == "compiled":
@@ -124,8 +124,8 @@ def same_weights(target: Llama, vocabulary: Vocabulary) -> Generator:
 
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call, unused-ignore]
     model = _empty(target.config, vocabulary.stop_token_ids, target.embedding.device)
-    given = {name: piece.of(target) for name, piece in llama_slices(target.config).items()}
-    missing = model.load_state_dict(given, strict=False).missing_keys
+    weights = {name: piece.of(target) for name, piece in llama_slices(target.config).items()}
+    missing = model.load_state_dict(weights, strict=False).missing_keys
     assert missing in ([], ["lm_head.weight"]), missing  # tied to the embedding
     model.tie_weights()
     stops = list(vocabulary.stop_token_ids)

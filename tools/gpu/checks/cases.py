@@ -16,7 +16,7 @@ from tools.gpu.checks.context import Context, Figures
 from tools.gpu.checks.shapes import Shape, pair_of
 from tools.gpu.checks.stopwatch import ratio_of
 
-ROW = {
+ROW_SCHEMA = {
     "type": "object",
     "properties": {
         "name": {"type": "string", "maxLength": 40},
@@ -35,16 +35,16 @@ ROW = {
 }
 # Grammars whose texts last for the whole measurement. "anything" needs the same device work per round and almost no matcher time.
 GRAMMARS = {
-    "schema": Constraint.json_schema({"type": "array", "items": ROW, "minItems": 60}),
+    "schema": Constraint.json_schema({"type": "array", "items": ROW_SCHEMA, "minItems": 60}),
     "recursive": Constraint.ebnf(
         'root ::= "[" item ("," item){199} "]"\nitem ::= number | text | "[" (item ("," item)*)? "]"\n'
         'number ::= "-"? [0-9]{1,12}\ntext ::= "\\"" [a-zA-Z0-9 _-]{0,24} "\\""'
     ),
     "anything": Constraint.regex("[ -~]+"),
 }
-ACCEPTANCE = 0.7  # forced acceptance: with random weights no draft would be accepted
-PROMPT = 32
-MAX_OPEN = 8  # open cases, reused by later checks
+FORCED_ACCEPTANCE = 0.7  # forced acceptance: with random weights no draft would be accepted
+PROMPT_LEN = 32
+MAX_OPEN_CASES = 8  # open cases, reused by later checks
 
 
 @dataclass(frozen=True)
@@ -76,14 +76,14 @@ class Case:
             buckets=(rows,),
             greedy_only=variant.sampling is None,
             prefill_chunk=256,
-            forced_acceptance=(ACCEPTANCE,) * variant.drafts if variant.drafts else None,
+            forced_acceptance=(FORCED_ACCEPTANCE,) * variant.drafts if variant.drafts else None,
             draft_masks=variant.draft_masks,
             grammar_lane=variant.grammar_lane,
             host_link=variant.host_link,
             eager=variant.eager,
             compile_isolation="none",
             prefix_reuse=False,
-            attention="auto" if context.tape else "triton",  # needs no build; compiling FlashInfer takes minutes
+            attention="auto" if context.on_tape else "triton",  # needs no build; compiling FlashInfer takes minutes
         )
         self.engine = Engine(self.pair.target, self.pair.draft if variant.drafts else None, vocabulary=self.pair.vocabulary, config=config)
         self.engine.capture()
@@ -96,14 +96,14 @@ class Case:
     def block(self, rounds: int) -> float:
         """Time `rounds` rounds without a prompt, always with one round in flight. Returns the median in microseconds."""
         self.engine.backend.synchronize()
-        self._step()  # the first round has no predecessor in flight
+        self._step_until_decoding()  # the first round has no predecessor in flight
         times: list[float] = []
         for _ in range(4 * rounds):
-            before = self._fill()
+            before = self._fill_rows()
             begin = time.perf_counter()
             self.engine.step()
             seconds = time.perf_counter() - begin
-            if self._fill() == before:
+            if self._fill_rows() == before:
                 times.append(seconds)
             if len(times) == rounds:
                 break
@@ -112,23 +112,23 @@ class Case:
         self.seconds += times
         return statistics.median(times) * 1e6
 
-    def _step(self) -> None:
+    def _step_until_decoding(self) -> None:
         """Step until all rows are decoding."""
-        self._fill()
+        self._fill_rows()
         while True:
             self.engine.step()
-            prompts = self._fill()
+            prompts = self._fill_rows()
             self.engine.step()
-            if self._fill() == prompts:
+            if self._fill_rows() == prompts:
                 return
 
-    def _fill(self) -> int:
+    def _fill_rows(self) -> int:
         """Submit a request for every free row. Returns the number of prompt tokens computed so far."""
         stats = self.engine.stats()
         for _ in range(self.rows - stats.running - stats.waiting):
             self._submitted += 1
-            prompt = [(7 * self._submitted + 3 * index) % 90 for index in range(PROMPT)]
-            self.engine.submit(prompt, sampling=self.variant.sampling, constraint=self.constraint, max_new_tokens=self.length - PROMPT)
+            prompt = [(7 * self._submitted + 3 * index) % 90 for index in range(PROMPT_LEN)]
+            self.engine.submit(prompt, sampling=self.variant.sampling, constraint=self.constraint, max_new_tokens=self.length - PROMPT_LEN)
         return stats.prompt_tokens
 
     def percentile(self, share: float) -> float:
@@ -146,24 +146,24 @@ class Case:
         }
 
 
-_open: OrderedDict[tuple[Shape, int, Variant], Case] = OrderedDict()
+_open_cases: OrderedDict[tuple[Shape, int, Variant], Case] = OrderedDict()
 
 
 def case_of(context: Context, shape: Shape, rows: int, variant: Variant) -> Case:
     """An open case, with its times cleared. Cases stay open because capture takes longer than a measurement."""
     key = (shape, rows, variant)
-    if key not in _open:
-        while len(_open) >= MAX_OPEN:
-            _open.popitem(last=False)[1].engine.close()
-        _open[key] = Case(context, shape, rows, variant)
-    _open.move_to_end(key)
-    _open[key].seconds.clear()
-    return _open[key]
+    if key not in _open_cases:
+        while len(_open_cases) >= MAX_OPEN_CASES:
+            _open_cases.popitem(last=False)[1].engine.close()
+        _open_cases[key] = Case(context, shape, rows, variant)
+    _open_cases.move_to_end(key)
+    _open_cases[key].seconds.clear()
+    return _open_cases[key]
 
 
 def close_all() -> None:
-    while _open:
-        _open.popitem()[1].engine.close()
+    while _open_cases:
+        _open_cases.popitem()[1].engine.close()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
 FULL_SECONDS, QUICK_SECONDS = 480.0, 120.0  # of a whole run on a GPU
-BUILDS = 150.0  # for checks that compile kernels
+BUILD_SECONDS = 150.0  # for checks that compile kernels
 QUICK_SHARE = 0.25  # share of a check's budget in a quick run
 
 
@@ -19,32 +19,32 @@ class Entry:
     name: str
     module: str
     seconds: float
-    patience: float = 45.0  # seconds for one-time loading and compilation
+    load_seconds: float = 45.0  # seconds for one-time loading and compilation
 
     def budget(self, quick: bool) -> float:
         return self.seconds * QUICK_SHARE if quick else self.seconds
 
-    def limit(self, quick: bool, rehearsal: bool) -> float:
+    def limit_seconds(self, quick: bool, rehearsal: bool) -> float:
         """Seconds after which the check is ended. Above the budget, which does not cover one-time work such as loading kernels."""
-        return 600.0 if rehearsal else self.patience + 2 * self.budget(quick)
+        return 600.0 if rehearsal else self.load_seconds + 2 * self.budget(quick)
 
     @property
-    def sentence(self) -> str:
+    def description(self) -> str:
         """First line of its docstring; parsed, since importing the module would import torch."""
         tree = ast.parse((ROOT / Path(*self.module.split("."))).with_suffix(".py").read_text(encoding="utf-8"))
         (found,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == self.name)
         return (ast.get_docstring(found) or "").splitlines()[0]
 
 
-def _entries(module: str, patience: float = 45.0, **seconds: float) -> tuple[Entry, ...]:
-    return tuple(Entry(name, f"tools.gpu.checks.{module}", each, patience) for name, each in seconds.items())
+def _entries(module: str, load_seconds: float = 45.0, **seconds: float) -> tuple[Entry, ...]:
+    return tuple(Entry(name, f"tools.gpu.checks.{module}", each, load_seconds) for name, each in seconds.items())
 
 
 SMOKE = (  # the first minute: what fails here explains most of what fails later
     *_entries("smoke", tools_of_this_host=1),
-    *_entries("smoke", patience=BUILDS, every_program_equals_its_reference=20),
+    *_entries("smoke", load_seconds=BUILD_SECONDS, every_program_equals_its_reference=20),
     *_entries("smoke", capture_drop_capture=2),
-    *_entries("smoke", patience=BUILDS, default_capture=12),
+    *_entries("smoke", load_seconds=BUILD_SECONDS, default_capture=12),
     *_entries("smoke", constrained_rounds_match_oracle=6),
 )
 CATALOGUE = (
@@ -58,10 +58,10 @@ CATALOGUE = (
     *_entries("rounds", several_engines=6),
     *_entries("kernels", random_numbers_equal_the_cpu=2, kernels_equal_references=7),
     *_entries("kernels", masks_and_processors_equal_references=7, grammar_rows_equal_reference=2),
-    *_entries("kernels", patience=BUILDS, filters_equal_references=8),
+    *_entries("kernels", load_seconds=BUILD_SECONDS, filters_equal_references=8),
     *_entries("kernels", rejection_equals_reference=5),
     *_entries("llama", attention_equals_reference=8),
-    *_entries("llama", patience=BUILDS, attention_choices_equal_reference=10),
+    *_entries("llama", load_seconds=BUILD_SECONDS, attention_choices_equal_reference=10),
     *_entries("llama", llama_tokens_are_reproducible=4, drafts_change_bfloat16_texts_at_near_ties=2),
     *_entries("profile", stages_have_names=3, timeline_has_every_round=5),
     *_entries("profile", profile_of_the_bench=10),
@@ -78,5 +78,5 @@ CATALOGUE = (
     *_entries("numbers", idle_between_rounds=12, weights_per_second=15, captured_against_eager=16, mask_time_is_hidden=16),
     *_entries("numbers", constrained_rounds=38, sampled_rounds=6),
     *_entries("others", against_hand_written_loop=16),
-    *_entries("others", patience=BUILDS, against_transformers=40),
+    *_entries("others", load_seconds=BUILD_SECONDS, against_transformers=40),
 )

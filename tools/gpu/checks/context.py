@@ -54,31 +54,31 @@ class Skipped(Exception):
 class Context:
     """`rehearsal` runs the same code at small sizes, on the tape or, with `on_gpu`, on a CUDA device.
 
-    `budget`: seconds for this check. `folder`: where to save pictures, if any.
-    Figures in `found` are reported even if the check fails later. An error inside a `part` does not stop the other parts.
+    `budget_seconds`: seconds for this check. `folder`: where to save pictures, if any.
+    `figures` are reported even if the check fails later. An error inside a `part` does not stop the other parts.
     """
 
     rehearsal: bool
     quick: bool
-    budget: float = math.inf
+    budget_seconds: float = math.inf
     folder: Path | None = None
-    begun: float = field(default_factory=time.monotonic)
-    found: Figures = field(default_factory=dict)
-    failed: list[str] = field(default_factory=list)
+    started: float = field(default_factory=time.monotonic)
+    figures: Figures = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
     cut: list[str] = field(default_factory=list)
     on_gpu: bool = False
 
     @property
-    def tape(self) -> bool:
+    def on_tape(self) -> bool:
         return self.rehearsal and not self.on_gpu
 
     @property
     def device(self) -> torch.device:
-        return torch.device("cpu") if self.tape else torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu") if self.on_tape else torch.device("cuda", torch.cuda.current_device())
 
     def most(self, elements: int) -> int:
         """Elements of an input in a rehearsal: fewer on a CUDA device, since a stub interprets its kernels."""
-        return elements if self.tape else elements // 20
+        return elements if self.on_tape else elements // 20
 
     def count(self, full: int, quick: int) -> int:
         return quick if self.quick else full
@@ -86,18 +86,18 @@ class Context:
     def turns(self, most: int, least: int = 1, share: float = 1.0) -> Iterator[int]:
         """0, 1, 2, ...: at least `least` times, then up to `most` times while less than `share` of the budget is spent."""
         for turn in range(most):
-            if turn >= least and self.spent > share:
+            if turn >= least and self.budget_used > share:
                 return
             yield turn
 
     @property
-    def spent(self) -> float:
+    def budget_used(self) -> float:
         """Share of the budget that is spent."""
-        return (time.monotonic() - self.begun) / self.budget
+        return (time.monotonic() - self.started) / self.budget_seconds
 
     def fits(self, name: str) -> bool:
         """True if the budget allows another part; otherwise the part is reported as cut."""
-        if self.rehearsal or self.spent <= 1:
+        if self.rehearsal or self.budget_used <= 1:
             return True
         self.cut.append(name)
         return False
@@ -111,22 +111,22 @@ class Context:
             raise
         except Exception as failure:
             traceback.print_exc(file=sys.stderr)
-            self.failed.append(f"{name}: {type(failure).__name__}: {str(failure)[:300]}")
+            self.failures.append(f"{name}: {type(failure).__name__}: {str(failure)[:300]}")
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """On a GPU every call that waits for the device raises."""
-        if not self.tape:
+        if not self.on_tape:
             torch.cuda.set_sync_debug_mode("error")
         try:
             yield
         finally:
-            if not self.tape:
+            if not self.on_tape:
                 torch.cuda.set_sync_debug_mode("default")
 
     @contextlib.contextmanager
     def backend(self, *, asynchronous: bool = False) -> Iterator[Backend]:
-        backend = make_backend("tape" if self.tape else "cuda", asynchronous=asynchronous)
+        backend = make_backend("tape" if self.on_tape else "cuda", asynchronous=asynchronous)
         try:
             yield backend
         finally:
@@ -173,7 +173,7 @@ class Context:
     def engine_of(self, target: object, drafter: Drafter | str | None, config: EngineConfig) -> Iterator[Engine]:
         """A captured engine over these models."""
         # FlashInfer has its own check and may have to be compiled
-        config = dataclasses.replace(config, filters="auto" if self.tape else "triton")
+        config = dataclasses.replace(config, filters="auto" if self.on_tape else "triton")
         with self.backend(asynchronous=True) as backend:
             engine = Engine(target, drafter, vocabulary=VOCABULARY, config=config, backend=backend)  # type: ignore[arg-type]
             try:
@@ -200,7 +200,7 @@ def compiled(constraint: Constraint | None) -> CompiledConstraint | None:
     return None if constraint is None else _compiler().compile(constraint)
 
 
-class Ask(NamedTuple):
+class RandomRequest(NamedTuple):
     """One request of a random batch."""
 
     prompt: tuple[int, ...]
@@ -211,10 +211,10 @@ class Ask(NamedTuple):
     cancel_after: int | None  # steps
 
 
-def random_asks(seed: int, count: int, k: int, constraints: Sequence[Constraint | None] = CONSTRAINTS) -> list[Ask]:
+def random_requests(seed: int, count: int, k: int, constraints: Sequence[Constraint | None] = CONSTRAINTS) -> list[RandomRequest]:
     pick = random.Random(seed)
     return [
-        Ask(
+        RandomRequest(
             prompt=tuple(pick.randrange(len(VOCABULARY.tokens)) for _ in range(pick.randint(1, 13))),
             constraint=pick.choice(constraints),
             max_new_tokens=pick.randint(1, 40),
@@ -226,25 +226,25 @@ def random_asks(seed: int, count: int, k: int, constraints: Sequence[Constraint 
     ]
 
 
-def serve(engine: Engine, asks: Sequence[Ask]) -> list[Job]:
+def serve(engine: Engine, reqs: Sequence[RandomRequest]) -> list[Job]:
     """Submit, cancel and step until all requests have ended."""
-    jobs: list[tuple[Ask, Job, int]] = []
+    jobs: list[tuple[RandomRequest, Job, int]] = []
     steps = 0
 
     def advance() -> None:
         nonlocal steps
-        for ask, job, born in jobs:
-            if ask.cancel_after == steps - born:
+        for req, job, submitted_at in jobs:
+            if req.cancel_after == steps - submitted_at:
                 engine.cancel(job)
         engine.step()
         steps += 1
 
-    for ask in asks:
-        if ask.constraint:
-            engine.compile(ask.constraint)  # before the rounds that are counted
-        job = engine.submit(ask.prompt, constraint=ask.constraint, max_new_tokens=ask.max_new_tokens, num_speculative_tokens=ask.drafts)
-        jobs.append((ask, job, steps))
-        for _ in range(ask.pause):
+    for req in reqs:
+        if req.constraint:
+            engine.compile(req.constraint)  # before the rounds that are counted
+        job = engine.submit(req.prompt, constraint=req.constraint, max_new_tokens=req.max_new_tokens, num_speculative_tokens=req.drafts)
+        jobs.append((req, job, steps))
+        for _ in range(req.pause):
             advance()
     while engine.has_work:
         advance()

@@ -12,7 +12,7 @@ from typing import Any
 
 FORMAT = 1
 MISSING = "missing"  # version of a package that is not installed
-BAD = ("failed", "crashed", "timed out", "interrupted")
+FAILED_VERDICTS = ("failed", "crashed", "timed out", "interrupted")
 
 
 def compose(facts: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], quick: bool, whole: bool, seconds: float) -> dict[str, Any]:
@@ -24,8 +24,8 @@ def compose(facts: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], quick: 
         "quick": quick,
         "whole": whole,
         "seconds": round(seconds, 1),
-        "passed": all(row["verdict"] not in BAD for row in rows),
-        "goals": [judge(goal, rows, rehearsal) for goal in GOALS],
+        "passed": all(row["verdict"] not in FAILED_VERDICTS for row in rows),
+        "goals": [assess(goal, rows, rehearsal) for goal in GOALS],
         "checks": list(rows),
     }
 
@@ -108,7 +108,7 @@ GOALS = (
 )
 
 
-def judge(goal: Goal, rows: Sequence[Mapping[str, Any]], rehearsal: bool) -> dict[str, Any]:
+def assess(goal: Goal, rows: Sequence[Mapping[str, Any]], rehearsal: bool) -> dict[str, Any]:
     """Met, missed or not run, with the reason. A rehearsal decides no goal."""
     row = next((row for row in rows if row["name"] == goal.check), None)
     found, noise = (_figure(row["figures"], path) if row else None for path in (goal.figure, goal.noise))

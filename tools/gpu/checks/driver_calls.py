@@ -37,7 +37,7 @@ class DriverCalls:
         except OSError as error:
             raise RuntimeError(f"no NVIDIA driver: {error}") from error
 
-    def do(self, name: str, *arguments: Any) -> None:
+    def call(self, name: str, *arguments: Any) -> None:
         try:
             call = self._library[name]
         except AttributeError:
@@ -50,41 +50,41 @@ class DriverCalls:
     def device_address(self, host: int) -> int:
         """Device address of pinned memory."""
         found = c_uint64()
-        self.do("cuMemHostGetDevicePointer_v2", byref(found), host, 0)
+        self.call("cuMemHostGetDevicePointer_v2", byref(found), host, 0)
         return found.value
 
 
 class MemsetChain:
-    """A graph of `count` memsets in a row, each by itself or inside an IF node whose condition is `taken` at every launch."""
+    """A graph of `count` memsets in a row, each by itself or inside an IF node whose condition is `condition` at every launch."""
 
-    def __init__(self, calls: DriverCalls, address: int, count: int, taken: bool | None) -> None:
+    def __init__(self, calls: DriverCalls, address: int, count: int, condition: bool | None) -> None:
         self._calls, self._graph, self._instance, context = calls, c_void_p(), c_void_p(), c_void_p()
-        calls.do("cuCtxGetCurrent", byref(context))
-        calls.do("cuGraphCreate", byref(self._graph), 0)
+        calls.call("cuCtxGetCurrent", byref(context))
+        calls.call("cuGraphCreate", byref(self._graph), 0)
         params, last = MemsetParams(address, 0, 1, 4, 1, 1), None
         for _ in range(count):
             node, graph = c_void_p(), self._graph
             before = None if last is None else byref(last)
-            if taken is not None:
-                graph = self._branch(node, before, context, taken)
-                calls.do("cuGraphAddMemsetNode", byref(c_void_p()), graph, None, 0, byref(params), context)
+            if condition is not None:
+                graph = self._branch(node, before, context, condition)
+                calls.call("cuGraphAddMemsetNode", byref(c_void_p()), graph, None, 0, byref(params), context)
             else:
-                calls.do("cuGraphAddMemsetNode", byref(node), graph, before, int(last is not None), byref(params), context)
+                calls.call("cuGraphAddMemsetNode", byref(node), graph, before, int(last is not None), byref(params), context)
             last = node
-        calls.do("cuGraphInstantiateWithFlags", byref(self._instance), self._graph, 0)
+        calls.call("cuGraphInstantiateWithFlags", byref(self._instance), self._graph, 0)
 
-    def _branch(self, node: c_void_p, before: Any, context: c_void_p, taken: bool) -> c_void_p:
+    def _branch(self, node: c_void_p, before: Any, context: c_void_p, condition: bool) -> c_void_p:
         """The body of a new IF node."""
         handle, params = c_uint64(), NodeParams()
-        self._calls.do("cuGraphConditionalHandleCreate", byref(handle), self._graph, context, int(taken), ASSIGN_DEFAULT)
+        self._calls.call("cuGraphConditionalHandleCreate", byref(handle), self._graph, context, int(condition), ASSIGN_DEFAULT)
         params.type = CONDITIONAL_NODE
         params.conditional = ConditionalParams(handle.value, IF, 1, None, context)
-        self._calls.do("cuGraphAddNode_v2", byref(node), self._graph, before, None, int(before is not None), byref(params))
+        self._calls.call("cuGraphAddNode_v2", byref(node), self._graph, before, None, int(before is not None), byref(params))
         return c_void_p(params.conditional.phGraph_out[0])
 
     def launch(self, stream: int) -> None:
-        self._calls.do("cuGraphLaunch", self._instance, stream)
+        self._calls.call("cuGraphLaunch", self._instance, stream)
 
     def close(self) -> None:
-        self._calls.do("cuGraphExecDestroy", self._instance)
-        self._calls.do("cuGraphDestroy", self._graph)
+        self._calls.call("cuGraphExecDestroy", self._instance)
+        self._calls.call("cuGraphDestroy", self._graph)

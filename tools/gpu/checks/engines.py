@@ -35,7 +35,7 @@ from tools.gpu.checks.context import (
     Context,
     Figures,
     outcome,
-    random_asks,
+    random_requests,
     serve,
     toy_target,
 )
@@ -88,7 +88,7 @@ def every_drafter_replays_as_eager(context: Context) -> Figures:
 
     The chunks of graphs are padded, so that their products may round differently: those caches are not compared.
     """
-    found = context.found
+    figures = context.figures
     variants = tuple[dict[str, object], ...](({"prompt_graphs": False}, {"eager": True}, {}))[: 2 if context.rehearsal else 3]
     kinds = (False,) if context.rehearsal else (False, True)
     for sampled, (name, target, drafter, changes) in itertools.product(kinds, list(drafters_of(context.device))):
@@ -98,7 +98,7 @@ def every_drafter_replays_as_eager(context: Context) -> Figures:
         for variant in variants:
             config = replace(CONFIG, greedy_only=not sampled, **changes, **variant)  # type: ignore[arg-type]
             with context.engine_of(target, drafter, config) as engine:
-                jobs = serve(engine, [ask._replace(cancel_after=None) for ask in random_asks(11, 2 if context.rehearsal else 12, 3)])
+                jobs = serve(engine, [req._replace(cancel_after=None) for req in random_requests(11, 2 if context.rehearsal else 12, 3)])
                 engine.backend.synchronize()
                 page = engine.limits.page_size
                 caches = {name: engine.buffers[name] for name in engine.buffers if name.endswith(("_cache", "_keys", "_values"))}
@@ -110,13 +110,13 @@ def every_drafter_replays_as_eager(context: Context) -> Figures:
         assert not any(reason == "error" for _, reason, _ in ours), f"{name}: {ours}"
         different = [key for key in kept if not torch.equal(kept[key], expected[key])]
         assert not different, f"{name}: {different} differ"
-        found[f"{name}{', sampled keys' if sampled else ''}"] = {"accepted_drafts": accepted}
-    return found
+        figures[f"{name}{', sampled keys' if sampled else ''}"] = {"accepted_drafts": accepted}
+    return figures
 
 
 def adapters_and_small_caches_replay_as_eager(context: Context) -> Figures:
     """Captured engines emit the tokens of eager ones in batches with and without a LoRA adapter, and with keys and values in eight bits."""
-    target, found = pair_of(TINY, context.device).target, context.found
+    target, figures = pair_of(TINY, context.device).target, context.figures
     prompts = [[(5 * row + 3 * index) % 90 for index in range(9 + row)] for row in range(4)]
     for name, changes in (("adapter", {"max_loras": 1, "max_lora_rank": 8}), ("FP8 cache", {"kv_cache_dtype": FLOAT8})):
         texts = list[list[list[int]]]()
@@ -135,8 +135,8 @@ def adapters_and_small_caches_replay_as_eager(context: Context) -> Figures:
         ours, theirs = texts
         assert ours == theirs, f"{name}: captured {ours}, eager {theirs}"
         assert name != "adapter" or ours[::2] != ours[1::2], "the adapter changes no text"
-        found[name] = {"tokens": sum(map(len, ours))}
-    return found
+        figures[name] = {"tokens": sum(map(len, ours))}
+    return figures
 
 
 def _save_adapter(folder: Path, config: LlamaConfig, rank: int = 8) -> None:
@@ -145,11 +145,11 @@ def _save_adapter(folder: Path, config: LlamaConfig, rank: int = 8) -> None:
     outer = {"q_proj": heads, "k_proj": groups, "v_proj": groups, "o_proj": config.hidden_size}
     outer |= {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size, "down_proj": config.hidden_size}
     inner = dict.fromkeys(outer, config.hidden_size) | {"o_proj": heads, "down_proj": config.intermediate_size}
-    made, tensors = torch.Generator().manual_seed(9), dict[str, torch.Tensor]()
+    rng, tensors = torch.Generator().manual_seed(9), dict[str, torch.Tensor]()
     for (layer, _), name in itertools.product(enumerate(config.windows), outer):
         module = f"base_model.model.model.layers.{layer}.{'self_attn' if name[0] in 'qkvo' else 'mlp'}.{name}"
-        tensors[f"{module}.lora_A.weight"] = torch.randn(rank, inner[name], generator=made) * inner[name] ** -0.5
-        tensors[f"{module}.lora_B.weight"] = torch.randn(outer[name], rank, generator=made) * 0.3
+        tensors[f"{module}.lora_A.weight"] = torch.randn(rank, inner[name], generator=rng) * inner[name] ** -0.5
+        tensors[f"{module}.lora_B.weight"] = torch.randn(outer[name], rank, generator=rng) * 0.3
     save_file(tensors, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(
         json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": 16, "bias": "none", "target_modules": list(outer)}), encoding="utf-8"
@@ -170,24 +170,24 @@ def hundreds_of_rounds_replay_as_eager(context: Context) -> Figures:
             context.engine(k, draft_masks=draft_masks, eager=True) as eager,
         ):
             for seed in context.turns(context.count(8, 2) if not context.rehearsal else 1):
-                steps += _in_step(captured, eager, seed, 10 if context.rehearsal else 60, k)
+                steps += _compare_in_step(captured, eager, seed, 10 if context.rehearsal else 60, k)
     return {"steps": steps}
 
 
-def _in_step(captured: Engine, eager: Engine, seed: int, count: int, k: int) -> int:
+def _compare_in_step(captured: Engine, eager: Engine, seed: int, count: int, k: int) -> int:
     engines, steps = (captured, eager), 0
     jobs: list[tuple[int | None, int, tuple[Job, ...]]] = []
-    asks = random_asks(500 + seed, count, k)
+    reqs = random_requests(500 + seed, count, k)
     for constraint in filter(None, CONSTRAINTS):
         for engine in engines:
             engine.compile(constraint)
-    while asks or captured.has_work or eager.has_work:
-        while asks and len(jobs) * 2 <= steps:
-            ask = asks.pop()
-            kept = {"max_new_tokens": ask.max_new_tokens, "num_speculative_tokens": ask.drafts, "constraint": ask.constraint}
-            jobs.append((ask.cancel_after, steps, tuple(engine.submit(ask.prompt, **kept) for engine in engines)))  # type: ignore[arg-type]
-        for cancel_after, born, both in jobs:
-            if cancel_after == steps - born:
+    while reqs or captured.has_work or eager.has_work:
+        while reqs and len(jobs) * 2 <= steps:
+            req = reqs.pop()
+            args = {"max_new_tokens": req.max_new_tokens, "num_speculative_tokens": req.drafts, "constraint": req.constraint}
+            jobs.append((req.cancel_after, steps, tuple(engine.submit(req.prompt, **args) for engine in engines)))  # type: ignore[arg-type]
+        for cancel_after, submitted_at, both in jobs:
+            if cancel_after == steps - submitted_at:
                 for engine, job in zip(engines, both, strict=True):
                     engine.cancel(job)
         for engine in engines:
@@ -216,13 +216,13 @@ def both_libraries_match_oracle(context: Context) -> Figures:
         tokens, constraints = 0, (*filter(None, CONSTRAINTS), *(each for each in MARKED if each.backend == library))
         with context.engine(4, library=library) as engine:
             for seed in context.turns(context.count(6, 1)):
-                asks = [ask._replace(cancel_after=None) for ask in random_asks(900 + seed, 10, 4, constraints)]
-                for ask, job in zip(asks, serve(engine, asks), strict=True):
-                    assert ask.constraint is not None
-                    grammar = compiler.compile(ask.constraint)
-                    assert grammar.backend == library, f"{ask.constraint}: {grammar.backend}, {grammar.reason}"
-                    answer = greedy(ORACLE_TARGET, ask.prompt, ask.max_new_tokens, (STOP,), grammar, len(VOCABULARY.tokens))
-                    assert outcome(job) == (answer.tokens, answer.reason, ""), f"{ask}: got {outcome(job)}, expected {answer}"
+                reqs = [req._replace(cancel_after=None) for req in random_requests(900 + seed, 10, 4, constraints)]
+                for req, job in zip(reqs, serve(engine, reqs), strict=True):
+                    assert req.constraint is not None
+                    grammar = compiler.compile(req.constraint)
+                    assert grammar.backend == library, f"{req.constraint}: {grammar.backend}, {grammar.reason}"
+                    answer = greedy(ORACLE_TARGET, req.prompt, req.max_new_tokens, (STOP,), grammar, len(VOCABULARY.tokens))
+                    assert outcome(job) == (answer.tokens, answer.reason, ""), f"{req}: got {outcome(job)}, expected {answer}"
                     assert accepts(grammar, job.tokens, finished=str(job.finish_reason) == "constraint_complete")
                     tokens += len(job.tokens)
         found[library] = {"tokens": tokens}
@@ -235,9 +235,9 @@ def steps_never_wait(context: Context) -> Figures:
     with context.engine(4) as engine:
         for constraint in filter(None, CONSTRAINTS):
             engine.compile(constraint)
-        serve(engine, random_asks(3, 2, 4))
+        serve(engine, random_requests(3, 2, 4))
         pointers, before = engine.buffers.fingerprint(), engine.stats()
-        quiet = allocated = 0
+        steady_steps = allocated = 0
         with context.no_sync():
             while engine.stats().rounds - before.rounds < rounds:
                 stats = engine.stats()
@@ -247,19 +247,19 @@ def steps_never_wait(context: Context) -> Figures:
                 held = _allocated(context)
                 engine.step()
                 if engine.stats().prompt_tokens == stats.prompt_tokens and engine.stats().rounds > stats.rounds:
-                    quiet, allocated = quiet + 1, allocated + _allocated(context) - held
+                    steady_steps, allocated = steady_steps + 1, allocated + _allocated(context) - held
         after = engine.stats()
         assert engine.buffers.fingerprint() == pointers, "a buffer moved"
         assert after.host_syncs == before.host_syncs, "a step waited for the device"
         assert after.replays - before.replays == after.rounds - before.rounds
-        assert allocated == 0, f"{allocated} bytes allocated in {quiet} steps without a prompt"
-        assert quiet > 0
-    return {"rounds": after.rounds - before.rounds, "steps_without_a_prompt": quiet}
+        assert allocated == 0, f"{allocated} bytes allocated in {steady_steps} steps without a prompt"
+        assert steady_steps > 0
+    return {"rounds": after.rounds - before.rounds, "steps_without_a_prompt": steady_steps}
 
 
 def _allocated(context: Context) -> int:
     """Bytes allocated by torch so far, including freed ones."""
-    return 0 if context.tape else int(torch.cuda.memory_stats(context.device)["allocated_bytes.all.allocated"])
+    return 0 if context.on_tape else int(torch.cuda.memory_stats(context.device)["allocated_bytes.all.allocated"])
 
 
 def closing_frees_everything(context: Context) -> Figures:
@@ -279,13 +279,13 @@ def closing_frees_everything(context: Context) -> Figures:
 
 def _use_one(context: Context) -> weakref.ref[object]:
     with context.engine(2) as engine:
-        serve(engine, random_asks(5, 3, 2))
+        serve(engine, random_requests(5, 3, 2))
         return weakref.ref(engine.buffers)
 
 
 def _free(context: Context) -> int:
     gc.collect()
-    if context.tape:
+    if context.on_tape:
         return 0
     torch.cuda.synchronize()
     torch.cuda.empty_cache()

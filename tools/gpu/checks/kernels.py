@@ -42,7 +42,7 @@ def masks_and_processors_equal_references(context: Context) -> Figures:
             continue
         kinds = itertools.product((torch.float32, torch.bfloat16), (False, True))
         found |= _compared(context, (operations.process_logits(device, batch, 4, width, dtype, masked=masked) for dtype, masked in kinds))
-        found |= _compared(context, [operations.process_logits(device, batch, 1, width, own=min(width, 32_000), first=2)])
+        found |= _compared(context, [operations.process_logits(device, batch, 1, width, draft_vocabulary=min(width, 32_000), first=2)])
     return found
 
 
@@ -81,7 +81,7 @@ def _drawn(context: Context, call: Call) -> Figures:
     """Compare at several positions. The last bit of a logarithm may change a token: at most one in a thousand."""
     rows, different = len(call.outputs[0]) * (repeats := context.count(50, 3)), 0
     for step in range(repeats):
-        tokens, *others = call.at(step).different_rows()
+        tokens, *others = call.at_later_position(step).different_rows()
         assert not any(others), f"{call.name}: accepted counts of {others[0]} rows differ"
         different += tokens
     assert different <= rows // 1000, f"{call.name}: {different} of {rows} rows differ"
@@ -90,8 +90,8 @@ def _drawn(context: Context, call: Call) -> Figures:
 
 def random_numbers_equal_the_cpu(context: Context) -> Figures:
     """Uniform numbers equal the CPU's bit for bit, also for extreme seeds; exponential ones up to the last bits of a logarithm."""
-    made = torch.Generator().manual_seed(3)
-    seed = torch.cat([torch.tensor([0, 1, -1, 2**63 - 1, -(2**63)]), torch.randint(-(2**62), 2**62, (11,), generator=made)])[:, None]
+    generator = torch.Generator().manual_seed(3)
+    seed = torch.cat([torch.tensor([0, 1, -1, 2**63 - 1, -(2**63)]), torch.randint(-(2**62), 2**62, (11,), generator=generator)])[:, None]
     position, index = torch.arange(0, 16)[:, None], torch.arange(0, 262_144, 7)
     worst = 0.0
     for purpose in Purpose:
@@ -106,7 +106,7 @@ def random_numbers_equal_the_cpu(context: Context) -> Figures:
 
 def filters_equal_references(context: Context) -> Figures:
     """Filters in torch, triton and flashinfer: distributions equal the CPU's bit for bit, draws except near ties; time of each."""
-    found = context.found
+    found = context.figures
     for name in ("triton", "torch", "flashinfer"):  # flashinfer may have to be compiled, which a rehearsal does not
         if context.on_gpu and name == "flashinfer":
             continue

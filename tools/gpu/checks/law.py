@@ -14,11 +14,11 @@ from tools.gpu.checks.context import ORACLE_TARGET, STOP, VOCABULARY, Context, F
 
 PROMPT = (40, 2, 17)
 CHOICE = Constraint.choice(["yes", "no", "not at all", "nothing", "yeah"])
-TEMPERATURE, OTHER, TOP_P = 1.5, 0.7, 0.95
-UNLIKELY = 1e-6
+TEMPERATURE, OTHER_TEMPERATURE, TOP_P = 1.5, 0.7, 0.95
+MIN_P_VALUE = 1e-6
 
 
-def law_of_texts(grammar: CompiledConstraint, temperature: float) -> dict[tuple[int, ...], float]:
+def text_probabilities(grammar: CompiledConstraint, temperature: float) -> dict[tuple[int, ...], float]:
     """Every possible text with its probability in float64: the product of its masked token probabilities."""
     found: dict[tuple[int, ...], float] = {}
     masks = torch.zeros(1, grammar.vocabulary.mask_words, dtype=torch.int32)
@@ -48,7 +48,7 @@ def sampled_texts_follow_the_target(context: Context) -> Figures:
     """Hundreds of seeds, K = 3, masked drafts and not: chi-square test against float64; a control with another temperature must fail."""
     grammar = compiled(CHOICE)
     assert grammar is not None
-    law, wrong = (law_of_texts(grammar, temperature) for temperature in (TEMPERATURE, OTHER))
+    law, other = (text_probabilities(grammar, temperature) for temperature in (TEMPERATURE, OTHER_TEMPERATURE))
     texts, count = sorted(law), 300 if context.rehearsal else context.count(6000, 2000)
     found: Figures = {"texts": len(texts), "seeds": count}
     for draft_masks in (True,) if context.rehearsal else (True, False):
@@ -60,10 +60,10 @@ def sampled_texts_follow_the_target(context: Context) -> Figures:
         assert accepted > 0, "no draft was accepted"
         counts = torch.tensor([observed[text] for text in texts])
         fits, control = (
-            chi_square_p(counts, torch.tensor([shares.get(text, 0.0) for text in texts], dtype=torch.float64)) for shares in (law, wrong)
+            chi_square_p(counts, torch.tensor([shares.get(text, 0.0) for text in texts], dtype=torch.float64)) for shares in (law, other)
         )
-        assert fits > UNLIKELY, f"draft_masks={draft_masks}: p = {fits:.1e}; {observed}"
-        assert control < UNLIKELY, f"the control with another temperature was not rejected: p = {control:.1e}"
+        assert fits > MIN_P_VALUE, f"draft_masks={draft_masks}: p = {fits:.1e}; {observed}"
+        assert control < MIN_P_VALUE, f"the control with another temperature was not rejected: p = {control:.1e}"
         found[f"p, draft_masks={draft_masks}"] = fits
     return found
 

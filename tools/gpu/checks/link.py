@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent.parent
 KERNELS = "sampling/kernels/c"
 SOURCES = ("sampling/grammar/automaton/c", "sampling/grammar/link/c", KERNELS, "graphs/layers/c")  # these and the flags as in setup.py
 FLAGS = ("-O3", "-pthread", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")
-SECONDS = 120.0
+COMPILE_SECONDS = 120.0
 
 
 def compile_library(folder: Path = ROOT / "sampling") -> str:
@@ -31,7 +31,7 @@ def compile_library(folder: Path = ROOT / "sampling") -> str:
     flags = [*FLAGS, *os.environ.get("CFLAGS", "").split(), "-shared", "-fPIC", f"-I{ROOT / KERNELS}"]
     command = [compiler, *flags, *sources, "-lm", "-lstdc++", "-o", str(unfinished)]
     try:
-        subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True)
+        subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=True)
         os.replace(unfinished, folder / "_native.so")
     except subprocess.CalledProcessError as failure:
         return f"{compiler}: {failure.stderr.strip()[-500:] or f'exit code {failure.returncode}'}"

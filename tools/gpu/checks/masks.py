@@ -55,7 +55,7 @@ def make_case(
     vocabulary: int,
     dtype: torch.dtype,
     *,
-    own: int = 0,
+    draft_vocabulary: int = 0,
     masked: bool = True,
     first: int = 0,
     seed: int = 0,
@@ -64,28 +64,28 @@ def make_case(
 
     Logits have ties, infinities, a NaN, and padding that must not be read. own: size of the draft's own vocabulary, 0 for none.
     """
-    made = torch.Generator().manual_seed(seed + vocabulary)
-    tables, width, drafts = batch + 2, own or vocabulary, first + positions - 1
-    logits = (torch.randn(batch, positions, width + 64, generator=made) * 4).round(decimals=1)
-    logits[torch.rand(logits.shape, generator=made) < 0.05] = -math.inf
+    rng = torch.Generator().manual_seed(seed + vocabulary)
+    tables, width, drafts = batch + 2, draft_vocabulary or vocabulary, first + positions - 1
+    logits = (torch.randn(batch, positions, width + 64, generator=rng) * 4).round(decimals=1)
+    logits[torch.rand(logits.shape, generator=rng) < 0.05] = -math.inf
     logits[0, 0, width // 2], logits[-1, -1, width // 3], logits[..., width:] = math.nan, math.inf, math.nan
-    rows = torch.randperm(tables, generator=made)[:batch]
-    ids = torch.randperm(vocabulary, generator=made)[:own].sort().values if own else None
-    before = torch.randint(0, vocabulary, (drafts, batch), generator=made).T  # strided like batch_drafts
+    rows = torch.randperm(tables, generator=rng)[:batch]
+    ids = torch.randperm(vocabulary, generator=rng)[:draft_vocabulary].sort().values if draft_vocabulary else None
+    before = torch.randint(0, vocabulary, (drafts, batch), generator=rng).T  # strided like batch_drafts
     before[torch.arange(batch) % 3 == 2, drafts // 2 :] = -1
-    settings = make_settings(tables, vocabulary, rows, before, made)
-    mask = _grammar_mask(batch, positions, vocabulary, made) if masked else None
+    settings = make_settings(tables, vocabulary, rows, before, rng)
+    mask = _grammar_mask(batch, positions, vocabulary, rng) if masked else None
     return Case(logits.to(dtype)[..., :width], settings, rows, before, first, mask, ids)
 
 
-def make_settings(tables: int, vocabulary: int, rows: Tensor, before: Tensor, made: torch.Generator) -> RowSettings:
+def make_settings(tables: int, vocabulary: int, rows: Tensor, before: Tensor, rng: torch.Generator) -> RowSettings:
     """Settings whose kinds alternate along `rows`; some draft tokens already occurred in the output."""
     kind = torch.zeros(tables, dtype=torch.int64)
     kind[rows] = torch.arange(len(rows)) % KINDS
     penalised, biased = kind >= 2, (kind == 1) | (kind == 3)
 
     def pick(values: tuple[float, ...], otherwise: float) -> Tensor:
-        drawn = torch.tensor(values)[torch.randint(0, len(values), (tables,), generator=made)]
+        drawn = torch.tensor(values)[torch.randint(0, len(values), (tables,), generator=rng)]
         return torch.where(penalised, drawn, otherwise)
 
     params = torch.full((tables, len(Param)), 0.5)
@@ -95,12 +95,12 @@ def make_settings(tables: int, vocabulary: int, rows: Tensor, before: Tensor, ma
     params[:, Param.MIN_NEW_TOKENS] = torch.where(kind == 3, 6.0, 0.0)
     count = min(MAX_BIASES - 1, vocabulary)
     bias_ids = torch.full((tables, MAX_BIASES), -1)
-    bias_ids[:, :count] = torch.rand(tables, vocabulary, generator=made).topk(count, 1).indices  # distinct
+    bias_ids[:, :count] = torch.rand(tables, vocabulary, generator=rng).topk(count, 1).indices  # distinct
     bias_ids[~biased] = -1
-    biases = torch.randn(tables, MAX_BIASES, generator=made)
-    biases[torch.rand(biases.shape, generator=made) < 0.2] = -math.inf
-    stop_ids = torch.randint(-1, vocabulary, (tables, MAX_STOPS), generator=made)
-    counts = torch.randint(-3, 4, (tables, vocabulary), generator=made, dtype=torch.int32).clamp(min=0)
+    biases = torch.randn(tables, MAX_BIASES, generator=rng)
+    biases[torch.rand(biases.shape, generator=rng) < 0.2] = -math.inf
+    stop_ids = torch.randint(-1, vocabulary, (tables, MAX_STOPS), generator=rng)
+    counts = torch.randint(-3, 4, (tables, vocabulary), generator=rng, dtype=torch.int32).clamp(min=0)
     if before.shape[1]:
         counts[rows, before[:, 0].clamp(min=0)] += 2
     return RowSettings(
@@ -108,34 +108,34 @@ def make_settings(tables: int, vocabulary: int, rows: Tensor, before: Tensor, ma
         bias_ids=bias_ids,
         biases=torch.where(bias_ids >= 0, biases, 0.0),
         stop_ids=stop_ids,
-        prompt_seen=torch.rand(tables, vocabulary, generator=made) < 0.3,
+        prompt_seen=torch.rand(tables, vocabulary, generator=rng) < 0.3,
         output_counts=counts,
-        generated=torch.randint(0, 9, (len(rows), 3), generator=made)[:, 1],  # a column, as in the round
+        generated=torch.randint(0, 9, (len(rows), 3), generator=rng)[:, 1],  # a column, as in the round
     )
 
 
-def _grammar_mask(batch: int, positions: int, vocabulary: int, made: torch.Generator) -> kernels.GrammarMask:
+def _grammar_mask(batch: int, positions: int, vocabulary: int, rng: torch.Generator) -> kernels.GrammarMask:
     """Bits beyond the vocabulary are set and must be ignored."""
-    density = torch.logspace(-4, 0, batch * positions)[torch.randperm(batch * positions, generator=made)].view(batch, positions, 1)
-    allowed = torch.rand(batch, positions, -(-vocabulary // BITS_PER_WORD) * BITS_PER_WORD, generator=made) < density
+    density = torch.logspace(-4, 0, batch * positions)[torch.randperm(batch * positions, generator=rng)].view(batch, positions, 1)
+    allowed = torch.rand(batch, positions, -(-vocabulary // BITS_PER_WORD) * BITS_PER_WORD, generator=rng) < density
     allowed[..., vocabulary:] = True
-    rows = torch.randperm(batch, generator=made)
+    rows = torch.randperm(batch, generator=rng)
     packed = bitmask.pack(allowed)
     packed[rows[batch // 2], -1] = 0
-    other = torch.randint(0, len(MaskStatus), (batch, positions), generator=made)
-    status = torch.where(torch.rand(batch, positions, generator=made) < 0.8, int(MaskStatus.OK), other)
+    other = torch.randint(0, len(MaskStatus), (batch, positions), generator=rng)
+    status = torch.where(torch.rand(batch, positions, generator=rng) < 0.8, int(MaskStatus.OK), other)
     return kernels.GrammarMask(packed, rows, torch.arange(batch) % 5 != 4, status)
 
 
 def tag_inputs(batch: int, positions: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Tags [R, N, 4] of permuted rows, some fields of which are wrong; owner, generated, constrained (three in four), rows."""
-    made = torch.Generator().manual_seed(batch + positions)
-    rows = torch.randperm(batch + 2, generator=made)[:batch]
-    state = torch.randint(0, 50, (batch, 7), generator=made)
-    tags = torch.randint(0, 50, (batch + 2, positions, 4), generator=made)
+    rng = torch.Generator().manual_seed(batch + positions)
+    rows = torch.randperm(batch + 2, generator=rng)[:batch]
+    state = torch.randint(0, 50, (batch, 7), generator=rng)
+    tags = torch.randint(0, 50, (batch + 2, positions, 4), generator=rng)
     tags[rows, :, :2], tags[rows, :, 2] = state[:, None, :2], torch.arange(2, 2 + positions)
-    tags[..., 3] = torch.randint(0, len(MaskStatus), tags.shape[:2], generator=made)
-    wrong = torch.rand(*tags.shape[:2], 3, generator=made) < 0.1
+    tags[..., 3] = torch.randint(0, len(MaskStatus), tags.shape[:2], generator=rng)
+    wrong = torch.rand(*tags.shape[:2], 3, generator=rng) < 0.1
     tags[..., :3] += wrong.to(torch.int64)
     state[:, 5] = torch.arange(1, batch + 1) % 4
     tags, state, rows = (tensor.to(device) for tensor in (tags, state, rows))

@@ -27,7 +27,7 @@ from tools.gpu.checks.shapes import shape_of
 from tools.gpu.checks.stopwatch import device_us, stopwatch
 
 SIZES = ("1B", "8B")
-MOST_NOISE = 0.05  # limit of the noise allowance of a share
+MAX_NOISE = 0.05  # limit of the noise allowance of a share
 FREE, AGAIN = Variant("free"), Variant("free again")
 SCHEMA, RECURSIVE = Variant("schema", "schema"), Variant("recursive", "recursive")
 HOST = Variant("schema, host nodes", "schema", grammar_lane="host")
@@ -58,10 +58,10 @@ def constrained_rounds(context: Context) -> Figures:
         with cell(context, name):
             cases = [case_of(context, shape_of(context, size), rows, variant) for variant in variants]
             blocks = take_turns(context, cases, 24, share=index / len(cells))
-            context.found[name], excess = _over_free({case.variant.name: case for case in cases}, blocks)
+            context.figures[name], excess = _over_free({case.variant.name: case for case in cases}, blocks)
             figures[size].append(excess)
-            context.found[size] = worst_of(figures[size])
-    return context.found
+            context.figures[size] = worst_of(figures[size])
+    return context.figures
 
 
 class Excess(NamedTuple):
@@ -96,7 +96,7 @@ def captured_against_eager(context: Context) -> Figures:
     batches = (1,) if context.rehearsal else (1, 16)
     for index, (rows, size) in enumerate(itertools.product(batches, SIZES), 1):
         variants = (FREE, Variant("eager", eager=True), SCHEMA, Variant("schema, eager", "schema", eager=True))
-        figures = context.found.setdefault(size, {})
+        figures = context.figures.setdefault(size, {})
         assert isinstance(figures, dict)
         with cell(context, f"{size} batch {rows}"):
             cases = [case_of(context, shape_of(context, size), rows, variant) for variant in variants]
@@ -106,7 +106,7 @@ def captured_against_eager(context: Context) -> Figures:
                 "ratio_constrained": ratio(blocks, "schema, eager", "schema"),
                 "variants": {case.variant.name: case.figures() for case in cases},
             }
-    return context.found
+    return context.figures
 
 
 def sampled_rounds(context: Context) -> Figures:
@@ -118,8 +118,8 @@ def sampled_rounds(context: Context) -> Figures:
             blocks = take_turns(context, cases, 16, share=index / len(cells))
             ratios = {case.variant.name: ratio(blocks, case.variant.name, "free") for case in cases[1:]}
             figures = {case.variant.name: case.figures() for case in cases}
-            context.found[f"{size} batch {rows}"] = {"variants": figures, "over_greedy": ratios}
-    return context.found
+            context.figures[f"{size} batch {rows}"] = {"variants": figures, "over_greedy": ratios}
+    return context.figures
 
 
 def mask_time_is_hidden(context: Context) -> Figures:
@@ -128,16 +128,16 @@ def mask_time_is_hidden(context: Context) -> Figures:
     for rows, size in itertools.product((1,) if context.rehearsal else (1, 16), SIZES):
         with cell(context, f"{size} batch {rows}"):
             cases = [case_of(context, shape_of(context, size), rows, variant) for variant in variants]
-            before = [_host(case) for case in cases]
+            before = [_host_totals(case) for case in cases]
             blocks = take_turns(context, cases, 16)
             base, *host_us = (_host_us(case, then) for case, then in zip(cases, before, strict=True))
             for case, micros in zip(cases[1:], host_us, strict=True):
                 figures = hidden(blocks[case.variant.name], blocks["anything"], micros - base)
                 waited = case.engine.stats().exposed_wait_seconds
                 figures |= {"host_us": round(micros, 2)} | ({} if waited is None else {"waited_seconds": round(waited, 6)})
-                context.found[f"{size} batch {rows} {case.variant.name}"] = figures
-    least = min((each for each in context.found.values() if isinstance(each, dict)), key=lambda each: each["share_hidden"] + each["noise"])
-    return context.found | {name: least[name] for name in ("share_hidden", "noise")}
+                context.figures[f"{size} batch {rows} {case.variant.name}"] = figures
+    low = min((each for each in context.figures.values() if isinstance(each, dict)), key=lambda each: each["share_hidden"] + each["noise"])
+    return context.figures | {name: low[name] for name in ("share_hidden", "noise")}
 
 
 def hidden(constrained: Sequence[float], loose: Sequence[float], host_us: float) -> Figures:
@@ -145,18 +145,18 @@ def hidden(constrained: Sequence[float], loose: Sequence[float], host_us: float)
     longer = sorted(one - other for one, other in zip(constrained, loose, strict=True))
     low, high = longer[len(longer) // 4], longer[(3 * len(longer)) // 4]
     exposed, host_us = max(0.0, statistics.median(longer)), max(host_us, 0.1)
-    share, noise = 1 - min(1.0, exposed / host_us), min(MOST_NOISE, (high - low) / 2 / host_us)
+    share, noise = 1 - min(1.0, exposed / host_us), min(MAX_NOISE, (high - low) / 2 / host_us)
     return {"exposed_us": round(exposed, 2), "share_hidden": round(share, 4), "noise": round(noise, 4)}
 
 
 def _host_us(case: Case, before: tuple[float, int]) -> float:
     """Host-node time per round since `before`, in microseconds."""
-    total, rounds = (now - then for now, then in zip(_host(case), before, strict=True))
+    total, rounds = (now - then for now, then in zip(_host_totals(case), before, strict=True))
     assert total > 0, "no host node was timed"
     return total / rounds * 1e6
 
 
-def _host(case: Case) -> tuple[float, int]:
+def _host_totals(case: Case) -> tuple[float, int]:
     """Host-node seconds and rounds so far."""
     stats = case.engine.stats()
     return stats.host_nodes.total, stats.rounds
@@ -174,10 +174,10 @@ def idle_between_rounds(context: Context) -> Figures:
                 case.block(rounds + 2)
             between = gaps_between_rounds(trace.timeline)
             assert between, f"{variant}: no two rounds in the trace"
-            context.found[f"{size} {variant.name}"] = summary(between)
+            context.figures[f"{size} {variant.name}"] = summary(between)
             gaps.append(statistics.median(between))
-            context.found["gap_us"] = {"median": round(max(gaps), 2)}
-    return context.found
+            context.figures["gap_us"] = {"median": round(max(gaps), 2)}
+    return context.figures
 
 
 def gaps_between_rounds(timeline: Timeline) -> list[float]:
@@ -200,7 +200,7 @@ def copy_bandwidth(context: Context) -> float:
 
 def weights_per_second(context: Context) -> Figures:
     """Weight bytes read per second by a round of one row, over copy bandwidth."""
-    found, bandwidth = context.found, copy_bandwidth(context)
+    found, bandwidth = context.figures, copy_bandwidth(context)
     found["copy_gigabytes_per_second"] = round(bandwidth / 1e9, 1)
     for size, drafts in itertools.product(SIZES, (3,) if context.rehearsal else (5, 3, 0)):
         with cell(context, f"{size} K={drafts}"):
@@ -221,7 +221,7 @@ def kernels_against_floor(context: Context) -> Figures:
     found: Figures = {"copy_gigabytes_per_second": round(bandwidth / 1e9, 1)}
     cut: list[str] = []
     for call in _measured(context):
-        if context.spent > 1:
+        if context.budget_used > 1:
             cut.append(call.name)
             continue
         floor, micros = call.least_bytes / bandwidth * 1e6, device_us(context, call.kernel)["median"]
@@ -238,7 +238,7 @@ def packed_products(context: Context) -> Figures:
     found: Figures = {}
     wide = [torch.randn(outer, inner, device=context.device, dtype=torch.bfloat16) for _ in range(copies)]
     kinds = {name: [random_weight(context.device, name, outer, inner) for _ in range(copies)] for name in ("INT4_128", "FP8", "Q8_0")}
-    four = [] if context.tape else [_four_bits(context.device, outer, inner) for _ in range(copies)]
+    four = [] if context.on_tape else [_four_bits(context.device, outer, inner) for _ in range(copies)]
     zeros = torch.zeros(inner // 128, outer, 2, device=context.device, dtype=torch.bfloat16)
     for rows in (1, 4, 16, 128, 512):
         states = torch.randn(rows, inner, device=context.device, dtype=torch.bfloat16)
@@ -246,7 +246,7 @@ def packed_products(context: Context) -> Figures:
             name: [partial(quantised.quantised_product, states, weight) for weight in weights] for name, weights in kinds.items()
         }
         calls["torch, four bits"] = [partial(torch.ops.aten._weight_int4pack_mm, states, weight, 128, zeros) for weight in four]
-        if rows > 16 and not context.tape:
+        if rows > 16 and not context.on_tape:
             calls |= {f"{name}, dequantised": _dequantised_calls(states, weights) for name, weights in kinds.items()}
         base = _shared_us(context, [partial(functional.linear, states, weight) for weight in wide])
         for name, each in calls.items():

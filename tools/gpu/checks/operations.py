@@ -39,7 +39,7 @@ class Call:
     least_bytes: int = 0
     additional_bytes: int = 0
     writes: tuple[int, ...] = ()
-    near: float = 0.0
+    tol: float = 0.0
 
     @property
     def name(self) -> str:
@@ -67,10 +67,10 @@ class Call:
     def different_rows(self, run: Run | None = None) -> list[int]:
         """Rows of every result in which `run` (default: the operation on this device) differs from the reference; NaN equals NaN."""
         found, expected = self.results(run or self.operation.out), self.results(self.operation.run_reference)
-        equal = [one.isclose(other, self.near, self.near, equal_nan=True) for one, other in zip(found, expected, strict=True)]
+        equal = [one.isclose(other, self.tol, self.tol, equal_nan=True) for one, other in zip(found, expected, strict=True)]
         return [int((~each).reshape(len(each), -1).any(1).sum()) for each in equal]
 
-    def at(self, step: int) -> Call:
+    def at_later_position(self, step: int) -> Call:
         """The same call of a drawing operation at later positions, which give other random numbers."""
         index = {"race": 2, "reject_sample": 9}[self.operation.name]
         return replace(self, inputs=(*self.inputs[:index], self.inputs[index] + 10 * step, *self.inputs[index + 1 :]))
@@ -81,7 +81,7 @@ def _copy(tensor: Tensor) -> Tensor:
     return tensor.clone().pin_memory() if tensor.is_pinned() else tensor.clone()
 
 
-def numbers(device: torch.device, *shape: int) -> Tensor:
+def filler(device: torch.device, *shape: int) -> Tensor:
     return torch.full(shape, -9, device=device)
 
 
@@ -89,25 +89,25 @@ def masked_argmax(
     device: torch.device, batch: int, positions: int, width: int, dtype: torch.dtype = torch.bfloat16, *, all_masked: bool = False
 ) -> Call:
     """Logits (padded, with ties and a NaN), masks of many densities, permuted rows; every second row without a grammar."""
-    made = torch.Generator().manual_seed(width)
-    logits = (torch.randn(batch, positions, width + 64, generator=made) * 4).round(decimals=1)
+    rng = torch.Generator().manual_seed(width)
+    logits = (torch.randn(batch, positions, width + 64, generator=rng) * 4).round(decimals=1)
     logits[0, 0, width // 2] = float("nan")
     logits[..., width:] = float("inf")
-    density = torch.logspace(-4, 0, batch)[torch.randperm(batch, generator=made)][:, None, None]
-    words = bitmask.pack(torch.rand(batch, positions, width, generator=made) < density)
+    density = torch.logspace(-4, 0, batch)[torch.randperm(batch, generator=rng)][:, None, None]
+    words = bitmask.pack(torch.rand(batch, positions, width, generator=rng) < density)
     words[batch // 2, -1] = 0
-    rows = torch.randperm(batch, generator=made)
+    rows = torch.randperm(batch, generator=rng)
     constrained = (torch.arange(batch) % 2 == 0) | all_masked
     status = torch.full((batch, positions), int(MaskStatus.OK))
     status[batch // 3] = int(MaskStatus.OK if all_masked else MaskStatus.COMPLETE)
     padded = logits.to(device=device, dtype=dtype)
     inputs = (padded[..., :width], words.to(device), rows.to(device), constrained.to(device), None, status.to(device))
-    outputs = torch.ones(batch, positions, dtype=torch.bool, device=device), numbers(device, batch, positions)
-    lines = batch * positions
+    outputs = torch.ones(batch, positions, dtype=torch.bool, device=device), filler(device, batch, positions)
+    num_positions = batch * positions
     marked = int((words != 0).sum())  # a word without a bit spares its 32 logits
-    least = lines * (-(-width // BITS_PER_WORD) * 4 + 9) + marked * BITS_PER_WORD * dtype.itemsize
+    least = num_positions * (-(-width // BITS_PER_WORD) * 4 + 9) + marked * BITS_PER_WORD * dtype.itemsize
     shape = f"B={batch} Q={positions} V={width} {str(dtype)[6:]}"
-    return Call(choice.masked_argmax, shape, inputs, outputs, least, lines * -(-width // CHOICE_TILE) * 16)
+    return Call(choice.masked_argmax, shape, inputs, outputs, least, num_positions * -(-width // CHOICE_TILE) * 16)
 
 
 def free_argmax(device: torch.device, batch: int, positions: int, width: int, dtype: torch.dtype = torch.bfloat16) -> Call:
@@ -118,13 +118,13 @@ def free_argmax(device: torch.device, batch: int, positions: int, width: int, dt
 
 
 def race(device: torch.device, batch: int, width: int) -> Call:
-    made = torch.Generator().manual_seed(batch)
+    rng = torch.Generator().manual_seed(batch)
     params = torch.tensor([UNFILTERED, FILTERED]).repeat(-(-batch // 2), 1)[:batch]
-    scores = torch.randn(batch, width, generator=made) * 3
+    scores = torch.randn(batch, width, generator=rng) * 3
     weights = sampler.distribution(scores.to(device), params.to(device))
-    seed, position = (torch.randint(0, 2**62, (batch,), generator=made).to(device) for _ in range(2))
+    seed, position = (torch.randint(0, 2**62, (batch,), generator=rng).to(device) for _ in range(2))
     inputs, scratch = (weights, seed, position, int(Purpose.DRAFT)), batch * -(-width // RACE_TILE) * 16
-    return Call(filters.race, f"N={batch} V={width}", inputs, (numbers(device, batch),), weights.nbytes + batch * 24, scratch)
+    return Call(filters.race, f"N={batch} V={width}", inputs, (filler(device, batch),), weights.nbytes + batch * 24, scratch)
 
 
 def filter_inputs(batch: int, width: int) -> tuple[Tensor, Tensor]:
@@ -145,7 +145,7 @@ def draw(device: torch.device, batch: int, width: int, setting: list[float] | No
     inputs = (logits, params, seed, seed, int(Purpose.DRAFT), seed, torch.zeros_like(logits), None)
     scratch = batch * (-(-width // FILTER_TILE) * 20 + FILTER_SUMS * 8 + 16)
     shape = f"N={batch} V={width}{' top-k top-p' if setting == FILTERED else ''}"
-    outputs = (numbers(device, batch),)
+    outputs = (filler(device, batch),)
     return Call(filters.draw, shape, inputs, outputs, logits.nbytes * 2 + batch * 40, logits.nbytes * 3 + scratch, writes=(6,))
 
 
@@ -157,45 +157,45 @@ def distribution(device: torch.device, batch: int, width: int) -> Call:
 
 def log_probabilities(device: torch.device, batch: int, positions: int, width: int) -> Call:
     """Logits with infinities and a NaN; results in a part of a wider table."""
-    made = torch.Generator().manual_seed(width)
-    logits = torch.randn(batch, positions, width + 5, generator=made) * 9
+    rng = torch.Generator().manual_seed(width)
+    logits = torch.randn(batch, positions, width + 5, generator=rng) * 9
     logits[0], logits[1, 0, : width // 2], logits[-1, -1, 3] = float("-inf"), float("-inf"), float("nan")
-    probs = torch.rand(batch, positions, width, generator=made)
-    tokens = torch.randint(0, width, (batch, positions), generator=made)
+    probs = torch.rand(batch, positions, width, generator=rng)
+    tokens = torch.randint(0, width, (batch, positions), generator=rng)
     found = torch.full((batch, positions + 1, 2), 7.5, device=device)[:, :positions]
     inputs = (logits.to(device)[..., :width], probs.to(device), tokens.to(device), found)
     least = batch * positions * (width * 4 + 28)
-    return Call(processors.log_probabilities, f"B={batch} Q={positions} V={width}", inputs, (), least, writes=(3,), near=1e-5)
+    return Call(processors.log_probabilities, f"B={batch} Q={positions} V={width}", inputs, (), least, writes=(3,), tol=1e-5)
 
 
 def top_logprobs(device: torch.device, batch: int, positions: int, width: int) -> Call:
     """Ties, infinities, a distribution with fewer tokens than requested, and a row that requests none; results in a wider table."""
-    made, most = torch.Generator().manual_seed(width), 6
-    logits = (torch.randn(batch, positions, width + 5, generator=made) * 3).round(decimals=1)
+    rng, most = torch.Generator().manual_seed(width), 6
+    logits = (torch.randn(batch, positions, width + 5, generator=rng) * 3).round(decimals=1)
     logits[1, 0, : width // 2] = float("-inf")
-    probs = torch.rand(batch, positions, width, generator=made)
-    probs[..., 3:] *= torch.rand(batch, positions, 1, generator=made) > 0.5
+    probs = torch.rand(batch, positions, width, generator=rng)
+    probs[..., 3:] *= torch.rand(batch, positions, 1, generator=rng) > 0.5
     params = torch.zeros(batch + 2, len(Param))
     params[:, Param.TOP_LOGPROBS] = torch.arange(batch + 2) % (most + 1)
-    rows = torch.randperm(batch, generator=made) + 2
+    rows = torch.randperm(batch, generator=rng) + 2
     shape, pinned = (3, batch + 1, positions + 1, 2 * most), device.type == "cuda"
     rings = torch.full(shape, -7, dtype=torch.int32, pin_memory=pinned), torch.full(shape, 7.5, pin_memory=pinned)
-    inputs = (logits.to(device)[..., :width], probs.to(device), rows.to(device), params.to(device), numbers(device, 1).fill_(4), *rings)
+    inputs = (logits.to(device)[..., :width], probs.to(device), rows.to(device), params.to(device), filler(device, 1).fill_(4), *rings)
     least = batch * positions * width * 8
-    return Call(processors.top_logprobs, f"B={batch} Q={positions} V={width}", inputs, (), least, writes=(5, 6), near=1e-5)
+    return Call(processors.top_logprobs, f"B={batch} Q={positions} V={width}", inputs, (), least, writes=(5, 6), tol=1e-5)
 
 
 def chain_accept(device: torch.device, batch: int, k: int) -> Call:
-    made = torch.Generator().manual_seed(k)
+    rng = torch.Generator().manual_seed(k)
 
     def pick(high: int, *shape: int, low: int = 0) -> Tensor:
-        return torch.randint(low, high, (batch, *shape), generator=made)
+        return torch.randint(low, high, (batch, *shape), generator=rng)
 
     sampled = pick(5, k + 1)
     drafts = torch.where(pick(4, k) > 0, sampled[:, :k], pick(5, k, low=-1))
     status = torch.where(pick(4, k + 1) > 0, int(MaskStatus.OK), pick(len(MaskStatus), k + 1))
     on_cpu = (sampled, pick(10, k + 1) > 0, drafts, pick(k + 1), status, pick(7, 3, low=-1), pick(12, low=1))
-    outputs = tuple(numbers(device, batch) for _ in range(3))
+    outputs = tuple(filler(device, batch) for _ in range(3))
     least = batch * ((k + 1) * 17 + k * 8 + 3 * 8 + 5 * 8)
     inputs = (*(tensor.to(device) for tensor in on_cpu), None)
     return Call(choice.chain_accept, f"B={batch} K={k}", inputs, outputs, least, batch * k * 8)
@@ -206,19 +206,19 @@ def reject_sample(device: torch.device, batch: int, k: int, width: int) -> Call:
 
     Of all positions only the one after the accepted drafts is read, and the distribution of a rejected draft.
     """
-    here: Any = {"generator": torch.Generator(device).manual_seed(batch + k), "device": device}  # the largest takes a minute on a CPU
+    options: Any = {"generator": torch.Generator(device).manual_seed(batch + k), "device": device}  # the largest takes a minute on a CPU
     kinds = torch.tensor([UNFILTERED, FILTERED, [0.0, 0, 1, 0], [1.6, 0, 1, 0]], device=device)
     settings = kinds.repeat(-(-batch // 4), 1)[:batch]
-    logits = torch.randn(batch, k + 1, width, **here) * 3
+    logits = torch.randn(batch, k + 1, width, **options) * 3
     target = sampler.distribution(logits, settings)
-    offered = sampler.distribution(logits[:, :k] + torch.randn(batch, k, width, **here), settings)
-    drafts = sampler.race(offered, torch.empty_like(offered).exponential_(generator=here["generator"]))
-    rows = torch.randperm(batch, **here)
-    chance = torch.rand(batch, k + 1, **here)
+    offered = sampler.distribution(logits[:, :k] + torch.randn(batch, k, width, **options), settings)
+    drafts = sampler.race(offered, torch.empty_like(offered).exponential_(generator=options["generator"]))
+    rows = torch.randperm(batch, **options)
+    chance = torch.rand(batch, k + 1, **options)
     status = torch.where(chance < 0.96, int(MaskStatus.OK), torch.where(chance < 0.98, int(MaskStatus.ILLEGAL), int(MaskStatus.FAULT)))
-    certain = (settings[:, :1] <= 0) | (torch.rand(batch, k, **here) < 0.1)
+    certain = (settings[:, :1] <= 0) | (torch.rand(batch, k, **options) < 0.1)
     finite, draft_count = torch.ones(batch, k + 1, dtype=torch.bool, device=device), torch.full((batch,), k, device=device)
-    seed, length = torch.randint(0, 2**62, (batch,), **here), torch.randint(1, 9000, (batch,), **here)
+    seed, length = torch.randint(0, 2**62, (batch,), **options), torch.randint(1, 9000, (batch,), **options)
     draft_probs = torch.zeros_like(offered).index_copy_(0, rows, offered)
     inputs = (target, draft_probs, rows, certain, finite, drafts, draft_count, status, seed, length)
     _, accepted = rejection.reject_sample(*inputs)
@@ -226,7 +226,7 @@ def reject_sample(device: torch.device, batch: int, k: int, width: int) -> Call:
     facts = k * (8 + 4 + 4 + 1 + 1 + 8) + 8 + 5 * 8  # of a row: drafts, p and q of each, certain, finite, status; settings
     tiles = -(-width // REJECTION_TILE)
     least = (batch + int(rejected.sum())) * width * 4 + batch * (facts + (k + 2) * 8)
-    outputs = numbers(device, batch, k + 1), numbers(device, batch)
+    outputs = filler(device, batch, k + 1), filler(device, batch)
     shape = f"B={batch} K={k} V={width}"
     return Call(rejection.reject_sample, shape, inputs, outputs, least, batch * (tiles * 16 + (tiles - 1) * facts))
 
@@ -234,7 +234,7 @@ def reject_sample(device: torch.device, batch: int, k: int, width: int) -> Call:
 def mask_status(device: torch.device, batch: int, positions: int) -> Call:
     tags, owner, generated, constrained, rows = tag_inputs(batch, positions, device)
     inputs, least = (tags, owner, generated, constrained, 2, rows), batch * (positions * 5 * 8 + 4 * 8 + 1)
-    return Call(choice.mask_status, f"B={batch} N={positions}", inputs, (numbers(device, batch, positions), constrained < 0), least)
+    return Call(choice.mask_status, f"B={batch} N={positions}", inputs, (filler(device, batch, positions), constrained < 0), least)
 
 
 def process_logits(

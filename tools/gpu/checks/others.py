@@ -16,7 +16,7 @@ from stepgraph.graphs.attention.choose import choose_attention
 from stepgraph.sampling.grammar import GrammarCompiler
 from tools.gpu.baselines.three_graphs import PAGE, Sizes, ThreeGraphs
 from tools.gpu.baselines.transformers_generate import Generator, not_available, same_weights, small_assistant
-from tools.gpu.checks.cases import GRAMMARS, PROMPT, ROW, Case, Variant, alternate, case_of, cell, close_all, ratio
+from tools.gpu.checks.cases import GRAMMARS, PROMPT_LEN, ROW_SCHEMA, Case, Variant, alternate, case_of, cell, close_all, ratio
 from tools.gpu.checks.context import Context, Figures, Skipped, summary
 from tools.gpu.checks.shapes import Pair, Shape, pair_of, shape_of
 
@@ -30,7 +30,7 @@ class LoopCase:
         self.pair, self._backend = pair_of(shape, context.device), backend
         self._length = 96 if context.rehearsal else 768
         attention = choose_attention(
-            context.device, "auto" if context.tape else "triton", (*self.pair.target.attends, *self.pair.draft.attends), PAGE
+            context.device, "auto" if context.on_tape else "triton", (*self.pair.target.attends, *self.pair.draft.attends), PAGE
         )
         sizes = Sizes(rows, DRAFTS, self._length)
         self._loop = ThreeGraphs(backend, self.pair.target, self.pair.draft, self.pair.vocabulary, sizes, attention)
@@ -42,7 +42,7 @@ class LoopCase:
         """Median of `rounds` steps without an admission, in microseconds."""
         times: list[float] = []
         for _ in range(4 * rounds):
-            admitted = self._fill()
+            admitted = self._fill_rows()
             start = time.perf_counter()
             self._backend.run(self._loop.step)  # on the stream of its graphs: another stream would have to wait for each
             if not admitted:
@@ -52,12 +52,12 @@ class LoopCase:
         assert times
         return statistics.median(times) * 1e6
 
-    def _fill(self) -> int:
+    def _fill_rows(self) -> int:
         count = self._loop.rows.count(None)
         for _ in range(count):
             self._admitted += 1
-            prompt = [(7 * self._admitted + 3 * index) % 90 for index in range(PROMPT)]
-            self._loop.admit(prompt, self._grammar, self._length - PROMPT)
+            prompt = [(7 * self._admitted + 3 * index) % 90 for index in range(PROMPT_LEN)]
+            self._loop.admit(prompt, self._grammar, self._length - PROMPT_LEN)
         return count
 
 
@@ -77,8 +77,8 @@ def against_hand_written_loop(context: Context) -> Figures:
                 loop = LoopCase(context, backend, shape, rows, grammar)
                 ours = case_of(context, shape, rows, Variant(grammar or "free", grammar))
                 blocks = _warm_and_alternate(context, {"loop": loop.block, "ours": ours.block}, index / len(cells))
-                context.found[name] = _ratios(blocks, "loop", "ours")
-    return context.found
+                context.figures[name] = _ratios(blocks, "loop", "ours")
+    return context.figures
 
 
 def _warm_and_alternate(context: Context, blocks: dict[str, Callable[[int], float]], share: float) -> dict[str, list[float]]:
@@ -100,7 +100,7 @@ def against_transformers(context: Context) -> Figures:
     pair = pair_of(shape, context.device)
     generator = same_weights(pair.target, pair.vocabulary)
     ours = {name: case_of(context, shape, 1, Variant(name, name if name == "schema" else "", drafts=0)) for name in ("free", "schema")}
-    found, grammar = context.found, generator.compile(_schema())
+    found, grammar = context.figures, generator.compile(_schema())
     modes = (
         ("compiled", "compiled", False),  # the strongest baseline first
         ("compiled, xgrammar", "compiled", True),
@@ -127,12 +127,12 @@ def against_transformers(context: Context) -> Figures:
 
 
 def _schema() -> str:
-    return json.dumps({"type": "array", "items": ROW, "minItems": 60})
+    return json.dumps({"type": "array", "items": ROW_SCHEMA, "minItems": 60})
 
 
 def _per_token(context: Context, generator: Generator, pair: Pair, mode: str, grammar: Any, assistant: Any, rounds: int) -> float:
     """Microseconds per token after the first, of one text."""
     tokens = 4 if context.rehearsal else 4 * rounds
     with torch.no_grad():
-        timed = generator.generate([7 * index % 90 for index in range(PROMPT)], tokens, grammar, mode, assistant, ends=False)
-    return timed.rest / max(1, len(timed.tokens) - 1) * 1e6
+        timed = generator.generate([7 * index % 90 for index in range(PROMPT_LEN)], tokens, grammar, mode, assistant, stops=False)
+    return timed.later_seconds / max(1, len(timed.tokens) - 1) * 1e6

@@ -43,23 +43,23 @@ class Case(NamedTuple):
 
 def programs(device: torch.device) -> dict[str, Callable[[], bool]]:
     """Name to its comparison with the reference."""
-    made: dict[str, list[Case]] = {}
+    calls: dict[str, list[Case]] = {}
     for case in cases(torch.Generator().manual_seed(7)):
-        made.setdefault(case.operation.name, []).append(case)
-    return {name: partial(_all_equal, found, device) for name, found in made.items()}
+        calls.setdefault(case.operation.name, []).append(case)
+    return {name: partial(_all_equal, found, device) for name, found in calls.items()}
 
 
 def _all_equal(found: list[Case], device: torch.device) -> bool:
     return all(case.is_equal(device) for case in found)
 
 
-def cases(made: torch.Generator) -> Iterator[Case]:
+def cases(rng: torch.Generator) -> Iterator[Case]:
     """Batches of three rows, of which the third is the dummy row."""
 
     def numbers(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.randint(0, 99, shape, generator=made, dtype=dtype)
+        return torch.randint(0, 99, shape, generator=rng, dtype=dtype)
 
-    rows, results, logprobs = torch.tensor([4, 1, ROWS]), numbers(3, WIDTH), torch.randn(3, POSITIONS, 2, generator=made)
+    rows, results, logprobs = torch.tensor([4, 1, ROWS]), numbers(3, WIDTH), torch.randn(3, POSITIONS, 2, generator=rng)
     for number in (1, SLOTS - 1, SLOTS, 13):
         counted, ring = torch.tensor([number]), numbers(SLOTS, ROWS)
         yield Case(take_batch, (counted, ring, numbers(3)), frozenset({1}))

@@ -20,13 +20,13 @@ from tools.gpu.checks.context import (
     ORACLE_TARGET,
     STOP,
     VOCABULARY,
-    Ask,
     Context,
     Figures,
+    RandomRequest,
     Skipped,
     compiled,
     outcome,
-    random_asks,
+    random_requests,
     serve,
     toy_draft,
     toy_target,
@@ -64,7 +64,7 @@ def replay_equals_eager(context: Context) -> Figures:
     for forced_drafts in (True,) if context.rehearsal else (False, True):
         if not context.fits(f"grammars on the device, forced_drafts={forced_drafts}"):
             continue
-        if not context.tape and why_no_triton(context.device):
+        if not context.on_tape and why_no_triton(context.device):
             continue
         with context.backend() as backend:
             bench = RoundBench(backend, 3, forced_drafts=forced_drafts, device_grammars=True)
@@ -75,7 +75,7 @@ def replay_equals_eager(context: Context) -> Figures:
 
 
 def _allocations(context: Context) -> int:
-    return 0 if context.tape else int(torch.cuda.memory_stats(context.device)["allocation.all.allocated"])
+    return 0 if context.on_tape else int(torch.cuda.memory_stats(context.device)["allocation.all.allocated"])
 
 
 def no_sync_no_allocation(context: Context) -> Figures:
@@ -86,7 +86,7 @@ def no_sync_no_allocation(context: Context) -> Figures:
         keys = [GraphKey(ROWS, *kind) for kind in itertools.product((True, False), (True, False))]
         recorded = {key: backend.capture(bench.round.step(key), bench.buffers) for key in keys}
         bench.randomise(1)
-        if not context.tape:
+        if not context.on_tape:
             torch.cuda.synchronize()
         pointers, syncs = bench.buffers.fingerprint(), backend.stats.syncs
         for key, graph in recorded.items():
@@ -107,9 +107,9 @@ def no_sync_no_allocation(context: Context) -> Figures:
 def one_replay_per_round(context: Context) -> Figures:
     """One graph launch per round and no wait for the whole device, by the backend's counters."""
     with context.engine(4) as engine:
-        serve(engine, random_asks(0, 2, 4))
+        serve(engine, random_requests(0, 2, 4))
         before = engine.stats()
-        serve(engine, random_asks(1, context.count(12, 5), 4))
+        serve(engine, random_requests(1, context.count(12, 5), 4))
         after = engine.stats()
     rounds, waits = after.rounds - before.rounds, after.event_waits - before.event_waits
     assert after.replays - before.replays == rounds > 0
@@ -121,9 +121,9 @@ def one_replay_per_round(context: Context) -> Figures:
 
 def one_launch_per_answer(context: Context) -> Figures:
     """Launches of many rounds: one per answer, free and with a grammar on the device, and the tokens of one round per launch."""
-    if not context.tape and why_no_triton(context.device):
+    if not context.on_tape and why_no_triton(context.device):
         raise Skipped(why_no_triton(context.device))
-    asks = random_asks(3, context.count(12, 3), 3)
+    reqs = random_requests(3, context.count(12, 3), 3)
     tokens, launches = list[list[tuple[list[int], str, str]]](), list[int]()
     for rounds in (1, UNTIL_EVENT):
         config = EngineConfig(
@@ -146,7 +146,7 @@ def one_launch_per_answer(context: Context) -> Figures:
                 before = engine.stats().replays
                 jobs.append(engine.generate([7, 1], max_new_tokens=60, constraint=constraint))
                 launches.append(engine.stats().replays - before)
-            tokens.append([outcome(job) for job in (*jobs, *serve(engine, [ask._replace(cancel_after=None) for ask in asks]))])
+            tokens.append([outcome(job) for job in (*jobs, *serve(engine, [req._replace(cancel_after=None) for req in reqs]))])
     assert tokens[0] == tokens[1]
     assert launches[2:] == [1, 1]
     return {"launches_of_single_rounds": launches[:2], "launches_of_loops": launches[2:], "answers": len(tokens[0])}
@@ -154,16 +154,16 @@ def one_launch_per_answer(context: Context) -> Figures:
 
 def profiler_counts_one_launch_per_round(context: Context) -> Figures:
     """One cudaGraphLaunch per round in torch's profiler; on the tape, one replay per round. Prompts have no graphs here."""
-    activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * (not context.tape)
+    activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * (not context.on_tape)
     with context.engine(4, prompt_graphs=False) as engine:
-        serve(engine, random_asks(0, 2, 4))
+        serve(engine, random_requests(0, 2, 4))
         before = engine.stats()
         with torch.profiler.profile(activities=activities) as profile:
-            serve(engine, random_asks(1, context.count(12, 2), 4))
+            serve(engine, random_requests(1, context.count(12, 2), 4))
         after = engine.stats()
     rounds = after.rounds - before.rounds
     names = Counter(event.name for event in profile.events() or ())
-    if context.tape:
+    if context.on_tape:
         names["cudaGraphLaunch"] = after.replays - before.replays
     elif not any(name.startswith("cuda") for name in names):
         raise Skipped("the profiler sees no CUDA calls on this machine")
@@ -172,18 +172,18 @@ def profiler_counts_one_launch_per_round(context: Context) -> Figures:
     return {"rounds": rounds, **{name: names[name] for name in watched}}
 
 
-def _expected(ask: Ask) -> tuple[list[int], str]:
-    answer = greedy(ORACLE_TARGET, ask.prompt, ask.max_new_tokens, (STOP,), compiled(ask.constraint), len(VOCABULARY.tokens))
+def _expected(req: RandomRequest) -> tuple[list[int], str]:
+    answer = greedy(ORACLE_TARGET, req.prompt, req.max_new_tokens, (STOP,), compiled(req.constraint), len(VOCABULARY.tokens))
     return answer.tokens, answer.reason
 
 
-def check_against_oracle(ask: Ask, job: Job) -> None:
-    tokens, reason = _expected(ask)
+def check_against_oracle(req: RandomRequest, job: Job) -> None:
+    tokens, reason = _expected(req)
     if str(job.finish_reason) == "cancelled":
-        assert job.tokens == tokens[: len(job.tokens)], f"{ask}: got {job.tokens}, expected a prefix of {tokens}"
+        assert job.tokens == tokens[: len(job.tokens)], f"{req}: got {job.tokens}, expected a prefix of {tokens}"
     else:
-        assert outcome(job) == (tokens, reason, ""), f"{ask}: got {outcome(job)}, expected {tokens}, {reason}"
-    grammar = compiled(ask.constraint)
+        assert outcome(job) == (tokens, reason, ""), f"{req}: got {outcome(job)}, expected {tokens}, {reason}"
+    grammar = compiled(req.constraint)
     if grammar is not None:
         assert accepts(grammar, job.tokens, finished=str(job.finish_reason) == "constraint_complete")
 
@@ -198,9 +198,9 @@ def engine_matches_oracle(context: Context) -> Figures:
             continue
         with context.engine(k, draft_masks=draft_masks, buckets=k == 4) as engine:
             for seed in context.turns(context.count(4, 1)):
-                asks = random_asks(100 * k + seed, 8, k)
-                for ask, job in zip(asks, serve(engine, asks), strict=True):
-                    check_against_oracle(ask, job)
+                reqs = random_requests(100 * k + seed, 8, k)
+                for req, job in zip(reqs, serve(engine, reqs), strict=True):
+                    check_against_oracle(req, job)
                     jobs += 1
             stats = engine.stats()
             assert (stats.running, stats.waiting, stats.free_pages) == (0, 0, engine.limits.num_pages)
@@ -213,13 +213,13 @@ def devices_agree(context: Context) -> Figures:
     other = Context(rehearsal=True, quick=context.quick)
     jobs = 0
     for k in (0, 4):
-        asks = [ask._replace(cancel_after=None) for ask in random_asks(7 + k, context.count(24, 6), k)]
+        reqs = [req._replace(cancel_after=None) for req in random_requests(7 + k, context.count(24, 6), k)]
         with context.engine(k) as engine:
-            here = [outcome(job) for job in serve(engine, asks)]
-        with other.engine(k, eager=context.tape) as engine:
-            there = [outcome(job) for job in serve(engine, asks)]
+            here = [outcome(job) for job in serve(engine, reqs)]
+        with other.engine(k, eager=context.on_tape) as engine:
+            there = [outcome(job) for job in serve(engine, reqs)]
         assert here == there, "the jobs of the two devices differ"
-        jobs += len(asks)
+        jobs += len(reqs)
     return {"jobs": jobs}
 
 
@@ -240,22 +240,22 @@ def unconstrained_graph_has_no_host_nodes(context: Context) -> Figures:
 
 def _two_engines(context: Context) -> int:
     with context.engine(2) as first, context.engine(3, draft_masks=False) as second:
-        asks = {engine: [ask._replace(cancel_after=None) for ask in random_asks(k, 6, k)] for engine, k in ((first, 2), (second, 3))}
+        reqs = {engine: [req._replace(cancel_after=None) for req in random_requests(k, 6, k)] for engine, k in ((first, 2), (second, 3))}
         jobs = [
             (
-                ask,
-                engine.submit(ask.prompt, constraint=ask.constraint, max_new_tokens=ask.max_new_tokens, num_speculative_tokens=ask.drafts),
+                req,
+                engine.submit(req.prompt, constraint=req.constraint, max_new_tokens=req.max_new_tokens, num_speculative_tokens=req.drafts),
             )
-            for engine, batch in asks.items()
-            for ask in batch
+            for engine, batch in reqs.items()
+            for req in batch
         ]
         while first.has_work or second.has_work:
             for engine in (first, second):
                 if engine.has_work:
                     engine.step()
-        for ask, job in jobs:
-            check_against_oracle(ask, job)
-        assert any(ask.constraint is not None for ask, _ in jobs) and len(CONSTRAINTS) > 1
+        for req, job in jobs:
+            check_against_oracle(req, job)
+        assert any(req.constraint is not None for req, _ in jobs) and len(CONSTRAINTS) > 1
         return len(jobs)
 
 
@@ -263,7 +263,7 @@ def several_engines(context: Context) -> Figures:
     """Two engines alternate in one process; closing them frees all device memory."""
     jobs = _two_engines(context)  # allocates what torch and its libraries keep
     gc.collect()
-    if context.tape:
+    if context.on_tape:
         return {"jobs": jobs}
     torch.cuda.synchronize()
     start = torch.cuda.memory_allocated()

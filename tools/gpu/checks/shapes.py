@@ -79,9 +79,9 @@ def shape_of(context: Context, size: str) -> Shape:
 def pair_of(shape: Shape, device: torch.device) -> Pair:
     target, head = Llama(shape.target, feature_layers=shape.feature_layers, device=device), shape.head
     vocabulary = vocabulary_of(shape.target.vocab_size)
-    made = torch.Generator().manual_seed(shape.draft_vocabulary)
+    rng = torch.Generator().manual_seed(shape.draft_vocabulary)
     stops = list(vocabulary.stop_token_ids)
-    others = torch.randperm(stops[0], generator=made)[: head.draft_vocab_size - len(stops)]
+    others = torch.randperm(stops[0], generator=rng)[: head.draft_vocab_size - len(stops)]
     d2t = torch.cat([others, torch.tensor(stops)]).sort().values
     fill(target, 1)
     draft = Eagle3(head, d2t=d2t, embedding=target.embedding, device=device)
@@ -93,10 +93,10 @@ def pair_of(shape: Shape, device: torch.device) -> Pair:
 def fill(model: nn.Module, seed: int, spare: nn.Parameter | None = None) -> None:
     """Like `randomised`, but on the device: billions of values take minutes on a CPU."""
     weights = [weight for weight in model.parameters() if weight is not spare]
-    made = torch.Generator(device=weights[0].device).manual_seed(seed)
+    rng = torch.Generator(device=weights[0].device).manual_seed(seed)
     for weight in weights:
         if weight.dim() > 1:
-            weight.normal_(0.0, float(weight.shape[-1]) ** -0.5, generator=made)
+            weight.normal_(0.0, float(weight.shape[-1]) ** -0.5, generator=rng)
         else:
             weight.fill_(1.0)
 

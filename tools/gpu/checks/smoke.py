@@ -18,20 +18,20 @@ import torch
 from stepgraph import Constraint, Engine, EngineConfig
 from stepgraph.graphs import BufferSpec, Recorded, StaticBuffers
 from stepgraph.sampling import kernels
-from tools.gpu.checks.context import CONSTRAINTS, VOCABULARY, Context, Figures, Skipped, random_asks, serve, toy_draft, toy_target
+from tools.gpu.checks.context import CONSTRAINTS, VOCABULARY, Context, Figures, Skipped, random_requests, serve, toy_draft, toy_target
 from tools.gpu.checks.rounds import check_against_oracle
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
-TOOLS = ("cc", "c++", "ptxas", "nvcc", "nvidia-smi", "nsys", "compute-sanitizer")
-PROCESSES = min(12, os.cpu_count() or 1)  # at once: each imports torch and creates a context
-SECONDS = 40.0  # time limit of one process
-ARGUMENTS: tuple[str, ...] = ("-m", "tools.gpu.checks.short_kernels")  # of Python
+HOST_TOOLS = ("cc", "c++", "ptxas", "nvcc", "nvidia-smi", "nsys", "compute-sanitizer")
+MAX_PROCESSES = min(12, os.cpu_count() or 1)  # at once: each imports torch and creates a context
+PROCESS_SECONDS = 40.0  # time limit of one process
+PYTHON_ARGUMENTS: tuple[str, ...] = ("-m", "tools.gpu.checks.short_kernels")  # of Python
 ROUNDS = 50
 
 
 def tools_of_this_host(context: Context) -> Figures:
     """Compilers and profilers on the path, and the implementation of the sampling kernels; the document has the versions of packages."""
-    return {"kernels": kernels.describe(context.device), **{name: shutil.which(name) or "missing" for name in TOOLS}}
+    return {"kernels": kernels.describe(context.device), **{name: shutil.which(name) or "missing" for name in HOST_TOOLS}}
 
 
 def every_program_equals_its_reference(context: Context) -> Figures:
@@ -42,24 +42,24 @@ def every_program_equals_its_reference(context: Context) -> Figures:
         raise Skipped(f"triton is not installed: {missing}") from None
     # programs_stay_in_bounds rehearses all, in one process
     programs = ["masked_argmax"] if context.rehearsal else list(short_kernels.programs(context.device))
-    with ThreadPoolExecutor(PROCESSES) as pool:
-        results = dict(zip(programs, pool.map(partial(_compared, context.tape), programs), strict=True))
-    context.failed.extend(f"{name}: {result}" for name, result in results.items() if result != "equal")
+    with ThreadPoolExecutor(MAX_PROCESSES) as pool:
+        results = dict(zip(programs, pool.map(partial(_run_program, context.on_tape), programs), strict=True))
+    context.failures.extend(f"{name}: {result}" for name, result in results.items() if result != "equal")
     return {**results}
 
 
-def _compared(interpreted: bool, name: str) -> str:
+def _run_program(interpreted: bool, name: str) -> str:
     """`equal`, or the error."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("TRITON_INTERPRET")}
     environment |= {"OMP_NUM_THREADS": "1"} | ({"TRITON_INTERPRET": "1"} if interpreted else {})
-    command = [sys.executable, *ARGUMENTS, name]
+    command = [sys.executable, *PYTHON_ARGUMENTS, name]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment, cwd=ROOT, check=False)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=PROCESS_SECONDS, env=environment, cwd=ROOT, check=False)
     except subprocess.TimeoutExpired:
-        return f"no result within {SECONDS:.0f} s"
-    documents = [line for line in done.stdout.splitlines() if line.startswith('{"interpreted"')]
+        return f"no result within {PROCESS_SECONDS:.0f} s"
+    documents = [line for line in result.stdout.splitlines() if line.startswith('{"interpreted"')]
     if not documents:
-        return f"exit code {done.returncode}: {done.stderr[-300:]}"
+        return f"exit code {result.returncode}: {result.stderr[-300:]}"
     return str(json.loads(documents[-1])["programs"][name])
 
 
@@ -90,7 +90,7 @@ def capture_drop_capture(context: Context) -> Figures:
 def default_capture(context: Context) -> Figures:
     """Engine.capture() with default settings, twice: the second after the first engine was closed. Rehearsals have one row."""
     config = EngineConfig(max_rows=1) if context.rehearsal else EngineConfig()
-    found, answers = context.found, list[list[int]]()
+    found, answers = context.figures, list[list[int]]()
     for turn in ("first", "second"):
         target, draft = toy_target(context.device), toy_draft(context.device, 0.7)
         with Engine(target, draft, vocabulary=VOCABULARY, config=config) as engine:
@@ -107,9 +107,9 @@ def constrained_rounds_match_oracle(context: Context) -> Figures:
     jobs = 0
     with context.engine(4) as engine:
         for seed in range(100):
-            asks = [ask._replace(cancel_after=None) for ask in random_asks(700 + seed, 8, 4, constraints)]
-            for ask, job in zip(asks, serve(engine, asks), strict=True):
-                check_against_oracle(ask, job)
+            reqs = [req._replace(cancel_after=None) for req in random_requests(700 + seed, 8, 4, constraints)]
+            for req, job in zip(reqs, serve(engine, reqs), strict=True):
+                check_against_oracle(req, job)
                 jobs += 1
             if engine.stats().rounds >= ROUNDS:
                 break

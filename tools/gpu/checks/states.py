@@ -97,11 +97,11 @@ class RoundBench:
 
     def randomise(self, seed: int) -> None:
         """A random valid state. At most one slot is padding: two would race for the dummy row, which is harmless but not reproducible."""
-        pick, made, b = random.Random(seed), torch.Generator().manual_seed(seed), self.buffers
+        pick, rng, b = random.Random(seed), torch.Generator().manual_seed(seed), self.buffers
         k, vocab = self.limits.num_speculative_tokens, self.limits.vocab_size
 
         def numbers(name: str, low: int, high: int) -> None:
-            b[name].copy_(torch.randint(low, high, tuple(b[name].shape), generator=made))
+            b[name].copy_(torch.randint(low, high, tuple(b[name].shape), generator=rng))
 
         numbers("toy_target_cache", 0, vocab)
         numbers("toy_draft_cache", 0, vocab)
@@ -114,7 +114,7 @@ class RoundBench:
             b.row_text[:, self.limits.max_length].fill_(-1)
         if "row_looked_up" in b:
             numbers("row_looked_up", 0, 2)
-        self._randomise_sampling(made)
+        self._randomise_sampling(rng)
         if "grammar_arena" in b:
             image = image_of(GRAMMAR)
             b.grammar_arena[IMAGE_OFFSET : IMAGE_OFFSET + len(image)].copy_(torch.tensor(image))
@@ -145,17 +145,17 @@ class RoundBench:
                 tags[row, index] = torch.tensor([owner, state[Column.GENERATED], index, pick.choice([1, 1, 1, 1, 2, 3, 4, 5])])
         b.row_state.copy_(states)
         b.row_tags.copy_(tags)
-        b.row_block_tables[:ROWS].copy_((torch.randperm(self.limits.num_pages, generator=made) + 1).view(ROWS, -1))
+        b.row_block_tables[:ROWS].copy_((torch.randperm(self.limits.num_pages, generator=rng) + 1).view(ROWS, -1))
         order = [*range(ROWS), self.limits.dummy_row]
         pick.shuffle(order)
         b.batch_rows.copy_(torch.tensor(order[:ROWS]))
 
-    def _randomise_sampling(self, made: torch.Generator) -> None:
+    def _randomise_sampling(self, rng: torch.Generator) -> None:
         """Settings, counts and draft distributions of every row, including the dummy row."""
         b, rows, width = self.buffers, self.limits.rows, self.limits.num_tokens
 
         def choice(*values: float) -> Tensor:
-            return torch.tensor(values)[torch.randint(0, len(values), (rows,), generator=made)]
+            return torch.tensor(values)[torch.randint(0, len(values), (rows,), generator=rng)]
 
         columns = {
             Param.TEMPERATURE: choice(0, 0, 0.7, 1, 2),
@@ -169,18 +169,18 @@ class RoundBench:
             Param.TOP_LOGPROBS: choice(0),
         }
         b.row_params.copy_(torch.stack([columns[column] for column in Param], 1))
-        used = torch.arange(self.limits.max_bias_ids) < torch.randint(0, width, (rows, 1), generator=made)
-        some = torch.rand(rows, width, generator=made).argsort(1)  # distinct ids
+        used = torch.arange(self.limits.max_bias_ids) < torch.randint(0, width, (rows, 1), generator=rng)
+        some = torch.rand(rows, width, generator=rng).argsort(1)  # distinct ids
         ids = torch.nn.functional.pad(some, (0, self.limits.max_bias_ids), value=-1)[:, : self.limits.max_bias_ids]
         ids = torch.where(used, ids, -1)
-        values = torch.randn(ids.shape, generator=made)
-        values = torch.where(torch.rand(ids.shape, generator=made) < 0.2, float("-inf"), values)
+        values = torch.randn(ids.shape, generator=rng)
+        values = torch.where(torch.rand(ids.shape, generator=rng) < 0.2, float("-inf"), values)
         b.row_bias_ids.copy_(ids)
         b.row_biases.copy_(torch.where(ids >= 0, values, 0.0))
-        b.row_prompt_seen.copy_(torch.rand(rows, width, generator=made) < 0.3)
-        b.row_output_counts.copy_(torch.randint(-3, 4, (rows, width), generator=made).clamp(min=0))
-        b.row_draft_probs.copy_(torch.rand(b.row_draft_probs.shape, generator=made).softmax(-1))
-        b.row_certain.copy_(torch.rand(b.row_certain.shape, generator=made) < (0.3 if self.models.proposer is None else 2))
+        b.row_prompt_seen.copy_(torch.rand(rows, width, generator=rng) < 0.3)
+        b.row_output_counts.copy_(torch.randint(-3, 4, (rows, width), generator=rng).clamp(min=0))
+        b.row_draft_probs.copy_(torch.rand(b.row_draft_probs.shape, generator=rng).softmax(-1))
+        b.row_certain.copy_(torch.rand(b.row_certain.shape, generator=rng) < (0.3 if self.models.proposer is None else 2))
 
     def push_batch(self, size: int) -> None:
         """Push new matchers for the constrained rows."""
@@ -237,30 +237,30 @@ class RoundBench:
         recorded = self.backend.capture(step, self.buffers)
         for seed in range(states):
             self.randomise(seed)
-            start = self.contents()
+            start = self.snapshot()
             before_run()
             run_eager(step, self.buffers)
             self.backend.synchronize()  # before pinned buffers are read, and written for the replay
-            eager = self.contents()
-            self.put(start)
+            eager = self.snapshot()
+            self.restore(start)
             before_run()
             recorded.replay()
             self.backend.synchronize()
-            replayed = self.contents()
+            replayed = self.snapshot()
             assert any(not torch.equal(start[name], eager[name]) for name in eager), "the step changed nothing at this state"
             for name in eager:
-                ours, theirs = self.defined(name, eager[name]), self.defined(name, replayed[name])
+                ours, theirs = self.defined_part(name, eager[name]), self.defined_part(name, replayed[name])
                 assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)), f"{name} differs from eager at state {seed}"
         return states
 
-    def contents(self) -> dict[str, Tensor]:
+    def snapshot(self) -> dict[str, Tensor]:
         return {name: self.buffers[name].clone() for name in self.buffers}
 
-    def put(self, contents: dict[str, Tensor]) -> None:
-        for name, tensor in contents.items():
+    def restore(self, snapshot: dict[str, Tensor]) -> None:
+        for name, tensor in snapshot.items():
             self.buffers[name].copy_(tensor)
 
-    def defined(self, name: str, tensor: Tensor) -> Tensor:
+    def defined_part(self, name: str, tensor: Tensor) -> Tensor:
         """The part of a buffer with a defined value: padding positions collide on the scratch page, which padding reads."""
         if name.endswith("_cache"):
             return tensor[self.limits.page_size :].contiguous()

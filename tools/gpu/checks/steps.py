@@ -13,7 +13,7 @@ from stepgraph.graphs.capture import Backend, Recorded
 from tools.gpu.checks.context import Context, Figures
 
 
-def _pair(backend: Backend) -> StaticBuffers:
+def _make_buffers(backend: Backend) -> StaticBuffers:
     device = [BufferSpec(name, (4,), torch.float32) for name in ("x", "y", "z")]
     pinned = [BufferSpec(name, (4,), torch.float32, "pinned") for name in ("x_host", "y_host")]
     return StaticBuffers([*device, *pinned], backend.device)
@@ -26,7 +26,7 @@ def capture_user_step(context: Context) -> Figures:
     def step(buffers: StaticBuffers) -> None:
         buffers.y.copy_(torch.softmax(buffers.x * 2, 0))
 
-    recorded = capture(step, buffers, backend="tape" if context.tape else "cuda", check="twice")
+    recorded = capture(step, buffers, backend="tape" if context.on_tape else "cuda", check="twice")
     for shift in range(5):
         buffers.x.copy_(torch.arange(4.0) + shift * shift)
         recorded.replay()
@@ -50,7 +50,7 @@ def capture_leaves_buffers_untouched(context: Context) -> Figures:
         b.z.fill_(7)
 
     with context.backend() as backend:
-        buffers = _pair(backend)
+        buffers = _make_buffers(backend)
         for index, name in enumerate(buffers):
             buffers[name].copy_(torch.arange(4.0) + 10 * index)
         before, pointers = {name: buffers[name].clone() for name in buffers}, buffers.fingerprint()
@@ -89,7 +89,7 @@ def host_nodes(context: Context) -> Figures:
         b.y.copy_(b.x)
 
     with context.backend() as backend:
-        buffers = _pair(backend)
+        buffers = _make_buffers(backend)
         recorded = backend.capture(step, buffers)
         gc.collect()
         for _ in range(20):
@@ -150,7 +150,7 @@ def streams_overlap_correct(context: Context) -> Figures:
         b.z.copy_(b.y + work)
 
     with context.backend() as backend:
-        buffers = _pair(backend)
+        buffers = _make_buffers(backend)
         recorded = backend.capture(step, buffers)
         for trial in range(context.count(50, 12)):
             delay[0] = 0.004 if trial % 3 else 0.0
@@ -185,7 +185,7 @@ def illegal_step_raises(context: Context) -> Figures:
 
     figures: Figures = {}
     with context.backend() as backend:
-        buffers = _pair(backend)
+        buffers = _make_buffers(backend)
         kept = backend.capture(_add_one, buffers)
         for step, source in ((reads_value, ".item()"), (fork_without_join, ""), (stream_outside, ".record()")):
             figures[step.__name__] = _refused(backend, step, buffers, source)
@@ -195,7 +195,7 @@ def illegal_step_raises(context: Context) -> Figures:
             assert "the user's own error" in str(error)
         else:
             raise AssertionError("the step's own error was not raised")
-        _still_works(backend, buffers, kept)
+        _check_still_works(backend, buffers, kept)
     return figures
 
 
@@ -216,7 +216,7 @@ def _refused(backend: Backend, step: Callable[[StaticBuffers], None], buffers: S
     raise AssertionError(f"{step.__name__} was captured")
 
 
-def _still_works(backend: Backend, buffers: StaticBuffers, kept: Recorded) -> None:
+def _check_still_works(backend: Backend, buffers: StaticBuffers, kept: Recorded) -> None:
     fresh = backend.capture(_add_one, buffers)
     for index, recorded in enumerate((kept, fresh)):
         buffers.x.fill_(10 * index)

@@ -26,12 +26,12 @@ def wall_us(call: Call) -> float:
     return (time.perf_counter() - start) * 1e6
 
 
-def until_done(context: Context, call: Call) -> float:
+def wait_us(context: Context, call: Call) -> float:
     """Microseconds until the device has ended one call."""
 
     def wait() -> None:
         call()
-        if not context.tape:
+        if not context.on_tape:
             torch.cuda.synchronize()
 
     return wall_us(wait)
@@ -39,16 +39,16 @@ def until_done(context: Context, call: Call) -> float:
 
 def stopwatch(context: Context, call: Call) -> Watch:
     """A function that times one call, in microseconds: on a GPU as one of several in a CUDA graph, on the tape by the clock."""
-    if context.tape:
-        return partial(until_done, context, call)
-    inside = 1 if context.rehearsal else 10
-    graph = _graph_of(call, inside)
-    micros = min(device_seconds(graph.replay) for _ in range(2)) * 1e6 / inside  # the first replay takes longer
+    if context.on_tape:
+        return partial(wait_us, context, call)
+    calls_per_graph = 1 if context.rehearsal else 10
+    graph = _graph_of(call, calls_per_graph)
+    micros = min(device_seconds(graph.replay) for _ in range(2)) * 1e6 / calls_per_graph  # the first replay takes longer
     if not context.rehearsal and micros < SHORT_US:  # the start of a graph takes as long as several such calls
-        inside = 100
-        graph = _graph_of(call, inside)
+        calls_per_graph = 100
+        graph = _graph_of(call, calls_per_graph)
         graph.replay()
-    return lambda: device_seconds(graph.replay) * 1e6 / inside
+    return lambda: device_seconds(graph.replay) * 1e6 / calls_per_graph
 
 
 def _graph_of(call: Call, times: int) -> torch.cuda.CUDAGraph:

@@ -17,11 +17,11 @@ from typing import Any
 from tools.gpu.checks.catalogue import Entry
 
 Row = dict[str, Any]
-SPENT = "the time limit of the run was reached"
+TIME_LIMIT_REACHED = "the time limit of the run was reached"
 START_SECONDS = 180.0  # to import torch and create a device context
 
 
-class Lost(Exception):
+class WorkerLost(Exception):
     """The worker crashed, or was ended because it did not answer."""
 
     def __init__(self, verdict: str, why: str) -> None:
@@ -33,29 +33,29 @@ class Worker:
     """A process that answers requests with one line of JSON each. Ended together with its children."""
 
     def __init__(self, command: Sequence[str]) -> None:
-        self._answers, writing = os.pipe()
+        self._answer_pipe, writing = os.pipe()
         # stdout has the table and the document only; output of checks goes to stderr
         self._process = subprocess.Popen(
             [*command, str(writing)], stdin=subprocess.PIPE, stdout=2, pass_fds=(writing,), start_new_session=True, text=True
         )
         os.close(writing)
-        self._read = b""
+        self._received = b""
 
-    def ask(self, request: Mapping[str, object], seconds: float) -> Row:
-        """The answer. Raises Lost if there is none in time."""
+    def exchange(self, request: Mapping[str, object], seconds: float) -> Row:
+        """The answer. Raises WorkerLost if there is none in time."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # reported below, as a missing answer
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
         deadline = time.monotonic() + seconds
-        while b"\n" not in self._read:
-            if not select.select([self._answers], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                raise Lost("timed out", f"no answer within {seconds:.0f} s")
-            came = os.read(self._answers, 1 << 16)
-            if not came:
-                raise Lost("crashed", _ending(self._process.wait()))
-            self._read += came
-        line, _, self._read = self._read.partition(b"\n")
+        while b"\n" not in self._received:
+            if not select.select([self._answer_pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                raise WorkerLost("timed out", f"no answer within {seconds:.0f} s")
+            received = os.read(self._answer_pipe, 1 << 16)
+            if not received:
+                raise WorkerLost("crashed", _ending(self._process.wait()))
+            self._received += received
+        line, _, self._received = self._received.partition(b"\n")
         answer: Row = json.loads(line)
         return answer
 
@@ -66,7 +66,7 @@ class Worker:
         with contextlib.suppress(BrokenPipeError):
             if self._process.stdin is not None:
                 self._process.stdin.close()
-        os.close(self._answers)
+        os.close(self._answer_pipe)
 
 
 def _ending(code: int) -> str:
@@ -82,22 +82,22 @@ class Supervisor:
     quick: bool
     folder: str = ""  # for pictures
     worker: Worker | None = None
-    lost: Lost | None = None  # why no worker could be started after a loss: it is not tried again
+    start_failure: WorkerLost | None = None  # why no worker could be started after a loss: it is not tried again
 
     def describe(self, modules: Sequence[str] = ()) -> Row:
         """Start the worker and load what all checks need, and these modules; facts about device and versions."""
         assert self.worker is None
         self.worker = Worker(self.command)
-        return self.worker.ask({"rehearsal": self.rehearsal, "modules": modules}, START_SECONDS)
+        return self.worker.exchange({"rehearsal": self.rehearsal, "modules": modules}, START_SECONDS)
 
     def restart(self, entries: Iterable[Entry]) -> float:
         """Start a worker where there is none, for these checks. Returns the seconds that this took, which are not charged to a check."""
         begin = time.monotonic()
-        if self.worker is None and self.lost is None:
+        if self.worker is None and self.start_failure is None:
             try:
                 self.describe(modules_of(entries))
-            except Lost as lost:
-                self.lost = lost
+            except WorkerLost as lost:
+                self.start_failure = lost
                 self.end()
         return time.monotonic() - begin
 
@@ -108,10 +108,10 @@ class Supervisor:
         begin = time.monotonic()
         try:
             if self.worker is None:
-                raise self.lost or Lost("crashed", "no worker was started")
-            limit = min(entry.limit(self.quick, bool(self.rehearsal)), max(1.0, deadline - begin))
-            row = self.worker.ask({**request, "limit": limit, "rehearsal": self.rehearsal, "quick": self.quick}, limit)
-        except Lost as lost:
+                raise self.start_failure or WorkerLost("crashed", "no worker was started")
+            limit = min(entry.limit_seconds(self.quick, bool(self.rehearsal)), max(1.0, deadline - begin))
+            row = self.worker.exchange({**request, "limit": limit, "rehearsal": self.rehearsal, "quick": self.quick}, limit)
+        except WorkerLost as lost:
             self.end()
             return row_of(entry, lost.verdict, str(lost), time.monotonic() - begin, budget)
         if row.pop("device_lost"):
@@ -147,7 +147,7 @@ def rows(supervisor: Supervisor, entries: Sequence[Entry], seconds: float) -> It
         if interrupted:
             yield row_of(entry, "not run", "the run was interrupted")
         elif begin >= deadline:
-            yield row_of(entry, "not run", SPENT)
+            yield row_of(entry, "not run", TIME_LIMIT_REACHED)
         else:
             try:  # a check that hangs or compiles for long is ended before it uses the budgets of later checks
                 deadline += supervisor.restart(entries[index:])

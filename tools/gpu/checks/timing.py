@@ -31,7 +31,7 @@ from tools.gpu.checks.states import ROWS, RoundBench
 from tools.gpu.checks.stopwatch import device_seconds, take_turns, wall_us
 
 
-def _finished(backend: Backend, recorded: Recorded) -> None:
+def _run_graph(backend: Backend, recorded: Recorded) -> None:
     recorded.replay()
     backend.synchronize()
 
@@ -78,7 +78,7 @@ def gil_hold(context: Context) -> Figures:
 
         def in_python() -> float:
             times.clear()
-            _finished(backend, recorded)
+            _run_graph(backend, recorded)
             assert len(times) == 1
             return times[0]
 
@@ -88,12 +88,12 @@ def gil_hold(context: Context) -> Figures:
             stamped = _stamped(backend, stamp)
 
             def natively() -> float:
-                _finished(backend, stamped)
+                _run_graph(backend, stamped)
                 return stamp.finished
 
             nodes["native_"] = natively
         for busy, (name, ran_at) in itertools.product((False, True), nodes.items()):
-            with _burning() if busy else contextlib.nullcontext():
+            with _busy_thread() if busy else contextlib.nullcontext():
                 waits = []
                 for _ in range(repeats):
                     start = time.monotonic()
@@ -113,7 +113,7 @@ def _stamped(backend: Backend, stamp: Stamp) -> Recorded:
 
 
 @contextlib.contextmanager
-def _burning() -> Iterator[None]:
+def _busy_thread() -> Iterator[None]:
     stop = threading.Event()
     burner = threading.Thread(target=_burn, args=(stop,), daemon=True)
     burner.start()
@@ -144,7 +144,7 @@ def figures(context: Context) -> Figures:
             backend.synchronize()
             return micros
 
-        graphs = {name: partial(wall_us, partial(_finished, backend, graph)) for name, graph in (("alone", plain), ("loaded", with_nodes))}
+        graphs = {name: partial(wall_us, partial(_run_graph, backend, graph)) for name, graph in (("alone", plain), ("loaded", with_nodes))}
         times = {name: summary(each) for name, each in take_turns({**graphs, "launch": launch}, range(repeats)).items()}
         found["launch_us"], found["launch_and_wait_us"] = times["launch"], times["alone"]
         found["host_node_us"] = round((times["loaded"]["median"] - times["alone"]["median"]) / nodes, 2)
@@ -159,10 +159,10 @@ def _round_times(context: Context, backend: Backend, k: int, constrained: bool) 
     step = bench.round.step(GraphKey(ROWS, constrained))
     recorded = backend.capture(step, bench.buffers)
     bench.randomise(1)
-    start = bench.contents()
+    start = bench.snapshot()
 
     def prepared(call: Callable[[], object]) -> float:
-        backend.run(lambda: bench.put(start))
+        backend.run(lambda: bench.restore(start))
         backend.synchronize()
         if constrained:
             bench.push_batch(ROWS)
@@ -172,7 +172,7 @@ def _round_times(context: Context, backend: Backend, k: int, constrained: bool) 
         backend.run(lambda: run_eager(step, bench.buffers))
         backend.synchronize()
 
-    watches = {"eager_us": partial(prepared, eagerly), "replay_us": partial(prepared, partial(_finished, backend, recorded))}
+    watches = {"eager_us": partial(prepared, eagerly), "replay_us": partial(prepared, partial(_run_graph, backend, recorded))}
     times = {name: summary(each) for name, each in take_turns(watches, range(context.count(60, 6))).items()}
     ratio = round(times["eager_us"]["median"] / times["replay_us"]["median"], 2)
     return {**times, "eager_over_replay": ratio, "nodes": sum(recorded.report.nodes.values())}
@@ -198,7 +198,7 @@ def _ends_under_the_gil(context: Context, link: str) -> bool:
         bench = RoundBench(backend, 3, host_link=link)
         bench.randomise(1)
         bench.push_batch(ROWS)
-        if context.tape:
+        if context.on_tape:
             return _nodes_end(bench.host)
         stamp, step = Stamp(), bench.round.step(GraphKey(ROWS, True))
 
@@ -210,10 +210,10 @@ def _ends_under_the_gil(context: Context, link: str) -> bool:
         recorded.replay()
         backend.synchronize()
         bench.push_batch(ROWS)
-        keeping = ctypes.PyDLL(None)  # PyDLL keeps the GIL during calls
+        gil_library = ctypes.PyDLL(None)  # PyDLL keeps the GIL during calls
         recorded.replay()
         held_until = time.monotonic() + HOLD_SECONDS
-        keeping.usleep(int(HOLD_SECONDS * 1e6))
+        gil_library.usleep(int(HOLD_SECONDS * 1e6))
         backend.synchronize()
         return stamp.finished < held_until
 
@@ -225,16 +225,16 @@ def _nodes_end(host: HostLink) -> bool:
     calls[0].function, calls[0].data = ctypes.cast(ctypes.CDLL(None).usleep, c_void_p).value, 20_000
     calls[1].function, calls[1].data = node.address, node.data
     listed = structs.call_list(addressof(calls), 2)
-    keeping = ctypes.PyDLL(None)
-    assert keeping.pthread_create(byref(thread), None, c_void_p(load().run_calls_address), byref(listed)) == 0
+    gil_library = ctypes.PyDLL(None)
+    assert gil_library.pthread_create(byref(thread), None, c_void_p(load().run_calls_address), byref(listed)) == 0
     held_until = time.monotonic() + HOLD_SECONDS
-    keeping.usleep(int(HOLD_SECONDS * 1e6))
+    gil_library.usleep(int(HOLD_SECONDS * 1e6))
     assert ctypes.CDLL(None).pthread_join(thread, None) == 0
     return bool(calls[1].finished < held_until)
 
 
-INSIDE = 16  # requests to the host in a graph, which share the cost of its launch
-Ask = Callable[[StaticBuffers], None]
+REQUESTS_PER_GRAPH = 16  # requests to the host in a graph, which share the cost of its launch
+HostRequest = Callable[[StaticBuffers], None]
 
 
 @contextlib.contextmanager
@@ -266,11 +266,11 @@ def host_node_latency(context: Context) -> Figures:
         buffers = StaticBuffers(
             [BufferSpec("x", (32,), torch.float32), BufferSpec("flags_host", (2,), torch.int32, "pinned")], backend.device
         )
-        graphs = {"nothing": backend.capture(_asking(lambda b: None), buffers)}
+        graphs = {"nothing": backend.capture(_step_with(lambda b: None), buffers)}
         with answering(buffers.flags_host):  # a capture on a GPU first runs the step
-            for name, ask in _ways(context, buffers, found):
+            for name, request in _request_kinds(context, buffers, found):
                 try:
-                    graphs[name] = backend.capture(_asking(ask), buffers)
+                    graphs[name] = backend.capture(_step_with(request), buffers)
                 except RuntimeError as refusal:
                     found[name] = f"not available: {refusal}"
             watches = {name: partial(_us_per_request, context, backend, graph) for name, graph in graphs.items()}
@@ -281,23 +281,23 @@ def host_node_latency(context: Context) -> Figures:
     return {"graph_without_us": round(nothing, 3), **found}
 
 
-def _asking(ask: Ask) -> Ask:
+def _step_with(request: HostRequest) -> HostRequest:
     def step(b: StaticBuffers) -> None:
-        for _ in range(INSIDE):
+        for _ in range(REQUESTS_PER_GRAPH):
             b.x.add_(1)
-            ask(b)
+            request(b)
 
     return step
 
 
-def _ways(context: Context, buffers: StaticBuffers, found: Figures) -> Iterator[tuple[str, Ask]]:
+def _request_kinds(context: Context, buffers: StaticBuffers, found: Figures) -> Iterator[tuple[str, HostRequest]]:
     yield "python host node", lambda b: current_context().host_node("ask", lambda: None)
     try:
         stamp = Stamp()
         yield "native host node", lambda b: current_context().host_node("ask", stamp)
     except Unavailable as missing:
         found["native host node"] = f"not available: {missing}"
-    if context.tape:
+    if context.on_tape:
         yield "flag wait", lambda b: current_context().host_node("ask", lambda: _wait(buffers.flags_host), writes=[buffers.flags_host])
         return
     try:
@@ -322,27 +322,27 @@ def _wait(flags: Tensor) -> None:
     words[1] = 0
 
 
-def _wait_value(flags: Tensor) -> Ask:
+def _wait_value(flags: Tensor) -> HostRequest:
     """Memory operations of the stream: write the request, wait for the answer, clear it."""
     calls = DriverCalls()
     requested = calls.device_address(flags.data_ptr())
 
-    def ask(b: StaticBuffers) -> None:
+    def request(b: StaticBuffers) -> None:
         stream = torch.cuda.current_stream().cuda_stream
-        calls.do("cuStreamWriteValue32_v2", stream, requested, 1, 0)
-        calls.do("cuStreamWaitValue32_v2", stream, requested + 4, 1, WAIT_EQUAL)
-        calls.do("cuStreamWriteValue32_v2", stream, requested + 4, 0, 0)
+        calls.call("cuStreamWriteValue32_v2", stream, requested, 1, 0)
+        calls.call("cuStreamWaitValue32_v2", stream, requested + 4, 1, WAIT_EQUAL)
+        calls.call("cuStreamWriteValue32_v2", stream, requested + 4, 0, 0)
 
-    return ask
+    return request
 
 
 def _us_per_request(context: Context, backend: Backend, graph: Recorded) -> float:
     """Microseconds per request of one replay: on a GPU between two events of its own stream, else by the clock."""
-    if context.tape:
-        return wall_us(partial(_finished, backend, graph)) / INSIDE
+    if context.on_tape:
+        return wall_us(partial(_run_graph, backend, graph)) / REQUESTS_PER_GRAPH
     seconds: list[float] = []
     backend.run(lambda: seconds.append(device_seconds(graph.replay)))
-    return seconds[0] * 1e6 / INSIDE
+    return seconds[0] * 1e6 / REQUESTS_PER_GRAPH
 
 
 def conditional_node_cost(context: Context) -> Figures:
@@ -356,7 +356,7 @@ def conditional_node_cost(context: Context) -> Figures:
 
 def _branches(context: Context, word: Tensor, count: int) -> dict[str, Callable[[], float]]:
     conditions = {"plain": None, "taken": True, "skipped": False}
-    if context.tape:
+    if context.on_tape:
 
         def run(taken: bool | None) -> None:
             for _ in range(count):

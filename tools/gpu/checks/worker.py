@@ -55,18 +55,18 @@ def run_check(request: dict[str, Any]) -> dict[str, Any]:
     begin, name = time.perf_counter(), request["name"]
     folder = Path(request["folder"]) if request["folder"] else None
     context = Context(bool(request["rehearsal"]), request["quick"], request["budget"], folder, on_gpu=request["rehearsal"] == "cuda")
-    figures = context.found
+    figures = context.figures
     verdict, error = "passed", ""
     faulthandler.dump_traceback_later(request["limit"] * 0.9)  # shows where a check hangs
     try:
         check = getattr(importlib.import_module(request["module"]), name)
         figures = check(context) | ({"cut": context.cut} if context.cut else {})
-        if context.failed:
-            verdict, error = "failed", "; ".join(context.failed)
+        if context.failures:
+            verdict, error = "failed", "; ".join(context.failures)
     except Skipped as reason:
         verdict, error, figures = "skipped", str(reason), {}
     except Exception as failure:
-        verdict, error = "failed", "; ".join([*context.failed, f"{type(failure).__name__}: {failure}"])
+        verdict, error = "failed", "; ".join([*context.failures, f"{type(failure).__name__}: {failure}"])
         traceback.print_exc(file=sys.stderr)
     finally:
         faulthandler.cancel_dump_traceback_later()
@@ -77,11 +77,11 @@ def run_check(request: dict[str, Any]) -> dict[str, Any]:
         "budget": round(request["budget"], 3),
         "figures": figures,
         "error": error,
-        "device_lost": not (context.tape or _device_is_well()),
+        "device_lost": not (context.on_tape or _device_works()),
     }
 
 
-def _device_is_well() -> bool:
+def _device_works() -> bool:
     """Wait for the device and free its memory; False after a device fault."""
     gc.collect()
     try:

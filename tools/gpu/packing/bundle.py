@@ -15,13 +15,13 @@ from typing import Any
 from tools.gpu.packing import triton_cache, unpack
 
 PART_BYTES = 58 << 20  # limit of the file transfer to such hosts
-MOST_WHEEL_BYTES = PART_BYTES  # wheels are not split
+MAX_WHEEL_BYTES = PART_BYTES  # wheels are not split
 WHEELS = Path(__file__).resolve().parent / "wheels.txt"
-MOST_GLIBC = 35  # glibc of the host; torch for CUDA 13 needs at least 2.28
-TAGS = (*(f"manylinux_2_{minor}_x86_64" for minor in range(MOST_GLIBC, 4, -1)), "manylinux2014_x86_64", "linux_x86_64")
+MAX_GLIBC_MINOR = 35  # glibc of the host; torch for CUDA 13 needs at least 2.28
+TAGS = (*(f"manylinux_2_{minor}_x86_64" for minor in range(MAX_GLIBC_MINOR, 4, -1)), "manylinux2014_x86_64", "linux_x86_64")
 
 
-def pinned(path: Path) -> list[str]:
+def read_pins(path: Path) -> list[str]:
     """`name==version` lines; ValueError names a wrong line."""
     found = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
@@ -32,14 +32,14 @@ def pinned(path: Path) -> list[str]:
     return found
 
 
-def without(pins: Sequence[str], has: Path | None) -> list[str]:
-    """Lines whose package is not in the list `has`, in any version: packages of the host are not replaced."""
-    lines = [] if has is None else has.read_text(encoding="utf-8").splitlines()
-    there = {_plain(line) for line in lines}
-    return [line for line in pins if _plain(line) not in there]
+def without_installed(pins: Sequence[str], installed_list: Path | None) -> list[str]:
+    """Lines whose package is not in the list `installed_list`, in any version: packages of the host are not replaced."""
+    lines = [] if installed_list is None else installed_list.read_text(encoding="utf-8").splitlines()
+    installed = {_normalised_name(line) for line in lines}
+    return [line for line in pins if _normalised_name(line) not in installed]
 
 
-def _plain(line: str) -> str:
+def _normalised_name(line: str) -> str:
     return re.sub(r"[-_.]+", "-", re.split(r"[=@\s]", line.strip())[0]).lower()
 
 
@@ -56,7 +56,7 @@ def download(pins: Sequence[str], folder: Path, python: str, options: Sequence[s
         raise RuntimeError(f"pip download: {result.stderr.strip()[-2000:]}")
 
 
-def cut(path: Path, name: str, bundle: Path) -> dict[str, Any]:
+def split_file(path: Path, name: str, bundle: Path) -> dict[str, Any]:
     """Split a file. Returns its manifest entry."""
     parts: list[str] = []
     with path.open("rb") as file:
@@ -106,7 +106,7 @@ def prebuilt_wheel(libraries: Path, pins: Sequence[str], folder: Path) -> Path:
     return path
 
 
-def make(
+def make_bundle(
     bundle: Path,
     pins: Sequence[str],
     python: str,
@@ -122,15 +122,15 @@ def make(
         prebuilt_wheel(libraries, pins, bundle / "wheels")
     download(pins, bundle / "wheels", python, options)
     wheels = sorted((bundle / "wheels").iterdir())
-    large = [wheel.name for wheel in wheels if wheel.stat().st_size > MOST_WHEEL_BYTES]
+    large = [wheel.name for wheel in wheels if wheel.stat().st_size > MAX_WHEEL_BYTES]
     if large:
-        raise ValueError(f"wheels: got {', '.join(large)} of more than {MOST_WHEEL_BYTES} bytes, expected smaller wheels")
+        raise ValueError(f"wheels: got {', '.join(large)} of more than {MAX_WHEEL_BYTES} bytes, expected smaller wheels")
     made_by = None
     if cache is not None:
-        made_by = triton_cache.pack(cache, bundle / unpack.CACHE)
+        made_by = triton_cache.pack(cache, bundle / unpack.CACHE_ARCHIVE)
         if made_by["python"] != python:
             raise ValueError(f"--triton-cache: got a cache of Python {made_by['python']}, expected {python}, as --python")
-    joined = {} if model is None else {model.name: cut(model, model.name, bundle)}
+    joined = {} if model is None else {model.name: split_file(model, model.name, bundle)}
     shutil.copyfile(unpack.__file__, bundle / "install.py")
     files = {name: {"bytes": (bundle / name).stat().st_size, "sha256": unpack.digest(bundle / name)} for name in _names(bundle)}
     manifest = {"python": python, "pins": list(pins), "files": files, "joined": joined, "triton_cache": made_by}

@@ -51,7 +51,7 @@ def _capture(size: str) -> None:
     from stepgraph.graphs import make_backend
     from stepgraph.graphs.graph_key import GraphKey
     from stepgraph.sampling import kernels
-    from tests.helpers.node_counts import round_of
+    from tests.helpers.node_counts import make_round
     from tools.gpu.checks.context import VOCABULARY, toy_draft, toy_target
     from tools.gpu.checks.shapes import SHAPES
 
@@ -63,15 +63,15 @@ def _capture(size: str) -> None:
             engine.capture()
         return
     for constrained, sampled, on_device in ((0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0), (1, 0, 1), (1, 1, 1)):
-        step, buffers = round_of(SHAPES[size], GraphKey(1, bool(constrained), bool(sampled), device=bool(on_device)), device)
+        step, buffers = make_round(SHAPES[size], GraphKey(1, bool(constrained), bool(sampled), device=bool(on_device)), device)
         with contextlib.closing(make_backend("cuda")) as backend:
             backend.capture(step, buffers)
 
 
-def pack(cache: Path, to: Path) -> dict[str, str]:
+def pack(cache: Path, archive_path: Path) -> dict[str, str]:
     """Write a cache to one file; returns the versions that made it."""
     made_by: dict[str, str] = json.loads((cache / unpack.CACHE_KEYS).read_text(encoding="utf-8"))
-    with zipfile.ZipFile(to, "w", zipfile.ZIP_DEFLATED) as archive:
+    with zipfile.ZipFile(archive_path, "w", zipfile.ZIP_DEFLATED) as archive:
         for path in _files(cache):
             archive.write(path, path.relative_to(cache))
     return made_by

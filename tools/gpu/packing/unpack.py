@@ -22,7 +22,7 @@ from typing import Any
 
 MANIFEST = "manifest.json"
 CHUNK = 1 << 20
-CACHE = "triton_cache.zip"
+CACHE_ARCHIVE = "triton_cache.zip"
 CACHE_KEYS = "made_by.json"
 # Values that must be equal for Triton to find its entries; `platform` matters for launchers only.
 PRINT_CACHE_KEYS = """
@@ -97,14 +97,14 @@ def install(bundle: Path, into: Path, python: str = sys.executable) -> list[str]
         done.append(f"joined {join(bundle, name, entry, into)}")
     if manifest.get("triton_cache"):
         cache = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
-        done.append(install_cache(bundle / CACHE, manifest["triton_cache"], cache, python))
+        done.append(install_cache(bundle / CACHE_ARCHIVE, manifest["triton_cache"], cache, python))
     return done
 
 
 def install_cache(archive: Path, made_by: dict[str, str], into: Path, python: str = sys.executable) -> str:
     """Add the entries to a Triton cache, if the Triton of `python` would find them; returns what was done."""
-    asked = subprocess.run([python, "-c", PRINT_CACHE_KEYS], capture_output=True, text=True, check=False)
-    here = json.loads(asked.stdout) if asked.returncode == 0 else {}
+    result = subprocess.run([python, "-c", PRINT_CACHE_KEYS], capture_output=True, text=True, check=False)
+    here = json.loads(result.stdout) if result.returncode == 0 else {}
     if here.get("key") != made_by["key"]:
         has = f"Triton {here['triton']} for Python {here['python']}" if here else "no Triton with such keys"
         return f"left out the Triton cache: it is of Triton {made_by['triton']} for Python {made_by['python']}, this host has {has}"

@@ -39,15 +39,15 @@ model of 135M parameters writes legal JSON with wrong values in it.
 """
 
 
-def card(found: Mapping[str, Any]) -> str:
-    training, measured = found["training"], found["measured"]
-    plan, judged = training["plan"], training["held_out"]
+def card(report: Mapping[str, Any]) -> str:
+    training, measured = report["training"], report["measured"]
+    plan, held_out = training["plan"], training["held_out"]
     text = INTRODUCTION.format(
         layers=listing(training["feature_layers"]),
         proposed=training["proposed"],
         parameters=training["parameters"],
-        bytes=found["bytes"],
-        answers=found["answers"],
+        bytes=report["bytes"],
+        answers=report["answers"],
         topics=len(TOPICS),
         measured=listing(MEASURED),
         learned=training["texts"]["learned"],
@@ -57,9 +57,9 @@ def card(found: Mapping[str, Any]) -> str:
         rate=plan["rate"],
         unrolled=plan["unrolled"],
         seed=plan["seed"],
-        losses=_listed(judged["losses"]),
-        hits=_listed(judged["hits"]),
-        command=found["command"],
+        losses=_format_shares(held_out["losses"]),
+        hits=_format_shares(held_out["hits"]),
+        command=report["command"],
         drafts=measured["drafts"],
         count=measured["prompts_of_each_kind"],
         new_tokens=measured["new_tokens"],
@@ -76,11 +76,11 @@ def table(measured: Mapping[str, Any]) -> str:
     kinds = list(measured["head"])
     rows = ["| | " + " | ".join(VARIANTS) + " |", "|---" * (len(VARIANTS) + 1) + "|"]
     for kind in kinds:
-        cells = (f"{measured[name][kind]['tokens_per_round']:.2f} ({_listed(measured[name][kind]['held'])})" for name in VARIANTS)
+        cells = (f"{measured[name][kind]['tokens_per_round']:.2f} ({_format_shares(measured[name][kind]['held'])})" for name in VARIANTS)
         name = {"json": "**the five unseen schemas**", "free": "**talk and code**"}.get(kind, kind)
         rows.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(rows) + "\n"
 
 
-def _listed(shares: list[float]) -> str:
+def _format_shares(shares: list[float]) -> str:
     return " ".join(f"{share:.2f}" for share in shares)

@@ -13,8 +13,8 @@ from stepgraph import Constraint, Engine, EngineConfig, StepEvent
 from stepgraph.runtime.demo.pair import DRAFTS
 from stepgraph.runtime.demo.variants import LOOK_UP
 from stepgraph.runtime.models.files.loading import load_models
-from tools.train.demo.collect import LONGEST_PROMPT, encoded
-from tools.train.demo.prompts import KINDS, DemoPrompt, prompt
+from tools.train.demo.collect import LONGEST_PROMPT, encode_prompts
+from tools.train.demo.prompts import KINDS, DemoPrompt, make_prompt
 from tools.train.demo.schemas import MEASURED
 
 NEW_TOKENS = 96
@@ -29,16 +29,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def measure(target: Path, head: Path, count: int, progress: bool = False, kinds: Sequence[str] = tuple(KINDS)) -> dict[str, Any]:
     """Tokens per round and acceptance of draft 1, 2, ... for every variant and kind of prompt."""
-    prompts = {kind: list(encoded(target, (prompt(seed, kind, held_out=True) for seed in range(count)))) for kind in kinds}
-    found: dict[str, Any] = {"drafts": DRAFTS, "prompts_of_each_kind": count, "new_tokens": NEW_TOKENS}
+    prompts = {kind: list(encode_prompts(target, (make_prompt(seed, kind, held_out=True) for seed in range(count)))) for kind in kinds}
+    results: dict[str, Any] = {"drafts": DRAFTS, "prompts_of_each_kind": count, "new_tokens": NEW_TOKENS}
     bar = tqdm(total=len(VARIANTS) * len(kinds), desc="measure", unit="kind", disable=not progress)
     with bar:
         for name, options in VARIANTS.items():
-            found[name] = _variant(target, head, prompts, options, bar)
-    return found
+            results[name] = _measure_variant(target, head, prompts, options, bar)
+    return results
 
 
-def _variant(
+def _measure_variant(
     target: Path, head: Path, prompts: Mapping[str, list[tuple[tuple[int, ...], DemoPrompt]]], options: dict[str, Any], bar: Any
 ) -> Any:
     config = EngineConfig(
@@ -62,7 +62,7 @@ def _variant(
                 rounds[engine.submit(ids, constraint=constraint, max_new_tokens=NEW_TOKENS).id] = []
             for event in engine.stream():
                 rounds[event.job_id].append(event)
-            figures[kind] = held(list(rounds.values()))
+            figures[kind] = acceptance(list(rounds.values()))
             bar.update()
     for name, kinds in (("json", MEASURED), ("free", ("talk", "code"))):
         if set(kinds) <= set(prompts):
@@ -70,7 +70,7 @@ def _variant(
     return figures
 
 
-def held(jobs: list[list[StepEvent]]) -> dict[str, Any]:
+def acceptance(jobs: list[list[StepEvent]]) -> dict[str, Any]:
     """Acceptance per draft position, without the first round, which has no drafts, and the last, which is cut short."""
     accepted = [event.num_accepted_drafts for events in jobs for event in events[1:-1]]
     counted = max(1, len(accepted))

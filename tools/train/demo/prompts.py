@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from tools.train.demo import texts, words
 from tools.train.demo.records import record_request
 from tools.train.demo.schemas import MEASURED, SCHEMAS, TOOLS, Schema, tool_schema
-from tools.train.demo.words import Words
+from tools.train.demo.words import WordSampler
 
 
 @dataclass(frozen=True)
@@ -23,53 +23,53 @@ class DemoPrompt:
     schema: Schema | None = field(default=None, hash=False)  # None: free text
 
 
-def prompt(seed: int, kind: str | None = None, *, held_out: bool = False) -> DemoPrompt:
+def make_prompt(seed: int, kind: str | None = None, *, held_out: bool = False) -> DemoPrompt:
     """The prompt of a seed, of a kind in KINDS or of one that the seed picks."""
-    drawn = Words(random.Random(f"{'measure' if held_out else 'train'} {kind} {seed}"), held_out)
-    chosen = drawn.generator.choices(list(SHARES), list(SHARES.values()))[0] if kind is None else kind
-    return KINDS[chosen](drawn, chosen)
+    rng = WordSampler(random.Random(f"{'measure' if held_out else 'train'} {kind} {seed}"), held_out)
+    chosen = rng.generator.choices(list(KIND_WEIGHTS), list(KIND_WEIGHTS.values()))[0] if kind is None else kind
+    return KINDS[chosen](rng, chosen)
 
 
 def _messages(*messages: tuple[str, str]) -> tuple[dict[str, str], ...]:
     return tuple({"role": role, "content": content} for role, content in messages)
 
 
-def _extraction(fill: Callable[[Words], str]) -> Callable[[Words, str], DemoPrompt]:
-    def make(drawn: Words, kind: str) -> DemoPrompt:
+def _extraction(make_text: Callable[[WordSampler], str]) -> Callable[[WordSampler, str], DemoPrompt]:
+    def make(rng: WordSampler, kind: str) -> DemoPrompt:
         schema = SCHEMAS[kind]
         fields = list(schema["properties"])
-        named = ", ".join(fields[:-1]) + " and " + fields[-1]
-        lead = drawn.of(
+        field_list = ", ".join(fields[:-1]) + " and " + fields[-1]
+        instruction = rng.pick(
             [
-                f"Extract the {kind} as JSON with {named}.",
-                f"Read the text and write a JSON object with the keys {named}.",
-                f"Turn this into JSON ({named}).",
-                f"Give me {named} of the following text as JSON.",
+                f"Extract the {kind} as JSON with {field_list}.",
+                f"Read the text and write a JSON object with the keys {field_list}.",
+                f"Turn this into JSON ({field_list}).",
+                f"Give me {field_list} of the following text as JSON.",
             ]
         )
-        return DemoPrompt(kind, _messages(("user", f"{lead}\n\n{fill(drawn)}")), schema)
+        return DemoPrompt(kind, _messages(("user", f"{instruction}\n\n{make_text(rng)}")), schema)
 
     return make
 
 
-def _tool_call(drawn: Words, kind: str) -> DemoPrompt:
-    drawn_tools = [drawn.of(TOOLS) for _ in range(drawn.number(2, 4))]
+def _tool_call(rng: WordSampler, kind: str) -> DemoPrompt:
+    drawn_tools = [rng.pick(TOOLS) for _ in range(rng.randint(2, 4))]
     offered = list({each["name"]: each for each in drawn_tools}.values())
-    requested = drawn.any(offered)["name"]
+    requested = rng.any(offered)["name"]
     descriptions = "\n".join(f"- {each['name']}({', '.join(each['parameters']['properties'])}): {each['description']}" for each in offered)
     system = f'You call tools. Answer with JSON: {{"name": tool, "arguments": {{...}}}}. Tools:\n{descriptions}'
-    return DemoPrompt(kind, _messages(("system", system), ("user", texts.tool_request(requested, drawn))), tool_schema(offered))
+    return DemoPrompt(kind, _messages(("system", system), ("user", texts.tool_request(requested, rng))), tool_schema(offered))
 
 
-def _record(drawn: Words, kind: str) -> DemoPrompt:
-    request, schema = record_request(drawn)
+def _record(rng: WordSampler, kind: str) -> DemoPrompt:
+    request, schema = record_request(rng)
     return DemoPrompt(kind, _messages(("user", request)), schema)
 
 
-def _talk(drawn: Words, kind: str) -> DemoPrompt:
-    topic, other = (drawn.of(drawn.any([words.TOPICS, words.SUBJECTS])) for _ in range(2))
-    city, job = drawn.of(words.CITIES), drawn.of(words.JOBS)
-    question = drawn.of(
+def _talk(rng: WordSampler, kind: str) -> DemoPrompt:
+    topic, other = (rng.pick(rng.any([words.TOPICS, words.SUBJECTS])) for _ in range(2))
+    city, job = rng.pick(words.CITIES), rng.pick(words.JOBS)
+    question = rng.pick(
         [
             f"Explain {topic} to a child.",
             f"Tell me something interesting about {topic}.",
@@ -84,7 +84,7 @@ def _talk(drawn: Words, kind: str) -> DemoPrompt:
             f"I am a {job} and I am tired. What can I do?",
             f"Tell a very short story about a {job} in {city}.",
             f"How can I learn more about {topic}?",
-            f"Write an email to {texts.a_name(drawn)} about {topic}.",
+            f"Write an email to {texts.a_name(rng)} about {topic}.",
             f"Give me a quiz of three questions about {topic}.",
             f"How do I become a {job}?",
             f"What is a good present for a {job} who likes {topic}?",
@@ -101,9 +101,9 @@ def _talk(drawn: Words, kind: str) -> DemoPrompt:
     return DemoPrompt(kind, _messages(("user", question)))
 
 
-def _code(drawn: Words, kind: str) -> DemoPrompt:
-    thing, number = drawn.of(words.PRODUCTS).split()[-1], drawn.number(2, 12)
-    task = drawn.of(
+def _code(rng: WordSampler, kind: str) -> DemoPrompt:
+    thing, number = rng.pick(words.PRODUCTS).split()[-1], rng.randint(2, 12)
+    task = rng.pick(
         [
             f"returns the sum of all multiples of {number} below n",
             f"counts how often the word '{thing}' occurs in a text",
@@ -121,12 +121,12 @@ def _code(drawn: Words, kind: str) -> DemoPrompt:
             f"prints the first {number} Fibonacci numbers",
         ]
     )
-    language = drawn.any(["Python", "Python", "Python", "JavaScript"])
-    lead = drawn.any([f"Write a {language} function that {task}.", f"I need a {language} function which {task}. Keep it short."])
-    return DemoPrompt(kind, _messages(("user", lead)))
+    language = rng.any(["Python", "Python", "Python", "JavaScript"])
+    instruction = rng.any([f"Write a {language} function that {task}.", f"I need a {language} function which {task}. Keep it short."])
+    return DemoPrompt(kind, _messages(("user", instruction)))
 
 
-KINDS: dict[str, Callable[[Words, str], DemoPrompt]] = {
+KINDS: dict[str, Callable[[WordSampler, str], DemoPrompt]] = {
     "person": _extraction(texts.person_text),
     "order": _extraction(texts.order_text),
     "event": _extraction(texts.event_text),
@@ -141,5 +141,5 @@ KINDS: dict[str, Callable[[Words, str], DemoPrompt]] = {
     "code": _code,
 }
 # Not among these: the schemas that are measured.
-SHARES = {"record": 50, "job": 3, "journey": 3, "address": 3, "tool call": 13, "talk": 18, "code": 10}
-assert not set(SHARES) & set(MEASURED)
+KIND_WEIGHTS = {"record": 50, "job": 3, "journey": 3, "address": 3, "tool call": 13, "talk": 18, "code": 10}
+assert not set(KIND_WEIGHTS) & set(MEASURED)

@@ -20,7 +20,7 @@ from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.files.config_fields import read_config
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.sampling.grammar.tokenizers.table import decode_byte_letters, token_decoder
-from tests.helpers.families import Cached, folder_of, judge, refused_when_damaged, save
+from tests.helpers.families import CachedModel, count_refused_damaged, folder_of, hf_model, save
 
 FAMILY = "llama-3.1"
 TOKENS = torch.arange(40)[None]
@@ -43,11 +43,11 @@ def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) 
 
 
 def logits_of(path: Path) -> Tensor:
-    return Cached(open_checkpoint(path, torch.float32).load("cpu")).run(TOKENS, 0, 40)[0]
+    return CachedModel(open_checkpoint(path, torch.float32).load("cpu")).run(TOKENS, 0, 40)[0]
 
 
 def test_shards_hold_the_same_model(tmp_path: Path) -> None:
-    sharded = save(judge(FAMILY), tmp_path, max_shard_size="100KB")
+    sharded = save(hf_model(FAMILY), tmp_path, max_shard_size="100KB")
     assert len(list(sharded.glob("*.safetensors"))) > 2
     assert torch.equal(logits_of(sharded), logits_of(folder_of(FAMILY)))
 
@@ -328,4 +328,4 @@ def test_known_unused_tensors_are_accepted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
 def test_random_damage_raises_value_errors_only(folder: Path, name: str) -> None:
-    assert refused_when_damaged(folder / name, (folder / name).read_bytes(), 4000, folder) > 20
+    assert count_refused_damaged(folder / name, (folder / name).read_bytes(), 4000, folder) > 20

@@ -24,7 +24,7 @@ from stepgraph.runtime.models.files.weights import read_json
 from stepgraph.runtime.models.llama_config import LlamaConfig, RopeConfig
 from stepgraph.sampling.grammar import Vocabulary
 from tests.helpers.c_library import needs_c
-from tests.helpers.draft_engines import D2T, DRAFTERS, EAGLE_LAYERS, Drafter, change_json
+from tests.helpers.draft_engines import D2T, DRAFTERS, EAGLE_LAYERS, DraftCase, change_json
 from tests.helpers.families import folder_of
 from tests.runtime.models.files.test_checkpoint import watch_models
 from tools.quantise_head import main as quantise_main
@@ -78,7 +78,7 @@ def test_heads_load_under_all_public_tensor_names(tmp_path: Path, called: str) -
     assert loaded[0].d2t is not None and torch.equal(loaded[0].d2t, D2T)
 
 
-def load(drafter: Drafter, folder: Path) -> Eagle3:
+def load(drafter: DraftCase, folder: Path) -> Eagle3:
     checkpoint = open_checkpoint(drafter.target)
     opened = open_draft(folder, checkpoint)
     head = opened.load(checkpoint.load("cpu", opened.feature_layers), "cpu")
@@ -260,7 +260,7 @@ def test_map_tokens_maps_tokens_with_equal_bytes() -> None:
 
 
 QUERY, JOIN = "midlayer.self_attn.q_proj.weight", "model.layers.4.eh_proj.weight"
-SPOILED: dict[str, tuple[Drafter, Callable[[Path], object], str]] = {
+SPOILED: dict[str, tuple[DraftCase, Callable[[Path], object], str]] = {
     "another vocabulary": (EAGLE3, config(vocab_size=200), "head: config.vocab_size: got 200, expected the target's 160"),
     "draft_vocab_size too large": (EAGLE3, config(draft_vocab_size=161), "draft_vocab_size: got 161, expected a whole number from 1 to"),
     "another target": (EAGLE3, config(target_hidden_size=64), "target_hidden_size: got 64, expected the target's hidden_size 48"),

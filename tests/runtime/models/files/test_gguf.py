@@ -21,7 +21,7 @@ from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.files.gguf import BLOCK_LAYOUTS, read_blocks
 from stepgraph.sampling.grammar.tokenizers.gguf import read_gguf_header
 from tests.helpers.c_library import needs_c
-from tests.helpers.families import BASE, Cached, judge, random_model, refused_when_damaged
+from tests.helpers.families import BASE, CachedModel, count_refused_damaged, hf_model, random_model
 from tests.helpers.gguf_files import random_blocks, write_gguf
 
 TOKENS = torch.arange(40)[None]
@@ -35,16 +35,16 @@ def write(path: Path, family: str, kind: str, quantise: Kind | Callable[[str], K
         writer.add_token_types([3, 3, 3, 4, *[1] * (len(TEXTS) - 4)])
         writer.add_eos_token_id(2)
 
-    return write_gguf(path, kind, add_tokens, model or judge(family), quantise)
+    return write_gguf(path, kind, add_tokens, model or hf_model(family), quantise)
 
 
 def logits_of(path: Path) -> Tensor:
-    return Cached(open_checkpoint(path, torch.float32).load("cpu")).run(TOKENS, 0, 40)[0]
+    return CachedModel(open_checkpoint(path, torch.float32).load("cpu")).run(TOKENS, 0, 40)[0]
 
 
 def expected(family: str) -> Tensor:
     with torch.no_grad():
-        return judge(family)(TOKENS).logits  # type: ignore[no-any-return]
+        return hf_model(family)(TOKENS).logits  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_weights_that_stay_quantised_have_the_bits_of_the_reference(tmp_path: Pa
     assert len(matrices) == 6
     for name in matrices:
         assert torch.equal(unpack(kept.get_parameter(name)), plain.get_parameter(name)), name
-    torch.testing.assert_close(Cached(kept).run(TOKENS, 0, 40), Cached(plain).run(TOKENS, 0, 40), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(CachedModel(kept).run(TOKENS, 0, 40), CachedModel(plain).run(TOKENS, 0, 40), rtol=1e-4, atol=1e-4)
 
 
 def experts_model(family: str) -> Any:
@@ -174,8 +174,8 @@ def test_experts_that_stay_quantised_have_the_bits_of_the_reference(
         assert found.dtype is torch.uint8 and found.nbytes < expected.nbytes // 2
         assert torch.equal(unpack(found), expected)
     assert kept.get_parameter("layers.0.experts.router").dtype is torch.float32
-    whole, parts = Cached(kept).run(TOKENS, 0, 40)[0], Cached(kept)
-    torch.testing.assert_close(whole, Cached(plain).run(TOKENS, 0, 40)[0], rtol=1e-4, atol=1e-4)
+    whole, parts = CachedModel(kept).run(TOKENS, 0, 40)[0], CachedModel(kept)
+    torch.testing.assert_close(whole, CachedModel(plain).run(TOKENS, 0, 40)[0], rtol=1e-4, atol=1e-4)
     assert torch.equal(parts.in_chunks(TOKENS, 7), whole), "a row depends on others"
 
 
@@ -184,7 +184,7 @@ def test_experts_that_stay_quantised_have_the_bits_of_the_reference(
 def test_weights_that_stay_quantised_have_the_logits_of_dequantised_ones(tmp_path: Path, kind: Kind) -> None:
     path = write(tmp_path / "model.gguf", "llama-2", "llama", kind)
     kept = open_checkpoint(path, torch.float32, "quantised").load("cpu")
-    found, answer = Cached(kept).run(TOKENS, 0, 40)[0], logits_of(path)
+    found, answer = CachedModel(kept).run(TOKENS, 0, 40)[0], logits_of(path)
     assert kept.layers[0].get_parameter("qkv").dtype is torch.uint8
     torch.testing.assert_close(found, answer, rtol=1e-4, atol=1e-4 * float(answer.abs().max()))  # another order of float32 sums
     values = {
@@ -326,4 +326,4 @@ def test_unsupported_gguf_models_are_refused(tmp_path: Path, kind: str, entry: t
 
 def test_random_damage_raises_value_errors_only(tmp_path: Path) -> None:
     whole = write(tmp_path / "model.gguf", "llama-2", "llama").read_bytes()
-    assert refused_when_damaged(tmp_path / "model.gguf", whole, 6000, tmp_path / "model.gguf") > 20
+    assert count_refused_damaged(tmp_path / "model.gguf", whole, 6000, tmp_path / "model.gguf") > 20

@@ -20,7 +20,7 @@ from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.files.quantised_folder import QuantisedSource, read_scheme
 from stepgraph.runtime.models.files.weights import SafetensorsSource
 from tests.helpers.c_library import needs_c
-from tests.helpers.families import BASE, Cached, random_model, save
+from tests.helpers.families import BASE, CachedModel, random_model, save
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1}
 Written = tuple[dict[str, Tensor], Tensor]  # tensors by name suffix, and the weight that they represent
@@ -167,7 +167,7 @@ def test_quantised_folders_have_the_weights_of_their_formula(tmp_path: Path, lay
         bits = 8.5 if layout in ("pack-quantized, 8 bits", "pack-quantized, 8 bits per channel") else 10
     assert all(model.get_parameter(name).nbytes == plain.get_parameter(name).nbytes * bits / 32 for name in kept.packed)
     tokens = torch.arange(40)[None]
-    torch.testing.assert_close(Cached(model).run(tokens, 0, 40), Cached(plain).run(tokens, 0, 40), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(CachedModel(model).run(tokens, 0, 40), CachedModel(plain).run(tokens, 0, 40), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -221,7 +221,7 @@ def test_quantised_experts_have_the_logits_of_transformers(tmp_path: Path, kind:
         opened = open_checkpoint(tmp_path / "quantised", torch.float32, weights)
         assert any("experts.down" in name for name in opened.packed) == (weights == "quantised")
         opened.check()
-        logits, _ = Cached(opened.load("cpu")).run(tokens, 0, 40)
+        logits, _ = CachedModel(opened.load("cpu")).run(tokens, 0, 40)
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 

@@ -17,7 +17,7 @@ import pytest
 from stepgraph.sampling.grammar import Constraint, GrammarCompiler, GrammarLimits, MaskStatus
 from stepgraph.sampling.grammar.compile.limits import MIB
 from tests.helpers.documents import DOCUMENTS
-from tests.helpers.grammar_texts import EXAMPLES, PRINTABLE, STOP, claimed, encode, filled
+from tests.helpers.grammar_texts import EXAMPLES, PRINTABLE, STOP, encode, fill_mask, take_claim
 from tests.helpers.toy_engines import needs_native
 
 SLOW = replace(Constraint.ebnf("root ::= " + "[a]*" * 29_000), backend="xgrammar")  # minutes
@@ -39,15 +39,15 @@ def test_worker_and_in_process_compiles_give_the_same_masks(kind: str) -> None:
     assert (there.backend, there.nbytes) == (here.backend, here.nbytes)
     matchers = there.matcher(), here.matcher()
     for token in [*encode(good), STOP]:
-        first, second = map(filled, matchers)
+        first, second = map(fill_mask, matchers)
         assert first == second and token in first[1]
         assert all(matcher.accept_token(token) for matcher in matchers)
-    assert filled(matchers[0]) == (MaskStatus.TERMINATED, [])
+    assert fill_mask(matchers[0]) == (MaskStatus.TERMINATED, [])
 
 
 def test_equal_constraints_share_one_compile() -> None:
     compiler = isolated()
-    claims = [claimed(compiler, Constraint.regex("a[b-f]{3}")) for _ in range(4)]
+    claims = [take_claim(compiler, Constraint.regex("a[b-f]{3}")) for _ in range(4)]
     assert len({id(claim.result(60)) for claim in claims}) == 1
     assert (compiler.stats.misses, compiler.stats.hits, compiler.stats.workers_started) == (1, 3, 1)
     compiler.close()
@@ -80,7 +80,7 @@ def gone(pid: int) -> bool:
 
 def test_compile_is_cancelled_when_its_last_claim_is_released() -> None:
     compiler = isolated(compile_seconds=600)
-    claims = [claimed(compiler, SLOW) for _ in range(2)]
+    claims = [take_claim(compiler, SLOW) for _ in range(2)]
     pid = busy_worker(compiler)
     claims[0].release()
     claims[0].release()
@@ -94,7 +94,7 @@ def test_compile_is_cancelled_when_its_last_claim_is_released() -> None:
 
 def test_waiting_compile_without_claims_is_not_started() -> None:
     compiler = GrammarCompiler(PRINTABLE, 1, isolation="process", max_compiles=1, limits=GrammarLimits(compile_seconds=600))
-    first, second = claimed(compiler, SLOW), claimed(compiler, Constraint.regex("b+"))
+    first, second = take_claim(compiler, SLOW), take_claim(compiler, Constraint.regex("b+"))
     busy_worker(compiler)
     assert (compiler.stats.running, compiler.stats.waiting) == (1, 1)
     second.release()
@@ -108,9 +108,9 @@ def test_waiting_compile_without_claims_is_not_started() -> None:
 @pytest.mark.parametrize("killer", [signal.SIGSEGV, signal.SIGKILL, signal.SIGABRT])
 def test_death_of_a_worker_fails_one_request_with_its_cause(killer: signal.Signals) -> None:
     compiler = isolated(compile_seconds=600)
-    claim = claimed(compiler, SLOW)
+    claim = take_claim(compiler, SLOW)
     pid = busy_worker(compiler)
-    other = claimed(compiler, Constraint.regex("b+"))
+    other = take_claim(compiler, Constraint.regex("b+"))
     os.kill(pid, killer)
     with pytest.raises(ValueError, match=f"constraint ebnf: cannot be compiled: the compile worker died of {killer.name}"):
         claim.result(60)
@@ -191,7 +191,7 @@ def test_documentation_lists_every_limit_with_its_default() -> None:
 
 def test_close_fails_waiting_claims_and_ends_the_workers() -> None:
     compiler = GrammarCompiler(PRINTABLE, 1, isolation="process", max_compiles=1, limits=GrammarLimits(compile_seconds=600))
-    running, waiting = claimed(compiler, SLOW), claimed(compiler, Constraint.regex("b+"))
+    running, waiting = take_claim(compiler, SLOW), take_claim(compiler, Constraint.regex("b+"))
     pid = busy_worker(compiler)
     compiler.close()
     for claim in (running, waiting):
@@ -200,7 +200,7 @@ def test_close_fails_waiting_claims_and_ends_the_workers() -> None:
         claim.release()
     waited(lambda: gone(pid), "the worker is still alive")
     with pytest.raises(RuntimeError, match="it is closed"):
-        claimed(compiler, Constraint.regex("b+"))
+        take_claim(compiler, Constraint.regex("b+"))
 
 
 SCRIPT = """
@@ -267,7 +267,7 @@ def test_cancelled_compile_is_not_cached(monkeypatch: pytest.MonkeyPatch) -> Non
     compiler.compile(Constraint.regex("a"))
     build = compiler._backends.build
     monkeypatch.setattr(compiler._backends, "build", lambda *arguments: goes_on.wait(60) and build(*arguments))
-    claim = claimed(compiler, Constraint.regex("b"))
+    claim = take_claim(compiler, Constraint.regex("b"))
     waited(lambda: compiler.stats.running == 1, "no compile was started")
     claim.release()
     assert (compiler.stats.running, compiler.stats.grammars) == (1, 1)
@@ -284,7 +284,7 @@ def test_claim_without_a_thread_leaves_no_entry(monkeypatch: pytest.MonkeyPatch)
     compiler = GrammarCompiler(PRINTABLE, 1)
     monkeypatch.setattr(threading.Thread, "start", fails)
     with pytest.raises(RuntimeError, match="can't start new thread"):
-        claimed(compiler, Constraint.regex("a"))
+        take_claim(compiler, Constraint.regex("a"))
     monkeypatch.undo()
     assert (compiler.stats.waiting, compiler.stats.misses) == (0, 0)
-    assert claimed(compiler, Constraint.regex("a")).result(60).backend == "automaton"
+    assert take_claim(compiler, Constraint.regex("a")).result(60).backend == "automaton"

@@ -11,7 +11,7 @@ import pytest
 from stepgraph.sampling.grammar import Constraint
 from stepgraph.sampling.grammar.schema.formats import FORMATS
 from stepgraph.sampling.grammar.schema.reader import MAX_DEPTH
-from tests.helpers.grammar_texts import COMPILER, PRINTABLE, STOP, accepts, filled, matcher_of
+from tests.helpers.grammar_texts import COMPILER, PRINTABLE, STOP, accepts, fill_mask, matcher_of
 
 VALID: list[tuple[Any, list[Any], list[Any]]] = [
     ({"type": "object"}, [{}, {"a": [1, {"b": "}]"}]}], ["a", 1, []]),
@@ -94,7 +94,7 @@ def test_random_walk_through_masks_is_valid_json(schema: Any) -> None:
     for _ in range(20):
         matcher, ids = matcher_of(constraint), list[int]()
         while not matcher.is_terminated() and len(ids) < 100:
-            _, legal = filled(matcher)
+            _, legal = fill_mask(matcher)
             ids.append(STOP if STOP in legal and random.random() < 0.5 else random.choice(legal))
             assert matcher.accept_token(ids[-1])
         if matcher.is_terminated():

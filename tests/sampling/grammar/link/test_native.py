@@ -25,7 +25,7 @@ from stepgraph.sampling.grammar.matchers.forced import FORCED_BYTES
 from stepgraph.sampling.grammar.status import TAG_FIELDS, FinishCode, HostColumn, MaskStatus
 from tests.helpers.link_bench import (
     AUTOMATON_COMPILER,
-    WALK,
+    ROUND_STEPS,
     WORDS,
     XGRAMMAR_COMPILER,
     A,
@@ -33,7 +33,7 @@ from tests.helpers.link_bench import (
     Memory,
     letters_row,
     native_link,
-    resident,
+    resident_bytes,
     set_running,
 )
 from tests.helpers.planted import fail, plant
@@ -91,7 +91,7 @@ def test_a_mask_does_not_depend_on_the_one_that_its_memory_held() -> None:
         row = letters_row(link, compiler=compiler, constraint=constraints[index])
         set_running(memory, row)
         link.push_batch([row])
-        link.node(WALK)()
+        link.node(ROUND_STEPS)()
         expected = torch.zeros(1, WORDS, dtype=torch.int32)
         XGRAMMAR_COMPILER.compile(constraints[index]).matcher().fill_next_token_bitmask(expected, 0)
         assert torch.equal(memory.masks[0, 0], expected[0])
@@ -117,7 +117,7 @@ def test_a_failing_library_call_is_the_fault_of_its_row_only(function: str, stat
         set_running(memory, row, slot)
     memory.drafts[:] = A
     link.push_batch(rows)
-    link.node(WALK)()
+    link.node(ROUND_STEPS)()
     assert (rows[0].fault, rows[1].fault) == ("", "planted")
     assert memory.tags[:2, 0, 3].tolist() == [MaskStatus.OK] * 2
     assert memory.tags[:2, 1, 3].tolist() == statuses
@@ -126,7 +126,7 @@ def test_a_failing_library_call_is_the_fault_of_its_row_only(function: str, stat
     set_running(memory, rows[1], 1, history=1, last=A)
     set_running(memory, rows[0], 0, history=1, last=A)
     link.push_batch(rows)
-    link.node(WALK)()
+    link.node(ROUND_STEPS)()
     assert link.stats.fills <= 8 + 1, "a failed matcher is not called again"
 
 
@@ -156,12 +156,12 @@ def test_is_terminated_is_called_once_and_after_stop_tokens() -> None:
     set_running(memory, row)
     memory.drafts[:] = A
     link.push_batch([row])
-    link.node(WALK)()
+    link.node(ROUND_STEPS)()
     assert answers == [0] and memory.tags[:, 0, 3].tolist() == [MaskStatus.OK] * 4
     memory.drafts[1] = STOP
     set_running(memory, row, history=1, last=A)
     link.push_batch([row])
-    link.node(WALK)()
+    link.node(ROUND_STEPS)()
     assert answers == [0, 1] and memory.tags[:, 0, 3].tolist() == [MaskStatus.OK, MaskStatus.OK, MaskStatus.TERMINATED, 0]
     set_running(memory, row, history=2, last=A)
     link.push_batch([row])
@@ -179,7 +179,7 @@ def test_an_impossible_history_rolls_nothing_back(make: Callable[[Memory], HostL
     for generated, last, kept in ((0, 0, 0), (2, A, 1), (history, A, accepted)):
         set_running(memory, row, history=generated, last=last, accepted=kept)
         link.push_batch([row])
-        link.node(WALK)()
+        link.node(ROUND_STEPS)()
     fault = f"RuntimeError: the history has {history} tokens, {accepted} from drafts; the matcher had 2 + 3"
     assert (row.fault, link.stats.rollbacks) == (fault, 1) and memory.tags[:, 0, 3].tolist() == [0] * 4
 
@@ -193,7 +193,7 @@ def test_a_failing_rollback_is_a_fault() -> None:
     memory.drafts[:] = A
     for _ in range(2):
         link.push_batch([row])
-        link.node(WALK)()
+        link.node(ROUND_STEPS)()
     assert row.fault == "RuntimeError: stuck" and memory.tags[:, 0, 3].tolist() == [0] * 4
 
 
@@ -213,10 +213,10 @@ def test_the_librarys_error_is_reported_and_freed() -> None:
     assert text.startswith("RuntimeError: ") and "Intended to rollback 7 tokens" in text
     for _ in range(2000):
         library_error(row)
-    before = resident()
+    before = resident_bytes()
     for _ in range(20_000):
         library_error(row)
-    assert resident() - before < 2 << 20, "an error object takes some hundred bytes"
+    assert resident_bytes() - before < 2 << 20, "an error object takes some hundred bytes"
 
 
 def test_a_message_of_the_maximum_length_is_kept() -> None:
@@ -227,7 +227,7 @@ def test_a_message_of_the_maximum_length_is_kept() -> None:
     plant(row, "fill", lambda real, *arguments: fail(arguments[-1], b"x" * (constants.FAULT_BYTES - 1)))
     set_running(memory, row)
     link.push_batch([row])
-    link.node(WALK)()
+    link.node(ROUND_STEPS)()
     assert row.fault == "x" * (constants.FAULT_BYTES - 1)
 
 
@@ -250,7 +250,7 @@ def test_a_call_that_exceeds_its_fuel_is_the_last_one() -> None:
         plant(row, "fill", bug)
         set_running(memory, row)
         link.push_batch([row])
-        link.node(WALK)()
+        link.node(ROUND_STEPS)()
         assert row.fault.startswith(fault) and bool(row.fault) == bool(fault), "only processor time counts"
 
 
@@ -263,7 +263,7 @@ def test_push_batch_is_limited_by_the_depth_and_required_for_each_round() -> Non
     with pytest.raises(RuntimeError, match="2 rounds are pushed and have not ended"):
         link.push_batch(rows)
     for _ in range(3):
-        link.node(WALK)()
+        link.node(ROUND_STEPS)()
     with pytest.raises(RuntimeError, match="1 rounds began without a pushed batch"):
         link.release_finished()
     assert memory.tags[:, :, 3].sum() == 0

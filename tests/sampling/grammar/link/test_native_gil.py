@@ -23,7 +23,7 @@ from stepgraph.sampling.grammar.link.native import NativeLink, NativeRow, load
 from stepgraph.sampling.grammar.link.protocol import HostLink, MatcherRow
 from stepgraph.sampling.grammar.link.python import PythonLink
 from stepgraph.sampling.grammar.matchers.protocol import Matcher
-from tests.helpers.link_bench import WALK, XGRAMMAR_COMPILER, A, Memory, letters_row, native_link, set_running
+from tests.helpers.link_bench import ROUND_STEPS, XGRAMMAR_COMPILER, A, Memory, letters_row, native_link, set_running
 from tests.helpers.planted import plant
 from tests.helpers.toy_engines import CONTROL, Setup, make_engine, needs_native, plain
 
@@ -36,7 +36,7 @@ def sequence(link: HostLink, rows: list[MatcherRow], rounds: int) -> tuple[Any, 
     usleep = ctypes.cast(ctypes.CDLL(None).usleep, c_void_p).value
     calls = (structs.timed_call * (rounds + 1))()
     calls[0].function, calls[0].data = usleep, 200_000
-    node = HostCallback("walk", link.node(WALK), HostErrors())
+    node = HostCallback("walk", link.node(ROUND_STEPS), HostErrors())
     for call in calls[1:]:
         call.function, call.data = node.address, node.data
     for _ in range(rounds):

@@ -24,7 +24,7 @@ from stepgraph.sampling.grammar.link.native import NativeLibrary, NativeLink, Na
 from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, advance
 from stepgraph.sampling.grammar.llguidance_lib.grammar import LLGuidanceGrammar, LLGuidanceMatcher
 from stepgraph.sampling.native import Unavailable, find_library
-from tests.helpers.link_bench import LLGUIDANCE_COMPILER, WALK, A, LinkPair, Memory, resident, set_running
+from tests.helpers.link_bench import LLGUIDANCE_COMPILER, ROUND_STEPS, A, LinkPair, Memory, resident_bytes, set_running
 from tests.helpers.link_bench import native_link as open_link
 from tests.helpers.planted import callbacks
 from tests.helpers.toy_engines import STOP, VOCABULARY, Setup, make_engine, needs_native, plain
@@ -186,12 +186,12 @@ def test_hundreds_of_rows_leak_nothing() -> None:
     for number in range(200):
         link, rows = rows_of(memory, compiled, 4)
         link.push_batch(rows)
-        link.node(WALK)()
+        link.node(ROUND_STEPS)()
         assert link.stats.fills == 4 * 4
         link.close()
         del link, rows
         if number % 50 == 49:
-            grown.append(resident())
+            grown.append(resident_bytes())
     assert grown[-1] - grown[0] < 4 << 20, "a matcher takes some hundred kilobytes"
 
 
@@ -205,7 +205,7 @@ def test_lexers_of_the_first_rows_are_kept_for_later_rows() -> None:
         starts.append(grammar.start)
         link, rows = rows_of(memory, compiled)
         link.push_batch(rows)
-        link.node(WALK)()
+        link.node(ROUND_STEPS)()
         assert rows[0].fault == "" and memory.tags[:, 0, 3].tolist() == [MaskStatus.OK] * 4
         link.close()
         del link, rows

@@ -19,7 +19,7 @@ from stepgraph.sampling.grammar.link.native import NativeRow
 from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, HostLink, advance
 from stepgraph.sampling.grammar.link.python import PythonLink
 from stepgraph.sampling.grammar.matchers.marker import MarkerMatcher
-from tests.helpers.link_bench import WALK, A, LinkPair, Memory, Request, native_link, set_running
+from tests.helpers.link_bench import ROUND_STEPS, A, LinkPair, Memory, Request, native_link, set_running
 from tests.helpers.planted import fail, plant
 from tests.helpers.toy_engines import CONTROL, STOP, VOCABULARY, needs_native
 from tests.sampling.grammar.matchers.test_marker import CLOSE, OPEN, SMALL
@@ -198,7 +198,7 @@ def run_round(
     for index, token in enumerate(drafts):
         memory.drafts[index] = token
     link.push_batch(rows)
-    link.node(WALK)()
+    link.node(ROUND_STEPS)()
 
 
 @pytest.mark.parametrize("backend", WITH_MARKER)

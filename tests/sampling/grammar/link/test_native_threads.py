@@ -16,7 +16,7 @@ from stepgraph.graphs import TapeBackend
 from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, MatcherRow
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammarMatcher
-from tests.helpers.link_bench import WALK, A, Memory, letters_row, native_link, resident, set_running
+from tests.helpers.link_bench import ROUND_STEPS, A, Memory, letters_row, native_link, resident_bytes, set_running
 from tests.helpers.planted import plant
 from tests.helpers.toy_engines import CONSTRAINTS, CONTROL, Setup, make_engine, needs_native, plain
 
@@ -58,7 +58,7 @@ def test_many_rounds_on_many_threads_process_every_row() -> None:
     rows = [letters_row(link, owner) for owner in range(1, 17)]
     set_all_running(memory, rows)
     memory.drafts[:] = A
-    node = link.node(WALK)
+    node = link.node(ROUND_STEPS)
     for _ in range(2000):
         link.push_batch(rows)
         node()
@@ -72,7 +72,7 @@ def test_a_forked_process_processes_its_rows_alone() -> None:
     rows = [letters_row(link, owner) for owner in range(1, 7)]
     set_all_running(memory, rows)
     link.push_batch(rows)
-    node = link.node(WALK)
+    node = link.node(ROUND_STEPS)
     child = os.fork()
     if child == 0:
         node()
@@ -115,7 +115,7 @@ def test_a_link_is_freed_with_its_last_node_or_by_close() -> None:
     memory = Memory.make(2, 3)
     link = native_link(memory, threads=2)
     threads = len(os.listdir("/proc/self/task"))
-    node, alive = link.node(WALK), weakref.ref(link)
+    node, alive = link.node(ROUND_STEPS), weakref.ref(link)
     del link
     assert alive() is not None, "a node keeps it"
     del node
@@ -125,7 +125,7 @@ def test_a_link_is_freed_with_its_last_node_or_by_close() -> None:
     closed.close()
     closed.close()
     assert closed.stats.fills == 0
-    for call in (lambda: closed.push_batch([]), closed.release_finished, lambda: closed.node(WALK)):
+    for call in (lambda: closed.push_batch([]), closed.release_finished, lambda: closed.node(ROUND_STEPS)):
         with pytest.raises(RuntimeError, match="it is closed"):
             call()
 
@@ -150,6 +150,6 @@ def test_hundreds_of_requests_leak_nothing(monkeypatch: pytest.MonkeyPatch) -> N
         engine.step()
         assert len(made) == 0, "matchers of finished requests are alive"
         if batch:
-            grown.append(resident())
+            grown.append(resident_bytes())
     assert grown[-1] - grown[0] < 3 << 20
     engine.close()

@@ -19,7 +19,7 @@ from stepgraph.sampling.grammar.link.llguidance_binding import LLGuidanceNativeG
 from stepgraph.sampling.grammar.llguidance_lib.grammar import LLGuidanceMatcher
 from stepgraph.sampling.grammar.llguidance_lib.library import LLGuidance, TokenizerWrapper
 from tests.helpers.c_library import needs_c
-from tests.helpers.grammar_texts import PRINTABLE, filled
+from tests.helpers.grammar_texts import PRINTABLE, fill_mask
 from tests.helpers.schema_cases import BYTES, groups, takes
 from tests.sampling.grammar.constraints.test_constraint import SHAPES, VALID
 
@@ -48,7 +48,7 @@ def walked(matcher: Matcher, random: Random, longest: int = 100) -> bytes | None
     """A random text along the masks, preferring escapes and the end; None where it is too long or reaches a dead end."""
     ids = list[int]()
     while len(ids) < longest:
-        _, legal = filled(matcher, BYTES.mask_words)
+        _, legal = fill_mask(matcher, BYTES.mask_words)
         if not legal:
             return None
         preferred = [token_id for token_id in legal if token_id in (*b'"}]\\',)] if random.random() < 0.3 else []
@@ -148,16 +148,16 @@ def test_forced_text_allows_any_tokenization() -> None:
     vocabulary = Vocabulary([b"{", b'{"', b'"', b"a", b'{"a', b'a"', b"}", b""], stop_token_ids=[7])
     compiled = GrammarCompiler(vocabulary, backend="llguidance").compile(Constraint.regex('\\{"a"\\}'))
     matcher = compiled.matcher()
-    assert filled(matcher, 1) == (MaskStatus.OK, [0, 1, 4])
+    assert fill_mask(matcher, 1) == (MaskStatus.OK, [0, 1, 4])
     assert matcher.accept_token(0) and matcher.accept_token(2)
-    assert filled(matcher, 1) == (MaskStatus.OK, [3, 5])
+    assert fill_mask(matcher, 1) == (MaskStatus.OK, [3, 5])
 
 
 def test_tokens_with_equal_bytes_are_legal_together() -> None:
     vocabulary = Vocabulary([b"a", b"b", b"a", b""], stop_token_ids=[3])
     for backend in ("xgrammar", "llguidance"):
         matcher = GrammarCompiler(vocabulary, max_threads=1, backend=cast(Any, backend)).compile(Constraint.regex("a")).matcher()
-        assert filled(matcher, 1) == (MaskStatus.OK, [0, 2]), backend
+        assert fill_mask(matcher, 1) == (MaskStatus.OK, [0, 2]), backend
 
 
 def test_each_stop_token_ends_a_text_and_rolls_back() -> None:
@@ -165,12 +165,12 @@ def test_each_stop_token_ends_a_text_and_rolls_back() -> None:
     matcher = GrammarCompiler(vocabulary, backend="llguidance").compile(Constraint.regex("aa?")).matcher()
     for stop in (1, 2, 1):
         assert not matcher.accept_token(stop) and matcher.accept_token(0)
-        assert filled(matcher, 1) == (MaskStatus.OK, [0, 1, 2])
-        assert matcher.accept_token(stop) and filled(matcher, 1) == (MaskStatus.TERMINATED, [])
+        assert fill_mask(matcher, 1) == (MaskStatus.OK, [0, 1, 2])
+        assert matcher.accept_token(stop) and fill_mask(matcher, 1) == (MaskStatus.TERMINATED, [])
         assert not matcher.accept_token(0) and not matcher.accept_token(stop)
         matcher.rollback(1)
-        assert filled(matcher, 1) == (MaskStatus.OK, [0, 1, 2])
-        assert matcher.accept_token(0) and filled(matcher, 1) == (MaskStatus.COMPLETE, [1, 2]) and matcher.accept_token(stop)
+        assert fill_mask(matcher, 1) == (MaskStatus.OK, [0, 1, 2])
+        assert matcher.accept_token(0) and fill_mask(matcher, 1) == (MaskStatus.COMPLETE, [1, 2]) and matcher.accept_token(stop)
         matcher.rollback(3)
 
 
@@ -201,7 +201,7 @@ def differences(random: Random, rounds: int, walking: Callable[[CompiledConstrai
         for _ in range(random.randint(1, 4)):
             fresh = compiled.matcher()
             assert all(fresh.accept_token(token_id) for token_id in history)
-            wrong += filled(matcher, 1) != filled(fresh, 1)
+            wrong += fill_mask(matcher, 1) != fill_mask(fresh, 1)
             accept_any()
         back = min(len(history), random.randint(0, 5) if len(history) < 30 else 30)
         matcher.rollback(back)
@@ -212,12 +212,12 @@ def differences(random: Random, rounds: int, walking: Callable[[CompiledConstrai
 def test_step_over_the_fuel_is_a_fault() -> None:
     branches = " | ".join(f'"a" /{"b" * (1 + index % 50)}c{{{1 + index}}}/' for index in range(2100))
     matcher = matcher_of(Constraint.lark(f'start: "x" ({branches})'))
-    assert filled(matcher, BYTES.mask_words) == (MaskStatus.OK, [ord("x")])
+    assert fill_mask(matcher, BYTES.mask_words) == (MaskStatus.OK, [ord("x")])
     matcher.accept_token(ord("x"))
-    assert filled(matcher, BYTES.mask_words) == (MaskStatus.FAULT, [])
+    assert fill_mask(matcher, BYTES.mask_words) == (MaskStatus.FAULT, [])
     assert "items" in matcher.fault
     matcher.rollback(matcher.num_accepted)
-    assert filled(matcher, BYTES.mask_words) == (MaskStatus.FAULT, []) and not matcher.accept_token(ord("x"))
+    assert fill_mask(matcher, BYTES.mask_words) == (MaskStatus.FAULT, []) and not matcher.accept_token(ord("x"))
 
 
 def test_slow_step_is_a_fault() -> None:

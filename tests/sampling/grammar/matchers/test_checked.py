@@ -15,7 +15,7 @@ from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
 from stepgraph.sampling.grammar.matchers.checked import MAX_KEPT_MASKS, CheckedMatcher
 from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammarMatcher
 from tests.helpers.c_library import EACH_BACKEND
-from tests.helpers.grammar_texts import EXAMPLES, PRINTABLE, STOP, encode, filled
+from tests.helpers.grammar_texts import EXAMPLES, PRINTABLE, STOP, encode, fill_mask
 from tests.helpers.toy_engines import CONSTRAINTS, TARGET, VOCABULARY, plain
 
 CHECKED = GrammarCompiler(PRINTABLE, max_threads=1, check_masks=True)
@@ -28,13 +28,13 @@ def test_a_correct_matcher_gets_no_fault(kind: str) -> None:
     matcher = CHECKED.compile(constraint).matcher()
     assert isinstance(matcher, CheckedMatcher)
     for token_id in [*encode(bad), *encode(good), STOP]:
-        before = filled(matcher)
+        before = fill_mask(matcher)
         if matcher.accept_token(token_id):
             matcher.rollback(1)
-            assert filled(matcher) == before
+            assert fill_mask(matcher) == before
     matcher = CHECKED.compile(constraint).matcher()
     for token_id in [*encode(good), STOP]:
-        assert filled(matcher)[0] != MaskStatus.FAULT and matcher.accept_token(token_id)
+        assert fill_mask(matcher)[0] != MaskStatus.FAULT and matcher.accept_token(token_id)
     assert matcher.fault == ""
 
 
@@ -42,11 +42,11 @@ def test_a_correct_matcher_gets_no_fault(kind: str) -> None:
 def test_a_disagreement_is_a_fault_that_names_both_verdicts(verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(XGrammarMatcher, "accept_token", lambda self, token_id: verdict == "accepts")
     matcher = CHECKED.compile(Constraint.regex("a+" if verdict == "rejects" else "b+", "xgrammar")).matcher()
-    filled(matcher)
+    fill_mask(matcher)
     assert matcher.accept_token(A) == (verdict == "accepts")
     of_mask = "forbids" if verdict == "accepts" else "allows"
     assert matcher.fault == f"check_masks: the mask of xgrammar {of_mask} token {A} after 0 tokens, accept_token {verdict} it"
-    assert filled(matcher) == (MaskStatus.FAULT, []) and not matcher.accept_token(A)
+    assert fill_mask(matcher) == (MaskStatus.FAULT, []) and not matcher.accept_token(A)
 
 
 class WrongMask:
@@ -85,8 +85,8 @@ def test_a_wrong_bit_is_found_along_a_random_walk_with_rollbacks(token: int, mar
         matcher = CheckedMatcher(WrongMask(grammar.matcher(), position, token), backend)
         reference, history = grammar.matcher(), list[int]()
         while True:
-            filled(matcher)
-            legal = filled(reference)[1]
+            fill_mask(matcher)
+            legal = fill_mask(reference)[1]
             if len(history) == position and random.random() < 0.5:
                 break
             if history and (len(history) > 6 or random.random() < 0.3):
@@ -106,9 +106,9 @@ def test_a_wrong_bit_is_found_along_a_random_walk_with_rollbacks(token: int, mar
 def test_a_token_after_a_rollback_is_compared_with_the_mask_of_its_position(monkeypatch: pytest.MonkeyPatch) -> None:
     matcher = CHECKED.compile(Constraint.regex("a{3}b*", "xgrammar")).matcher()
     for _ in range(3):
-        filled(matcher)
+        fill_mask(matcher)
         assert matcher.accept_token(A)
-    filled(matcher)
+    fill_mask(matcher)
     matcher.rollback(2)
     monkeypatch.setattr(XGrammarMatcher, "accept_token", lambda self, token_id: False)
     assert not matcher.accept_token(A)
@@ -118,7 +118,7 @@ def test_a_token_after_a_rollback_is_compared_with_the_mask_of_its_position(monk
 def test_a_bounded_number_of_masks_is_kept() -> None:
     matcher: Any = CHECKED.compile(Constraint.regex("a*")).matcher()
     for _ in range(100):
-        filled(matcher)
+        fill_mask(matcher)
         assert matcher.accept_token(A)
     assert len(matcher._masks) <= MAX_KEPT_MASKS
 

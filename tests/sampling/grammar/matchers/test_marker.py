@@ -13,7 +13,7 @@ from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCo
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
 from stepgraph.sampling.grammar.matchers.marker import Marker, MarkerMatcher
 from tests.helpers.c_library import EACH_BACKEND
-from tests.helpers.grammar_texts import filled
+from tests.helpers.grammar_texts import fill_mask
 from tests.helpers.oracles import accepts
 from tests.helpers.toy_engines import CONSTRAINTS, CONTROL, VOCABULARY, Setup, compiled, plain, shared_engine
 
@@ -30,11 +30,11 @@ def small(marker: str | list[int], inner: str = "x+", backend: BackendChoice = "
 @pytest.mark.parametrize("backend", EACH_BACKEND)
 def test_before_the_marker_all_text_is_legal_and_after_it_the_grammar_applies(backend: BackendChoice) -> None:
     matcher, after_aa = small("aab", backend=backend).matcher(), [A, B, AA, AB, AAB, X]
-    assert filled(matcher, 2) == (MaskStatus.OK, TEXT)
+    assert fill_mask(matcher, 2) == (MaskStatus.OK, TEXT)
     for token_id, legal in [(A, TEXT), (A, after_aa), (AA, after_aa), (B, [X]), (X, [X, STOP])]:
         assert matcher.accept_token(token_id)
-        assert filled(matcher, 2) == (MaskStatus.OK, legal)
-    assert matcher.accept_token(STOP) and filled(matcher, 2) == (MaskStatus.TERMINATED, [])
+        assert fill_mask(matcher, 2) == (MaskStatus.OK, legal)
+    assert matcher.accept_token(STOP) and fill_mask(matcher, 2) == (MaskStatus.TERMINATED, [])
 
 
 def legal_by_definition(text: bytes, marker: bytes) -> list[int]:
@@ -48,14 +48,14 @@ def test_only_tokens_that_extend_beyond_the_marker_are_forbidden(marker: str) ->
     for _ in range(60):
         matcher, text = small(marker).matcher(), b""
         for _ in range(12):
-            status, legal = filled(matcher, 2)
+            status, legal = fill_mask(matcher, 2)
             assert (status, legal) == (MaskStatus.OK, legal_by_definition(text, marker.encode()))
             assert [i for i in range(40) if _accepts(matcher, i)] == legal
             choice = random.choice(legal)
             assert matcher.accept_token(choice)
             text += TOKENS[choice]
             if marker.encode() in text:
-                assert text.endswith(marker.encode()) and filled(matcher, 2) == (MaskStatus.OK, [X])
+                assert text.endswith(marker.encode()) and fill_mask(matcher, 2) == (MaskStatus.OK, [X])
                 ends += 1
                 break
     assert ends > 20
@@ -69,7 +69,7 @@ def test_after_the_limit_only_tokens_are_legal_that_continue_the_marker(marker: 
     for _ in range(30):
         matcher, text, ids, count = compiled_small.matcher(), b"", list[int](), 0
         while True:
-            legal = filled(matcher, 2)[1]
+            legal = fill_mask(matcher, 2)[1]
             assert [i for i in range(40) if _accepts(matcher, i)] == legal
             if isinstance(marker, str):
                 held = next(size for size in range(len(marker), -1, -1) if text.endswith(marker.encode()[:size]))
@@ -111,7 +111,7 @@ def _accepts(matcher: Matcher, token_id: int) -> bool:
 
 def test_a_marker_of_ids_may_contain_control_tokens() -> None:
     matcher = small([OPEN, A, CLOSE]).matcher()
-    assert filled(matcher, 2) == (MaskStatus.OK, sorted([*TEXT, OPEN]))
+    assert fill_mask(matcher, 2) == (MaskStatus.OK, sorted([*TEXT, OPEN]))
     for token_id, legal in [
         (X, [*TEXT, OPEN]),
         (OPEN, [*TEXT, OPEN]),
@@ -123,7 +123,7 @@ def test_a_marker_of_ids_may_contain_control_tokens() -> None:
         (CLOSE, [X]),
     ]:
         assert matcher.accept_token(token_id)
-        assert filled(matcher, 2) == (MaskStatus.OK, sorted(legal))
+        assert fill_mask(matcher, 2) == (MaskStatus.OK, sorted(legal))
     assert not matcher.accept_token(CLOSE) and matcher.accept_token(X)
 
 
@@ -133,7 +133,7 @@ def test_masks_after_rollbacks_are_those_of_a_fresh_matcher(marker: Any, backend
     constraint, random, num_taken_back = small(marker, "(x|ab){2,5}", backend), Random(8), 0
     matcher, history = constraint.matcher(), list[int]()
     for _ in range(400):
-        _, legal = filled(matcher, 2)
+        _, legal = fill_mask(matcher, 2)
         token_id = random.choice([*legal, random.randrange(40)]) if random.random() < 0.7 else CLOSE if OPEN in history[-1:] else B
         assert matcher.accept_token(token_id) == (token_id in legal)
         history += [token_id] if token_id in legal else []
@@ -145,7 +145,7 @@ def test_masks_after_rollbacks_are_those_of_a_fresh_matcher(marker: Any, backend
             num_taken_back += begun and not (isinstance(matcher, MarkerMatcher) and matcher.past_marker)
         fresh = constraint.matcher()
         assert all(fresh.accept_token(token) for token in history)
-        assert filled(matcher, 2) == filled(fresh, 2)
+        assert fill_mask(matcher, 2) == fill_mask(fresh, 2)
     assert num_taken_back > 5 or not isinstance(matcher, MarkerMatcher), "the image of an automaton contains the marker"
     with pytest.raises(ValueError, match=r"rollback\.num_tokens: got"):
         matcher.rollback(len(history) + 1)

@@ -14,7 +14,7 @@ from stepgraph.sampling.grammar.schema.automata import is_empty
 from stepgraph.sampling.grammar.schema.formats import AT_MOST, FEW_REGEXES, FORMATS, NARROWED, OLDER, few_hostnames
 from stepgraph.sampling.grammar.schema.language import both, complement
 from tests.helpers.c_library import AUTOMATON, EACH_BACKEND
-from tests.helpers.format_texts import EXACT, FORMAT_TEXTS, VALID, accepts, compared, python_regex, texts
+from tests.helpers.format_texts import AUTOMATON_REGEXES, FORMAT_TEXTS, VALID, accepts, compare_format, python_regex, texts
 from tests.helpers.schema_cases import BYTES, DATA
 
 SLOW = ("iri", "iri-reference")  # their validator takes 10 ms for a text
@@ -23,7 +23,7 @@ SLOW = ("iri", "iri-reference")  # their validator takes 10 ms for a text
 @pytest.mark.filterwarnings("ignore:Possible:FutureWarning")  # of the validator for regular expressions
 @pytest.mark.parametrize("name", [*FORMATS, *(f"older {name}" for name in OLDER)])
 def test_format_agrees_with_a_validator(name: str) -> None:
-    found = compared(name, 200 if name in SLOW else 1000, 1)
+    found = compare_format(name, 200 if name in SLOW else 1000, 1)
     assert found["accepted"] >= 20 and found["rejected"] >= 5
 
 
@@ -31,7 +31,7 @@ def test_format_agrees_with_a_validator(name: str) -> None:
 @pytest.mark.filterwarnings("ignore:Possible:FutureWarning")
 @pytest.mark.parametrize("name", FORMATS)
 def test_format_agrees_with_a_validator_long(name: str) -> None:
-    found = compared(name, FORMAT_TEXTS, 2)
+    found = compare_format(name, FORMAT_TEXTS, 2)
     assert found["accepted"] > 4000 and found["rejected"] > 500
 
 
@@ -77,7 +77,7 @@ def generates(backend: BackendChoice, schema: dict[str, Any], values: list[Any])
 def test_grammars_accept_the_texts_of_a_format(backend: BackendChoice, name: str) -> None:
     values = [value for value in texts(name, 40, 3) if value.isprintable()]
     found = generates(backend, {"type": "string", "format": name}, values)
-    expected = [accepts(f"few {name}" if name in EXACT and backend != "automaton" else name, value) for value in values]
+    expected = [accepts(f"few {name}" if name in AUTOMATON_REGEXES and backend != "automaton" else name, value) for value in values]
     if (name == "hostname" and backend != "automaton") or (name == "regex" and backend == "llguidance"):
         assert sum(found) > 5 and all(map(bool.__le__, found, expected))  # a part of them, see `NARROWED`
     else:

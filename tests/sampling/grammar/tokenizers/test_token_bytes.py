@@ -15,24 +15,24 @@ from transformers.models.gpt_sw3.tokenization_gpt_sw3 import GPTSw3Tokenizer
 
 from stepgraph.sampling.grammar import Vocabulary
 from stepgraph.sampling.grammar.tokenizers.readers import read_ranks
-from tests.helpers.made_tokenizers import MADE, byte_level, differences, is_text_of, made_table, sentence_pieces
+from tests.helpers.made_tokenizers import TOKENIZERS, byte_level, differences, is_text_of, sentence_pieces, tokenizer_vocabulary
 from tests.helpers.vocabularies import vocabulary
 
 
-@pytest.mark.parametrize("kind", MADE)
+@pytest.mark.parametrize("kind", TOKENIZERS)
 @given(data=st.data())
 def test_decoded_tokens_equal_the_tokenizers_text(kind: str, data: st.DataObject) -> None:
-    made, table = MADE[kind](), made_table(kind)
+    made, table = TOKENIZERS[kind](), tokenizer_vocabulary(kind)
     ids = data.draw(st.lists(st.integers(0, len(table.tokens) - 1), max_size=12))
     assert is_text_of(table, ids, made.decode(ids), stripped=kind != "byte level")
 
 
-@pytest.mark.parametrize("kind", MADE)
+@pytest.mark.parametrize("kind", TOKENIZERS)
 def test_character_split_over_tokens_decodes(kind: str) -> None:
-    table = made_table(kind)
-    assert differences(table, MADE[kind]().decode, stripped=kind != "byte level") == 0
+    table = tokenizer_vocabulary(kind)
+    assert differences(table, TOKENIZERS[kind]().decode, stripped=kind != "byte level") == 0
     wrong = Vocabulary([token[:-1] or token for token in table.tokens], table.stop_token_ids, control_token_ids=table.control_token_ids)
-    assert differences(wrong, MADE[kind]().decode, stripped=kind != "byte level") > 0
+    assert differences(wrong, TOKENIZERS[kind]().decode, stripped=kind != "byte level") > 0
 
 
 def test_unknown_token_is_not_text() -> None:
@@ -46,7 +46,7 @@ def test_unknown_token_is_not_text() -> None:
 
 
 def test_bytes_differ_from_their_written_form() -> None:
-    level, bytes_too, letters_only = (made_table(kind) for kind in ("byte level", "pieces", "pieces without bytes"))
+    level, bytes_too, letters_only = (tokenizer_vocabulary(kind) for kind in ("byte level", "pieces", "pieces without bytes"))
     assert {bytes([byte]) for byte in range(256)} <= set(level.tokens) and {bytes([byte]) for byte in range(256)} <= set(bytes_too.tokens)
     assert b"<0x0A>" in letters_only.tokens and b"<0x0A>" not in bytes_too.tokens
     assert b" tail" in bytes_too.tokens and "caf\u00e9 au lait".encode() in level.tokens and b"\xef\xbd\x9c" in level.tokens

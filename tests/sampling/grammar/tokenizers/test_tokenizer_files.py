@@ -15,7 +15,7 @@ from stepgraph.sampling.grammar import Constraint, GrammarCompiler, Vocabulary
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
 from stepgraph.sampling.grammar.tokenizers.table import MAX_IDS
 from tests.helpers.c_library import EACH_BACKEND
-from tests.helpers.grammar_texts import filled
+from tests.helpers.grammar_texts import fill_mask
 from tests.helpers.made_tokenizers import byte_level, differences
 
 # tiktoken
@@ -130,7 +130,7 @@ def test_control_tokens_gaps_and_padding_are_never_text(backend: BackendChoice) 
     table = Vocabulary.from_tiktoken(ranks, {"<|im_start|>": 295, "<|im_end|>": 296}, logits_width=330)
     matcher = GrammarCompiler(table, max_threads=1, backend=backend).compile(Constraint.regex('"[^"]*"')).matcher()
     assert matcher.accept_token(ord('"'))
-    _, legal = filled(matcher, table.mask_words)
+    _, legal = fill_mask(matcher, table.mask_words)
     assert {290, 291, 258} <= set(legal), "tokens among the ranks are text, even with the name of a control token"
     assert not set(legal) & ({*range(259, 290), *range(292, 330)})
 

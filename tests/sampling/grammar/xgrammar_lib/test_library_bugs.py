@@ -20,7 +20,7 @@ from stepgraph.sampling.grammar.schema.options import Options
 from stepgraph.sampling.grammar.xgrammar_lib import ebnf
 from stepgraph.sampling.grammar.xgrammar_lib import grammar as xgrammar_grammar
 from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammarBuilder
-from tests.helpers.grammar_texts import filled
+from tests.helpers.grammar_texts import fill_mask
 
 
 def compiler(vocabulary: Vocabulary) -> GrammarCompiler:
@@ -32,7 +32,7 @@ def disagreements(compiled: CompiledConstraint, random: Random, steps: int) -> l
     vocabulary = compiled.vocabulary
     matcher, ids, found = compiled.matcher(), list[int](), []
     for _ in range(steps):
-        status, legal = filled(matcher, vocabulary.mask_words)
+        status, legal = fill_mask(matcher, vocabulary.mask_words)
         taken = []
         for token_id in range(len(vocabulary.tokens)):
             if matcher.accept_token(token_id):
@@ -94,7 +94,7 @@ def test_unsafe_tokens_are_hidden_where_others_spell_them() -> None:
     vocabulary = Vocabulary([b"x", b"y", b"z", b"xy", b"xzxy", b"xyz", b""], stop_token_ids=[6])
     assert vocabulary.xgrammar_unsafe_ids == {4}
     matcher = compiler(vocabulary).compile(Constraint.regex("[xyz]*")).matcher()
-    assert filled(matcher, 1)[1] == [0, 1, 2, 3, 5, 6] and not matcher.accept_token(4)
+    assert fill_mask(matcher, 1)[1] == [0, 1, 2, 3, 5, 6] and not matcher.accept_token(4)
     assert vocabulary.decode([4]) == b"xzxy"
     assert Vocabulary([b"b", b"cb", b""], [2]).xgrammar_unsafe_ids == set()
 
@@ -118,7 +118,7 @@ def test_builtin_json_grammar_is_not_used(monkeypatch: pytest.MonkeyPatch) -> No
     vocabulary, text = Vocabulary(tokens, stop_token_ids=[9]), [0, 4, 5, 4, 6, 2, 0, 4, 5, 4, 6, 4, 5, 4]  # {"a": [{"a": "a"
     matcher = compiler(vocabulary).compile(Constraint.json_object()).matcher()
     assert all(matcher.accept_token(token_id) for token_id in text)
-    assert 8 in filled(matcher, 1)[1] and matcher.accept_token(8)
+    assert 8 in fill_mask(matcher, 1)[1] and matcher.accept_token(8)
     builtin = xgrammar.GrammarMatcher(xgrammar.GrammarCompiler(vocabulary.tokenizer_info).compile_builtin_json_grammar())
     assert all(builtin.accept_token(token_id) for token_id in text)
     mask = torch.zeros(1, 1, dtype=torch.int32)
@@ -133,7 +133,7 @@ def test_unmarked_control_tokens_are_text() -> None:
     for builder in in_string:
         matcher = builder.build(Constraint.json_schema({"type": "string"})).matcher()
         assert matcher.accept_token(0)
-        legal.append(filled(matcher, 1)[1])
+        legal.append(fill_mask(matcher, 1)[1])
     assert legal == [[0, 1, 2], [0, 1]]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, Matcher, Vocabulary
-from tests.helpers.grammar_texts import filled
+from tests.helpers.grammar_texts import fill_mask
 
 LONGER = [b'": ', b", ", b'"}', b"abc", b"null", b"true", b"\xc3\xa9", b"\xf0\x9f\x98\x80", b"\\u", b"d83d"]
 BYTES = Vocabulary([*(bytes([code]) for code in range(256)), *LONGER, b"<eos>"], stop_token_ids=[256 + len(LONGER)])
@@ -56,7 +56,7 @@ def walked(constraint: Any, random: Random, longest: int = 80, backend: str = "x
     """A random text along the masks; None where it is too long."""
     matcher, ids = compiled(constraint, backend).matcher(), list[int]()
     while len(ids) < longest:
-        _, legal = filled(matcher, BYTES.mask_words)
+        _, legal = fill_mask(matcher, BYTES.mask_words)
         closing = [token_id for token_id in legal if token_id in (*b'"}]',)]
         ids.append(
             STOP if STOP in legal and random.random() < 0.5 else random.choice(closing if random.random() < 0.3 and closing else legal)
