@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from stepgraph.graphs.batch import Batch, model_input, model_logits
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.layers.vocabulary_shard import Operations, VocabularyShard
+from stepgraph.graphs.layers.vocabulary_shard import SamplingOps, VocabularyShard
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import DraftModel
 from stepgraph.graphs.model_call import run_model
@@ -86,7 +86,7 @@ def grammar_mask_of(buffers: StaticBuffers, after: Batch, step: int, on_device: 
 
 
 def _draft_greedy(
-    buffers: StaticBuffers, after: Batch, step: int, logits: Tensor, mask: GrammarMask | None, d2t: Tensor | None, ops: Operations
+    buffers: StaticBuffers, after: Batch, step: int, logits: Tensor, mask: GrammarMask | None, d2t: Tensor | None, ops: SamplingOps
 ) -> tuple[Tensor, Tensor]:
     """[B] bool whether the largest legal logit is finite, and [B] the target id of its token."""
     finite, choice = (each.squeeze(1) for each in ops.most_probable(logits[:, None], mask, d2t))

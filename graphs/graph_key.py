@@ -9,11 +9,11 @@ from typing import Any, NamedTuple, cast
 from stepgraph.graphs.capture import Recorded
 from stepgraph.sampling.fields import check_value, whole
 
-LONGEST = -1  # the draft length num_speculative_tokens
+FULL_LENGTH = -1  # the draft length num_speculative_tokens
 
 
 class Drafting(NamedTuple):
-    length: int = LONGEST  # drafts that the round verifies and makes
+    length: int = FULL_LENGTH  # drafts that the round verifies and makes
     model: bool = True  # False: the draft model does not run, and all drafts are looked up or forced by a grammar
 
     def __str__(self) -> str:
@@ -31,7 +31,7 @@ class GraphKey:
     constrained: bool  # some row has a constraint
     sampled: bool = False  # some row needs more than a masked argmax: SamplingParams.plain
     device: bool = False  # every constraint is a grammar on the device: no host node
-    draft_length: int = LONGEST  # with `draft_model`: see Drafting
+    draft_length: int = FULL_LENGTH  # with `draft_model`: see Drafting
     draft_model: bool = True
 
     def __str__(self) -> str:

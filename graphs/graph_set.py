@@ -12,8 +12,8 @@ from tqdm import tqdm
 from stepgraph.graphs.backends import EagerStep
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend, Recorded, Step
-from stepgraph.graphs.errors import LESS, CaptureError, step_errors
-from stepgraph.graphs.graph_key import FULL, LONGEST, PLAIN, Drafting, GraphKey, GraphTable
+from stepgraph.graphs.errors import MEMORY_SETTINGS, CaptureError, step_errors
+from stepgraph.graphs.graph_key import FULL, FULL_LENGTH, PLAIN, Drafting, GraphKey, GraphTable
 from stepgraph.graphs.memory import resident_bytes
 from stepgraph.graphs.prefill import PromptKey, Prompts, prompt_keys
 from stepgraph.graphs.spans import RecordedReport
@@ -77,7 +77,7 @@ def host_drafting(drafting: Sequence[Drafting]) -> tuple[Drafting, ...]:
 
 
 def _longest_first(drafting: Drafting) -> tuple[bool, int, bool]:
-    return drafting.length != LONGEST, -drafting.length, not drafting.model
+    return drafting.length != FULL_LENGTH, -drafting.length, not drafting.model
 
 
 def graph_keys(
@@ -215,7 +215,7 @@ class CaptureBudget:
 
     def _check(self, needed: int, why: str) -> None:
         if self._limit is not None and needed > self._limit:
-            raise CaptureError("memory", f"capture_bytes: got {self._limit:,}, {why}; lower {LESS}")
+            raise CaptureError("memory", f"capture_bytes: got {self._limit:,}, {why}; lower {MEMORY_SETTINGS}")
 
 
 REQUESTED = "EngineConfig.eager"

@@ -29,11 +29,11 @@ from stepgraph.sampling.grammar.status import FinishCode, MaskStatus
 from stepgraph.sampling.kernels import Emission
 from stepgraph.sampling.kernels.operation import Contiguous, Dense, Flags, Ints, Longs, StridedLongs, dense, empty_as, empty_of, operation
 
-ANCHOR = 8  # prompt tokens copied before a given text, so that the start of the output is found after the end of the prompt
+ANCHOR_TOKENS = 8  # prompt tokens copied before a given text, so that the start of the output is found after the end of the prompt
 
 
 def given_from(limits: Limits) -> int:
-    return limits.max_length + 1 + ANCHOR
+    return limits.max_length + 1 + ANCHOR_TOKENS
 
 
 def text_specs(limits: Limits) -> tuple[BufferSpec, ...]:
@@ -187,7 +187,7 @@ class ProposedRound:
             return proposed
         buffers.batch_drafts[:count, :size].copy_(proposed.T)
         for source in grammar.sources:
-            source.rows(0, count - 1)
+            source.fill_draft_masks(0, count - 1)
         with self.context.stage("choose_drafts"):
             mask = grammar.mask(after, 1, count)
             forced = (buffers.batch_forced[:count, :size], buffers.row_forced) if "batch_forced" in buffers else (None, None)

@@ -18,7 +18,7 @@ from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend
 from stepgraph.graphs.errors import step_errors
-from stepgraph.graphs.layers.vocabulary_shard import Operations, VocabularyShard
+from stepgraph.graphs.layers.vocabulary_shard import SamplingOps, VocabularyShard
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.round_specs import Counter
 from stepgraph.graphs.row_layout import Column, ResultLayout
@@ -27,7 +27,7 @@ from stepgraph.sampling.acceptance import may_accept
 from stepgraph.sampling.fields import FUNCTION, Check, check_fields, whole
 from stepgraph.sampling.kernels import GrammarMask, processors
 from stepgraph.sampling.kernels.operation import Contiguous, operation
-from stepgraph.sampling.kernels.processors import Processed, judge
+from stepgraph.sampling.kernels.processors import Processed, mark_dead_ends
 from stepgraph.sampling.sampler import Columns, from_units, portable_exp, units
 
 MAX_ARGUMENTS = 64
@@ -72,12 +72,12 @@ class LogitsProcessor:
 class AcceptOptions:
     """Options of acceptance besides the settings of the rows."""
 
-    forced: tuple[float, ...] | None = None  # for benchmarks: the probability that draft j is accepted, whatever the models
+    forced_acceptance: tuple[float, ...] | None = None  # for benchmarks: the probability that draft j is accepted, whatever the models
     processors: tuple[LogitsProcessor, ...] = ()
     shard: VocabularyShard | None = None  # the tokens of the target's logits, where ranks divide them
 
 
-PLAIN_ACCEPT = AcceptOptions()
+DEFAULT_ACCEPT = AcceptOptions()
 
 
 def check_processors(processors: tuple[LogitsProcessor, ...], limits: Limits, backend: Backend, device: torch.device) -> None:
@@ -142,7 +142,7 @@ def ban_words(buffers: StaticBuffers, batch: Batch, processed: Processed, column
     complete = ((rest == ends[:, :, None]) | (rest < 0)).all(-1) & (last >= 0)[:, None]  # [B, Q, N]
     index, own = columns.local(last.clamp(min=0)[:, None].expand(-1, ends.shape[1], -1))
     banned = processed.logits.scatter_add(2, index, torch.where(complete & own, float("-inf"), 0.0))
-    return judge(processed.status, processed.finite, banned, columns)
+    return mark_dead_ends(processed.status, processed.finite, banned, columns)
 
 
 def remember_output(rows: Tensor, tokens: Tensor, emitted: Tensor, row_recent: Tensor) -> None:
@@ -173,7 +173,7 @@ def relax(
     return torch.where(relaxed, chosen, tokens), number
 
 
-class Choice(NamedTuple):
+class TargetChoice(NamedTuple):
     """The target's tokens for every position of a row."""
 
     tokens: Tensor  # [B, K + 1] int64
@@ -182,9 +182,9 @@ class Choice(NamedTuple):
     status: Tensor  # [B, K + 1] int64 MaskStatus
 
 
-def choose_sampled(buffers: StaticBuffers, batch: Batch, logits: Tensor, mask: GrammarMask | None, options: AcceptOptions) -> Choice:
+def choose_sampled(buffers: StaticBuffers, batch: Batch, logits: Tensor, mask: GrammarMask | None, options: AcceptOptions) -> TargetChoice:
     """Masks and logit processors, then rejection sampling against the distributions of the drafts."""
-    own, forced, ops, columns = logits, options.forced, options.shard or kernels, options.shard or sampler.ALL
+    own, forced, ops, columns = logits, options.forced_acceptance, options.shard or kernels, options.shard or sampler.ALL
     if options.processors:
         own = apply_processors(buffers, batch, logits, options.processors, columns)
     processed = ops.process(own, row_settings(buffers, batch), batch.rows, batch.drafts, mask=mask)
@@ -211,7 +211,7 @@ def choose_sampled(buffers: StaticBuffers, batch: Batch, logits: Tensor, mask: G
     if "top_ids_ring_host" in buffers:
         rings = buffers.top_ids_ring_host, buffers.top_logprobs_ring_host
         ops.top_logprobs(logits, probs, batch.rows, buffers.row_params, buffers.round_counters[Counter.PUBLISHED :], *rings)
-    return Choice(tokens, finite, accepted, status)
+    return TargetChoice(tokens, finite, accepted, status)
 
 
 def record_output(buffers: StaticBuffers, rows: Tensor, tokens: Tensor, emitted: Tensor) -> None:
@@ -231,7 +231,7 @@ def count_output(rows: Contiguous, tokens: Contiguous, emitted: Contiguous, outp
 
 
 def draft_sampled(
-    buffers: StaticBuffers, after: Batch, step: int, logits: Tensor, mask: GrammarMask | None, d2t: Tensor | None, ops: Operations
+    buffers: StaticBuffers, after: Batch, step: int, logits: Tensor, mask: GrammarMask | None, d2t: Tensor | None, ops: SamplingOps
 ) -> tuple[Tensor, Tensor]:
     """A token drawn from the draft's processed logits; the distribution is kept for rejection sampling in the next round."""
     size = len(after.rows)

@@ -17,9 +17,9 @@ from stepgraph.graphs.model import TargetModel
 from stepgraph.graphs.model_call import check_shape, run_model
 from stepgraph.graphs.row_layout import Column, ResultLayout
 from stepgraph.graphs.sampled_stages import (
-    PLAIN_ACCEPT,
+    DEFAULT_ACCEPT,
     AcceptOptions,
-    Choice,
+    TargetChoice,
     after_accepted,
     choose_sampled,
     force_accepted,
@@ -51,7 +51,7 @@ def accept(
     logits: Tensor,
     constrained: bool,
     sampled: bool = False,
-    options: AcceptOptions = PLAIN_ACCEPT,
+    options: AcceptOptions = DEFAULT_ACCEPT,
 ) -> tuple[Emission, Batch]:
     """Mask the logits, choose tokens, accept drafts, check for the end. Returns the emission and the batch after it."""
     mask = None
@@ -77,15 +77,15 @@ def accept(
     return Emission(tokens, emitted, chosen[1], finish), batch._replace(state=state)
 
 
-def _choose_greedy(buffers: StaticBuffers, batch: Batch, logits: Tensor, mask: GrammarMask | None, options: AcceptOptions) -> Choice:
+def _choose_greedy(buffers: StaticBuffers, batch: Batch, logits: Tensor, mask: GrammarMask | None, options: AcceptOptions) -> TargetChoice:
     """The legal token with the largest logit at every position; a draft is accepted if it is that token."""
     finite, tokens = (options.shard or kernels).most_probable(logits, mask)
     status = torch.full_like(tokens, int(MaskStatus.OK)) if mask is None else mask.status
     accepted = None
-    if options.forced is not None:
-        accepted = force_accepted(batch, finite, status, options.forced)
+    if options.forced_acceptance is not None:
+        accepted = force_accepted(batch, finite, status, options.forced_acceptance)
         tokens = after_accepted(batch, accepted, tokens)
-    return Choice(tokens, finite, accepted, status)
+    return TargetChoice(tokens, finite, accepted, status)
 
 
 @operation(lambda row, state, *_: (empty_as(row), empty_as(row), empty_as(state)), writes=("row_state", "results"), triton=True, c=True)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stepgraph.graphs.attention.paged import OPERATION, AttentionChoice, attention, run_operation
+from stepgraph.graphs.attention.paged import DEFAULT_ATTENTION, AttentionChoice, attention, use_operation
 from stepgraph.graphs.attention.reference import by_reference
 from stepgraph.graphs.model import AttentionShape
 from stepgraph.graphs.model_call import Attend, ModelInput
@@ -25,19 +25,19 @@ from stepgraph.sampling.kernels import triton as programs
 from stepgraph.sampling.kernels.c_kernel import why_no_c
 
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3}  # relative and absolute, in the probe
-ATTENTION = ("auto", "flashinfer", "triton", "reference")
-LEAST_CAPABILITY = (8, 0)
-MOST_HEAD_SIZE = 256
+ATTENTION_CHOICES = ("auto", "flashinfer", "triton", "reference")
+MIN_CAPABILITY = (8, 0)
+MAX_HEAD_SIZE = 256
 FLASHINFER_HEAD_SIZES = (64, 128, 256)  # sizes that its kernels are built and tested for
-Rounds = Callable[[], Attend | None]
-Prompts = Callable[[int, int], Attend | None]
+RoundAttend = Callable[[], Attend | None]
+PromptAttend = Callable[[int, int], Attend | None]
 log = logging.getLogger(__name__)
 
 
 class _Candidate(NamedTuple):
     why_not: str  # empty if it can run
-    round_call: Rounds = run_operation
-    prompt_call: Prompts = run_operation
+    round_attend: RoundAttend = use_operation
+    prompt_attend: PromptAttend = use_operation
 
 
 _REFERENCE = _Candidate("", lambda: by_reference, lambda first, count: by_reference)
@@ -50,17 +50,17 @@ def choose_attention(device: torch.device, requested: str, shapes: tuple[Attenti
     reference; on the CPU the kernel in C; torch where none of these can run. ValueError if another implementation is requested and
     cannot run.
     """
-    if requested not in ATTENTION:
-        raise ValueError(f"attention: got {requested!r}, expected one of {', '.join(map(repr, ATTENTION))}")
+    if requested not in ATTENTION_CHOICES:
+        raise ValueError(f"attention: got {requested!r}, expected one of {', '.join(map(repr, ATTENTION_CHOICES))}")
     if requested == "reference":
         return _choice({"reference": _REFERENCE}, "reference", "reference")
     if requested == "auto" and not shapes:
-        return OPERATION
+        return DEFAULT_ATTENTION
     if requested == "auto" and device.type != "cuda":
         why = why_no_c(*(shape.dtype for shape in shapes))
         found = {"native": _Candidate(why), "reference": _REFERENCE}
         return _choice(found, "reference", "reference") if why else _choice(found, "native", "native")
-    found = {name: _candidate(name, device, shapes, page_size) for name in ATTENTION[1:] if requested in ("auto", name)}
+    found = {name: _candidate(name, device, shapes, page_size) for name in ATTENTION_CHOICES[1:] if requested in ("auto", name)}
     if requested != "auto":
         if found[requested].why_not:
             raise ValueError(f"attention: got {requested!r}, expected an implementation that runs on {device}: {found[requested].why_not}")
@@ -71,28 +71,28 @@ def choose_attention(device: torch.device, requested: str, shapes: tuple[Attenti
 
 
 def _choice(found: Mapping[str, _Candidate], rounds: str, prompts: str) -> AttentionChoice:
-    passed_over = tuple(f"no {name}: {one.why_not}" for name, one in found.items() if one.why_not)
+    unavailable = tuple(f"no {name}: {one.why_not}" for name, one in found.items() if one.why_not)
     chosen = found[prompts]
-    return AttentionChoice(rounds, prompts, passed_over, found[rounds].round_call, chosen.prompt_call, chosen.round_call)
+    return AttentionChoice(rounds, prompts, unavailable, found[rounds].round_attend, chosen.prompt_attend, chosen.round_attend)
 
 
 def _candidate(name: str, device: torch.device, shapes: tuple[AttentionShape, ...], page_size: int) -> _Candidate:
     if name == "reference":
         return _REFERENCE
-    why = unfit(name, device, shapes)
+    why = why_unsupported(name, device, shapes)
     if why or name == "triton":
         return _Candidate(why)
     try:
         log.warning("building or loading FlashInfer's attention for %s; the first time takes some minutes", device)
         module = importlib.import_module("stepgraph.graphs.attention.flashinfer")
         planned = module.PlannedAttention(device, page_size, shapes)
-        wrong = (differs(planned.rounds, planned.prompt, shape, page_size, device) for shape in dict.fromkeys(shapes))
+        wrong = (find_difference(planned.rounds, planned.prompt, shape, page_size, device) for shape in dict.fromkeys(shapes))
         return _Candidate(next(filter(None, wrong), ""), planned.rounds, planned.prompt)
     except Exception as error:  # from a compiler, a loader or a driver
         return _Candidate(reason(error))
 
 
-def unfit(name: str, device: torch.device, shapes: tuple[AttentionShape, ...]) -> str:
+def why_unsupported(name: str, device: torch.device, shapes: tuple[AttentionShape, ...]) -> str:
     """Why triton or flashinfer cannot run these models, as far as is known without running it; empty if no reason is known."""
     if device.type != "cuda":
         return f"it runs on CUDA devices, not on {device.type}"
@@ -101,8 +101,8 @@ def unfit(name: str, device: torch.device, shapes: tuple[AttentionShape, ...]) -
     if name == "triton" and (why := programs.why_no_triton(device)):
         return why
     capability = torch.cuda.get_device_capability(device)
-    if capability < LEAST_CAPABILITY:
-        least, found = (".".join(map(str, version)) for version in (LEAST_CAPABILITY, capability))
+    if capability < MIN_CAPABILITY:
+        least, found = (".".join(map(str, version)) for version in (MIN_CAPABILITY, capability))
         return f"it needs compute capability {least}, this GPU has {found}"
     if name == "flashinfer" and not shapes:
         return "no model of the engine declares its attention in `attends`"
@@ -113,8 +113,8 @@ def unfit(name: str, device: torch.device, shapes: tuple[AttentionShape, ...]) -
             return "it supports neither soft-capped scores nor sinks here"
         if name == "flashinfer" and shape.float8:
             return "it does not read 8-bit caches here"
-        if shape.size > MOST_HEAD_SIZE or (name == "flashinfer" and shape.size not in FLASHINFER_HEAD_SIZES):
-            sizes = ", ".join(map(str, FLASHINFER_HEAD_SIZES)) if name == "flashinfer" else f"up to {MOST_HEAD_SIZE}"
+        if shape.size > MAX_HEAD_SIZE or (name == "flashinfer" and shape.size not in FLASHINFER_HEAD_SIZES):
+            sizes = ", ".join(map(str, FLASHINFER_HEAD_SIZES)) if name == "flashinfer" else f"up to {MAX_HEAD_SIZE}"
             return f"it supports head sizes {sizes}, not {shape.size}"
     return ""
 
@@ -167,7 +167,7 @@ class Probe:
         return self.tables[row, positions // self.page_size] * self.page_size + positions % self.page_size
 
 
-def differs(rounds: Rounds, prompts: Prompts, shape: AttentionShape, page_size: int, device: torch.device) -> str:
+def find_difference(rounds: RoundAttend, prompts: PromptAttend, shape: AttentionShape, page_size: int, device: torch.device) -> str:
     """How `rounds`, captured once and replayed, or `prompts` differ from the reference; empty if they do not."""
     probe = Probe(shape, page_size, device)
     for window in dict.fromkeys(shape.windows):

@@ -17,7 +17,7 @@ from stepgraph.graphs.attention.row_tables import INDEX, RowTables
 from stepgraph.graphs.model import AttentionShape
 from stepgraph.graphs.model_call import Attend, ModelInput
 
-MOST_TILE = 128  # rows of queries per program of FlashInfer
+MAX_TILE_ROWS = 128  # rows of queries per program of FlashInfer
 PLANS_IN_FLIGHT = 8  # prompt plans queued on the device before the host waits
 PLAN_BYTES = 1 << 20  # of one prompt's plan
 
@@ -45,7 +45,7 @@ class PlannedAttention:
         programs = 2 * torch.cuda.get_device_properties(device).multi_processor_count
         groups, size = max(shape.heads // shape.kv_heads for shape in shapes), max(shape.size for shape in shapes)
         # If the keys of a prompt are split, every program stores float32 sums and one weight for each row of queries.
-        self._sums = torch.empty(4 * programs * groups * MOST_TILE * (size + 1) + 4096, dtype=torch.uint8, device=device)
+        self._sums = torch.empty(4 * programs * groups * MAX_TILE_ROWS * (size + 1) + 4096, dtype=torch.uint8, device=device)
         self._prompts: list[PromptPlan] = []
         self._next = 0
 

@@ -67,7 +67,7 @@ paged_attention = operation(
 )(reference_attention.reference)
 
 
-def run_operation(*_: int) -> None:
+def use_operation(*_: int) -> None:
     """No other implementation: `attention` calls the operation paged_attention."""
 
 
@@ -77,14 +77,14 @@ class AttentionChoice:
 
     rounds: str = ""  # flashinfer, triton, reference, or native on the CPU; empty if no model declares its attention
     prompts: str = ""
-    passed_over: tuple[str, ...] = ()  # preferred implementations, and why they cannot be used
-    round_call: Callable[[], Attend | None] = run_operation  # ModelInput.attend for one call of a model in a round
-    prompt_call: Callable[[int, int], Attend | None] = run_operation  # the same for a number of prompt tokens from a position on
-    chunk_call: Callable[[], Attend | None] = run_operation  # the same for a recorded chunk of a prompt
+    unavailable: tuple[str, ...] = ()  # preferred implementations, and why they cannot be used
+    round_attend: Callable[[], Attend | None] = use_operation  # ModelInput.attend for one call of a model in a round
+    prompt_attend: Callable[[int, int], Attend | None] = use_operation  # the same for a number of prompt tokens from a position on
+    chunk_attend: Callable[[], Attend | None] = use_operation  # the same for a recorded chunk of a prompt
 
     def __str__(self) -> str:
         names = self.rounds if self.rounds == self.prompts else f"rounds {self.rounds}, prompts {self.prompts}"
-        return "; ".join((names, *self.passed_over))
+        return "; ".join((names, *self.unavailable))
 
 
-OPERATION = AttentionChoice()
+DEFAULT_ATTENTION = AttentionChoice()

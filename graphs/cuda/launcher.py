@@ -18,13 +18,13 @@ from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import BackendStats, Event, checked_loop
-from stepgraph.graphs.context import COPIES, MAIN
+from stepgraph.graphs.context import COPY_STREAM, MAIN
 from stepgraph.graphs.cuda.loop import why_no_loops
 from stepgraph.graphs.cuda.recorder import Recording
 from stepgraph.graphs.cuda.resources import DeviceResources
 from stepgraph.graphs.cuda.trace import CudaTracer
 from stepgraph.graphs.errors import HostErrors, fail
-from stepgraph.graphs.spans import MakeRange
+from stepgraph.graphs.spans import RangeFactory
 
 POLL_SECONDS = 50e-6
 
@@ -69,7 +69,7 @@ class CudaGraph:
         recording, launcher = self._recording, self._launcher
         loop = None
         if until is not None or limit is not None:
-            loop = checked_loop(self._buffers, until, limit, recording.host_node, recording.draws)
+            loop = checked_loop(self._buffers, until, limit, recording.host_node, recording.uses_generator)
             if reason := launcher.why_no_loops or ("a trace is running" if launcher.tracer else ""):
                 raise RuntimeError(f"replay(until=...): {reason}")
         with launcher.on_main("replay()") as main:
@@ -91,7 +91,7 @@ class CudaGraph:
 class CudaLauncher:
     """The streams of a CudaBackend, and what is launched on them."""
 
-    def __init__(self, device: torch.device, ordered: bool, ranges: MakeRange | None) -> None:
+    def __init__(self, device: torch.device, ordered: bool, ranges: RangeFactory | None) -> None:
         self.device, self.ranges, self._ordered = device, ranges, ordered
         self.stats, self.errors = BackendStats(), HostErrors()
         self.tracer: CudaTracer | None = None
@@ -114,7 +114,7 @@ class CudaLauncher:
 
     def copy_aside(self, function: Callable[[], object], *, after_launched: bool) -> CudaEvent:
         self._enter("copy_aside()")
-        launched, copies = self.event() if after_launched else None, self.resources.streams[COPIES]
+        launched, copies = self.event() if after_launched else None, self.resources.streams[COPY_STREAM]
         if launched is not None:
             self.driver.cuStreamWaitEvent(copies.cuda_stream, launched.handle, 0)
         with torch.cuda.stream(copies), torch.no_grad():
@@ -158,8 +158,8 @@ class CudaLauncher:
     def _drain(self) -> None:
         """Wait until everything launched has finished."""
         self.driver.cuStreamSynchronize(self._main.cuda_stream)
-        if COPIES in self.resources.streams:
-            self.driver.cuStreamSynchronize(self.resources.streams[COPIES].cuda_stream)
+        if COPY_STREAM in self.resources.streams:
+            self.driver.cuStreamSynchronize(self.resources.streams[COPY_STREAM].cuda_stream)
         self.resources.free_retired()
 
     def _enter(self, call: str) -> None:

@@ -19,7 +19,7 @@ from stepgraph.graphs.cuda.driver import Driver, KernelParams
 from stepgraph.graphs.cuda.loop import Loops
 from stepgraph.graphs.errors import CaptureError, HostErrors, Site, fail, site_of_error
 from stepgraph.graphs.memory import Backup
-from stepgraph.graphs.spans import GraphNode, MakeRange, RecordedReport, stage_runs
+from stepgraph.graphs.spans import GraphNode, RangeFactory, RecordedReport, stage_runs
 from stepgraph.graphs.tape.recorder import Recorder, first_difference
 from stepgraph.sampling.cuda_graphs import CaptureStreams, GraphPool, Streams, capturing, empty_cache, hold_workspaces
 
@@ -36,7 +36,7 @@ class Recording(NamedTuple):
     callbacks: list[HostCallback]
     report: RecordedReport
     host_node: tuple[str, Site] | None  # the first one
-    draws: bool  # from a generator
+    uses_generator: bool  # from a generator
     loops: Loops
 
     def free(self) -> None:
@@ -56,7 +56,7 @@ class CudaRecorder:
         capture_streams: CaptureStreams,
         pool: GraphPool,
         errors: HostErrors,
-        ranges: MakeRange | None = None,
+        ranges: RangeFactory | None = None,
     ) -> None:
         self._driver, self._streams, self._pool, self._errors, self._ranges = driver, streams, pool, errors, ranges
         self._capture_streams = capture_streams
@@ -91,18 +91,18 @@ class CudaRecorder:
                 self.synchronize()
                 context.close()
 
-    def record_twice(self, step: Step, buffers: StaticBuffers, between: Between, generators: Generators, draws: bool) -> Recording:
+    def record_twice(self, step: Step, buffers: StaticBuffers, between: Between, generators: Generators, uses_generator: bool) -> Recording:
         """Record and compare. CaptureError if the two differ.
 
         Arguments are compared by recordings of the tape: those of a kernel have bytes that are not initialised.
         """
-        recording, tape = self.record(step, buffers, generators, draws), self._tape_of(step, buffers, generators)
+        recording, tape = self.record(step, buffers, generators, uses_generator), self._tape_of(step, buffers, generators)
         if between is not None:
             between()
         # The tape first: it names a line, and a capture cannot take streams that the first run of the step did not use.
         error = first_difference(tape.nodes, self._tape_of(step, buffers, generators).nodes)
         if error is None:
-            second = self.record(step, buffers, generators, draws)
+            second = self.record(step, buffers, generators, uses_generator)
             error = difference(recording.report.graph_nodes, second.report.graph_nodes)
             second.free()
         if error is not None:
@@ -118,7 +118,7 @@ class CudaRecorder:
         self.synchronize()
         return recorder
 
-    def record(self, step: Step, buffers: StaticBuffers, generators: Generators, draws: bool) -> Recording:
+    def record(self, step: Step, buffers: StaticBuffers, generators: Generators, uses_generator: bool) -> Recording:
         hold_workspaces(self._capture_streams.values())
         begin, reserved = time.perf_counter(), torch.cuda.memory_reserved(self._device)
         graph, context = self._capture(step, buffers, generators)
@@ -132,7 +132,7 @@ class CudaRecorder:
             stages=stage_runs(context.labels),
             graph_nodes=nodes,
         )
-        return Recording(graph, context.callbacks, report, context.first_host_node, draws, Loops())
+        return Recording(graph, context.callbacks, report, context.first_host_node, uses_generator, Loops())
 
     def measure(self, step: Step, buffers: StaticBuffers) -> RecordedReport:
         """The report of a capture in its own pool, which is then freed."""

@@ -34,7 +34,7 @@ def linear(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     return (quantised_product if weight.dtype is torch.uint8 else product)(states, weight, bias)
 
 
-def lookup(tokens: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+def embed_tokens(tokens: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows of the embedding, [N, in]; `dtype` if it is packed."""
     return quantised_rows(tokens, weight, dtype) if weight.dtype is torch.uint8 else functional.embedding(tokens, weight)
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.layers.dense import product
-from stepgraph.graphs.layers.quantised import TILE, is_packed, quantised_product
+from stepgraph.graphs.layers.quantised import TILE, c_supports_weight, quantised_product
 from stepgraph.graphs.layers.reference import sigmoid
 from stepgraph.sampling.kernels.operation import ContiguousFloats, DenseFloats, Float32s, Longs, empty_of, operation
 
-_MOST_EXPERTS, _MOST_BYTES = 1024, 1 << 17  # bytes of a row of states; as in experts.c
+_MAX_EXPERTS, _MAX_ROW_BYTES = 1024, 1 << 17  # bytes of a row of states; as in experts.c
 
 
 def _choice_outputs(logits: Tensor, count: int, normalised: bool) -> tuple[Tensor, Tensor]:
@@ -24,7 +24,7 @@ def _choice_outputs(logits: Tensor, count: int, normalised: bool) -> tuple[Tenso
 
 
 def _choice_in_c(logits: Tensor, *_: object) -> bool:
-    return logits.shape[1] <= _MOST_EXPERTS
+    return logits.shape[1] <= _MAX_EXPERTS
 
 
 @operation(_choice_outputs, triton=True, c=True, takes=_choice_in_c)
@@ -69,8 +69,8 @@ def _product_outputs(states: Tensor, experts: Tensor, weights: Tensor, num_exper
 
 
 def _product_in_c(states: Tensor, experts: Tensor, weights: Tensor, *_: object) -> bool:
-    fits = is_packed(weights) if weights.dtype is torch.uint8 else weights.dtype is states.dtype and weights.is_contiguous()
-    return fits and states.shape[1] * states.element_size() <= _MOST_BYTES
+    fits = c_supports_weight(weights) if weights.dtype is torch.uint8 else weights.dtype is states.dtype and weights.is_contiguous()
+    return fits and states.shape[1] * states.element_size() <= _MAX_ROW_BYTES
 
 
 @operation(_product_outputs, triton=True, c=True, takes=_product_in_c)

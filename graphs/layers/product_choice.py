@@ -15,21 +15,21 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.layers.quantised import TILE, has_packed_form, inner_size
-from stepgraph.graphs.layers.rank_sums import Exchange
+from stepgraph.graphs.layers.rank_sums import Ranks
 from stepgraph.sampling.cuda_graphs import empty_cache, replay_us, replayed
 from stepgraph.sampling.fields import reason
 from stepgraph.sampling.kernels.triton import why_no_triton
 
 ROWS = (512, 256, 128)  # numbers of states; with fewer, the bits of a row never depend on the other rows
-MOST_COLUMNS = 1 << 16  # wider weights are experts, which are not dequantised, and heads, which multiply few rows
+MAX_COLUMNS = 1 << 16  # wider weights are experts, which are not dequantised, and heads, which multiply few rows
 TOLERANCE = 1e-2  # relative to the norm of the results: weights are rounded to 8 bits in bfloat16
-TURNS, NEVER = 7, sys.maxsize
+REPEATS, NEVER = 7, sys.maxsize
 
 
-def choose_products(dtype: torch.dtype, weights: Iterable[Tensor], ranks: Exchange | None = None) -> str:
+def choose_products(dtype: torch.dtype, weights: Iterable[Tensor], ranks: Ranks | None = None) -> str:
     """Choose for products of states of this type with each weight that is packed and on a GPU, and keep the choice for the process.
     Returns a note; empty if there is no such weight. Every rank calls this: all use the largest threshold of any rank."""
-    packed = [each for each in weights if each.is_cuda and has_packed_form(each) and len(each) * TILE <= MOST_COLUMNS]
+    packed = [each for each in weights if each.is_cuda and has_packed_form(each) and len(each) * TILE <= MAX_COLUMNS]
     if not packed or dtype is torch.float32 or why_no_triton(packed[0].device):
         return ""
     from stepgraph.graphs.layers.triton import quantised as programs
@@ -41,7 +41,7 @@ def choose_products(dtype: torch.dtype, weights: Iterable[Tensor], ranks: Exchan
             continue
         try:
             with torch.cuda.device(weight.device):
-                found[key] = programs.library_rows[key] if key in programs.library_rows else _least_rows(weight, dtype)
+                found[key] = programs.library_rows[key] if key in programs.library_rows else _min_rows(weight, dtype)
         except Exception as error:  # from a compiler, the allocator or a capture, or for a wrong result
             found[key] = NEVER
             reasons.append(f"not with {TILE * len(weight)} x {inner_size(weight)}: {reason(error)}")
@@ -55,7 +55,7 @@ def choose_products(dtype: torch.dtype, weights: Iterable[Tensor], ranks: Exchan
     return "; ".join((f"products with dequantised weights: {', '.join(chosen) or 'none'}", *reasons))
 
 
-def _least_rows(weight: Tensor, dtype: torch.dtype) -> int:
+def _min_rows(weight: Tensor, dtype: torch.dtype) -> int:
     """From how many rows on dequantised weights are faster. RuntimeError if their result is wrong."""
     from stepgraph.graphs.layers.triton import quantised as programs
 
@@ -67,7 +67,7 @@ def _least_rows(weight: Tensor, dtype: torch.dtype) -> int:
         for multiply in (programs.multiply_packed, programs.multiply_dequantised):
             results.append(states.new_empty(rows, len(weight) * TILE))
             replay = replayed(functools.partial(multiply, states, weight, None, results[-1]), weight.device)
-            times.append(replay_us(replay, TURNS))
+            times.append(replay_us(replay, REPEATS))
         packed, dequantised = (each.float() for each in results)
         if not float((dequantised - packed).norm()) <= TOLERANCE * float(packed.norm()):  # also for NaN
             raise RuntimeError(f"products of {rows} rows with dequantised weights are wrong")

@@ -14,21 +14,21 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from stepgraph.graphs.layers.dense import lookup
+from stepgraph.graphs.layers.dense import embed_tokens
 from stepgraph.graphs.layers.parallel import RankGroups, gather_over_ranks, sum_over_ranks
 from stepgraph.sampling import bitmask, kernels
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.kernels import GrammarMask, Processed
-from stepgraph.sampling.kernels.filters import drawn
+from stepgraph.sampling.kernels.filters import race_over
 from stepgraph.sampling.kernels.processors import RowSettings, ranked_log_probabilities, write_log_probabilities, write_ranked
-from stepgraph.sampling.kernels.rejection import exact_rejection, offered
+from stepgraph.sampling.kernels.rejection import draft_distributions, exact_rejection
 from stepgraph.sampling.sampler import Columns, Weighed, distribution, units
 
 DIGIT_BITS, DIGITS = 10, 3  # of the bits of a weight from 0 to 1: weights have the order of their bits, and the bits of 1 are below 2**30
-Operations: TypeAlias = "VocabularyShard | ModuleType"  # the module: sampling.kernels
+SamplingOps: TypeAlias = "VocabularyShard | ModuleType"  # the module: sampling.kernels
 
 
-def part_of(total: int, rank: int, size: int) -> slice:
+def rank_slice(total: int, rank: int, size: int) -> slice:
     """Which of `total` tokens a rank has."""
     return slice(total * rank // size, total * (rank + 1) // size)
 
@@ -36,7 +36,7 @@ def part_of(total: int, rank: int, size: int) -> slice:
 class VocabularyShard(Columns):
     """The functions of `sampling.kernels` that rounds use, as methods, over logits and probabilities [..., n] of these tokens.
 
-    tokens: [n] int64, those of `part_of` as a buffer of the model. groups: of `size` ranks, which divide `total` tokens.
+    tokens: [n] int64, those of `rank_slice` as a buffer of the model. groups: of `size` ranks, which divide `total` tokens.
     Where an operation takes the `ids` of logits, they are these tokens, so the argument is None. row_probs, draft_probs [R, ..., all
     tokens] have zeros at the tokens of other ranks, or all values.
     """
@@ -49,10 +49,10 @@ class VocabularyShard(Columns):
         """Width of the logits."""
         return len(self.tokens)
 
-    def lookup(self, tokens: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
+    def embed_tokens(self, tokens: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
         """[N, H] embeddings of any tokens [N], of which this rank's table has some."""
         index, own = self.local(tokens)
-        states = torch.where(own[:, None], lookup(index, table, dtype), 0)
+        states = torch.where(own[:, None], embed_tokens(index, table, dtype), 0)
         sum_over_ranks.out(states, self.groups.current)
         return states
 
@@ -65,7 +65,7 @@ class VocabularyShard(Columns):
     def whole(self, values: Tensor) -> Tensor:
         widest = -(-self.total_tokens // self.size)
         (found,) = self._gather(torch.nn.functional.pad(values, (0, widest - values.shape[-1]))).unbind(1)
-        parts = (part_of(self.total_tokens, rank, self.size) for rank in range(self.size))
+        parts = (rank_slice(self.total_tokens, rank, self.size) for rank in range(self.size))
         return torch.cat([each[..., : part.stop - part.start] for each, part in zip(found.unbind(), parts, strict=True)], -1)
 
     def local(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,19 +134,19 @@ class VocabularyShard(Columns):
         return distribution(logits, params, self)
 
     def race(self, weights: Tensor, seed: Tensor, position: Tensor, purpose: int) -> Tensor:
-        return drawn(weights, seed, position, purpose, self)
+        return race_over(weights, seed, position, purpose, self)
 
     def draw(
         self, logits: Tensor, params: Tensor, seed: Tensor, position: Tensor, purpose: int, rows: Tensor, row_probs: Tensor, *_: object
     ) -> Tensor:
         probs = distribution(logits, params, self)
         row_probs.index_put_((rows[:, None], self.tokens), probs)
-        return drawn(probs, seed, position, purpose, self)
+        return race_over(probs, seed, position, purpose, self)
 
     def reject_sample(
         self, target_probs: Tensor, draft_probs: Tensor, rows: Tensor, certain: Tensor, finite: Tensor, drafts: Tensor, *others: Tensor
     ) -> tuple[Tensor, Tensor]:
-        proposed = offered(draft_probs, rows, certain, drafts, target_probs, self)
+        proposed = draft_distributions(draft_probs, rows, certain, drafts, target_probs, self)
         draft_count, status, seed, length = others
         return exact_rejection(target_probs, proposed, finite, drafts, draft_count, status, seed, length, self)
 

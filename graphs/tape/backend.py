@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import BackendStats, Between, Check, Event, Generators, Step, checked_loop
-from stepgraph.graphs.context import COPIES, MAIN, NOTHING, setting
+from stepgraph.graphs.capture import BackendStats, Between, CaptureCheck, Event, Generators, Step, checked_loop
+from stepgraph.graphs.context import COPY_STREAM, MAIN, NULL_CONTEXT, temporarily_set
 from stepgraph.graphs.errors import fail
-from stepgraph.graphs.spans import MakeRange, RecordedReport, Span
+from stepgraph.graphs.spans import RangeFactory, RecordedReport, Span
 from stepgraph.graphs.tape.arena import Arena
 from stepgraph.graphs.tape.player import Delay, Item, Timed, Tracer, Worker, programs, report, stop, taken_lock
 from stepgraph.graphs.tape.recorder import Recorder, first_difference, record_perturbed
@@ -47,18 +47,18 @@ class Tape:
         self._poisoned = False
         self._autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
         self.report, self.rounds = report(recorder, nbytes, seconds), 0
-        self._buffers, self._draws = recorder.memory.buffers, bool(recorder.rules.generators)
+        self._buffers, self._uses_generator = recorder.memory.buffers, bool(recorder.rules.generators)
         self._host_node = next(((node.name, node.site) for node in recorder.nodes if node.kind == "host"), None)
         _tapes.add(self)
 
     def replay(self, *, until: Tensor | None = None, limit: int | None = None, is_round: bool = True) -> None:
         run = self._run
         if until is not None or limit is not None:
-            run = functools.partial(self._run_until, *checked_loop(self._buffers, until, limit, self._host_node, self._draws))
+            run = functools.partial(self._run_until, *checked_loop(self._buffers, until, limit, self._host_node, self._uses_generator))
         if not is_round:
             return self._backend.run(functools.partial(run, None))
         tracer = self._backend.tracer
-        with NOTHING if tracer is None else tracer.launching() as timed:
+        with NULL_CONTEXT if tracer is None else tracer.launching() as timed:
             self._backend.launch(functools.partial(run, timed), "replay()")
         self._backend.stats.replays += 1
 
@@ -94,8 +94,8 @@ class Tape:
 
     def _run_stream(self, stream: str) -> None:
         (enabled, dtype), items = self._autocast, self._programs.get(stream, [])
-        casts = enabled or torch.is_autocast_enabled("cpu")  # autocast is a thread setting, but belongs to the recording
-        with torch.autocast("cpu", dtype=dtype, enabled=enabled) if casts else NOTHING:
+        casts = enabled or torch.is_autocast_enabled("cpu")  # autocast is a thread temporarily_set, but belongs to the recording
+        with torch.autocast("cpu", dtype=dtype, enabled=enabled) if casts else NULL_CONTEXT:
             for item in items if self._timed is None else self._timed(stream, items):
                 self.at[stream] = item
                 try:
@@ -123,7 +123,7 @@ class TapeEvent:
         _refuse_while_recording("Event.wait()")
         self._backend.stats.event_waits += 1
         tracer = self._backend.tracer
-        with NOTHING if tracer is None else tracer.waiting():
+        with NULL_CONTEXT if tracer is None else tracer.waiting():
             reached = self.reached.wait(seconds)
         if reached:
             self._backend.raise_pending()
@@ -136,7 +136,7 @@ class TapeBackend:
     asynchronous: replay on a device thread in launch order; the next call raises an error, once.
     poison: "every" overwrites all intermediates before each replay, "first" before the first one.
     delay: called with the name of a host node before it, with the name of a stream before each of its segments, and, if asynchronous,
-        with COPIES before each copy_aside.
+        with COPY_STREAM before each copy_aside.
     verify_host_nodes: find undeclared writes of host nodes to pinned buffers. By default on with poison="every", unless asynchronous,
         where the launching thread may write these buffers.
     """
@@ -151,7 +151,7 @@ class TapeBackend:
         poison: Literal["first", "every"] = "first",
         delay: Delay | None = None,
         verify_host_nodes: bool | None = None,
-        ranges: MakeRange | None = None,
+        ranges: RangeFactory | None = None,
     ) -> None:
         if poison not in ("first", "every"):
             raise ValueError(f"TapeBackend.poison: got {poison!r}, expected 'first' or 'every'")
@@ -162,14 +162,14 @@ class TapeBackend:
         self._tracer: Tracer | None = None
         self._arena = Arena()
         self._errors: deque[BaseException] = deque()
-        self._workers = {name: Worker(name) for name in (_DEVICE, COPIES) if asynchronous}  # by stream
+        self._workers = {name: Worker(name) for name in (_DEVICE, COPY_STREAM) if asynchronous}  # by stream
         self._device = self._workers.get(_DEVICE)
         self._copied: threading.Event | None = None  # at the end of the latest copy_aside; refers to no backend, which would then live on
         self._finalizer = weakref.finalize(self, stop, self._workers)
         self._finalizer.atexit = False  # player._end_threads stops and joins the workers
 
     def capture(
-        self, step: Step, buffers: StaticBuffers, *, check: Check = "once", between: Between = None, generators: Generators = ()
+        self, step: Step, buffers: StaticBuffers, *, check: CaptureCheck = "once", between: Between = None, generators: Generators = ()
     ) -> Tape:
         self._enter("capture()")
         if check not in ("once", "twice"):
@@ -190,7 +190,7 @@ class TapeBackend:
         return Tape(self, recorder, self._arena.nbytes - before, time.perf_counter() - begin)
 
     def measure(self, step: Step, buffers: StaticBuffers) -> RecordedReport:
-        with setting(self, "_arena", Arena()):
+        with temporarily_set(self, "_arena", Arena()):
             return self.capture(step, buffers).report
 
     def run(self, function: Callable[[], object]) -> None:
@@ -205,7 +205,7 @@ class TapeBackend:
             self.run(function)
             copied.reached.set()
         else:
-            self._workers[COPIES].submit(functools.partial(self._copy, function, launched, copied))
+            self._workers[COPY_STREAM].submit(functools.partial(self._copy, function, launched, copied))
         return copied
 
     def wait_for(self, copied: Event) -> None:
@@ -299,7 +299,7 @@ class TapeBackend:
         if launched is not None:
             launched.reached.wait()
         if self.delay is not None:
-            self.delay(COPIES)
+            self.delay(COPY_STREAM)
         self._guarded(function)
         copied.reached.set()
 
@@ -324,6 +324,6 @@ def _refuse_while_recording(what: str) -> None:
 def _record(step: Step, buffers: StaticBuffers, generators: Generators, arena: Arena, compared: bool) -> Recorder:
     arena.restart()
     recorder = Recorder(buffers, generators, lambda key: any(tape.owns(key) for tape in _tapes), arena, compared)
-    with setting(_local, "recording", recorder):
+    with temporarily_set(_local, "recording", recorder):
         recorder.record_step(step)
     return recorder

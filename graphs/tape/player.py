@@ -22,10 +22,10 @@ from stepgraph.graphs.buffers import storage_key
 from stepgraph.graphs.capture import BackendStats, host_call
 from stepgraph.graphs.context import MAIN
 from stepgraph.graphs.errors import HostNodeError
-from stepgraph.graphs.spans import BETWEEN, LAUNCHER, OUTSIDE, STEP, RecordedReport, Span, StageRun, stage_runs
+from stepgraph.graphs.spans import BETWEEN_ROUNDS, DEFAULT_STAGE, LAUNCHING_THREAD, NO_ROUND, RecordedReport, Span, StageRun, stage_runs
 from stepgraph.graphs.tape.recorder import Node, Recorder
 from stepgraph.graphs.tape.replay_ops import same_bits
-from stepgraph.sampling.kernels.c_kernel import PackedCall, joined
+from stepgraph.sampling.kernels.c_kernel import PackedCall, join_calls
 from stepgraph.sampling.lifetimes import ExitStage, close_at_exit
 from stepgraph.sampling.native import CallError
 
@@ -124,7 +124,7 @@ class Segment(Item):
         for in_c, group in itertools.groupby(self.nodes, key=lambda node: isinstance(node.call, PackedCall)):
             nodes = list(group)
             if in_c:
-                self._calls.append((nodes, joined([node.call for node in nodes if isinstance(node.call, PackedCall)])))
+                self._calls.append((nodes, join_calls([node.call for node in nodes if isinstance(node.call, PackedCall)])))
             else:
                 self._calls += [([node], node.call) for node in nodes if node.call is not None]
         return self
@@ -234,7 +234,7 @@ def _latest_name(program: Sequence[Item]) -> str:
             return item.name if stage is None or isinstance(item, HostCall) else stage
         if isinstance(item, Segment) and stage is None:
             stage = item.nodes[-1].stage
-    return stage or STEP
+    return stage or DEFAULT_STAGE
 
 
 def report(recorder: Recorder, nbytes: int, seconds: float) -> RecordedReport:
@@ -288,14 +288,14 @@ class Tracer:
         number, start = self._next, time.perf_counter_ns()
         self._next += 1
         yield functools.partial(self._timed, number)
-        self.spans.append(Span(LAUNCHER, f"launch {number}", "launch", number, start, time.perf_counter_ns()))
+        self.spans.append(Span(LAUNCHING_THREAD, f"launch {number}", "launch", number, start, time.perf_counter_ns()))
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
         """Times a wait of the launching thread for results."""
         start = time.perf_counter_ns()
         yield
-        self.spans.append(Span(LAUNCHER, "results", "wait", OUTSIDE, start, time.perf_counter_ns()))
+        self.spans.append(Span(LAUNCHING_THREAD, "results", "wait", NO_ROUND, start, time.perf_counter_ns()))
 
     def outside(self, function: Callable[[], object]) -> Callable[[], object]:
         """`function` with a span, for work on the main stream between rounds."""
@@ -303,7 +303,7 @@ class Tracer:
         def run() -> None:
             start = time.perf_counter_ns()
             function()
-            self.spans.append(Span(MAIN, BETWEEN, "stage", OUTSIDE, start, time.perf_counter_ns()))
+            self.spans.append(Span(MAIN, BETWEEN_ROUNDS, "stage", NO_ROUND, start, time.perf_counter_ns()))
 
         return run
 

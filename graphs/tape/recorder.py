@@ -19,10 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepgraph.graphs.buffers import StaticBuffers, storage_key
 from stepgraph.graphs.capture import Step, refusing_threads
-from stepgraph.graphs.context import MAIN, StreamEvent, setting, use_context
+from stepgraph.graphs.context import MAIN, StreamEvent, temporarily_set, use_context
 from stepgraph.graphs.errors import CaptureError, Site, call_site, fail
 from stepgraph.graphs.memory import Backup
-from stepgraph.graphs.spans import STEP
+from stepgraph.graphs.spans import DEFAULT_STAGE
 from stepgraph.graphs.tape.arena import Arena
 from stepgraph.graphs.tape.races import WHOLE, Access, Clock, RaceChecker, region_of
 from stepgraph.graphs.tape.replay_ops import Call, repeat, signature, tensors_in
@@ -54,7 +54,7 @@ class Node:
     event: TapeStreamEvent | None = None
     writes: tuple[Tensor, ...] = ()  # declared, of a host node
     clock: Clock = field(default_factory=dict)
-    stage: str = STEP
+    stage: str = DEFAULT_STAGE
 
     def __str__(self) -> str:
         what = f"host node {self.name!r}" if self.kind == "host" else self.name
@@ -82,7 +82,7 @@ class Recorder(TorchDispatchMode):
         self.nodes: list[Node] = []
         self._fills = {spec.name: spec.fill for spec in buffers.specs}
         self._saved: dict[int, Backup] = {}  # by storage, from before the first write
-        self._stream, self._stage = MAIN, STEP
+        self._stream, self._stage = MAIN, DEFAULT_STAGE
         self._capture = object()  # identifies the events of this capture; the recorder itself would be a cycle, which keeps memory alive
         self.paused = False
         self._failure: CaptureError | None = None
@@ -222,10 +222,10 @@ class Recorder(TorchDispatchMode):
     # CaptureContext
 
     def stream(self, name: str) -> AbstractContextManager[None]:
-        return setting(self, "_stream", name)
+        return temporarily_set(self, "_stream", name)
 
     def stage(self, name: str) -> AbstractContextManager[None]:
-        return setting(self, "_stage", name)
+        return temporarily_set(self, "_stage", name)
 
     def record(self) -> StreamEvent:
         with self.working():

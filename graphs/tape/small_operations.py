@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stepgraph.sampling.kernels.c_kernel import NONE, PackedCall, joined, pack_argument
+from stepgraph.sampling.kernels.c_kernel import NONE, PackedCall, join_calls, pack_argument
 from stepgraph.sampling.native import kernel
 
 Run = Callable[[], object]
-MOST_ELEMENTS = 1 << 14
+MAX_ELEMENTS = 1 << 14
 _DIMENSIONS = 4
 _WHOLE = (torch.bool, torch.int32, torch.int64)
 _KINDS = (  # as in small.c
@@ -36,7 +36,7 @@ def small_operation(name: str, values: Mapping[str, Any], target: Tensor) -> Run
     values: the arguments by the names of the schema.
     """
     name = name.removeprefix("aten::")
-    fits = 0 < target.numel() <= MOST_ELEMENTS and target.dim() <= _DIMENSIONS
+    fits = 0 < target.numel() <= MAX_ELEMENTS and target.dim() <= _DIMENSIONS
     if target.device.type != "cpu" or not fits or kernel("small_operation") is None:
         return None
     if name in _CONSTANTS:
@@ -123,7 +123,7 @@ def _joined(target: Tensor, tensors: Sequence[Tensor], dim: int) -> Run | None:
         if each.numel():
             calls.append(_call("copy", target.narrow(dim, start, each.shape[dim]), each))
         start += each.shape[dim]
-    return joined(calls) if calls else None
+    return join_calls(calls) if calls else None
 
 
 def _is_plain(tensor: Tensor) -> bool:

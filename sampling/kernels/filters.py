@@ -20,8 +20,8 @@ from stepgraph.sampling.kernels import triton as programs
 from stepgraph.sampling.kernels.operation import Dense, DenseFloats, Longs, operation
 from stepgraph.sampling.sampler import Columns
 
-FILTERS = ("auto", "triton", "flashinfer", "torch")
-MODULES = {
+FILTER_CHOICES = ("auto", "triton", "flashinfer", "torch")
+FILTER_MODULES = {
     "flashinfer": "stepgraph.sampling.kernels.flashinfer",
     "triton": "stepgraph.sampling.kernels.triton.filters",
     "torch": "",  # the reference
@@ -32,10 +32,10 @@ log = logging.getLogger(__name__)
 
 class FilterChoice(NamedTuple):
     name: str  # flashinfer, triton or torch
-    passed_over: tuple[str, ...]  # preferred implementations, and why they cannot be used
+    unavailable: tuple[str, ...]  # preferred implementations, and why they cannot be used
 
     def __str__(self) -> str:
-        return "; ".join((self.name, *self.passed_over))
+        return "; ".join((self.name, *self.unavailable))
 
 
 _chosen: dict[torch.device, FilterChoice] = {}
@@ -47,16 +47,16 @@ def choose_filters(device: torch.device | str, requested: str = "auto") -> Filte
     auto: triton, else flashinfer where a probe on the device finds it equal to the reference, else torch; on the CPU torch.
     ValueError if another implementation is requested and cannot run.
     """
-    if requested not in FILTERS:
-        raise ValueError(f"filters: got {requested!r}, expected one of {', '.join(map(repr, FILTERS))}")
+    if requested not in FILTER_CHOICES:
+        raise ValueError(f"filters: got {requested!r}, expected one of {', '.join(map(repr, FILTER_CHOICES))}")
     indexed = _indexed(torch.device(device))
-    passed_over: list[str] = []
-    for name in FILTERS[1:] if requested == "auto" else (requested,):
+    unavailable: list[str] = []
+    for name in FILTER_CHOICES[1:] if requested == "auto" else (requested,):
         why = why_not(name, indexed)
         if not why:
-            _chosen[indexed] = FilterChoice(name, tuple(passed_over))
+            _chosen[indexed] = FilterChoice(name, tuple(unavailable))
             return _chosen[indexed]
-        passed_over.append(f"no {name}: {why}")
+        unavailable.append(f"no {name}: {why}")
     raise ValueError(f"filters: got {requested!r}, expected an implementation that runs on {indexed}: {why}")
 
 
@@ -68,7 +68,7 @@ def chosen_filters(device: torch.device | str) -> FilterChoice:
 
 def filter_module(device: torch.device) -> str:
     """The module whose functions run the filters on `device`; empty for the reference."""
-    return MODULES[chosen_filters(device).name]
+    return FILTER_MODULES[chosen_filters(device).name]
 
 
 def why_not(name: str, device: torch.device) -> str:
@@ -80,9 +80,9 @@ def why_not(name: str, device: torch.device) -> str:
     if name == "triton":
         return programs.why_no_triton(device)
     try:
-        module = importlib.import_module(MODULES[name])
+        module = importlib.import_module(FILTER_MODULES[name])
         log.warning("building or loading FlashInfer's sampling kernels for %s; the first time takes a minute or two", device)
-        return differs(module.distribution, device) or breaks_in_a_graph(module.distribution, device)
+        return find_difference(module.distribution, device) or find_replay_difference(module.distribution, device)
     except Exception as error:  # from a compiler, a loader or a driver
         return reason(error)
 
@@ -109,7 +109,7 @@ def probes(device: torch.device) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
-def differs(run: Filter, device: torch.device) -> str:
+def find_difference(run: Filter, device: torch.device) -> str:
     """How the tokens that `run` keeps, or their probabilities, differ from the reference; empty if they do not."""
     for logits, params in probes(device):
         expected, probs = sampler.distribution(logits, params), torch.full(logits.shape, -1.0, device=device)
@@ -122,7 +122,7 @@ def differs(run: Filter, device: torch.device) -> str:
     return ""
 
 
-def breaks_in_a_graph(run: Filter, device: torch.device) -> str:
+def find_replay_difference(run: Filter, device: torch.device) -> str:
     """How replays of a captured `run` differ from the reference, also after settings changed; empty if they do not."""
     logits, params = probes(device)[-1]
     probs = torch.empty(logits.shape, device=device)
@@ -151,10 +151,10 @@ def race(weights: Dense, seed: Longs, position: Longs, purpose: int) -> Tensor:
 
     weights [N, V] float32; seed, position [N] int64; purpose: an rng.Purpose. Returns [N] int64.
     """
-    return drawn(weights, seed, position, purpose)
+    return race_over(weights, seed, position, purpose)
 
 
-def drawn(weights: Tensor, seed: Tensor, position: Tensor, purpose: int, columns: Columns = sampler.ALL) -> Tensor:
+def race_over(weights: Tensor, seed: Tensor, position: Tensor, purpose: int, columns: Columns = sampler.ALL) -> Tensor:
     """`race` over these columns."""
     noise = rng.exponential(seed[:, None], position[:, None], rng.Purpose(purpose), columns.ids(weights))
     return sampler.race(weights, noise, columns)

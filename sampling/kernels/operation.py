@@ -45,7 +45,7 @@ StridedLongs = Annotated[Tensor, None, (torch.int64,)]
 Flags = Annotated[Tensor, Tensor.contiguous, (torch.bool,)]
 
 
-class Form(NamedTuple):
+class ArgumentForm(NamedTuple):
     """The layout and the types that an annotation requires of an argument."""
 
     arrange: Callable[[Tensor], Tensor] | None = None
@@ -90,7 +90,7 @@ class Operation(Generic[P, R]):
         self._names = tuple(parameters)
         self._defaults = {name: parameter.default for name, parameter in parameters.items() if parameter.default is not parameter.empty}
         forms = [_form_of(hints[name]) for name in parameters]
-        self._forms = [(place, form) for place, form in enumerate(forms) if form != Form()]
+        self._forms = [(place, form) for place, form in enumerate(forms) if form != ArgumentForm()]
         self._arrange = tuple(None if name in writes else form.arrange for name, form in zip(parameters, forms, strict=True))
         # torch.library.custom_op would add wrappers that cost more than most kernels, and import the compiler at the first call
         _LIBRARY.define(_schema(self.name, hints, writes))
@@ -196,10 +196,10 @@ def _tensors(returned: Any) -> tuple[Tensor | None, ...]:
     return () if returned is None else (returned,) if isinstance(returned, Tensor) else tuple(returned)
 
 
-def _form_of(hint: Any) -> Form:
+def _form_of(hint: Any) -> ArgumentForm:
     """The form in Annotated[Tensor, arrange, types], also in a union with None."""
     annotated = (part for part in (hint, *typing.get_args(hint)) if typing.get_origin(part) is Annotated)
-    return next((Form(*typing.get_args(part)[1:]) for part in annotated), Form())
+    return next((ArgumentForm(*typing.get_args(part)[1:]) for part in annotated), ArgumentForm())
 
 
 def _schema(name: str, hints: Mapping[str, Any], writes: Sequence[str]) -> str:

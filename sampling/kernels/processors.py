@@ -20,7 +20,7 @@ from stepgraph.sampling.kernels.choice import GrammarMask
 from stepgraph.sampling.kernels.operation import Contiguous, Dense, DenseFloats, Flags, Float32s, Ints, Longs, StridedLongs, operation
 from stepgraph.sampling.sampler import ALL, Columns, Param
 
-MOST_BEFORE = 64  # drafts that the kernel in C has room for, as in processors.c
+MAX_EARLIER_DRAFTS = 64  # drafts that the kernel in C has room for, as in processors.c
 
 
 class RowSettings(NamedTuple):
@@ -52,7 +52,7 @@ def process(
     mask: GrammarMask | None = None,
     ids: Tensor | None = None,
 ) -> Processed:
-    """bitmask.apply, apply_settings and judge of logits [B, Q, V] at the positions from `first` on.
+    """bitmask.apply, apply_settings and mark_dead_ends of logits [B, Q, V] at the positions from `first` on.
 
     Row b reads the settings of row rows[b] ([B] int64; None: row b), except settings.generated and before [B, N], which are those of
     the batch. Logits are float32, bfloat16 or float16; ids as for apply_settings.
@@ -73,12 +73,12 @@ def _process_outputs(
         assert status.shape == logits.shape[:2], f"status {status.shape}, logits {logits.shape}"
     assert bias_ids.shape[1] > 0, "room for one bias at least"
     finite = torch.empty(batch, positions, dtype=torch.bool, device=logits.device)
-    judged = torch.empty(batch, positions, dtype=torch.int64, device=logits.device)
-    return Processed(torch.empty(logits.shape, dtype=torch.float32, device=logits.device), finite, judged)
+    final_status = torch.empty(batch, positions, dtype=torch.int64, device=logits.device)
+    return Processed(torch.empty(logits.shape, dtype=torch.float32, device=logits.device), finite, final_status)
 
 
 def _c_supports(logits: Tensor, *others: Any) -> bool:
-    return logits.shape[2] > 0 and others[13].shape[1] <= MOST_BEFORE
+    return logits.shape[2] > 0 and others[13].shape[1] <= MAX_EARLIER_DRAFTS
 
 
 @operation(_process_outputs, triton=True, c=True, takes=_c_supports)
@@ -108,7 +108,7 @@ def process_logits(
     settings = RowSettings._make([*(table if rows is None else table[rows] for table in tables), generated])
     processed = apply_settings(masked, settings, before, first, ids)
     known = torch.full(logits.shape[:2], int(MaskStatus.OK), device=logits.device) if status is None else status
-    return judge(known, torch.isfinite(masked.amax(-1)), processed)
+    return mark_dead_ends(known, torch.isfinite(masked.amax(-1)), processed)
 
 
 def apply_settings(logits: Tensor, rows: RowSettings, before: Tensor, first: int = 0, ids: Tensor | None = None) -> Tensor:
@@ -137,7 +137,7 @@ def apply_settings(logits: Tensor, rows: RowSettings, before: Tensor, first: int
     return result - frequency * counts - presence * emitted
 
 
-def judge(status: Tensor, finite: Tensor, logits: Tensor, columns: Columns = ALL) -> Processed:
+def mark_dead_ends(status: Tensor, finite: Tensor, logits: Tensor, columns: Columns = ALL) -> Processed:
     """Processed logits, with DEAD_END where a mask allows some token (finite [B, Q]) and the request's own bans forbid all of them."""
     largest = columns.best(logits)[0][..., 0]
     banned = finite & (largest == float("-inf")) & (status == int(MaskStatus.OK))

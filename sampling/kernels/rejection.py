@@ -41,11 +41,11 @@ def reject_sample(
     target_probs [B, K + 1, V] float32, draft_probs [R, K, V] float32, rows [B] int64. certain [B, K] bool: drafts that were chosen, not
     drawn; each has probability 1, and draft_probs is not read for it. Where all are certain, draft_probs may be [R, 0, V].
     """
-    proposed = offered(draft_probs, rows, certain, drafts, target_probs)
+    proposed = draft_distributions(draft_probs, rows, certain, drafts, target_probs)
     return exact_rejection(target_probs, proposed, finite, drafts, draft_count, status, seed, length)
 
 
-def offered(
+def draft_distributions(
     draft_probs: Tensor, rows: Tensor, certain: Tensor, drafts: Tensor, target_probs: Tensor, columns: Columns = sampler.ALL
 ) -> Tensor:
     """[B, K, V] the distribution of each draft: of a certain one 1 at its token, else draft_probs[rows]. Arguments as of reject_sample."""

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from stepgraph import Engine
-from stepgraph.graphs.graph_key import FULL, LONGEST, Drafting, GraphKey
+from stepgraph.graphs.graph_key import FULL, FULL_LENGTH, Drafting, GraphKey
 from stepgraph.graphs.graph_set import graph_keys
 from stepgraph.graphs.prefill import PromptKey
 from stepgraph.graphs.publishing import FINISH
@@ -85,7 +85,7 @@ def test_every_key_of_every_draft_length_is_captured_twice(backend: Backend, nam
     most = 3 if name == "MTP of 3" else 8  # each of several modules drafts one token
     engine = make(name, backend, num_speculative_tokens=most, draft_length="auto", **changes)
     shorter = [length for length in (0, 1, 3, 5) if length < most]
-    assert replay_every_key_twice(engine, (*map(Drafting, shorter), Drafting(LONGEST))) == 4 * len(shorter) + 5
+    assert replay_every_key_twice(engine, (*map(Drafting, shorter), Drafting(FULL_LENGTH))) == 4 * len(shorter) + 5
     engine.close()
     assert not counters.take_messages()
 
@@ -146,7 +146,7 @@ COMMIT = [("accept", "show commit"), ("place commit", "choose_draft 1")]
 def test_streams_wait_for_each_other_only_for_masks(backend: Backend, drafts: int, sampled: bool) -> None:
     """Each mask is filled after the previous stage, concurrently with the model; only the stage that reads the mask waits for it."""
     engine = make("own vocabulary", backend, num_speculative_tokens=max(drafts, 1), forced_drafts=False)
-    key = GraphKey(2, True, sampled, draft_length=LONGEST if drafts else 0)
+    key = GraphKey(2, True, sampled, draft_length=FULL_LENGTH if drafts else 0)
     rest = [(f"choose_draft {step}", f"show advance {step}") for step in range(1, drafts)]
     rest += [(f"place advance {step}", f"choose_draft {step + 1}") for step in range(1, drafts)]
     assert edges_between_streams(engine, key) == Counter([*HEAD, *(COMMIT if drafts else []), *rest])

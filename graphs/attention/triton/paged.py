@@ -16,9 +16,9 @@ import triton.language as tl
 from stepgraph.graphs.attention import paged
 from stepgraph.graphs.attention.triton.float8 import as_read
 
-MOST_PARTS = 64
-LEAST_PART = 128  # keys
-MOST_HEAD_SIZE = 256
+MAX_PARTS = 64
+MIN_PART_KEYS = 128  # keys
+MAX_HEAD_SIZE = 256
 _LOG2_E = tl.constexpr(1.4426950408889634)
 # Triton 3.4 does not compile a branch at run time that changes tensors: with it, attention without a window is a separate program.
 _TWO_PROGRAMS = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) <= (3, 4))
@@ -43,13 +43,13 @@ def tile_for(rows: int, size: int, capped: bool = False) -> Tile:
     most = 64 if wide <= 128 else 16 if capped else 32
     tile_rows = min(most, max(16, triton.next_power_of_2(rows)))
     in_round = tile_rows <= 32 and wide <= 64  # with larger heads only one block would fit on a multiprocessor
-    keys = LEAST_PART if in_round else 64 if wide <= 128 else 32
+    keys = MIN_PART_KEYS if in_round else 64 if wide <= 128 else 32
     return Tile(tile_rows, keys, wide, 4 if wide <= 64 else 8, 1 if in_round else 3, 168 if tile_rows == 32 and wide > 128 else None)
 
 
-def parts_of(keys: int, least_part: int = LEAST_PART) -> tuple[int, int]:
+def parts_of(keys: int, least_part: int = MIN_PART_KEYS) -> tuple[int, int]:
     """Keys per part and number of parts for a table of `keys` keys: the same for every row."""
-    part = max(least_part, triton.next_power_of_2(triton.cdiv(keys, MOST_PARTS)))
+    part = max(least_part, triton.next_power_of_2(triton.cdiv(keys, MAX_PARTS)))
     return part, triton.cdiv(keys, part)
 
 
@@ -207,14 +207,14 @@ def combine_parts(sums, peaks, totals, output, parts, size, PARTS: tl.constexpr,
     tl.store(output + line * size + column, summed.to(output.dtype.element_ty), mask=column < size)
 
 
-def paged_attention(*arguments: Any, least_part: int = LEAST_PART) -> None:
+def paged_attention(*arguments: Any, least_part: int = MIN_PART_KEYS) -> None:
     *tensors, page_size, window, scale, softcap, sinks, output = arguments
     query, keys, values, _, _, tables = tensors
     if query.dtype is torch.float32 and query.is_cuda:  # products of float32 would use no tensor cores, and spill
         return paged.paged_attention.run_reference(*arguments)
     batch, count, heads, size = query.shape
-    if size > MOST_HEAD_SIZE:
-        raise ValueError(f"attention: got heads of size {size}, expected at most {MOST_HEAD_SIZE} for the Triton program")
+    if size > MAX_HEAD_SIZE:
+        raise ValueError(f"attention: got heads of size {size}, expected at most {MAX_HEAD_SIZE} for the Triton program")
     assert keys.stride() == values.stride() and keys.stride()[1:] == (size, 1), f"keys {keys.stride()}, values {values.stride()}"
     kv_heads, pages, groups = keys.shape[1], tables.shape[1], heads // keys.shape[1]
     tile = tile_for(groups * count, size, softcap != 0)

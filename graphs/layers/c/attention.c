@@ -20,7 +20,7 @@ typedef struct {
 
 /* Up to BLOCK queries over one tile of one head's entries, as float32, heads padded with zeros to `width`. */
 typedef struct {
-    float keys[TILE * MOST_SIZE], values[TILE * MOST_SIZE], query[BLOCK * MOST_SIZE], total[BLOCK * MOST_SIZE];
+    float keys[TILE * MAX_HEAD_SIZE], values[TILE * MAX_HEAD_SIZE], query[BLOCK * MAX_HEAD_SIZE], total[BLOCK * MAX_HEAD_SIZE];
     float highest[BLOCK], weight[BLOCK];
     int64_t first[BLOCK], end[BLOCK]; /* the entries that each query sees */
 } block;
@@ -72,7 +72,7 @@ INLINED void weigh(block *held, int64_t one, int64_t tile, int64_t width, float 
     held->highest[one] = highest;
     held->weight[one] = held->weight[one] * shrink + folded(sums, 0);
     float *kept = held->total + one * width;
-    lanes total[2][MOST_SIZE / LANES] = {{{0}}}; /* sums of even and of odd keys, which do not depend on each other */
+    lanes total[2][MAX_HEAD_SIZE / LANES] = {{{0}}}; /* sums of even and of odd keys, which do not depend on each other */
     int64_t key = from;
     for (; key + 2 <= to; key += 2)
         for (int64_t i = 0; i < width / LANES; i++) {

@@ -2,7 +2,7 @@
 
 #include "kernels.h"
 
-enum { MOST_EXPERTS = 1024, GATHERED_BYTES = 1 << 17 }; /* as in experts.py */
+enum { MAX_EXPERTS = 1024, GATHERED_BYTES = 1 << 17 }; /* as in experts.py */
 
 /* The place of the largest of `count` numbers, the first of equal ones; 0 if none is greater than -INFINITY. */
 INLINED int64_t largest(const float *numbers, int64_t count) {
@@ -15,7 +15,7 @@ INLINED int64_t largest(const float *numbers, int64_t count) {
 EXPORTED FOR_EACH_PROCESSOR int stepgraph_choose_experts(const argument *given) {
     int64_t experts = given->size[1], count = given[1].integer;
     for (int64_t row = 0; row < given->size[0]; row++) {
-        float powers[MOST_EXPERTS], highest = -INFINITY, total = 0, chosen = 0;
+        float powers[MAX_EXPERTS], highest = -INFINITY, total = 0, chosen = 0;
         float *shares = (float *)given[3].data + row * count;
         for (int64_t i = 0; i < experts; i++) {
             powers[i] = number(given->data, row * experts + i, given->bfloat16);
@@ -39,7 +39,7 @@ EXPORTED FOR_EACH_PROCESSOR int stepgraph_choose_grouped_experts(const argument 
     int64_t experts = given->size[1], count = given[2].integer, groups = given[3].integer, size = experts / groups;
     for (int64_t row = 0; row < given->size[0]; row++) {
         const float *logits = (const float *)given->data + row * experts, *correction = given[1].data;
-        float scores[MOST_EXPERTS], compared[MOST_EXPERTS], pairs[MOST_EXPERTS], open[MOST_EXPERTS], total = 0;
+        float scores[MAX_EXPERTS], compared[MAX_EXPERTS], pairs[MAX_EXPERTS], open[MAX_EXPERTS], total = 0;
         float *shares = (float *)given[7].data + row * count;
         int64_t *chosen = (int64_t *)given[8].data + row * count;
         for (int64_t i = 0; i < experts; i++) {

@@ -4,7 +4,7 @@
 
 #include "native.h"
 
-enum { MOST_SIZE = 256 };
+enum { MAX_HEAD_SIZE = 256 };
 
 typedef struct {
     const void *states, *weight, *bias; /* [rows, inner], rows `step` elements apart; [outer, inner]; [outer] or NULL */

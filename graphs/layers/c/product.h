@@ -3,7 +3,7 @@
 
 #include "kernels.h"
 
-enum { MOST_ROWS = 8 };
+enum { MAX_ROWS = 8 };
 
 /* Reads LANES float32 numbers into parts[0], or 2 * LANES bfloat16 numbers: even indices into parts[0], odd ones into parts[1]. */
 INLINED void taken(const char *from, int64_t bfloat16, lanes parts[2]) {
@@ -77,7 +77,7 @@ INLINED void tile(const product_call *call, int64_t row, int64_t column, int tal
 INLINED void few_rows(const product_call *call, int64_t row, int64_t rows, int64_t first, int64_t end, int64_t bfloat16) {
     int64_t line = call->inner * (bfloat16 ? 2 : 4), column = first;
     int share = row ? 0 : rows == 4 || rows == 2 ? 4 : 2;
-    if (rows == MOST_ROWS && line > 2048)
+    if (rows == MAX_ROWS && line > 2048)
         for (; column + 32 <= end; column += 32) { /* the L1 cache holds four rows of states beside four columns, not eight */
             const char *next = (const char *)call->weight + (column + 32) * line;
             for (int64_t four = 0; four < 16; four++, next += 2 * line)
@@ -106,6 +106,6 @@ INLINED void one_row(const product_call *call, int64_t row, int64_t first, int64
 
 INLINED void columns(const product_call *call, int64_t first, int64_t end, int64_t bfloat16) {
     int64_t row = 0;
-    for (; row + 1 < call->rows; row += MOST_ROWS) few_rows(call, row, call->rows - row < MOST_ROWS ? call->rows - row : MOST_ROWS, first, end, bfloat16);
+    for (; row + 1 < call->rows; row += MAX_ROWS) few_rows(call, row, call->rows - row < MAX_ROWS ? call->rows - row : MAX_ROWS, first, end, bfloat16);
     if (row < call->rows) one_row(call, row, first, end, bfloat16);
 }

@@ -41,7 +41,7 @@ INLINED void in_numbers(const quantised_call *call, int64_t first, int64_t end, 
     if (!call->bfloat16) tiles_of(&same, first, end, bits, zero);
 }
 
-/* Sums the states of every block of a row. MOST_BLOCKS is a multiple of LANES. */
+/* Sums the states of every block of a row. MAX_BLOCKS is a multiple of LANES. */
 INLINED void add_up(const quantised_call *call, int64_t row, float *totals) {
     int64_t group = call->kind.group;
     for (int64_t block = 0; block < call->blocks; block += LANES) {
@@ -74,7 +74,7 @@ static FOR_EACH_PROCESSOR void some_tiles(const void *given, int64_t first, int6
 
 /* At most GATHERED_ROWS rows. */
 static FOR_EACH_PROCESSOR void rows_at_once(quantised_call call) {
-    float totals[GATHERED_ROWS][MOST_BLOCKS];
+    float totals[GATHERED_ROWS][MAX_BLOCKS];
     call.totals = totals;
     for (int64_t one = 0; call.kind.ranged && one < call.rows; one++) add_up(&call, one, totals[one]);
     divide_work(some_tiles, &call, call.tiles, call.tiles * call.blocks * block_bytes(call.kind));
@@ -129,7 +129,7 @@ EXPORTED FOR_EACH_PROCESSOR int stepgraph_quantised_rows(const argument *given) 
             lanes scale, minimum = {0};
             read_scales(&scale, scales, kind.wide);
             if (kind.ranged) read_scales(&minimum, scales + scale_bytes(kind), kind.wide);
-            float found[MOST_GROUP];
+            float found[MAX_GROUP];
             for (int at = 0; at < kind.group; at++) {
                 int pair = at / 2 % (16 / bits);
                 uint32_t word;

@@ -8,8 +8,8 @@
 #include <pthread.h>
 #include <stdatomic.h>
 
-/* A thread is woken for at least LEAST_BYTES: reading them takes about as long as waking it. Parts are small, as it starts late. */
-enum { LEAST_BYTES = 1 << 17, PARTS_OF_THREAD = 4 };
+/* A thread is woken for at least MIN_THREAD_BYTES: reading them takes about as long as waking it. Parts are small, as it starts late. */
+enum { MIN_THREAD_BYTES = 1 << 17, PARTS_PER_THREAD = 4 };
 
 typedef struct {
     range_work work;
@@ -26,7 +26,7 @@ static void one_part(void *context, unsigned item) {
     all->work(all->call, all->count * item / all->parts, all->count * (item + 1) / all->parts);
 }
 
-int64_t threads_for(int64_t bytes) { return bytes / LEAST_BYTES < threads ? bytes / LEAST_BYTES : threads; }
+int64_t threads_for(int64_t bytes) { return bytes / MIN_THREAD_BYTES < threads ? bytes / MIN_THREAD_BYTES : threads; }
 
 void divide_work(range_work work, const void *call, int64_t count, int64_t bytes) {
     int64_t used = threads_for(bytes);
@@ -34,7 +34,7 @@ void divide_work(range_work work, const void *call, int64_t count, int64_t bytes
         work(call, 0, count);
         return;
     }
-    int64_t parts = used * PARTS_OF_THREAD;
+    int64_t parts = used * PARTS_PER_THREAD;
     divided_work all = {work, call, count, parts < count ? parts : count};
     if (!helpers) helpers = pool_open((unsigned)threads - 1); /* the first product after a fork */
     if (helpers) pool_run(helpers, one_part, &all, (unsigned)all.parts, (unsigned)used - 1);

@@ -10,7 +10,7 @@
 INLINED void rotate(
     const float *cosines, const float *sines, const void *from, int64_t first, void *to, int64_t at, int64_t turned, int64_t size, int64_t bfloat16,
     int64_t entry_bytes) {
-    float states[MOST_SIZE], straight[MOST_SIZE], crossed[MOST_SIZE];
+    float states[MAX_HEAD_SIZE], straight[MAX_HEAD_SIZE], crossed[MAX_HEAD_SIZE];
     int64_t half = turned / 2;
     read_numbers(states, from, first, size, bfloat16);
     for (int64_t i = 0; i < turned; i++) straight[i] = rounded(states[i] * cosines[i], bfloat16);
@@ -30,7 +30,7 @@ INLINED int rope_all(const argument *given, int64_t turned, int64_t size, int64_
     for (int64_t token = 0; token < query->size[0]; token++)
         if (slots[token] < 0 || slots[token] >= keys->size[0]) return 1;
     for (int64_t token = 0; token < query->size[0]; token++) {
-        float cosines[MOST_SIZE], sines[MOST_SIZE];
+        float cosines[MAX_HEAD_SIZE], sines[MAX_HEAD_SIZE];
         read_numbers(cosines, given[3].data, token * turned, turned, bfloat16);
         read_numbers(sines, given[4].data, token * turned, turned, bfloat16);
         for (int64_t head = 0; head < heads; head++)

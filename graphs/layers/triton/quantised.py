@@ -1,4 +1,4 @@
-"""The Triton programs of products with packed weights: each weight is read once for up to `MOST_ROWS` states.
+"""The Triton programs of products with packed weights: each weight is read once for up to `MAX_ROWS` states.
 
 Numbers are multiplied as stored: integers or float8, which bfloat16 and float16 represent exactly. The scales of a group are applied
 to its sums in float32, and its minimums to the sums of its states. Where `choose_products` found it faster, torch multiplies many states
@@ -14,15 +14,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stepgraph.graphs.layers.quantised import TILE, Kind, kind_of
+from stepgraph.graphs.layers.quantised import TILE, QuantKind, kind_of
 
 _TILE = tl.constexpr(TILE)
 _STAGES = tl.constexpr(3)  # iterations of a loop whose loads are in flight
-MOST_ROWS = 16  # states per instance; one with 32 takes longer than two with 16
-LEAST_ROWS = 8 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6) else 16  # before Triton 3.6, tl.dot needs 16
+MAX_ROWS = 16  # states per instance; one with 32 takes longer than two with 16
+MIN_ROWS = 8 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6) else 16  # before Triton 3.6, tl.dot needs 16
 WARPS, ROW_WARPS = 4, {1: 1, TILE: 4}  # of products; of `packed_rows`, by ROWS
 REGISTERS = 224  # per thread; without a bound, ptxas of Triton 3.6 takes fewer for some kinds and spills
-LEAST_TILES = {4: 1024, 2: 256, 1: 1}  # tiles of a matrix from which an instance takes 4, 2 or 1: enough instances for a large GPU remain
+MIN_TILES = {4: 1024, 2: 256, 1: 1}  # tiles of a matrix from which an instance takes 4, 2 or 1: enough instances for a large GPU remain
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 DEQUANTISED_BYTES = 1 << 26  # at a time
 library_rows: dict[tuple[object, ...], int] = {}  # by `product_key`: from so many states on, torch multiplies
@@ -192,23 +192,23 @@ def packed_product(
     tl.store(place, found.to(output.dtype.element_ty), mask=(row < count)[None, :])
 
 
-def layout_of(kind: Kind) -> dict[str, Any]:
+def layout_of(kind: QuantKind) -> dict[str, Any]:
     """The constants that describe a block."""
     return {name.upper(): value for name, value in kind._asdict().items() if name != "together"}
 
 
-def plan_of(kind: Kind, number: torch.dtype, tiles: int, most_tiles: int, rows: int, interpreted: bool) -> dict[str, Any]:
+def plan_of(kind: QuantKind, number: torch.dtype, tiles: int, max_tiles: int, rows: int, interpreted: bool) -> dict[str, Any]:
     """The constants of a product: what one instance does. BLOCKS, which decides the order of sums, depends on the kind only."""
     return {
         **layout_of(kind),
-        "TILES": next(each for each, least in LEAST_TILES.items() if each <= most_tiles and tiles % each == 0 and tiles >= least),
-        "ROWS": max(LEAST_ROWS, min(MOST_ROWS, triton.next_power_of_2(rows))),
+        "TILES": next(each for each, least in MIN_TILES.items() if each <= max_tiles and tiles % each == 0 and tiles >= least),
+        "ROWS": max(MIN_ROWS, min(MAX_ROWS, triton.next_power_of_2(rows))),
         "BLOCKS": max(WARPS, (256 if kind.ranged else 512) // max(kind.group, 32)),  # more would spill
         "dtype": tl.float32 if interpreted else TYPES[number],
     }
 
 
-def most_tiles_of(kind: Kind) -> int:
+def max_tiles_of(kind: QuantKind) -> int:
     """The most tiles per instance; more would spill."""
     return {128: 4, 32: 2, 16: 1}[kind.group]
 
@@ -219,14 +219,14 @@ def product_key(states: Tensor, weight: Tensor) -> tuple[object, ...]:
 
 
 def quantised_product(states: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor) -> None:
-    least = library_rows.get(product_key(states, weight)) if len(states) > MOST_ROWS else None
+    least = library_rows.get(product_key(states, weight)) if len(states) > MAX_ROWS else None
     multiply = multiply_packed if least is None or len(states) < least else multiply_dequantised
     multiply(states, weight, bias, output)
 
 
 def multiply_packed(states: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor) -> None:
     kind, (count, inner), tiles = kind_of(weight), states.shape, len(weight)
-    plan = plan_of(kind, states.dtype, tiles, most_tiles_of(kind), count, states.device.type == "cpu")
+    plan = plan_of(kind, states.dtype, tiles, max_tiles_of(kind), count, states.device.type == "cpu")
     grid, sizes = (tiles // plan["TILES"], triton.cdiv(count, plan["ROWS"])), (count, inner, output.shape[1], states.stride(0))
     arguments = states, weight.view(torch.int32), weight.view(kind.scale_type), bias, output, *sizes
     packed_product[grid](*arguments, **plan, num_warps=WARPS, maxnreg=REGISTERS)

@@ -3,7 +3,7 @@
 
 #include "native.h"
 
-enum { COPY, ADD, SUBTRACT, MULTIPLY, EQUAL, UNEQUAL, LESS, LESS_EQUAL, GREATER, GREATER_EQUAL, AND, OR, SHIFT, LEAST, MOST, SELECT, SUM, CUMULATED, GATHER, SCATTER };
+enum { COPY, ADD, SUBTRACT, MULTIPLY, EQUAL, UNEQUAL, LESS, LESS_EQUAL, GREATER, GREATER_EQUAL, AND, OR, SHIFT, CLAMP_MIN, CLAMP_MAX, WHERE, SUM, CUMPROD, GATHER, SCATTER };
 
 /* An integer of 1 (as bool), 2, 4 or 8 bytes; a scalar has no data. */
 INLINED int64_t element(const argument *from, int64_t at) {
@@ -39,9 +39,9 @@ INLINED int64_t computed(int64_t kind, int64_t a, int64_t b, int64_t c) {
     case AND: return a & b;
     case OR: return a | b;
     case SHIFT: return b < 0 || b > 63 ? 0 : (int64_t)((uint64_t)a << b);
-    case LEAST: return a > b ? a : b;
-    case MOST: return a < b ? a : b;
-    case SELECT: return a ? b : c;
+    case CLAMP_MIN: return a > b ? a : b;
+    case CLAMP_MAX: return a < b ? a : b;
+    case WHERE: return a ? b : c;
     default: return a;
     }
 }
@@ -55,7 +55,7 @@ INLINED int64_t place(const argument *index, int64_t at, const argument *stride,
 
 /* kind; out, a, b, c: tensors of four dimensions and of one shape, some with strides of 0, or numbers; stride and size of the dimension that
    b is an index of, the same for c, and whether they count from the end where they are negative. GATHER: out is a at the index b. SCATTER:
-   out at the indices b and, if it is a tensor, c, becomes a. SUM: out is the sum of the elements of a at the same place. CUMULATED:
+   out at the indices b and, if it is a tensor, c, becomes a. SUM: out is the sum of the elements of a at the same place. CUMPROD:
    products along the last dimension. */
 EXPORTED int stepgraph_small_operation(const argument *given) {
     const argument *out = given + 1, *a = given + 2, *b = given + 3, *c = given + 4;
@@ -91,7 +91,7 @@ EXPORTED int stepgraph_small_operation(const argument *given) {
                     }
                     int64_t value = element(a, at[1]);
                     if (kind == SUM) value += element(out, at[0]);
-                    else if (kind == CUMULATED && l) value *= element(out, at[0] - out->stride[3]);
+                    else if (kind == CUMPROD && l) value *= element(out, at[0] - out->stride[3]);
                     else value = computed(kind, value, moved ? 0 : element(b, at[2]), moved ? 0 : element(c, at[3]));
                     set_element(out, at[0], value);
                 }

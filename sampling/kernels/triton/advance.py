@@ -37,7 +37,7 @@ _DEPTH = tl.constexpr(int(PlaceColumn.DEPTH))
 _COUNTER = tl.constexpr(int(PlaceColumn.FIRST_COUNTER))
 _START = tl.constexpr(int(Field.START))
 _START_COUNTERS = tl.constexpr(int(Field.START_COUNTERS))
-_MOST_DEPTH = tl.constexpr(int(Field.DEPTH))
+_MAX_DEPTH = tl.constexpr(int(Field.DEPTH))
 _NONE = tl.constexpr(int(MaskStatus.NONE))
 _OK = tl.constexpr(int(MaskStatus.OK))
 _ILLEGAL = tl.constexpr(int(MaskStatus.ILLEGAL))
@@ -188,7 +188,7 @@ def advance_rows(
     _clear(batch_status, slot, status_step, first, last, _NONE)
     inside, image = (offset > 0) & (offset <= arena_ints - _HEADER_INTS), arena + offset
     if tl.load(image, mask=inside, other=0) == _VERSION:
-        running = (finish == _RUNNING) & (tl.load(image + _MOST_DEPTH) <= room)
+        running = (finish == _RUNNING) & (tl.load(image + _MAX_DEPTH) <= room)
         tags, ring, step = row_tags + row * positions * _TAG_FIELDS, positions + 1, first
         if FILL_NEW:
             step = first - (running & (_status_of(tags, owner, generated, 0) == _NONE)).to(tl.int32)

@@ -15,7 +15,7 @@ from stepgraph.sampling.kernels.triton.automaton import entries_of, entry_at, fo
 
 _BYTES = tl.constexpr(forced.FORCED_BYTES)
 _TAIL = tl.constexpr(forced.TAIL_BYTES)
-_MOST_LEGAL = tl.constexpr(forced.MAX_LEGAL)
+_MAX_LEGAL = tl.constexpr(forced.MAX_LEGAL)
 _FACTOR = tl.constexpr(forced.KEY_FACTOR - (1 << 64))
 _INVERSE = tl.constexpr(pow(forced.KEY_FACTOR, -1, 1 << 64) - (pow(forced.KEY_FACTOR, -1, 1 << 64) >> 63 << 64))
 _TOKENS = tl.constexpr(advance.TEXT_COLUMNS)
@@ -294,7 +294,7 @@ def write_forced_token(
                 first = tl.maximum(first, tl.max(tl.where(bits != 0, word * 32 + _count_bits((bits & -bits) - 1), -1), 0))
                 start += WORDS
             token = tl.where((count == 1) & (first < vocabulary[2]), first, -1)
-            if (count > 1) & (count <= _MOST_LEGAL):
+            if (count > 1) & (count <= _MAX_LEGAL):
                 known = texts + row * _TEXT_INTS
                 token = _next_token(
                     known, image, vocabulary, token_slots, slot_bits, position, mask, words, place, stack, scratch, MERGES, WORDS

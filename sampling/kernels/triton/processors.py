@@ -26,7 +26,7 @@ _DEAD_END = tl.constexpr(int(MaskStatus.DEAD_END))
 _REPETITION = tl.constexpr(int(Param.REPETITION_PENALTY))
 _PRESENCE = tl.constexpr(int(Param.PRESENCE_PENALTY))
 _FREQUENCY = tl.constexpr(int(Param.FREQUENCY_PENALTY))
-_LEAST = tl.constexpr(int(Param.MIN_NEW_TOKENS))
+_MIN_NEW_TOKENS = tl.constexpr(int(Param.MIN_NEW_TOKENS))
 _LAST_ID = tl.constexpr(0x7FFFFFFF)
 
 
@@ -161,7 +161,7 @@ def process_tile(
     at, own = first + position, row_params + table_row * columns
     if tl.load(bias_ids + table_row * num_biases) >= 0:
         values = _biased(values, tokens, bias_ids + table_row * num_biases, biases + table_row * num_biases, num_biases, BIASES)
-    if (tl.load(generated + row * generated_step) + at).to(tl.float32) < tl.load(own + _LEAST):
+    if (tl.load(generated + row * generated_step) + at).to(tl.float32) < tl.load(own + _MIN_NEW_TOKENS):
         values = _unstopped(values, tokens, stop_ids + table_row * num_stops, num_stops)
     repetition, presence, frequency = tl.load(own + _REPETITION), tl.load(own + _PRESENCE), tl.load(own + _FREQUENCY)
     if (repetition != 1) | (presence != 0) | (frequency != 0):
@@ -177,8 +177,8 @@ def process_tile(
 
 
 @triton.jit
-def judge_positions(peaks, status, finite, judged, tiles, TILES: tl.constexpr):
-    """processors.judge for one position, and whether its best processed logit is finite. TILES is a power of two >= tiles."""
+def judge_positions(peaks, status, finite, final_status, tiles, TILES: tl.constexpr):
+    """processors.mark_dead_ends for one position, and whether its best processed logit is finite. TILES is a power of two >= tiles."""
     line = tl.program_id(0)
     peak = peaks + (line.to(tl.int64) * tiles + tl.minimum(tl.arange(0, TILES), tiles - 1)) * 2
     allowed, left = tl.max(tl.load(peak), 0), tl.max(tl.load(peak + 1), 0)
@@ -186,7 +186,7 @@ def judge_positions(peaks, status, finite, judged, tiles, TILES: tl.constexpr):
     if status is not None:
         known = tl.load(status + line)
     banned = is_finite(allowed) & (left == _BOTTOM)
-    tl.store(judged + line, tl.where(banned & (known == _OK), _DEAD_END, known))
+    tl.store(final_status + line, tl.where(banned & (known == _OK), _DEAD_END, known))
     tl.store(finite + line, is_finite(left))
 
 
@@ -238,7 +238,7 @@ def report_token(
 def process_logits(*arguments: Any, tile: int = PROCESS_TILE) -> None:
     """The arguments and outputs of kernels.processors.process_logits; the program takes the inputs in the same order."""
     logits, masks, _, _, status, _, _, params, bias_ids, _, stop_ids, _, output_counts, *others = arguments
-    generated, before, first, processed, finite, judged = others
+    generated, before, first, processed, finite, final_status = others
     (batch, positions, width), inputs = logits.shape, arguments[:-4]
     lines, tiles = batch * positions, triton.cdiv(width, tile)
     peaks = torch.empty(lines, tiles, 2, dtype=torch.int32, device=logits.device)
@@ -247,7 +247,7 @@ def process_logits(*arguments: Any, tile: int = PROCESS_TILE) -> None:
     strides = *logits.stride()[:2], *mask_steps, generated.stride(0), *before.stride()
     constants = {"WORDS": tile // 32, "BIASES": triton.next_power_of_2(bias_ids.shape[1]), "num_warps": 4, "enable_fp_fusion": False}
     process_tile[(lines, tiles)](*inputs, processed, peaks, *sizes, *strides, **constants)
-    judge_positions[(lines,)](peaks, status, finite, judged, tiles, TILES=triton.next_power_of_2(tiles), num_warps=1)
+    judge_positions[(lines,)](peaks, status, finite, final_status, tiles, TILES=triton.next_power_of_2(tiles), num_warps=1)
 
 
 def log_probabilities(logits: Tensor, probs: Tensor, tokens: Tensor, found: Tensor, *, tile: int = SUM_TILE) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.tape.replay_ops import Call
-from stepgraph.graphs.tape.small_operations import MOST_ELEMENTS, Run, small_operation
+from stepgraph.graphs.tape.small_operations import MAX_ELEMENTS, Run, small_operation
 from tests.helpers.c_library import needs_c
 
 pytestmark = needs_c
@@ -162,7 +162,7 @@ def test_results_are_those_of_torch(name: str) -> None:
         (aten.index, (torch.ones(3, 2), [None, torch.tensor([1])])),
         (aten.copy_, (torch.ones(3), torch.ones(3, dtype=torch.int64))),
         (aten.copy_, (torch.ones(3, dtype=torch.bool), torch.ones(3, dtype=torch.int64))),
-        (aten.mul, (torch.ones(MOST_ELEMENTS + 1, dtype=torch.int64), 2)),
+        (aten.mul, (torch.ones(MAX_ELEMENTS + 1, dtype=torch.int64), 2)),
         (aten.mul, (torch.ones(1, 1, 1, 1, 2, dtype=torch.int64), 2)),
         (aten.neg, (torch.ones(3, dtype=torch.int64),)),
     ],
