@@ -152,34 +152,34 @@ def host_call(name: str, function: Callable[[], object]) -> Callable[[], object]
     return function if entry is None else functools.partial(C_HOST_FUNCTION(entry[0]), entry[1])
 
 
-_starting = threading.local()
+_thread_state = threading.local()
 
 
-def _checked(hand_over: Callable[..., Any], what: str) -> Callable[..., Any]:
+def _refusing(start_work: Callable[..., Any], what: str) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        if getattr(_starting, "refused", False):
+        if getattr(_thread_state, "refuses_threads", False):
             raise fail("other-thread", f"a step that is being captured {what}, whose work would not be recorded")
-        return hand_over(*args, **kwargs)
+        return start_work(*args, **kwargs)
 
     return call
 
 
-_start_checked = _checked(threading.Thread.start, "starts a thread")
-_submit_checked = _checked(ThreadPoolExecutor.submit, "submits work to a thread")
+_refusing_start = _refusing(threading.Thread.start, "starts a thread")
+_refusing_submit = _refusing(ThreadPoolExecutor.submit, "submits work to a thread")
 
 
 @contextlib.contextmanager
 def refusing_threads() -> Iterator[None]:
     """Within the block, starting a thread from this one and submitting work to a ThreadPoolExecutor are CaptureErrors. For backends."""
     with (
-        temporarily_set(_starting, "refused", True),
-        temporarily_set(threading.Thread, "start", _start_checked),
-        temporarily_set(ThreadPoolExecutor, "submit", _submit_checked),
+        temporarily_set(_thread_state, "refuses_threads", True),
+        temporarily_set(threading.Thread, "start", _refusing_start),
+        temporarily_set(ThreadPoolExecutor, "submit", _refusing_submit),
     ):
         yield
 
 
-def checked_loop(
+def checked_loop_args(
     buffers: StaticBuffers, until: Tensor | None, limit: int | None, host_node: tuple[str, Site] | None, uses_generator: bool
 ) -> tuple[Tensor, int]:
     """The arguments of `Recorded.replay`. `host_node`: the first of the step; `uses_generator`: whether it draws from a generator."""

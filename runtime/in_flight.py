@@ -108,7 +108,7 @@ class InFlight:
         if lengths is None:
             return (*kind, FULL), self._graphs.key_for(*kind)
         key = self._graphs.key_for(*kind)
-        if self._graphs.on_demand and self._calibration and not lengths.costs.known(key):
+        if self._graphs.records_on_demand and self._calibration and not lengths.costs.known(key):
             self._calibration.measure(key)
         launch = *kind, lengths.choose(requests, key)
         return launch, self._graphs.key_for(*launch)

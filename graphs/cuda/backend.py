@@ -38,8 +38,8 @@ class CudaBackend(CudaLauncher):
 
     def __init__(self, device: str | torch.device | int | None = None, *, ordered: bool = True, ranges: RangeFactory | None = None) -> None:
         super().__init__(checked_device(device), ordered, ranges)
-        held = self.resources
-        self._recorder = CudaRecorder(self.driver, held.streams, held.capture_streams, held.pool, self.errors, ranges)
+        resources = self.resources
+        self._recorder = CudaRecorder(self.driver, resources.streams, resources.capture_streams, resources.pool, self.errors, ranges)
         self._graphs: weakref.WeakSet[CudaGraph] = weakref.WeakSet()
 
     def capture(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import BackendStats, Event, checked_loop
+from stepgraph.graphs.capture import BackendStats, Event, checked_loop_args
 from stepgraph.graphs.context import COPY_STREAM, MAIN
 from stepgraph.graphs.cuda.loop import why_no_loops
 from stepgraph.graphs.cuda.recorder import Recording
@@ -69,7 +69,7 @@ class CudaGraph:
         recording, launcher = self._recording, self._launcher
         loop = None
         if until is not None or limit is not None:
-            loop = checked_loop(self._buffers, until, limit, recording.host_node, recording.uses_generator)
+            loop = checked_loop_args(self._buffers, until, limit, recording.host_node, recording.uses_generator)
             if reason := launcher.why_no_loops or ("a trace is running" if launcher.tracer else ""):
                 raise RuntimeError(f"replay(until=...): {reason}")
         with launcher.on_main("replay()") as main:
@@ -98,8 +98,8 @@ class CudaLauncher:
         self._capturing = False
         with torch.cuda.device(device):
             torch.cuda.mem_get_info()  # creates a context for this thread; driver calls need one
-            self.resources = held = DeviceResources(device)
-            self.driver, self._main, self._order_event = held.driver, held.streams[MAIN], held.order_event
+            self.resources = resources = DeviceResources(device)
+            self.driver, self._main, self._order_event = resources.driver, resources.streams[MAIN], resources.order_event
             self._context = self.driver.context()
         self._local = threading.local()  # .bound: this thread uses the context
         self._finalizer = weakref.finalize(self, self.resources.release)
@@ -113,7 +113,7 @@ class CudaLauncher:
             function()
 
     def copy_aside(self, function: Callable[[], object], *, after_launched: bool) -> CudaEvent:
-        self._enter("copy_aside()")
+        self._check_usable("copy_aside()")
         launched, copies = self.event() if after_launched else None, self.resources.streams[COPY_STREAM]
         if launched is not None:
             self.driver.cuStreamWaitEvent(copies.cuda_stream, launched.handle, 0)
@@ -123,15 +123,15 @@ class CudaLauncher:
 
     def wait_for(self, copied: Event) -> None:
         assert isinstance(copied, CudaEvent)
-        self._enter("wait_for()")
+        self._check_usable("wait_for()")
         self.driver.cuStreamWaitEvent(self._main.cuda_stream, copied.handle, 0)
 
     def event(self) -> CudaEvent:
-        self._enter("event()")
+        self._check_usable("event()")
         return CudaEvent(self, self._main)
 
     def synchronize(self) -> None:
-        self._enter("synchronize()")
+        self._check_usable("synchronize()")
         self.stats.syncs += 1
         self._drain()
         self.errors.raise_first()
@@ -139,7 +139,7 @@ class CudaLauncher:
     @contextlib.contextmanager
     def on_main(self, call: str) -> Iterator[int]:
         """Issue the block on the main stream, whose handle it gets, ordered after the caller's earlier work."""
-        self._enter(call)
+        self._check_usable(call)
         self.errors.raise_first()
         caller, main = torch.cuda.current_stream(self.device).cuda_stream, self._main.cuda_stream
         if caller != main and not self.driver.cuStreamQuery(caller):
@@ -162,7 +162,7 @@ class CudaLauncher:
             self.driver.cuStreamSynchronize(self.resources.streams[COPY_STREAM].cuda_stream)
         self.resources.free_retired()
 
-    def _enter(self, call: str) -> None:
+    def _check_usable(self, call: str) -> None:
         if not self._finalizer.alive:
             raise RuntimeError(f"CudaBackend.{call}: the backend is closed")
         self.refuse_while_capturing(call)

@@ -23,11 +23,11 @@ def _choice_outputs(logits: Tensor, count: int, normalised: bool) -> tuple[Tenso
     return shares, shares.new_empty(shares.shape, dtype=torch.int64)
 
 
-def _choice_in_c(logits: Tensor, *_: object) -> bool:
+def _c_supports_choice(logits: Tensor, *_: object) -> bool:
     return logits.shape[1] <= _MAX_EXPERTS
 
 
-@operation(_choice_outputs, triton=True, c=True, takes=_choice_in_c)
+@operation(_choice_outputs, triton=True, c=True, supports=_c_supports_choice)
 def choose_experts(logits: ContiguousFloats, count: int, normalised: bool) -> tuple[Tensor, Tensor]:
     """The most probable experts of each token by logits [N, experts], and their probabilities, [N, count] each; ties by lower index.
 
@@ -43,7 +43,7 @@ def _grouped_outputs(logits: Tensor, correction: Tensor, count: int, *_: object)
     return _choice_outputs(logits, count, True)
 
 
-@operation(_grouped_outputs, triton=True, c=True, takes=_choice_in_c)
+@operation(_grouped_outputs, triton=True, c=True, supports=_c_supports_choice)
 def choose_grouped_experts(
     logits: Float32s, correction: Float32s, count: int, groups: int, groups_taken: int, normalised: bool, factor: float
 ) -> tuple[Tensor, Tensor]:
@@ -68,12 +68,12 @@ def _product_outputs(states: Tensor, experts: Tensor, weights: Tensor, num_exper
     return states.new_empty(experts.numel(), len(weights) // num_experts * (TILE if weights.dtype is torch.uint8 else 1))
 
 
-def _product_in_c(states: Tensor, experts: Tensor, weights: Tensor, *_: object) -> bool:
+def _c_supports_product(states: Tensor, experts: Tensor, weights: Tensor, *_: object) -> bool:
     fits = c_supports_weight(weights) if weights.dtype is torch.uint8 else weights.dtype is states.dtype and weights.is_contiguous()
     return fits and states.shape[1] * states.element_size() <= _MAX_ROW_BYTES
 
 
-@operation(_product_outputs, triton=True, c=True, takes=_product_in_c)
+@operation(_product_outputs, triton=True, c=True, supports=_c_supports_product)
 def expert_product(
     states: DenseFloats, experts: Longs, weights: Tensor, num_experts: int, biases: ContiguousFloats | None = None
 ) -> Tensor:
@@ -85,7 +85,7 @@ def expert_product(
     return _products(product.reference, states, experts, weights, num_experts, biases)
 
 
-@operation(_product_outputs, triton=True, c=True, takes=_product_in_c)
+@operation(_product_outputs, triton=True, c=True, supports=_c_supports_product)
 def quantised_expert_product(
     states: DenseFloats, experts: Longs, weights: Tensor, num_experts: int, biases: ContiguousFloats | None = None
 ) -> Tensor:

@@ -162,11 +162,11 @@ def c_supports_weight(weight: Tensor) -> bool:
     return weight.dtype is torch.uint8 and weight.is_contiguous() and weight.shape[1] * kind_of(weight).together <= _MAX_BLOCKS
 
 
-def _product_in_c(states: Tensor, weight: Tensor, *_: object) -> bool:
+def _c_supports(states: Tensor, weight: Tensor, *_: object) -> bool:
     return states.dim() == 2 and c_supports_weight(weight)
 
 
-@operation(lambda states, weight, *_: empty_of((len(states), len(weight) * TILE), states), triton=True, c=True, takes=_product_in_c)
+@operation(lambda states, weight, *_: empty_of((len(states), len(weight) * TILE), states), triton=True, c=True, supports=_c_supports)
 def quantised_product(states: DenseFloats, weight: Tensor, bias: ContiguousFloats | None = None) -> Tensor:
     """`product` with packed weights, in float32. On the CPU a row has the same bits in any batch."""
     return matrix_product(states.float(), unpack(weight), None if bias is None else bias.float()).to(states.dtype)
@@ -176,7 +176,7 @@ def _rows_outputs(indices: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor
     return torch.empty(len(indices), inner_size(weight), dtype=dtype, device=indices.device)
 
 
-@operation(_rows_outputs, triton=True, c=True, takes=lambda *given: c_supports_weight(given[1]) and given[2] in FLOATS)
+@operation(_rows_outputs, triton=True, c=True, supports=lambda *given: c_supports_weight(given[1]) and given[2] in FLOATS)
 def quantised_rows(indices: Longs, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows [N, in] of packed weights: an embedding."""
     tiles = weight[indices // TILE]

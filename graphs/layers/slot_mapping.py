@@ -11,7 +11,7 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor
 
-from stepgraph.graphs.attention.float8 import C_HEAD_SIZE, ENTRIES, in_c, to_entries
+from stepgraph.graphs.attention.float8 import ENTRIES, MAX_C_HEAD_SIZE, c_supports_cache, to_entries
 from stepgraph.sampling.kernels.c_kernel import FLOATS
 from stepgraph.sampling.kernels.operation import Contiguous, Flags, Float32s, Longs, StridedLongs, empty_as, operation
 
@@ -64,7 +64,7 @@ def _angles_outputs(positions: Tensor, frequencies: Tensor, dtype: torch.dtype, 
     return cosines, sines
 
 
-@operation(_angles_outputs, triton=True, c=True, takes=lambda *given: given[2] in FLOATS)
+@operation(_angles_outputs, triton=True, c=True, supports=lambda *given: given[2] in FLOATS)
 def rope_angles(positions: Longs, frequencies: Float32s, dtype: torch.dtype, factor: float = 1.0) -> tuple[Tensor, Tensor]:
     """Cosines and sines, times `factor`, for `rotate`: positions [N] -> two of [N, 1, size]; frequencies [size / 2] float32."""
     angles = positions[:, None, None].float() * frequencies
@@ -103,11 +103,11 @@ def _rope_outputs(
     return empty_as(query)
 
 
-def _in_c(query: Tensor, key: Tensor, value: Tensor, cosines: Tensor, sines: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> bool:
-    return query.shape[2] <= C_HEAD_SIZE and in_c(query, cosines, sines, keys=keys, values=values)
+def _fits_c(query: Tensor, key: Tensor, value: Tensor, cosines: Tensor, sines: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> bool:
+    return query.shape[2] <= MAX_C_HEAD_SIZE and c_supports_cache(query, cosines, sines, keys=keys, values=values)
 
 
-@operation(_rope_outputs, writes=("keys", "values"), triton=True, c=True, takes=_in_c)
+@operation(_rope_outputs, writes=("keys", "values"), triton=True, c=True, supports=_fits_c)
 def rope_and_write_kv(
     query: Packed, key: Packed, value: Packed, cosines: Contiguous, sines: Contiguous, slots: Longs, keys: Contiguous, values: Contiguous
 ) -> Tensor:

@@ -171,7 +171,7 @@ def _distribution_outputs(logits: Tensor, params: Tensor) -> Tensor:
     return torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
 
 
-@operation(_distribution_outputs, triton=filter_module, c=True, takes=lambda logits, _: logits.shape[-1] > 0)
+@operation(_distribution_outputs, triton=filter_module, c=True, supports=lambda logits, _: logits.shape[-1] > 0)
 def distribution(logits: DenseFloats, params: Dense) -> Tensor:
     """sampler.distribution of logits [B, Q, V], of any float type, and params [B, 4 or more] float32 -> [B, Q, V] float32."""
     return sampler.distribution(logits, params)
@@ -188,12 +188,12 @@ def _draw_outputs(
     return torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
 
 
-def _c_draws(logits: Tensor, params: Tensor, *others: Any) -> bool:
+def _c_supports_draw(logits: Tensor, params: Tensor, *others: Any) -> bool:
     ids = others[-1]
     return logits.shape[-1] > 0 and (ids is None or bool((ids[:1] >= 0).all() and (ids.diff() > 0).all()))  # the kernel scatters in place
 
 
-@operation(_draw_outputs, writes=("row_probs",), triton=filter_module, c=True, takes=_c_draws)
+@operation(_draw_outputs, writes=("row_probs",), triton=filter_module, c=True, supports=_c_supports_draw)
 def draw(
     logits: DenseFloats,
     params: Dense,

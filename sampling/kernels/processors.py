@@ -81,7 +81,7 @@ def _c_supports(logits: Tensor, *others: Any) -> bool:
     return logits.shape[2] > 0 and others[13].shape[1] <= MAX_EARLIER_DRAFTS
 
 
-@operation(_process_outputs, triton=True, c=True, takes=_c_supports)
+@operation(_process_outputs, triton=True, c=True, supports=_c_supports)
 def process_logits(
     logits: DenseFloats,
     masks: Dense | None,
@@ -172,11 +172,11 @@ def _scattered(values: Tensor, ids: Tensor, width: int) -> Tensor:
     return dense.scatter_add_(1, ids.clamp(min=0), values)
 
 
-def _ranks_in_c(*given: Tensor) -> bool:
+def _c_supports_ranking(*given: Tensor) -> bool:
     return given[3].shape[1] == Param.TOP_LOGPROBS + 1
 
 
-@operation(lambda *_: None, writes=("ids_ring", "values_ring"), triton=True, c=True, takes=_ranks_in_c, mapped=True)
+@operation(lambda *_: None, writes=("ids_ring", "values_ring"), triton=True, c=True, supports=_c_supports_ranking, mapped=True)
 def top_logprobs(
     logits: DenseFloats, probs: Dense, rows: Longs, params: Float32s, published: Longs, ids_ring: Ints, values_ring: Float32s
 ) -> None:

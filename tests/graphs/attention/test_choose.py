@@ -90,7 +90,7 @@ def test_tables_of_a_round_describe_its_rows(page_size: int) -> None:
 def test_tables_of_a_padded_chunk_whose_first_entry_is_shared() -> None:
     """The first entry is a query without a slot of its own; the last two positions are inert."""
     probe = Probe(SHAPE, 16, CPU)
-    probe.hold((0, 52, 0, 0))
+    probe.fill_cache((0, 52, 0, 0))
     query, inputs = probe.prompt(47, 7)
     inputs.slots[0, [0, 5, 6]] = torch.tensor([47, 52, 53]) % 16
     choices = (attend_by_tables({}), by_reference)
