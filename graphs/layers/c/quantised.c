@@ -49,7 +49,7 @@ INLINED void add_up(const quantised_call *call, int64_t row, float *totals) {
         for (int64_t one = 0; one < LANES && block + one < call->blocks; one++)
             for (int64_t i = 0; i < group; i += LANES, parts[one] += taken)
                 read_numbers((float *)&taken, call->states, row * call->step + (block + one) * group + i, LANES, call->bfloat16);
-        summed_up(parts);
+        sum_lanes(parts);
         memcpy(totals + block, parts, sizeof *parts);
     }
 }
@@ -61,8 +61,8 @@ INLINED quantised_kind kind_of(const argument *weight) {
     return KINDS[index];
 }
 
-static FOR_EACH_PROCESSOR void some_tiles(const void *given, int64_t first, int64_t end) {
-    const quantised_call *call = given;
+static FOR_EACH_PROCESSOR void some_tiles(const void *context, int64_t first, int64_t end) {
+    const quantised_call *call = context;
 #ifdef HAS_DOT_PRODUCTS
     if (call->bfloat16 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi")) {
         quantised_by_pairs(call, first, end);
@@ -88,41 +88,41 @@ static quantised_call call_of(const argument *states, const argument *weight) {
     };
 }
 
-EXPORTED int stepgraph_quantised_product(const argument *given) {
-    const argument *states = given;
-    quantised_call call = call_of(states, given + 1);
+EXPORTED int stepgraph_quantised_product(const argument *args) {
+    const argument *states = args;
+    quantised_call call = call_of(states, args + 1);
     int64_t number_bytes = call.bfloat16 ? 2 : 4;
-    call.bias = given[2].data;
+    call.bias = args[2].data;
     for (int64_t row = 0; row < states->size[0]; row += GATHERED_ROWS) {
         call.states = (const char *)states->data + row * call.step * number_bytes;
-        call.output = (char *)given[3].data + row * call.tiles * LANES * number_bytes;
+        call.output = (char *)args[3].data + row * call.tiles * LANES * number_bytes;
         call.rows = states->size[0] - row < GATHERED_ROWS ? states->size[0] - row : GATHERED_ROWS;
         rows_at_once(call);
     }
     return 0;
 }
 
-static void rows_of_expert(const argument *given, int64_t expert, const char *gathered, const int64_t *places, int64_t rows) {
-    quantised_call call = call_of(given, given + 2);
-    call.tiles /= given[3].integer;
+static void rows_of_expert(const argument *args, int64_t expert, const char *gathered, const int64_t *places, int64_t rows) {
+    quantised_call call = call_of(args, args + 2);
+    call.tiles /= args[3].integer;
     call.weight += expert * call.tiles * call.blocks * block_bytes(call.kind);
-    call.bias = given[4].data ? (const char *)given[4].data + expert * call.tiles * LANES * (call.bfloat16 ? 2 : 4) : NULL;
-    call.states = gathered, call.step = given->size[1], call.rows = rows, call.output = given[5].data, call.places = places;
+    call.bias = args[4].data ? (const char *)args[4].data + expert * call.tiles * LANES * (call.bfloat16 ? 2 : 4) : NULL;
+    call.states = gathered, call.step = args->size[1], call.rows = rows, call.output = args[5].data, call.places = places;
     rows_at_once(call);
 }
 
-EXPORTED int stepgraph_quantised_expert_product(const argument *given) { return each_expert(given, rows_of_expert); }
+EXPORTED int stepgraph_quantised_expert_product(const argument *args) { return each_expert(args, rows_of_expert); }
 
 /* Arguments: indices [N] int64, weight, None (the dtype), output [N, inner]. */
-EXPORTED FOR_EACH_PROCESSOR int stepgraph_quantised_rows(const argument *given) {
-    const argument *weight = given + 1, *output = given + 3;
+EXPORTED FOR_EACH_PROCESSOR int stepgraph_quantised_rows(const argument *args) {
+    const argument *weight = args + 1, *output = args + 3;
     quantised_kind kind = kind_of(weight);
     int64_t blocks = weight->size[1] * kind.together, bytes = block_bytes(kind), columns = weight->size[0] * LANES;
     int bits = kind.bits;
-    for (int64_t i = 0; i < given->size[0]; i++)
-        if (index_in(((const int64_t *)given->data)[i], columns) < 0) return 1;
-    for (int64_t i = 0; i < given->size[0]; i++) {
-        int64_t column = index_in(((const int64_t *)given->data)[i], columns), lane = column % LANES;
+    for (int64_t i = 0; i < args->size[0]; i++)
+        if (index_in(((const int64_t *)args->data)[i], columns) < 0) return 1;
+    for (int64_t i = 0; i < args->size[0]; i++) {
+        int64_t column = index_in(((const int64_t *)args->data)[i], columns), lane = column % LANES;
         const char *block = (const char *)weight->data + column / LANES * blocks * bytes;
         for (int64_t index = 0; index < blocks; index++, block += bytes) {
             const char *scales = block + word_bytes(kind);

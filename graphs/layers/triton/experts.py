@@ -85,28 +85,28 @@ def choose_grouped_row(
     GROUPS: tl.constexpr,  # rounded up
     NORMALISED: tl.constexpr,
 ):
-    row, closed = tl.program_id(0).to(tl.int64), float("-inf")
+    row, excluded = tl.program_id(0).to(tl.int64), float("-inf")
     expert, place, group = tl.arange(0, EXPERTS), tl.arange(0, COUNT), tl.arange(0, GROUPS)
-    known, size = expert < experts, experts // groups
-    score = 1.0 / (1.0 + tl.exp(-tl.load(logits + row * experts + expert, mask=known, other=0.0)))
-    compared = tl.where(known, score + tl.load(correction + expert, mask=known, other=0.0), closed)
-    pairs = tl.full([GROUPS], closed, tl.float32)
+    is_expert, size = expert < experts, experts // groups
+    score = 1.0 / (1.0 + tl.exp(-tl.load(logits + row * experts + expert, mask=is_expert, other=0.0)))
+    compared = tl.where(is_expert, score + tl.load(correction + expert, mask=is_expert, other=0.0), excluded)
+    top_two_sums = tl.full([GROUPS], excluded, tl.float32)
     for index in range(0, groups):
-        own = tl.where(expert // size == index, compared, closed)
-        best = first_largest(own, expert, experts - 1)
-        pair = tl.max(own, 0) + tl.max(tl.where(expert == best, closed, own), 0)
-        pairs = tl.where(group == index, pair, pairs)
-    open = tl.full([EXPERTS], closed, tl.float32)
+        group_scores = tl.where(expert // size == index, compared, excluded)
+        best = first_largest(group_scores, expert, experts - 1)
+        top_two_sum = tl.max(group_scores, 0) + tl.max(tl.where(expert == best, excluded, group_scores), 0)
+        top_two_sums = tl.where(group == index, top_two_sum, top_two_sums)
+    candidates = tl.full([EXPERTS], excluded, tl.float32)
     for _ in range(0, groups_taken):
-        taken = first_largest(pairs, group, groups - 1)
-        open = tl.where(expert // size == taken, compared, open)
-        pairs = tl.where(group == taken, closed, pairs)
+        taken = first_largest(top_two_sums, group, groups - 1)
+        candidates = tl.where(expert // size == taken, compared, candidates)
+        top_two_sums = tl.where(group == taken, excluded, top_two_sums)
     best_experts, best_scores = tl.zeros([COUNT], tl.int64), tl.zeros([COUNT], tl.float32)
     for index in range(0, count):
-        best = first_largest(open, expert, experts - 1)
+        best = first_largest(candidates, expert, experts - 1)
         best_experts = tl.where(place == index, best.to(tl.int64), best_experts)
         best_scores = tl.where(place == index, tl.sum(tl.where(expert == best, score, 0.0), 0), best_scores)
-        open = tl.where(expert == best, closed, open)
+        candidates = tl.where(expert == best, excluded, candidates)
     if NORMALISED:
         best_scores = best_scores / (tl.sum(best_scores, 0) + 1e-20)
     tl.store(shares + row * count + place, best_scores * factor, mask=place < count)
@@ -127,8 +127,8 @@ def matches_of(chosen, expert, choices, SCANNED: tl.constexpr):
     """How many of the choices select an expert."""
     scanned, matches = tl.arange(0, SCANNED), 0
     for start in range(0, choices, SCANNED):
-        own = tl.load(chosen + start + scanned, mask=start + scanned < choices, other=-1) == expert
-        matches += tl.sum(own.to(tl.int32), 0)
+        is_match = tl.load(chosen + start + scanned, mask=start + scanned < choices, other=-1) == expert
+        matches += tl.sum(is_match.to(tl.int32), 0)
     return matches
 
 
@@ -137,10 +137,10 @@ def choices_of(chosen, expert, wanted, choices, ROWS: tl.constexpr, SCANNED: tl.
     """[ROWS] int32: of the choices that select an expert, those at the indices `wanted`; 0 at indices beyond their number."""
     scanned, rows, seen = tl.arange(0, SCANNED), tl.zeros([ROWS], tl.int32), 0
     for start in range(0, choices, SCANNED):
-        own = tl.load(chosen + start + scanned, mask=start + scanned < choices, other=-1) == expert
-        number = tl.where(own, seen + tl.cumsum(own.to(tl.int32), 0) - 1, -1)
+        is_match = tl.load(chosen + start + scanned, mask=start + scanned < choices, other=-1) == expert
+        number = tl.where(is_match, seen + tl.cumsum(is_match.to(tl.int32), 0) - 1, -1)
         rows += tl.sum(tl.where(number[None, :] == wanted[:, None], start + scanned[None, :], 0), 1)
-        seen += tl.sum(own.to(tl.int32), 0)
+        seen += tl.sum(is_match.to(tl.int32), 0)
     return rows
 
 
@@ -228,14 +228,14 @@ def packed_expert_product(
     for first in range(0, matches, ROWS):
         wanted = first + tl.arange(0, ROWS)
         rows = choices_of(chosen, expert, wanted, choices, ROWS, SCANNED)
-        found = tile_sums(
+        sums = tile_sums(
             states, (rows // per_state).to(tl.int64) * state_stride, words, scales, tile, inner,
             BITS, GROUP, ZERO, FLOAT8, RANGED, WIDE, TILES, ROWS, BLOCKS, dtype,
         )  # fmt: skip
         if biases is not None:
-            found += tl.load(biases + expert * outer + column).to(tl.float32)[:, None]
+            sums += tl.load(biases + expert * outer + column).to(tl.float32)[:, None]
         place = output + rows.to(tl.int64)[None, :] * outer + column[:, None]
-        tl.store(place, found.to(output.dtype.element_ty), mask=(wanted < matches)[None, :])
+        tl.store(place, sums.to(output.dtype.element_ty), mask=(wanted < matches)[None, :])
 
 
 def quantised_expert_product(

@@ -125,7 +125,7 @@ def tile_sums(
     words, scales = words + first * blocks * BLOCK, scales + (first * blocks * BLOCK + WORDS * _TILE) * SCALES
     tile, column = tl.arange(0, TILES) * blocks, tl.arange(0, COLUMNS)
     tile_of_column, within = column // _TILE * blocks, column % _TILE
-    own = states + offsets[None, :, None] + number // (2 * PAIRS) * PER_WORD + number % (2 * PAIRS)
+    state_pointers = states + offsets[None, :, None] + number // (2 * PAIRS) * PER_WORD + number % (2 * PAIRS)
     totals = tl.zeros([BLOCKS, COLUMNS, ROWS], tl.float32)
     if dtype == tl.float32:
         ones = tl.full([BLOCKS, COLUMNS, 2 * WORDS * PAIRS], 1.0, tl.float32)
@@ -134,26 +134,26 @@ def tile_sums(
         ones = tl.reshape(_halves(ones, dtype), [BLOCKS, COLUMNS, 2 * WORDS * PAIRS])
     for start in tl.range(0, blocks, BLOCKS, num_stages=_STAGES):
         block = start + tl.arange(0, BLOCKS)
-        known, block = (block < blocks)[:, None], tl.minimum(block, blocks - 1)
-        run = (tile + block[:, None]) * BLOCK
-        found = tl.reshape(tl.load(words + run[:, :, None] + tl.arange(0, WORDS * _TILE)), [BLOCKS, TILES, WORDS, _TILE])
-        found = tl.reshape(tl.permute(found, 0, 1, 3, 2), [BLOCKS, COLUMNS, WORDS])
+        is_block, block = (block < blocks)[:, None], tl.minimum(block, blocks - 1)
+        block_start = (tile + block[:, None]) * BLOCK
+        packed = tl.reshape(tl.load(words + block_start[:, :, None] + tl.arange(0, WORDS * _TILE)), [BLOCKS, TILES, WORDS, _TILE])
+        packed = tl.reshape(tl.permute(packed, 0, 1, 3, 2), [BLOCKS, COLUMNS, WORDS])
         sums = tl.zeros([BLOCKS, COLUMNS, ROWS], tl.float32)
         state_sums = tl.zeros([BLOCKS, COLUMNS, ROWS], tl.float32)
         for pair in tl.static_range(0, PER_WORD // 2, PAIRS):
-            numbers = numbers_of(found, pair, BITS, ZERO, FLOAT8, dtype)
+            numbers = numbers_of(packed, pair, BITS, ZERO, FLOAT8, dtype)
             if PAIRS == 2:
-                numbers = tl.permute(tl.join(numbers, numbers_of(found, pair + 1, BITS, ZERO, FLOAT8, dtype)), 0, 1, 2, 4, 3)
+                numbers = tl.permute(tl.join(numbers, numbers_of(packed, pair + 1, BITS, ZERO, FLOAT8, dtype)), 0, 1, 2, 4, 3)
             numbers = tl.reshape(numbers, [BLOCKS, COLUMNS, 2 * WORDS * PAIRS])
-            state = tl.load(own + (block * GROUP + 2 * pair)[:, None, None])
+            state = tl.load(state_pointers + (block * GROUP + 2 * pair)[:, None, None])
             state = tl.permute(state, 0, 2, 1).to(dtype)
             sums = tl.dot(numbers, state, sums, input_precision="ieee")
             if RANGED:  # in every column, because the sums are needed there
                 state_sums = tl.dot(ones, state, state_sums, input_precision="ieee")
         scale = scales + (tile_of_column + block[:, None]) * (BLOCK * SCALES) + within
-        totals += sums * tl.load(scale, mask=known, other=0.0).to(tl.float32)[:, :, None]
+        totals += sums * tl.load(scale, mask=is_block, other=0.0).to(tl.float32)[:, :, None]
         if RANGED:
-            totals += state_sums * tl.load(scale + _TILE, mask=known, other=0.0).to(tl.float32)[:, :, None]
+            totals += state_sums * tl.load(scale + _TILE, mask=is_block, other=0.0).to(tl.float32)[:, :, None]
     return tl.sum(totals, 0)
 
 
@@ -181,15 +181,15 @@ def packed_product(
 ):
     """TILES tiles of columns of up to ROWS states. The order of the sums does not depend on the other states, nor on TILES and ROWS."""
     row, first = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.program_id(0).to(tl.int64) * TILES
-    found = tile_sums(
+    sums = tile_sums(
         states, tl.minimum(row, count - 1).to(tl.int64) * state_stride, words, scales, first, inner,
         BITS, GROUP, ZERO, FLOAT8, RANGED, WIDE, TILES, ROWS, BLOCKS, dtype,
     )  # fmt: skip
     columns = first * _TILE + tl.arange(0, TILES * _TILE)
     if bias is not None:
-        found += tl.load(bias + columns).to(tl.float32)[:, None]
+        sums += tl.load(bias + columns).to(tl.float32)[:, None]
     place = output + row.to(tl.int64)[None, :] * outer + columns[:, None]
-    tl.store(place, found.to(output.dtype.element_ty), mask=(row < count)[None, :])
+    tl.store(place, sums.to(output.dtype.element_ty), mask=(row < count)[None, :])
 
 
 def layout_of(kind: QuantKind) -> dict[str, Any]:

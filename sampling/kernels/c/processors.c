@@ -84,13 +84,13 @@ INLINED void apply_settings(const position_call *call, int early, const int64_t 
 }
 
 /* The inputs of processors.process_logits, in order; output [B, Q, V] float32, finite [B, Q], status [B, Q]. */
-EXPORTED FOR_EACH_PROCESSOR int stepgraph_process_logits(const argument *given) {
-    const argument *logits = given, *masks = given + 1, *tables = given + 7, *drafts = given + 14;
-    const int64_t *mask_rows = given[2].data, *status = given[4].data, *rows = given[6].data, *generated = given[13].data;
-    const bool *constrained = given[3].data;
-    int64_t first = given[15].integer, positions = logits->size[1], width = logits->size[2], bytes = logits->bfloat16 ? 2 : 4;
-    bool *finite = given[17].data;
-    int64_t *final_status = given[18].data;
+EXPORTED FOR_EACH_PROCESSOR int stepgraph_process_logits(const argument *args) {
+    const argument *logits = args, *masks = args + 1, *tables = args + 7, *drafts = args + 14;
+    const int64_t *mask_rows = args[2].data, *status = args[4].data, *rows = args[6].data, *generated = args[13].data;
+    const bool *constrained = args[3].data;
+    int64_t first = args[15].integer, positions = logits->size[1], width = logits->size[2], bytes = logits->bfloat16 ? 2 : 4;
+    bool *finite = args[17].data;
+    int64_t *final_status = args[18].data;
     if (drafts->size[1] > MAX_EARLIER_DRAFTS) return 1;
     for (int64_t row = 0; row < logits->size[0]; row++) {
         int64_t at = rows ? index_in(rows[row], tables[0].size[0]) : row, mask_row = row;
@@ -98,7 +98,7 @@ EXPORTED FOR_EACH_PROCESSOR int stepgraph_process_logits(const argument *given) 
         if (masked && mask_rows) mask_row = index_in(mask_rows[row], masks->size[0]);
         if (at < 0 || mask_row < 0) return 1;
         position_call call = {
-            .ids = given[5].data, .params = (const float *)tables[0].data + at * tables[0].stride[0],
+            .ids = args[5].data, .params = (const float *)tables[0].data + at * tables[0].stride[0],
             .bias_ids = (const int64_t *)tables[1].data + at * tables[1].stride[0],
             .biases = (const float *)tables[2].data + at * tables[2].stride[0],
             .stop_ids = (const int64_t *)tables[3].data + at * tables[3].stride[0],
@@ -108,13 +108,13 @@ EXPORTED FOR_EACH_PROCESSOR int stepgraph_process_logits(const argument *given) 
         };
         for (int64_t position = 0; position < positions; position++) {
             int64_t index = row * positions + position, before[MAX_EARLIER_DRAFTS], count = first + position;
-            int64_t known = status ? status[index] : STATUS_OK, length = generated[row * given[13].stride[0]] + count;
+            int64_t known = status ? status[index] : STATUS_OK, length = generated[row * args[13].stride[0]] + count;
             count = count < drafts->size[1] ? count : drafts->size[1];
             for (int64_t i = 0; i < count; i++) before[i] = ((const int64_t *)drafts->data)[row * drafts->stride[0] + i * drafts->stride[1]];
             call.logits = (const char *)logits->data + (row * logits->stride[0] + position * logits->stride[1]) * bytes;
             call.mask = masked ? (const int32_t *)masks->data + mask_row * masks->stride[0] + position * masks->stride[1] : NULL;
             call.forbidden = masked && status && known != STATUS_OK;
-            call.output = (float *)given[16].data + index * width;
+            call.output = (float *)args[16].data + index * width;
             if (logits->bfloat16) write_masked(&call, 1);
             else write_masked(&call, 0);
             bool possible = isfinite(largest(call.output, width, 0));
