@@ -12,7 +12,7 @@ from stepgraph.graphs.layers.slot_mapping import place_tokens
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import DraftModel, TargetModel
 from stepgraph.graphs.model_call import ModelInput, check_shape
-from stepgraph.graphs.publishing import receive
+from stepgraph.graphs.publishing import receive_batch
 from stepgraph.graphs.row_layout import Column
 from stepgraph.sampling.grammar.status import FinishCode
 
@@ -43,7 +43,7 @@ class Batch(NamedTuple):
 
 def read_batch(buffers: StaticBuffers, size: int, attention: AttentionChoice = DEFAULT_ATTENTION, max_drafts: int | None = None) -> Batch:
     """The first `size` slots, with at most `max_drafts` drafts of each row; None: all drafts."""
-    receive(buffers, size)
+    receive_batch(buffers, size)
     rows, drafts = buffers.batch_rows[:size], buffers.row_drafts
     state = buffers.row_state[rows]
     if max_drafts is not None and max_drafts < drafts.shape[1]:

@@ -87,21 +87,21 @@ class DeviceTables:
     def fill_head(self) -> None:
         drafts, masked = self.shape.num_drafts, self.shape.masks_drafts
         first = drafts if masked and self.shape.fixed_draft_count else min(1, drafts) if masked else 0
-        self._fill(HEAD_STAGE, first, drafts, of_last_round=True, fill_new=first > 0)
+        self._fill(HEAD_STAGE, first, drafts, of_previous_round=True, fill_new=first > 0)
 
     def fill_draft_masks(self, first: int, last: int) -> None:
         self._fill(stage_of_masks(first, last), first, last)
 
-    def _fill(self, name: str, first: int, last: int, of_last_round: bool = False, fill_new: bool = False) -> None:
+    def _fill(self, name: str, first: int, last: int, of_previous_round: bool = False, fill_new: bool = False) -> None:
         b, size = self.buffers, self.shape.size
-        drafts = b.row_drafts if of_last_round else b.batch_drafts[:, :size].T
+        drafts = b.row_drafts if of_previous_round else b.batch_drafts[:, :size].T
         rows, images = b.batch_rows[:size], b.row_state[:, Column.IMAGE]
         tables = b.grammar_arena, *self.tokens, b.row_places, b.row_stacks, b.row_masks, b.row_tags, b.batch_status
-        masks = first, last, int(fill_new), int(of_last_round)
+        masks = first, last, int(fill_new), int(of_previous_round)
         split = self.split
-        searched = split is not None and not of_last_round  # the last round's masks guide no draft of this round
+        searches_forced = split is not None and not of_previous_round  # the last round's masks guide no draft of this round
         texts, slots, merges = (b.row_forced_text, split.token_slots, int(split.merges)) if split else (None, None, 0)
-        forced, takes_forced = b.batch_forced if searched else None, int(searched and self.shape.proposes_chain and last > 0)
+        forced, takes_forced = b.batch_forced if searches_forced else None, int(searches_forced and self.shape.proposes_chain and last > 0)
         with self.context.stage(f"fill {name}"):
             advance_fill(b.row_state, images, rows, drafts, *tables, *masks, texts, slots, forced, merges, takes_forced)
 

@@ -123,27 +123,27 @@ class Prompts:
 
     def step(self, key: PromptKey) -> Step:
         """A chunk of at most `key.tokens` tokens."""
-        tokens, call = key.tokens, self.attention.chunk_attend
-        return lambda buffers: self._prefill(buffers, tokens, tokens + 1, "prompt_embeddings" in buffers, call, call)
+        tokens, factory = key.tokens, self.attention.chunk_attend
+        return lambda buffers: self._prefill(buffers, tokens, tokens + 1, "prompt_embeddings" in buffers, factory, factory)
 
     def run(self, buffers: StaticBuffers, chunk: Chunk, embedded: bool) -> None:
         """The chunk that `buffers.prompt` holds. embedded: some of its tokens have embeddings."""
-        call = functools.partial(self.attention.prompt_attend, chunk.start, chunk.count)
-        draft_call = functools.partial(self.attention.prompt_attend, chunk.draft_start, chunk.draft_count)
-        self._prefill(buffers, chunk.count, chunk.draft_count, embedded, call, draft_call)
+        factory = functools.partial(self.attention.prompt_attend, chunk.start, chunk.count)
+        draft_factory = functools.partial(self.attention.prompt_attend, chunk.draft_start, chunk.draft_count)
+        self._prefill(buffers, chunk.count, chunk.draft_count, embedded, factory, draft_factory)
 
     def _prefill(
-        self, buffers: StaticBuffers, count: int, draft_count: int, embedded: bool, call: AttendFactory, draft_call: AttendFactory
+        self, buffers: StaticBuffers, count: int, draft_count: int, embedded: bool, factory: AttendFactory, draft_factory: AttendFactory
     ) -> None:
         """Fill both caches from one line, with room for `count` tokens of the target and `draft_count` of the draft."""
         (target, draft), limits, window = self.models[:2], self.limits, self.limits.prompt_window
-        tokens, given = buffers.prompt[len(PromptField) :].split(window)
-        embeddings = Embeddings(buffers.prompt_embeddings[None], given[None] != 0) if embedded else None
+        tokens, is_embedded = buffers.prompt[len(PromptField) :].split(window)
+        embeddings = Embeddings(buffers.prompt_embeddings[None], is_embedded[None] != 0) if embedded else None
         if count:
-            part = None if embeddings is None else Embeddings(embeddings.values[:, :count], embeddings.given[:, :count])
-            inputs = self._inputs(buffers, tokens[None, :count], PromptField.START, call())
+            chunk_embeddings = None if embeddings is None else Embeddings(embeddings.values[:, :count], embeddings.given[:, :count])
+            inputs = self._inputs(buffers, tokens[None, :count], PromptField.START, factory())
             lora_slots = _field(buffers, PromptField.LORA) if limits.max_loras else None
-            output = run_model("target", target.forward, inputs._replace(embeddings=part, lora_slots=lora_slots), buffers)
+            output = run_model("target", target.forward, inputs._replace(embeddings=chunk_embeddings, lora_slots=lora_slots), buffers)
             if "prompt_states" in buffers:
                 states = buffers.prompt_states
                 states[:count].copy_(output.saved_states(states.shape[1])[0])
@@ -154,11 +154,11 @@ class Prompts:
         features = torch.cat([features, output.next_features], 1) if count else features
         skipped = _field(buffers, PromptField.DRAFT_START) - _field(buffers, PromptField.START)
         index = (torch.arange(draft_count, device=tokens.device) + skipped).clamp(max=count)
-        inputs = self._inputs(buffers, tokens.index_select(0, index)[None], PromptField.DRAFT_START, draft_call())
-        part = None
+        inputs = self._inputs(buffers, tokens.index_select(0, index)[None], PromptField.DRAFT_START, draft_factory())
+        chunk_embeddings = None
         if embeddings is not None and getattr(draft, "shares_embeddings", False):
-            part = Embeddings(*(each.index_select(1, index) for each in embeddings))
-        run_model("draft", draft.forward, inputs._replace(features=features.index_select(1, index), embeddings=part), buffers)
+            chunk_embeddings = Embeddings(*(each.index_select(1, index) for each in embeddings))
+        run_model("draft", draft.forward, inputs._replace(features=features.index_select(1, index), embeddings=chunk_embeddings), buffers)
 
     def _inputs(self, buffers: StaticBuffers, tokens: Tensor, start: PromptField, attend: Attend | None) -> ModelInput:
         """Consecutive positions from the line's `start` on. Those beyond its end, which is the next field, use the scratch page."""

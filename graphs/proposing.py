@@ -96,10 +96,10 @@ def choose_chain(
     masks. With forced tokens: forced [K, B], -1 where the grammar leaves a choice; row_forced [R, >= K]: written, whether
     each draft is forced.
     """
-    alive = follows = finish == FinishCode.RUNNING
+    alive = follows_proposal = finish == FinishCode.RUNNING
     chosen = list[Tensor]()
-    for index, found in enumerate(proposed.unbind(1)):
-        token = torch.where(follows & (found >= 0) & (found < num_tokens), found, -1)
+    for index, candidate in enumerate(proposed.unbind(1)):
+        token = torch.where(follows_proposal & (candidate >= 0) & (candidate < num_tokens), candidate, -1)
         if masks is not None and constrained is not None and status is not None:
             legal = bitmask.allowed(token, masks[:, index], constrained, status[:, index], rows)
             token = torch.where(legal | (token < 0), token, REFUSED)
@@ -108,7 +108,7 @@ def choose_chain(
                 token = torch.where(taken, forced[index], token)
                 row_forced[:, index].index_copy_(0, rows, taken)
         token = torch.where(alive & (limit > index), token, -1)
-        alive, follows = token >= 0, follows & (token == found)
+        alive, follows_proposal = token >= 0, follows_proposal & (token == candidate)
         chosen.append(token)
     return torch.stack(chosen, 1)
 

@@ -39,12 +39,12 @@ def reference_attention(
         block_tables = block_tables[:, : max(1, -(-needed // page_size))]
     entries = (block_tables[:, :, None] * page_size + torch.arange(page_size, device=device)).flatten(1)
     index = torch.arange(entries.shape[1], device=device)
-    held = index <= last
-    visible = held[:, None] & (index <= positions[..., None])
+    is_entry = index <= last
+    visible = is_entry[:, None] & (index <= positions[..., None])
     if window:
         visible = visible & (index > positions[..., None] - window)
     key = from_entries(keys[entries]).transpose(1, 2)
-    value = torch.where(held[..., None, None], from_entries(values[entries]), 0.0).transpose(1, 2)
+    value = torch.where(is_entry[..., None, None], from_entries(values[entries]), 0.0).transpose(1, 2)
 
     groups = heads // kv_heads
     rows = max(groups * count, MIN_PRODUCT_ROWS)
@@ -53,8 +53,8 @@ def reference_attention(
     scores = (packed @ key.transpose(2, 3))[:, :, : groups * count].view(batch, kv_heads, groups, count, -1)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    hidden = torch.finfo(torch.float32).min  # finite: a query that sees nothing gives no NaN
-    scores = scores.masked_fill(~visible[:, None, None], hidden)
+    masked_score = torch.finfo(torch.float32).min  # finite: a query that sees nothing gives no NaN
+    scores = scores.masked_fill(~visible[:, None, None], masked_score)
     if sinks is not None:
         column = sinks.float().view(1, kv_heads, groups, 1, 1).expand(batch, -1, -1, count, 1)
         scores = torch.cat([scores, column], -1)

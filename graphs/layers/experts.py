@@ -54,10 +54,10 @@ def choose_grouped_experts(
     """
     scores = sigmoid(logits.float())
     compared = scores + correction
-    pairs = compared.view(len(logits), groups, -1).topk(2, -1).values.sum(-1)
-    taken = pairs.sort(dim=-1, descending=True, stable=True).indices[:, :groups_taken]
-    closed = torch.ones_like(pairs, dtype=torch.bool).scatter(1, taken, False)
-    compared = compared.masked_fill(closed.repeat_interleave(logits.shape[1] // groups, 1), -torch.inf)
+    group_scores = compared.view(len(logits), groups, -1).topk(2, -1).values.sum(-1)
+    chosen_groups = group_scores.sort(dim=-1, descending=True, stable=True).indices[:, :groups_taken]
+    is_excluded = torch.ones_like(group_scores, dtype=torch.bool).scatter(1, chosen_groups, False)
+    compared = compared.masked_fill(is_excluded.repeat_interleave(logits.shape[1] // groups, 1), -torch.inf)
     experts = compared.sort(dim=-1, descending=True, stable=True).indices[:, :count]
     shares = scores.gather(1, experts)
     return (shares / (shares.sum(-1, keepdim=True) + 1e-20) if normalised else shares) * factor, experts
@@ -96,12 +96,12 @@ def quantised_expert_product(
 def _products(
     multiply: Callable[..., Tensor], states: Tensor, experts: Tensor, weights: Tensor, num_experts: int, biases: Tensor | None
 ) -> Tensor:
-    found, chosen = _product_outputs(states, experts, weights, num_experts).zero_(), experts.flatten()
-    states = states.repeat_interleave(len(chosen) // len(states), 0)
+    result, expert_of_row = _product_outputs(states, experts, weights, num_experts).zero_(), experts.flatten()
+    states = states.repeat_interleave(len(expert_of_row) // len(states), 0)
     parts = zip(weights.chunk(num_experts), [None] * num_experts if biases is None else biases.chunk(num_experts), strict=True)
     for index, (weight, bias) in enumerate(parts):
-        found = torch.where((chosen == index)[:, None], multiply(states, weight, bias), found)
-    return found
+        result = torch.where((expert_of_row == index)[:, None], multiply(states, weight, bias), result)
+    return result
 
 
 def expert_linear(states: Tensor, experts: Tensor, weights: Tensor, num_experts: int, biases: Tensor | None = None) -> Tensor:

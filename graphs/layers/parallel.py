@@ -73,13 +73,13 @@ def gather(group: dist.ProcessGroup, values: Tensor, seconds: float) -> Tensor:
     """[size, ...]: `values` of every rank of a group. RuntimeError if a rank is lost, or does not call it in time."""
     from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]  # some builds of torch are without it
 
-    options, found = AllgatherOptions(), values.new_empty(group.size() * values.numel())
+    options, gathered = AllgatherOptions(), values.new_empty(group.size() * values.numel())
     options.timeout = datetime.timedelta(seconds=seconds)
     options.asyncOp = False  # on a GPU: on the current stream, not on one of the group
-    work = group._allgather_base(found, values.flatten(), options)
+    work = group._allgather_base(gathered, values.flatten(), options)
     if work is not None:
         work.wait()
-    return found.view(group.size(), *values.shape)
+    return gathered.view(group.size(), *values.shape)
 
 
 def add_gathered(group: dist.ProcessGroup, states: Tensor, seconds: float) -> None:

@@ -87,7 +87,7 @@ def pack(kind: QuantKind, weight: Grouped) -> Tensor:
     rows, inner = weight.numbers.shape
     tiles, count = rows // TILE, inner // kind.group
     packed = torch.empty(tiles, count, kind.block_bytes // kind.together, dtype=torch.uint8, device=weight.numbers.device)
-    words = _words(kind, weight.numbers.to(torch.uint8).contiguous()).view(tiles, TILE, count, -1)
+    words = _pack_words(kind, weight.numbers.to(torch.uint8).contiguous()).view(tiles, TILE, count, -1)
     packed[:, :, : kind.field_bytes].view(torch.int32).view(tiles, count, -1, TILE).copy_(words.permute(0, 2, 3, 1))
     minimums = torch.zeros_like(weight.scales) if weight.minimums is None else weight.minimums
     numbers = packed[:, :, kind.field_bytes :].view(kind.scale_type).view(tiles, count, -1, TILE)
@@ -97,7 +97,7 @@ def pack(kind: QuantKind, weight: Grouped) -> Tensor:
     return packed.view(tiles, -1, kind.block_bytes)
 
 
-def _words(kind: QuantKind, numbers: Tensor) -> Tensor:
+def _pack_words(kind: QuantKind, numbers: Tensor) -> Tensor:
     """int32 words of fields, from numbers [out, in] modulo 256. Eight at a time, as little-endian int64."""
     mask, zero = (int.from_bytes(bytes([byte]) * 8, "little", signed=True) for byte in ((1 << kind.bits) - 1, kind.zero))
     eight = numbers.view(torch.int64) & mask ^ zero  # adds the zero, which is half of the range or 0

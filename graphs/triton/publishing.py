@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stepgraph.graphs.publishing import FINISH
+from stepgraph.graphs.publishing import FINISH_COLUMN
 from stepgraph.graphs.round_specs import Control, Counter
 from stepgraph.sampling.grammar.status import FinishCode
 
@@ -67,7 +67,7 @@ def publish_results(*tensors: Tensor) -> None:
     publish_round[(1,)](*tensors, len(ring), *sizes, TILE=TILE, num_warps=4)
 
 
-_RUNNING, _FINISH = tl.constexpr(int(FinishCode.RUNNING)), tl.constexpr(FINISH)
+_RUNNING, _FINISH = tl.constexpr(int(FinishCode.RUNNING)), tl.constexpr(FINISH_COLUMN)
 _LAUNCH, _PUBLISHED = tl.constexpr(int(Counter.LAUNCH)), tl.constexpr(int(Counter.PUBLISHED))
 _STOP, _WAITING, _READ = (tl.constexpr(int(each)) for each in (Control.STOP_BEFORE, Control.WAITING, Control.READ))
 

@@ -49,20 +49,20 @@ def choose_filters(device: torch.device | str, requested: str = "auto") -> Filte
     """
     if requested not in FILTER_CHOICES:
         raise ValueError(f"filters: got {requested!r}, expected one of {', '.join(map(repr, FILTER_CHOICES))}")
-    indexed = _indexed(torch.device(device))
+    device_with_index = _with_index(torch.device(device))
     unavailable: list[str] = []
     for name in FILTER_CHOICES[1:] if requested == "auto" else (requested,):
-        why = why_not(name, indexed)
-        if not why:
-            _chosen[indexed] = FilterChoice(name, tuple(unavailable))
-            return _chosen[indexed]
-        unavailable.append(f"no {name}: {why}")
-    raise ValueError(f"filters: got {requested!r}, expected an implementation that runs on {indexed}: {why}")
+        reason_unavailable = why_not(name, device_with_index)
+        if not reason_unavailable:
+            _chosen[device_with_index] = FilterChoice(name, tuple(unavailable))
+            return _chosen[device_with_index]
+        unavailable.append(f"no {name}: {reason_unavailable}")
+    raise ValueError(f"filters: got {requested!r}, expected an implementation that runs on {device_with_index}: {reason_unavailable}")
 
 
 def chosen_filters(device: torch.device | str) -> FilterChoice:
     """The choice for `device`; without one, triton if it can run."""
-    indexed = _indexed(torch.device(device))
+    indexed = _with_index(torch.device(device))
     return _chosen.get(indexed) or FilterChoice("triton" if not why_not("triton", indexed) else "torch", ())
 
 
@@ -87,7 +87,7 @@ def why_not(name: str, device: torch.device) -> str:
         return reason(error)
 
 
-def probes(device: torch.device) -> list[tuple[Tensor, Tensor]]:
+def probe_inputs(device: torch.device) -> list[tuple[Tensor, Tensor]]:
     """Logits and params that expose faults of filters: many ties, odd and large widths, dead rows, every setting alone and together."""
     rows = [
         [1.0, 0, 1, 0],
@@ -98,20 +98,20 @@ def probes(device: torch.device) -> list[tuple[Tensor, Tensor]]:
         [1.0, 1, 1e-6, 0],
         [2.0, 2**24, 0.999, 1.0],
     ]
-    found = []
+    cases = []
     for seed, width in enumerate((33, 4_099, 131_071, 151_936)):
-        made = torch.Generator().manual_seed(seed)
-        logits = torch.randn(len(rows), 2, width, generator=made) * 4
+        generator = torch.Generator().manual_seed(seed)
+        logits = torch.randn(len(rows), 2, width, generator=generator) * 4
         logits[:, 0].round_()
         logits[:, 1, width // 3 :] = float("-inf")
         logits[1, 0], logits[2, 1], logits[3, 1, 7] = float("-inf"), 0.0, float("nan")
-        found.append((logits.to(device), torch.tensor(rows, device=device)))
-    return found
+        cases.append((logits.to(device), torch.tensor(rows, device=device)))
+    return cases
 
 
 def find_difference(run: Filter, device: torch.device) -> str:
     """How the tokens that `run` keeps, or their probabilities, differ from the reference; empty if they do not."""
-    for logits, params in probes(device):
+    for logits, params in probe_inputs(device):
         expected, probs = sampler.distribution(logits, params), torch.full(logits.shape, -1.0, device=device)
         run(logits, params, probs)
         wrong = ((probs > 0) != (expected > 0)).sum()
@@ -124,7 +124,7 @@ def find_difference(run: Filter, device: torch.device) -> str:
 
 def find_replay_difference(run: Filter, device: torch.device) -> str:
     """How replays of a captured `run` differ from the reference, also after settings changed; empty if they do not."""
-    logits, params = probes(device)[-1]
+    logits, params = probe_inputs(device)[-1]
     probs = torch.empty(logits.shape, device=device)
     replay = replayed(lambda: run(logits, params, probs), device)
     for _ in range(2):
@@ -135,7 +135,7 @@ def find_replay_difference(run: Filter, device: torch.device) -> str:
     return ""
 
 
-def _indexed(device: torch.device) -> torch.device:
+def _with_index(device: torch.device) -> torch.device:
     """The device with an index, as in Tensor.device."""
     return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
 
@@ -160,14 +160,14 @@ def race_over(weights: Tensor, seed: Tensor, position: Tensor, purpose: int, col
     return sampler.race(weights, noise, columns)
 
 
-def _check(logits: Tensor, params: Tensor) -> None:
+def _check_params(logits: Tensor, params: Tensor) -> None:
     assert params.dtype is torch.float32, f"params {params.dtype}"
     assert params.shape[0] == logits.shape[0] and params.shape[1] > sampler.Param.MIN_P, f"logits {logits.shape}, params {params.shape}"
 
 
 def _distribution_outputs(logits: Tensor, params: Tensor) -> Tensor:
     assert logits.dim() == 3, f"logits {logits.shape}"
-    _check(logits, params)
+    _check_params(logits, params)
     return torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
 
 
@@ -181,7 +181,7 @@ def _draw_outputs(
     logits: Tensor, params: Tensor, seed: Tensor, position: Tensor, purpose: int, rows: Tensor, row_probs: Tensor, ids: Tensor | None
 ) -> Tensor:
     assert logits.dim() == 2, f"logits {logits.shape}"
-    _check(logits, params)
+    _check_params(logits, params)
     width = row_probs.shape[1]
     assert row_probs.dtype is torch.float32 and row_probs.stride(1) == 1, f"row_probs {row_probs.dtype}, strides {row_probs.stride()}"
     assert logits.shape[1] == (width if ids is None else len(ids)) <= width, f"logits {logits.shape}, row_probs {row_probs.shape}"

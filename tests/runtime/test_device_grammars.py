@@ -182,7 +182,7 @@ def test_copy_runs_beside_rounds_and_is_ordered_with_rounds(monkeypatch: pytest.
 
 
 def test_large_grammar_is_copied_in_parts_that_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stepgraph.graphs.round_specs.IMAGE_CHUNK", 64)
+    monkeypatch.setattr("stepgraph.graphs.round_specs.IMAGE_CHUNK_INTS", 64)
     monkeypatch.setattr("stepgraph.graphs.round_specs.IMAGE_CHUNKS", 2)
     answers = list[bool]()
     send = Uploader.send_image

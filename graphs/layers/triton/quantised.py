@@ -25,7 +25,7 @@ REGISTERS = 224  # per thread; without a bound, ptxas of Triton 3.6 takes fewer 
 MIN_TILES = {4: 1024, 2: 256, 1: 1}  # tiles of a matrix from which an instance takes 4, 2 or 1: enough instances for a large GPU remain
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 DEQUANTISED_BYTES = 1 << 26  # at a time
-library_rows: dict[tuple[object, ...], int] = {}  # by `product_key`: from so many states on, torch multiplies
+library_min_rows: dict[tuple[object, ...], int] = {}  # by `product_key`: from so many states on, torch multiplies
 
 
 def _twice(bits: int) -> tl.constexpr:
@@ -219,7 +219,7 @@ def product_key(states: Tensor, weight: Tensor) -> tuple[object, ...]:
 
 
 def quantised_product(states: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor) -> None:
-    least = library_rows.get(product_key(states, weight)) if len(states) > MAX_ROWS else None
+    least = library_min_rows.get(product_key(states, weight)) if len(states) > MAX_ROWS else None
     multiply = multiply_packed if least is None or len(states) < least else multiply_dequantised
     multiply(states, weight, bias, output)
 
