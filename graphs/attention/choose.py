@@ -157,11 +157,11 @@ class Probe:
         positions = first + torch.arange(count, device=self.device)[None]
         return self.query[1:2, :count], ModelInput(positions, positions, self._slots(1, positions), self.tables[1:2], self.page_size)
 
-    def is_wrong(self, found: Tensor, query: Tensor, inputs: ModelInput, window: int | None) -> bool:
+    def is_wrong(self, output: Tensor, query: Tensor, inputs: ModelInput, window: int | None) -> bool:
         expected = attention(query, self.cache[0], self.cache[1], inputs._replace(attend=by_reference), window)
         live = inputs.slots >= self.page_size
         tolerance = TOLERANCE.get(self.shape.dtype, 1e-5)
-        return not torch.allclose(found[live].float(), expected[live].float(), rtol=tolerance, atol=tolerance)
+        return not torch.allclose(output[live].float(), expected[live].float(), rtol=tolerance, atol=tolerance)
 
     def _slots(self, row: int, positions: Tensor) -> Tensor:
         return self.tables[row, positions // self.page_size] * self.page_size + positions % self.page_size

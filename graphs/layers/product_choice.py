@@ -20,7 +20,7 @@ from stepgraph.sampling.cuda_graphs import empty_cache, replay_us, replayed
 from stepgraph.sampling.fields import reason
 from stepgraph.sampling.kernels.triton import why_no_triton
 
-ROWS = (512, 256, 128)  # numbers of states; with fewer, the bits of a row never depend on the other rows
+PROBED_ROWS = (512, 256, 128)  # numbers of states; with fewer, the bits of a row never depend on the other rows
 MAX_COLUMNS = 1 << 16  # wider weights are experts, which are not dequantised, and heads, which multiply few rows
 TOLERANCE = 1e-2  # relative to the norm of the results: weights are rounded to 8 bits in bfloat16
 REPEATS, NEVER = 7, sys.maxsize
@@ -59,8 +59,8 @@ def _min_rows(weight: Tensor, dtype: torch.dtype) -> int:
     """From how many rows on dequantised weights are faster. RuntimeError if their result is wrong."""
     from stepgraph.graphs.layers.triton import quantised as programs
 
-    least = NEVER
-    for rows in ROWS:
+    min_rows = NEVER
+    for rows in PROBED_ROWS:
         generator = torch.Generator(weight.device).manual_seed(rows)  # leaves the user's generator unchanged
         states = torch.randn(rows, inner_size(weight), generator=generator, dtype=dtype, device=weight.device)
         results, times_us = list[Tensor](), list[float]()
@@ -73,5 +73,5 @@ def _min_rows(weight: Tensor, dtype: torch.dtype) -> int:
             raise RuntimeError(f"products of {rows} rows with dequantised weights are wrong")
         if times_us[1] >= times_us[0]:
             break
-        least = rows
-    return least
+        min_rows = rows
+    return min_rows

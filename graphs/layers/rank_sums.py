@@ -83,19 +83,19 @@ class FlashInferSum(NcclSum):
         if len(states) > self._rows:
             super().add(part)
             return add_rms_norm(states, part, weight, epsilon)
-        found = Residual(torch.empty_like(states), torch.empty_like(states))
+        residual = Residual(torch.empty_like(states), torch.empty_like(states))
         self._comm.allreduce_fusion(
             part,
             self._workspace,
             self._comm.AllReduceFusionPattern.kARResidualRMSNorm,
             residual_in=states,
-            residual_out=found.states,
-            norm_out=found.normed,
+            residual_out=residual.states,
+            norm_out=residual.normed,
             rms_gamma=weight,
             rms_eps=epsilon,
             fp32_acc=True,
         )
-        return found
+        return residual
 
 
 IMPLEMENTATIONS: dict[str, type[GatherSum]] = {"gather": GatherSum, "nccl": NcclSum, "flashinfer": FlashInferSum}
@@ -164,15 +164,15 @@ def _create_and_measure(
     for sums in sums_of_groups:
         for some in (like[:1], like):
             _check_sums(sums, some, ranks, exchange)
-    work, part, add = torch.empty_like(like), _rank_values(ranks.rank, like), sums_of_groups[0].add
+    buffer, part, add = torch.empty_like(like), _rank_values(ranks.rank, like), sums_of_groups[0].add
 
     def step() -> None:
         for _ in range(SUMS_PER_GRAPH):
-            work.copy_(part)
-            add(work)
+            buffer.copy_(part)
+            add(buffer)
 
     time_us = replay_us(replayed(step, like.device), REPEATS, functools.partial(exchange, None))  # so that the ranks start together
-    _require_close("a sum in a graph", work, _expected_sum(ranks.size, like), 0.0)
+    _require_close("a sum in a graph", buffer, _expected_sum(ranks.size, like), 0.0)
     slowest_us: float = max(exchange(time_us / SUMS_PER_GRAPH))
     return sums_of_groups, slowest_us
 
@@ -197,8 +197,8 @@ def _check_sums(sums: GatherSum, like: Tensor, ranks: Ranks, exchange: Exchange)
         raise RuntimeError("the bits of a sum differ between ranks")
 
 
-def _require_close(what: str, found: Tensor, expected: Tensor, tolerance: float) -> None:
-    wrong = ~((found.float() - expected.float()).abs() <= tolerance)  # also for NaN
+def _require_close(what: str, actual: Tensor, expected: Tensor, tolerance: float) -> None:
+    wrong = ~((actual.float() - expected.float()).abs() <= tolerance)  # also for NaN
     if count := int(wrong.sum()):
         raise RuntimeError(f"{what} is wrong in {count} of {wrong.numel()} values")
 

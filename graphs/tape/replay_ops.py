@@ -137,15 +137,15 @@ def replay_of(call: OpCall, result: object, results: Sequence[Tensor], fresh: Se
 
 
 def _out_call(call: OpCall, result: object) -> Callable[[], object] | None:
-    found = out_overload(call.func)
-    if found is None:
+    out = out_overload(call.func)
+    if out is None:
         return None
-    results = [result] if len(found.outs) == 1 else list(result) if isinstance(result, (tuple, list)) else []
-    if len(results) != len(found.outs) or any(value is None for value in results):
+    results = [result] if len(out.outs) == 1 else list(result) if isinstance(result, (tuple, list)) else []
+    if len(results) != len(out.outs) or any(value is None for value in results):
         return None
-    positional = [call.values[name] for name in found.positional]
-    keywords = {name: call.values[name] for name in found.keywords}
-    return functools.partial(found.overload, *positional, **keywords, **dict(zip(found.outs, results, strict=True)))
+    positional = [call.values[name] for name in out.positional]
+    keywords = {name: call.values[name] for name in out.keywords}
+    return functools.partial(out.overload, *positional, **keywords, **dict(zip(out.outs, results, strict=True)))
 
 
 class OutOverload(NamedTuple):

@@ -220,13 +220,13 @@ def paged_attention(*arguments: Any, least_part: int = MIN_PART_KEYS) -> None:
     tile = tile_for(groups * count, size, softcap != 0)
     part, parts = parts_of(pages * page_size, least_part)
     lines, sizes = batch * count * heads, (tile.size, 1, 1)  # of sums, peaks and totals
-    found = [torch.empty(lines, parts, each, dtype=torch.float32, device=query.device) if parts > 1 else None for each in sizes]
+    partials = [torch.empty(lines, parts, each, dtype=torch.float32, device=query.device) if parts > 1 else None for each in sizes]
     scales = scale * _LOG2_E.value * (2 / softcap if softcap else 1), softcap * _LOG2_E.value if softcap else None
     numbers = count, heads, pages, keys.stride(0), part, window or None if _TWO_PROGRAMS.value else window, *scales
     constants = {"size": size, "GROUPS": groups, "PAGE": page_size, "ROWS": tile.rows, "KEYS": tile.keys, "SIZE": tile.size}
     constants |= {"WIDE": query.device.type == "cpu", "num_warps": tile.warps, "num_stages": tile.stages, "maxnreg": tile.registers}
     grid = (batch, kv_heads, triton.cdiv(groups * count, tile.rows) * parts)
-    attend_part[grid](*tensors, sinks, output, *found, *numbers, **constants, enable_fp_fusion=False)
+    attend_part[grid](*tensors, sinks, output, *partials, *numbers, **constants, enable_fp_fusion=False)
     if parts > 1:
         constants = {"PARTS": triton.next_power_of_2(parts), "SIZE": tile.size, "num_warps": 2, "enable_fp_fusion": False}
-        combine_parts[(lines,)](*found, output, parts, size, **constants)
+        combine_parts[(lines,)](*partials, output, parts, size, **constants)

@@ -156,7 +156,7 @@ INLINED void attend_blocks(const attention_call *call, block *block, int64_t fir
     }
 }
 
-static FOR_EACH_PROCESSOR void some_blocks(const void *context, int64_t first, int64_t end) {
+static FOR_EACH_PROCESSOR void run_blocks(const void *context, int64_t first, int64_t end) {
     attention_call call = *(const attention_call *)context;
     block block;
     if (call.size == 64 && call.bfloat16 && call.entry_bytes == 2) { /* with sizes that the compiler knows, sums stay in registers */
@@ -189,6 +189,6 @@ EXPORTED int stepgraph_attention(const argument *args) {
     blocks *= queries > 3 && threads_for(bytes) > 1 ? 2 : 1; /* smaller blocks divide more evenly among threads */
     call.step = (queries + blocks - 1) / blocks;
     blocks = (queries + call.step - 1) / call.step;
-    divide_work(some_blocks, &call, call.batch * call.kv_heads * blocks, bytes);
+    divide_work(run_blocks, &call, call.batch * call.kv_heads * blocks, bytes);
     return atomic_load(&failed);
 }

@@ -5,7 +5,7 @@
 enum { COLUMNS = 64 };
 
 /* Blocks [block, last) of columns. */
-static FOR_EACH_PROCESSOR void some_columns(const void *context, int64_t block, int64_t last) {
+static FOR_EACH_PROCESSOR void run_columns(const void *context, int64_t block, int64_t last) {
     const product_call *call = context;
     for (; block < last; block++) {
         int64_t first = block * COLUMNS, end = first + COLUMNS < call->outer ? first + COLUMNS : call->outer;
@@ -20,7 +20,7 @@ static FOR_EACH_PROCESSOR void some_columns(const void *context, int64_t block, 
 
 static void all_columns(const product_call *call) {
     int64_t bytes = call->outer * call->inner * (call->bfloat16 ? 2 : 4);
-    divide_work(some_columns, call, (call->outer + COLUMNS - 1) / COLUMNS, bytes);
+    divide_work(run_columns, call, (call->outer + COLUMNS - 1) / COLUMNS, bytes);
 }
 
 EXPORTED int stepgraph_product(const argument *args) {

@@ -22,7 +22,7 @@ INLINED void add_block(
     lanes *parts, const char *states, int64_t row_bytes, const char *from, int64_t apart, int tall, int wide, int bits, int zero, int64_t bfloat16) {
     (void)apart, (void)wide; /* wide is 1 */
 #pragma GCC unroll 16
-    for (int pair = 0; pair < taken_at_once(bits) / 2; pair++) {
+    for (int pair = 0; pair < indices_per_step(bits) / 2; pair++) {
         lanes both[2];
         fields(*(const words *)(from + pair * bits / 16 * 64), pair * bits % 16, bits, zero, both);
 #pragma GCC unroll 8
@@ -42,7 +42,7 @@ INLINED void in_numbers(const quantised_call *call, int64_t first, int64_t end, 
 }
 
 /* Sums the states of every block of a row. MAX_BLOCKS is a multiple of LANES. */
-INLINED void add_up(const quantised_call *call, int64_t row, float *totals) {
+INLINED void sum_states(const quantised_call *call, int64_t row, float *totals) {
     int64_t group = call->kind.group;
     for (int64_t block = 0; block < call->blocks; block += LANES) {
         lanes parts[LANES] = {0}, taken;
@@ -61,7 +61,7 @@ INLINED quantised_kind kind_of(const argument *weight) {
     return KINDS[index];
 }
 
-static FOR_EACH_PROCESSOR void some_tiles(const void *context, int64_t first, int64_t end) {
+static FOR_EACH_PROCESSOR void run_tiles(const void *context, int64_t first, int64_t end) {
     const quantised_call *call = context;
 #ifdef HAS_DOT_PRODUCTS
     if (call->bfloat16 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi")) {
@@ -76,8 +76,8 @@ static FOR_EACH_PROCESSOR void some_tiles(const void *context, int64_t first, in
 static FOR_EACH_PROCESSOR void rows_at_once(quantised_call call) {
     float totals[GATHERED_ROWS][MAX_BLOCKS];
     call.totals = totals;
-    for (int64_t one = 0; call.kind.ranged && one < call.rows; one++) add_up(&call, one, totals[one]);
-    divide_work(some_tiles, &call, call.tiles, call.tiles * call.blocks * block_bytes(call.kind));
+    for (int64_t one = 0; call.kind.ranged && one < call.rows; one++) sum_states(&call, one, totals[one]);
+    divide_work(run_tiles, &call, call.tiles, call.tiles * call.blocks * block_bytes(call.kind));
 }
 
 static quantised_call call_of(const argument *states, const argument *weight) {

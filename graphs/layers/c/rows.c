@@ -233,11 +233,11 @@ EXPORTED int stepgraph_choose_chain(const argument *args) {
             if (masks->data && constrained[i]) {
                 const int32_t *mask = (const int32_t *)masks->data + row * masks->stride[0] + at * masks->stride[1];
                 bool valid = ((const int64_t *)status->data)[i * status->stride[0] + at * status->stride[1]] == STATUS_OK;
-                int64_t only = forced->data && valid ? ((const int64_t *)forced->data)[at * forced->stride[0] + i] : -1;
+                int64_t forced_token = forced->data && valid ? ((const int64_t *)forced->data)[at * forced->stride[0] + i] : -1;
                 if (token >= masks->size[2] * WORD) return 1;
                 if (token >= 0 && !(valid && mask[token / WORD] >> (token % WORD) & 1)) token = REFUSED;
-                if (only >= 0) token = only;
-                if (forced->data) ((bool *)flags->data)[row * flags->stride[0] + at * flags->stride[1]] = only >= 0;
+                if (forced_token >= 0) token = forced_token;
+                if (forced->data) ((bool *)flags->data)[row * flags->stride[0] + at * flags->stride[1]] = forced_token >= 0;
             } else if (forced->data)
                 ((bool *)flags->data)[row * flags->stride[0] + at * flags->stride[1]] = false;
             chosen[at] = goes_on && limit > at ? token : -1;

@@ -38,7 +38,7 @@ def choose_row(
     NORMALISED: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    expert, place = tl.arange(0, EXPERTS), tl.arange(0, COUNT)
+    expert, choice_index = tl.arange(0, EXPERTS), tl.arange(0, COUNT)
     logit = tl.load(logits + row * experts + expert, mask=expert < experts, other=float("-inf")).to(tl.float32)
     power = tl.where(expert < experts, tl.exp(logit - tl.max(logit, 0)), -1.0)
     total = tl.sum(tl.where(expert < experts, power, 0.0), 0)
@@ -46,14 +46,14 @@ def choose_row(
     for index in range(0, count):
         highest = tl.max(power, 0)
         first = tl.min(tl.where(power == highest, expert, experts - 1), 0)  # a valid expert even if the powers are NaN
-        best = tl.where(place == index, first.to(tl.int64), best)
-        best_powers = tl.where(place == index, highest, best_powers)
+        best = tl.where(choice_index == index, first.to(tl.int64), best)
+        best_powers = tl.where(choice_index == index, highest, best_powers)
         power = tl.where(expert == first, -1.0, power)
     if NORMALISED:
         total = tl.sum(best_powers, 0)
-    inside = place < count
-    tl.store(shares + row * count + place, best_powers / total, mask=inside)
-    tl.store(chosen + row * count + place, best, mask=inside)
+    inside = choice_index < count
+    tl.store(shares + row * count + choice_index, best_powers / total, mask=inside)
+    tl.store(chosen + row * count + choice_index, best, mask=inside)
 
 
 def choose_experts(logits: Tensor, count: int, normalised: bool, shares: Tensor, chosen: Tensor) -> None:
@@ -64,9 +64,9 @@ def choose_experts(logits: Tensor, count: int, normalised: bool, shares: Tensor,
 
 
 @triton.jit
-def first_largest(numbers, place, most):
-    """The place of the largest number, the first of equal ones; at most `most`, even if all numbers are NaN."""
-    return tl.minimum(tl.min(tl.where(numbers == tl.max(numbers, 0), place, most), 0), most)
+def first_largest(numbers, index, last):
+    """The index of the largest number, the first of equal ones; at most `last`, even if all numbers are NaN."""
+    return tl.minimum(tl.min(tl.where(numbers == tl.max(numbers, 0), index, last), 0), last)
 
 
 @triton.jit
@@ -86,7 +86,7 @@ def choose_grouped_row(
     NORMALISED: tl.constexpr,
 ):
     row, excluded = tl.program_id(0).to(tl.int64), float("-inf")
-    expert, place, group = tl.arange(0, EXPERTS), tl.arange(0, COUNT), tl.arange(0, GROUPS)
+    expert, choice_index, group = tl.arange(0, EXPERTS), tl.arange(0, COUNT), tl.arange(0, GROUPS)
     is_expert, size = expert < experts, experts // groups
     score = 1.0 / (1.0 + tl.exp(-tl.load(logits + row * experts + expert, mask=is_expert, other=0.0)))
     compared = tl.where(is_expert, score + tl.load(correction + expert, mask=is_expert, other=0.0), excluded)
@@ -104,13 +104,13 @@ def choose_grouped_row(
     best_experts, best_scores = tl.zeros([COUNT], tl.int64), tl.zeros([COUNT], tl.float32)
     for index in range(0, count):
         best = first_largest(candidates, expert, experts - 1)
-        best_experts = tl.where(place == index, best.to(tl.int64), best_experts)
-        best_scores = tl.where(place == index, tl.sum(tl.where(expert == best, score, 0.0), 0), best_scores)
+        best_experts = tl.where(choice_index == index, best.to(tl.int64), best_experts)
+        best_scores = tl.where(choice_index == index, tl.sum(tl.where(expert == best, score, 0.0), 0), best_scores)
         candidates = tl.where(expert == best, excluded, candidates)
     if NORMALISED:
         best_scores = best_scores / (tl.sum(best_scores, 0) + 1e-20)
-    tl.store(shares + row * count + place, best_scores * factor, mask=place < count)
-    tl.store(chosen + row * count + place, best_experts, mask=place < count)
+    tl.store(shares + row * count + choice_index, best_scores * factor, mask=choice_index < count)
+    tl.store(chosen + row * count + choice_index, best_experts, mask=choice_index < count)
 
 
 def choose_grouped_experts(logits: Tensor, correction: Tensor, *others: Any) -> None:
@@ -165,7 +165,7 @@ def multiply_by_expert(
     """A tile of columns of one expert, for all rows that chose it. The order of a row's sums does not depend on the others."""
     expert = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * OUTER + tl.arange(0, OUTER)
-    known = column < outer
+    is_column = column < outer
     matches = matches_of(chosen, expert, choices, SCANNED)
     for first in range(0, matches, ROWS):
         wanted = first + tl.arange(0, ROWS)
@@ -173,15 +173,15 @@ def multiply_by_expert(
         live = (wanted < matches)[:, None]
         total = tl.zeros([ROWS, OUTER], tl.float32)
         for start in range(0, inner, INNER):
-            place = start + tl.arange(0, INNER)
-            at = (rows // per_state).to(tl.int64)[:, None] * state_stride + place
-            state = tl.load(states + at, mask=live & (place < inner), other=0.0)
-            at = (expert * outer + column[:, None]) * inner + place
-            weight = tl.load(weights + at, mask=known[:, None] & (place < inner), other=0.0)
+            inner_index = start + tl.arange(0, INNER)
+            at = (rows // per_state).to(tl.int64)[:, None] * state_stride + inner_index
+            state = tl.load(states + at, mask=live & (inner_index < inner), other=0.0)
+            at = (expert * outer + column[:, None]) * inner + inner_index
+            weight = tl.load(weights + at, mask=is_column[:, None] & (inner_index < inner), other=0.0)
             total += matrix_product(state, tl.trans(weight), WIDE)
         if biases is not None:
-            total += tl.load(biases + expert * outer + column, mask=known, other=0.0).to(tl.float32)
-        tl.store(output + rows.to(tl.int64)[:, None] * outer + column, total.to(output.dtype.element_ty), mask=live & known)
+            total += tl.load(biases + expert * outer + column, mask=is_column, other=0.0).to(tl.float32)
+        tl.store(output + rows.to(tl.int64)[:, None] * outer + column, total.to(output.dtype.element_ty), mask=live & is_column)
 
 
 def expert_product(states: Tensor, chosen: Tensor, weights: Tensor, num_experts: int, biases: Tensor | None, output: Tensor) -> None:

@@ -315,18 +315,18 @@ def rank_tokens(
     requested = tl.minimum(tl.load(row_params + tl.load(rows + row) * columns + _TOP_LOGPROBS).to(tl.int32), most)
     at = (tl.load(published) % slots) * slot_line + row * row_line + position * position_line
     if requested > 0:
-        own = logits + row * row_stride + position * position_stride
-        kept = probs + row * probs_row_stride + position * probs_position_stride
+        row_logits = logits + row * row_stride + position * position_stride
+        row_probs = probs + row * probs_row_stride + position * probs_position_stride
         value, token = float("inf"), -1
         last, last_token = float("inf"), -1
         total = 0.0
         for index in range(requested):
-            value, token = next_best(own, width, float("-inf"), value, token, TILE)
+            value, token = next_best(row_logits, width, float("-inf"), value, token, TILE)
             if index == 0:
-                total = log_total(own, width, value, TILE)
+                total = log_total(row_logits, width, value, TILE)
             tl.store(ids_ring + at + index, token)
             tl.store(values_ring + at + index, value - total)
-            last, last_token = next_best(kept, width, 0.0, last, last_token, TILE)
+            last, last_token = next_best(row_probs, width, 0.0, last, last_token, TILE)
             tl.store(ids_ring + at + most + index, last_token)
             tl.store(values_ring + at + most + index, tl.log(last))
 
