@@ -75,7 +75,7 @@ def mark_looked_up(buffers: StaticBuffers, after: Batch, sampled: bool) -> None:
         buffers.row_certain.index_fill_(0, after.rows, True)
 
 
-@operation(empty_as, writes=("row_forced",), triton=True, c=True, supports=lambda *given: (given[8] is None) is (given[9] is None))
+@operation(empty_as, writes=("row_forced",), triton=True, c=True, supports=lambda *args: (args[8] is None) is (args[9] is None))
 def choose_chain(
     proposed: Longs,
     finish: StridedLongs,

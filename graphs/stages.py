@@ -67,11 +67,11 @@ def accept(
     room = batch.column(Column.MAX_LENGTH) - batch.column(Column.LENGTH)
     drafts, draft_count, stop_ids = batch.drafts, batch.column(Column.DRAFT_COUNT), buffers.row_stop_ids[batch.rows]
     chosen = kernels.chain_accept(tokens, finite, drafts, draft_count, status, stop_ids, room, accepted)
-    lines = buffers.results[: len(batch.rows)]
+    results = buffers.results[: len(batch.rows)]
     forced = buffers.row_forced if constrained and "row_forced" in buffers else None
     looked_up = buffers.row_looked_up if "row_looked_up" in buffers else None
-    given, flags = (batch.rows, batch.state, tokens, status, drafts, *chosen), (forced, looked_up)
-    emitted, finish, state = write_emission(*given, buffers.row_state, lines, *flags)
+    inputs, flags = (batch.rows, batch.state, tokens, status, drafts, *chosen), (forced, looked_up)
+    emitted, finish, state = write_emission(*inputs, buffers.row_state, results, *flags)
     if sampled:
         record_output(buffers, batch.rows, tokens, emitted)
     return Emission(tokens, emitted, chosen[1], finish), batch._replace(state=state)

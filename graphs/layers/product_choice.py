@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.layers.quantised import TILE, has_packed_form, inner_size
-from stepgraph.graphs.layers.rank_sums import Ranks
+from stepgraph.graphs.layers.rank_sums import RankExchange
 from stepgraph.sampling.cuda_graphs import empty_cache, replay_us, replayed
 from stepgraph.sampling.fields import reason
 from stepgraph.sampling.kernels.triton import why_no_triton
@@ -26,7 +26,7 @@ TOLERANCE = 1e-2  # relative to the norm of the results: weights are rounded to 
 REPEATS, NEVER = 7, sys.maxsize
 
 
-def choose_products(dtype: torch.dtype, weights: Iterable[Tensor], ranks: Ranks | None = None) -> str:
+def choose_products(dtype: torch.dtype, weights: Iterable[Tensor], ranks: RankExchange | None = None) -> str:
     """Choose for products of states of this type with each weight that is packed and on a GPU, and keep the choice for the process.
     Returns a note; empty if there is no such weight. Every rank calls this: all use the largest threshold of any rank."""
     packed = [each for each in weights if each.is_cuda and has_packed_form(each) and len(each) * TILE <= MAX_COLUMNS]

@@ -176,7 +176,7 @@ def _rows_outputs(indices: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor
     return torch.empty(len(indices), inner_size(weight), dtype=dtype, device=indices.device)
 
 
-@operation(_rows_outputs, triton=True, c=True, supports=lambda *given: c_supports_weight(given[1]) and given[2] in FLOATS)
+@operation(_rows_outputs, triton=True, c=True, supports=lambda *args: c_supports_weight(args[1]) and args[2] in FLOATS)
 def quantised_rows(indices: Longs, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows [N, in] of packed weights: an embedding."""
     tiles = weight[indices // TILE]

@@ -29,7 +29,7 @@ T = TypeVar("T")
 Exchange = Callable[[Any], list[Any]]
 
 
-class Ranks(Protocol):
+class RankExchange(Protocol):
     """The ranks of a model."""
 
     rank: int
@@ -42,7 +42,7 @@ class Ranks(Protocol):
 class GatherSum:
     fused_add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], Residual] | None = None
 
-    def __init__(self, group: dist.ProcessGroup, seconds: float, ranks: Ranks, exchange: Exchange, like: Tensor) -> None:
+    def __init__(self, group: dist.ProcessGroup, seconds: float, ranks: RankExchange, exchange: Exchange, like: Tensor) -> None:
         self._group, self._seconds, self._rows, self._width, self._type = group, seconds, len(like), like.shape[1], like.dtype
 
     def add(self, states: Tensor) -> None:
@@ -58,7 +58,7 @@ class NcclSum(GatherSum):
 
 
 class FlashInferSum(NcclSum):
-    def __init__(self, group: dist.ProcessGroup, seconds: float, ranks: Ranks, exchange: Exchange, like: Tensor) -> None:
+    def __init__(self, group: dist.ProcessGroup, seconds: float, ranks: RankExchange, exchange: Exchange, like: Tensor) -> None:
         super().__init__(group, seconds, ranks, exchange, like)
         if like.dtype not in FLASHINFER_TYPES:
             raise RuntimeError(f"it adds bfloat16 and float16, not {str(like.dtype).removeprefix('torch.')}")
@@ -101,7 +101,7 @@ class FlashInferSum(NcclSum):
 IMPLEMENTATIONS: dict[str, type[GatherSum]] = {"gather": GatherSum, "nccl": NcclSum, "flashinfer": FlashInferSum}
 
 
-def choose_sums(ranks: Ranks, groups: RankGroups, like: Tensor) -> str:
+def choose_sums(ranks: RankExchange, groups: RankGroups, like: Tensor) -> str:
     """Use the fastest implementation that works on every rank for the sums of both groups. Returns its name and the reasons.
 
     like: [N, H], with as many rows as the largest round has. Every rank calls this. RuntimeError if none works.
@@ -124,7 +124,7 @@ class _RankFailed(RuntimeError):
     """The reason for which `run` failed on some rank."""
 
 
-def _run_on_all(ranks: Ranks, run: Callable[[Exchange], T]) -> tuple[T | None, str]:
+def _run_on_all(ranks: RankExchange, run: Callable[[Exchange], T]) -> tuple[T | None, str]:
     """The result of `run`, or why it failed, the same on all ranks. `run` may exchange values: a rank whose `run` has failed sends
     the reason instead, so that `run` fails on the others."""
 
@@ -156,7 +156,7 @@ def _rank_values(rank: int, like: Tensor) -> Tensor:
 
 
 def _create_and_measure(
-    kind: type[GatherSum], ranks: Ranks, groups: RankGroups, like: Tensor, exchange: Exchange
+    kind: type[GatherSum], ranks: RankExchange, groups: RankGroups, like: Tensor, exchange: Exchange
 ) -> tuple[list[GatherSum], float]:
     """The implementation for both groups, and the microseconds of a sum in a graph on the slowest rank. RuntimeError for a sum that is
     wrong, or differs between ranks."""
@@ -181,7 +181,7 @@ def _expected_sum(size: int, like: Tensor) -> Tensor:
     return torch.stack([_rank_values(rank, like) for rank in range(size)]).sum(0, dtype=like.dtype)
 
 
-def _check_sums(sums: GatherSum, like: Tensor, ranks: Ranks, exchange: Exchange) -> None:
+def _check_sums(sums: GatherSum, like: Tensor, ranks: RankExchange, exchange: Exchange) -> None:
     total, part = _expected_sum(ranks.size, like), _rank_values(ranks.rank, like)
     found = part.clone()
     sums.add(found)
@@ -203,7 +203,7 @@ def _require_close(what: str, actual: Tensor, expected: Tensor, tolerance: float
         raise RuntimeError(f"{what} is wrong in {count} of {wrong.numel()} values")
 
 
-def _comm_backend(ranks: Ranks, exchange: Exchange) -> Any:
+def _comm_backend(ranks: RankExchange, exchange: Exchange) -> Any:
     """The backend with which FlashInfer exchanges handles."""
     from flashinfer.comm.mnnvl import CommBackend
 

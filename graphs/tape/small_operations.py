@@ -140,15 +140,15 @@ def _add_dims(index: Tensor, dims: int) -> Tensor:
     return index.view(*index.shape, *[1] * (dims - index.dim()))
 
 
-def _small_call(kind: str, target: Tensor, *given: Tensor | int, indexed: Tensor | None = None, wraparound: bool = False) -> PackedCall:
+def _small_call(kind: str, target: Tensor, *operands: Tensor | int, indexed: Tensor | None = None, wraparound: bool = False) -> PackedCall:
     """indexed: a tensor whose first two dimensions are those that are indexed."""
     arguments: list[Tensor | int] = [_KIND_NUMBER[kind], _in_four_dims(target, target)]
-    arguments += [_in_four_dims(each, target) if isinstance(each, Tensor) else int(each) for each in given]
-    packed = b"".join([pack_argument(each) for each in arguments] + [NONE] * (_DIMENSIONS - 1 - len(given)))
+    arguments += [_in_four_dims(each, target) if isinstance(each, Tensor) else int(each) for each in operands]
+    packed = b"".join([pack_argument(each) for each in arguments] + [NONE] * (_DIMENSIONS - 1 - len(operands)))
     places = (0, 0, 0, 0) if indexed is None else (indexed.stride(0), indexed.shape[0], indexed.stride(1), indexed.shape[1])
     function = kernel("small_operation")
     assert function is not None
-    return PackedCall.of(function, packed + b"".join(map(pack_argument, (*places, int(wraparound)))), (target, *given))
+    return PackedCall.of(function, packed + b"".join(map(pack_argument, (*places, int(wraparound)))), (target, *operands))
 
 
 def _in_four_dims(tensor: Tensor, target: Tensor) -> Tensor:

@@ -102,7 +102,7 @@ def decide_end(
     tl.atomic_xchg(header + _PUBLISHED, published, sem="release", scope="sys")
 
 
-def end_round(*given: Any) -> None:
-    results, *_, headers, _, _ = given
+def end_round(*arguments: Any) -> None:
+    results, *_, headers, _, _ = arguments
     batch, width = results.shape
-    decide_end[(1,)](*given, batch, width, len(headers), ROWS=triton.next_power_of_2(batch), num_warps=1)
+    decide_end[(1,)](*arguments, batch, width, len(headers), ROWS=triton.next_power_of_2(batch), num_warps=1)

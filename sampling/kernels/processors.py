@@ -172,8 +172,8 @@ def _scatter_by_id(values: Tensor, ids: Tensor, width: int) -> Tensor:
     return dense.scatter_add_(1, ids.clamp(min=0), values)
 
 
-def _c_supports_ranking(*given: Tensor) -> bool:
-    return given[3].shape[1] == Param.TOP_LOGPROBS + 1
+def _c_supports_ranking(*args: Tensor) -> bool:
+    return args[3].shape[1] == Param.TOP_LOGPROBS + 1
 
 
 @operation(lambda *_: None, writes=("ids_ring", "values_ring"), triton=True, c=True, supports=_c_supports_ranking, mapped=True)
