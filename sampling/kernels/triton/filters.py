@@ -88,16 +88,16 @@ def _units(weight_bits):
 
 
 @triton.jit
-def _bits(logits, params, maxima, positions, width, row_stride, position_stride, TILE: tl.constexpr, TILES: tl.constexpr):
+def _bits(logits, row, maxima, positions, width, row_stride, position_stride, TILE: tl.constexpr, TILES: tl.constexpr):
     """The bits of the weights of this program's tile; -1 beyond the width, 0 for NaN, in a row without a finite best logit."""
     values = _logits(logits, positions, width, row_stride, position_stride, TILE)
-    bits = _weight(values, tl.load(params + _TEMPERATURE), value_of(_line_maximum(maxima, TILES)))
+    bits = _weight(values, tl.load(row + _TEMPERATURE), value_of(_line_maximum(maxima, TILES)))
     return tl.where(tl.program_id(1) * TILE + tl.arange(0, TILE) < width, tl.where(bits <= _ONE, bits, 0), -1)
 
 
 @triton.jit
-def _has_top_k(params, width):
-    top_k = tl.load(params + _TOP_K)
+def _has_top_k(row, width):
+    top_k = tl.load(row + _TOP_K)
     return (top_k > 0) & (top_k < width)
 
 
@@ -120,16 +120,16 @@ def _at(values, index):
 
 
 @triton.jit
-def _listed_range(params, sums, width):
+def _listed_range(row, sums, width):
     """The bits from `low` and below `end` among which the smallest kept weight is, and the units of the weights from `end` on."""
-    low, end, above = tl.maximum(tl.maximum(tl.load(params + _MIN_P), 0.0).to(tl.int32, bitcast=True), 1), _LAST_ID, tl.zeros([], tl.int64)
-    if _has_top_k(params, width):
+    low, end, above = tl.maximum(tl.maximum(tl.load(row + _MIN_P), 0.0).to(tl.int32, bitcast=True), 1), _LAST_ID, tl.zeros([], tl.int64)
+    if _has_top_k(row, width):
         counts = tl.load(sums + tl.arange(0, _BUCKETS))
         from_bucket = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
-        low = tl.maximum(low, _last_enough(from_bucket, tl.load(params + _TOP_K).to(tl.float64)) << _EXPONENT)
-    elif tl.load(params + _MIN_P) <= 0:
+        low = tl.maximum(low, _last_enough(from_bucket, tl.load(row + _TOP_K).to(tl.float64)) << _EXPONENT)
+    elif tl.load(row + _MIN_P) <= 0:
         units = tl.load(sums + _BUCKETS + tl.arange(0, _UNIT_BUCKETS))
-        bucket = _last_enough(units, tl.load(params + _TOP_P).to(tl.float64) * _at(units, 0).to(tl.float64))
+        bucket = _last_enough(units, tl.load(row + _TOP_P).to(tl.float64) * _at(units, 0).to(tl.float64))
         low = tl.maximum(_unit_edge(bucket), 1)
         end, above = _unit_edge(bucket + 1), _at(units, bucket + 1)  # after the last bucket: an edge above every weight, and 0
     return low, end, above
@@ -207,17 +207,17 @@ def bucket_sums(
 ):
     """Sums that locate the smallest kept weight: counts for top-k, units for top-p alone; without a filter only the sum of all units."""
     line = tl.program_id(0).to(tl.int64)
-    params = row_params + (line // positions) * row_params_stride
-    if tl.load(params + _TEMPERATURE) > 0:
-        bits = _bits(logits, params, maxima, positions, width, row_stride, position_stride, TILE, TILES)
+    row = row_params + (line // positions) * row_params_stride
+    if tl.load(row + _TEMPERATURE) > 0:
+        bits = _bits(logits, row, maxima, positions, width, row_stride, position_stride, TILE, TILES)
         sums += line * _SUMS
-        if _has_top_k(params, width):
+        if _has_top_k(row, width):
             counts = tl.histogram(tl.maximum(bits, 0) >> _EXPONENT, _BUCKETS).to(tl.int64)
             index = tl.arange(0, _BUCKETS)
             tl.atomic_add(sums + index, counts, mask=(index > 0) & (counts > 0), sem="relaxed")
-        elif tl.load(params + _MIN_P) <= 0:
+        elif tl.load(row + _MIN_P) <= 0:
             units = tl.where(bits >= 0, _units(bits), 0)
-            if tl.load(params + _TOP_P) < 1:
+            if tl.load(row + _TOP_P) < 1:
                 group = tl.arange(0, _EDGES)
                 for start in range(0, _UNIT_BUCKETS, _EDGES):
                     edges = _unit_edge(start + group)[None, :]
@@ -249,14 +249,14 @@ def find_least(
 ):
     """Lists the few weights among which the smallest kept one is, tile by tile; the last program of a line then finds it."""
     line, tiles = tl.program_id(0).to(tl.int64), tl.num_programs(1)
-    params = row_params + (line // positions) * row_params_stride
-    top_p, sums = tl.load(params + _TOP_P), sums + line * _SUMS
-    limits_head = _has_top_k(params, width) | (tl.load(params + _MIN_P) > 0)  # top-p is then a share of the kept units
-    filters = (tl.load(params + _TEMPERATURE) > 0) & (limits_head | (top_p < 1))
+    row = row_params + (line // positions) * row_params_stride
+    top_p, sums = tl.load(row + _TOP_P), sums + line * _SUMS
+    limits_head = _has_top_k(row, width) | (tl.load(row + _MIN_P) > 0)  # top-p is then a share of the kept units
+    filters = (tl.load(row + _TEMPERATURE) > 0) & (limits_head | (top_p < 1))
     listed, listed_counts = listed + line * listed_stride, listed_counts + line * tiles
     if filters:
-        first, end, _ = _listed_range(params, sums, width)
-        bits = _bits(logits, params, maxima, positions, width, row_stride, position_stride, TILE, TILES)
+        first, end, _ = _listed_range(row, sums, width)
+        bits = _bits(logits, row, maxima, positions, width, row_stride, position_stride, TILE, TILES)
         is_listed = ((bits >= first) & (bits < end)).to(tl.int32)
         count = tl.sum(is_listed, 0)
         if count > 0:
@@ -267,13 +267,13 @@ def find_least(
         tl.debug_barrier()
         low, kept_units = tl.zeros([], tl.int32), tl.load(sums + _BUCKETS)
         if filters:
-            _, _, above = _listed_range(params, sums, width)
+            _, _, above = _listed_range(row, sums, width)
             tile = tl.arange(0, TILES)[:, None]
             last = tl.load(listed_counts + tile, mask=tile < tiles, other=0)
             max_listed = tl.max(tl.max(last, 1), 0)
-            low = tl.maximum(tl.load(params + _MIN_P), 0.0).to(tl.int32, bitcast=True)
-            if _has_top_k(params, width):
-                top_k = tl.load(params + _TOP_K).to(tl.float64)
+            low = tl.maximum(tl.load(row + _MIN_P), 0.0).to(tl.int32, bitcast=True)
+            if _has_top_k(row, width):
+                top_k = tl.load(row + _TOP_K).to(tl.float64)
                 low = tl.maximum(low, _least_enough(listed, last, max_listed, above, top_k, True, BITS, TILE, TILES, WINDOW))
             if limits_head:
                 kept_units = tl.max(_sums_from(listed, last, max_listed, low + tl.arange(0, 1), False, TILE, TILES, WINDOW), 0)
