@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import Backend, Between, Check, Generators, Recorded, Step, host_call
-from stepgraph.graphs.context import NOTHING, StreamEvent, use_context
+from stepgraph.graphs.capture import Backend, Between, CaptureCheck, Generators, Recorded, Step, host_call
+from stepgraph.graphs.context import NULL_CONTEXT, StreamEvent, use_context
 from stepgraph.graphs.errors import CaptureError, HostNodeError
-from stepgraph.graphs.spans import MakeRange, RecordedReport, nvtx_range
+from stepgraph.graphs.spans import RangeFactory, RecordedReport, nvtx_range
 from stepgraph.graphs.tape.backend import TapeBackend
 from stepgraph.sampling import fields
 from stepgraph.sampling.fields import BOOL, FUNCTION, callable_with, check_members, check_value, clip_repr, instance_of, optional
@@ -49,7 +49,7 @@ def capture(
     buffers: StaticBuffers,
     backend: str | Backend = "auto",
     *,
-    check: Check = "once",
+    check: CaptureCheck = "once",
     between: Between = None,
     generators: Generators = (),
 ) -> Recorded:
@@ -77,15 +77,15 @@ def capture(
 class EagerContext:
     """Runs a step without recording: one stream, and a host node is a call."""
 
-    def __init__(self, synchronize: Callable[[], None] = lambda: None, ranges: MakeRange | None = None) -> None:
+    def __init__(self, synchronize: Callable[[], None] = lambda: None, ranges: RangeFactory | None = None) -> None:
         self._synchronize = synchronize
         self._ranges = ranges
 
     def stream(self, name: str) -> AbstractContextManager[None]:
-        return NOTHING
+        return NULL_CONTEXT
 
     def stage(self, name: str) -> AbstractContextManager[None]:
-        return NOTHING if self._ranges is None else self._ranges(name)
+        return NULL_CONTEXT if self._ranges is None else self._ranges(name)
 
     def record(self) -> StreamEvent:
         return self
@@ -103,7 +103,7 @@ class EagerContext:
 
 
 @torch.no_grad()
-def run_eager(step: Step, buffers: StaticBuffers, ranges: MakeRange | None = None) -> None:
+def run_eager(step: Step, buffers: StaticBuffers, ranges: RangeFactory | None = None) -> None:
     """Run a step once without recording it. Every replay must equal this bit for bit."""
     check_value("run_eager.step", step, _STEP)
     check_value("run_eager.buffers", buffers, instance_of(StaticBuffers, "StaticBuffers"))

@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from stepgraph.graphs.attention.paged import OPERATION, AttentionChoice
+from stepgraph.graphs.attention.paged import DEFAULT_ATTENTION, AttentionChoice
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.layers.slot_mapping import place_tokens
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import DraftModel, TargetModel
 from stepgraph.graphs.model_call import ModelInput, check_shape
-from stepgraph.graphs.publishing import receive
+from stepgraph.graphs.publishing import receive_batch
 from stepgraph.graphs.row_layout import Column
 from stepgraph.sampling.grammar.status import FinishCode
 
@@ -24,7 +24,7 @@ class Batch(NamedTuple):
     state: Tensor  # [B, columns] int64
     drafts: Tensor  # [B, K] int64, -1 after the last draft
     block_tables: Tensor  # [B, pages_per_row] int64
-    attention: AttentionChoice = OPERATION
+    attention: AttentionChoice = DEFAULT_ATTENTION
     constrained: Tensor | None = None  # [B] bool, set by the first stage that needs it
     params: Tensor | None = None  # [B, Param] float32, set by `accept` in a sampled round
 
@@ -41,14 +41,14 @@ class Batch(NamedTuple):
         return self.state[:, Column.FINISH] == FinishCode.RUNNING
 
 
-def read_batch(buffers: StaticBuffers, size: int, attention: AttentionChoice = OPERATION, most_drafts: int | None = None) -> Batch:
-    """The first `size` slots, with at most `most_drafts` drafts of each row; None: all drafts."""
-    receive(buffers, size)
+def read_batch(buffers: StaticBuffers, size: int, attention: AttentionChoice = DEFAULT_ATTENTION, max_drafts: int | None = None) -> Batch:
+    """The first `size` slots, with at most `max_drafts` drafts of each row; None: all drafts."""
+    receive_batch(buffers, size)
     rows, drafts = buffers.batch_rows[:size], buffers.row_drafts
     state = buffers.row_state[rows]
-    if most_drafts is not None and most_drafts < drafts.shape[1]:
-        state[:, Column.DRAFT_COUNT].clamp_(max=most_drafts)
-        drafts = drafts[:, :most_drafts]
+    if max_drafts is not None and max_drafts < drafts.shape[1]:
+        state[:, Column.DRAFT_COUNT].clamp_(max=max_drafts)
+        drafts = drafts[:, :max_drafts]
     return Batch(rows, state, drafts[rows], buffers.row_block_tables[rows], attention)
 
 
@@ -68,7 +68,7 @@ def model_input(
     """
     length, end, tables = batch.column(Column.LENGTH), batch.column(Column.MAX_LENGTH), batch.block_tables
     placed = place_tokens(tokens, length, end, tables, offset, limits.page_size, limits.max_length, live, count)
-    return ModelInput(*placed, tables, limits.page_size, features, attend=batch.attention.round_call())
+    return ModelInput(*placed, tables, limits.page_size, features, attend=batch.attention.round_attend())
 
 
 def model_logits(name: str, model: TargetModel | DraftModel, hidden: Tensor, limits: Limits) -> Tensor:

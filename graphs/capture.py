@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.context import setting
+from stepgraph.graphs.context import temporarily_set
 from stepgraph.graphs.errors import CaptureError, Site, fail
-from stepgraph.graphs.spans import MakeRange, RecordedReport, Span
+from stepgraph.graphs.spans import RangeFactory, RecordedReport, Span
 from stepgraph.sampling.fields import check_value, instance_of, whole
 
 Step = Callable[[StaticBuffers], None]
-Check = Literal["once", "twice"]
+CaptureCheck = Literal["once", "twice"]
 Between = Callable[[], None] | None
 Generators = Sequence[torch.Generator]
 
@@ -83,7 +83,7 @@ class Backend(Protocol):
     def stats(self) -> BackendStats: ...
 
     @property
-    def ranges(self) -> MakeRange | None:
+    def ranges(self) -> RangeFactory | None:
         """Makes ranges for a profiler; None without profiling."""
 
     @property
@@ -91,7 +91,7 @@ class Backend(Protocol):
         """Why `Recorded.replay(until=...)` is not possible; empty if it is."""
 
     def capture(
-        self, step: Step, buffers: StaticBuffers, *, check: Check = "once", between: Between = None, generators: Generators = ()
+        self, step: Step, buffers: StaticBuffers, *, check: CaptureCheck = "once", between: Between = None, generators: Generators = ()
     ) -> Recorded:
         """Record `step` and leave the buffers unchanged. CaptureError if the step cannot be replayed."""
 
@@ -152,37 +152,37 @@ def host_call(name: str, function: Callable[[], object]) -> Callable[[], object]
     return function if entry is None else functools.partial(C_HOST_FUNCTION(entry[0]), entry[1])
 
 
-_starting = threading.local()
+_thread_state = threading.local()
 
 
-def _checked(hand_over: Callable[..., Any], what: str) -> Callable[..., Any]:
+def _refusing(start_work: Callable[..., Any], what: str) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        if getattr(_starting, "refused", False):
+        if getattr(_thread_state, "refuses_threads", False):
             raise fail("other-thread", f"a step that is being captured {what}, whose work would not be recorded")
-        return hand_over(*args, **kwargs)
+        return start_work(*args, **kwargs)
 
     return call
 
 
-_start_checked = _checked(threading.Thread.start, "starts a thread")
-_submit_checked = _checked(ThreadPoolExecutor.submit, "submits work to a thread")
+_refusing_start = _refusing(threading.Thread.start, "starts a thread")
+_refusing_submit = _refusing(ThreadPoolExecutor.submit, "submits work to a thread")
 
 
 @contextlib.contextmanager
 def refusing_threads() -> Iterator[None]:
     """Within the block, starting a thread from this one and submitting work to a ThreadPoolExecutor are CaptureErrors. For backends."""
     with (
-        setting(_starting, "refused", True),
-        setting(threading.Thread, "start", _start_checked),
-        setting(ThreadPoolExecutor, "submit", _submit_checked),
+        temporarily_set(_thread_state, "refuses_threads", True),
+        temporarily_set(threading.Thread, "start", _refusing_start),
+        temporarily_set(ThreadPoolExecutor, "submit", _refusing_submit),
     ):
         yield
 
 
-def checked_loop(
-    buffers: StaticBuffers, until: Tensor | None, limit: int | None, host_node: tuple[str, Site] | None, draws: bool
+def checked_loop_args(
+    buffers: StaticBuffers, until: Tensor | None, limit: int | None, host_node: tuple[str, Site] | None, uses_generator: bool
 ) -> tuple[Tensor, int]:
-    """The arguments of `Recorded.replay`. `host_node`: the first of the step; `draws`: whether it draws from a generator."""
+    """The arguments of `Recorded.replay`. `host_node`: the first of the step; `uses_generator`: whether it draws from a generator."""
     if until is None or limit is None:
         raise ValueError(f"replay: got {'limit' if until is None else 'until'} alone, expected both until and limit, or neither")
     check_value("replay.until", until, instance_of(Tensor, "one int32 of a device buffer of the step"))
@@ -193,6 +193,6 @@ def checked_loop(
     check_value("replay.limit", limit, whole(1))
     if host_node is not None:
         raise fail("host-node-in-loop", f"host node {host_node[0]!r} in a step that is replayed with until=", host_node[1])
-    if draws:
+    if uses_generator:
         raise CaptureError("generator-in-loop", "the step was captured with generators, and is replayed with until=")
     return until, limit

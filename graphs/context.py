@@ -11,7 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 MAIN = "main"
-COPIES = "copies beside rounds"  # a stream of a backend; steps do not use it
+COPY_STREAM = "copies beside rounds"  # a stream of a backend; steps do not use it
 
 
 class StreamEvent(Protocol):
@@ -42,7 +42,7 @@ class CaptureContext(Protocol):
         """
 
 
-NOTHING: AbstractContextManager[None] = contextlib.nullcontext()  # shared, so that a round creates no object
+NULL_CONTEXT: AbstractContextManager[None] = contextlib.nullcontext()  # shared, so that a round creates no object
 
 
 _local = threading.local()
@@ -58,11 +58,11 @@ def current_context() -> CaptureContext:
 
 def use_context(context: CaptureContext) -> AbstractContextManager[None]:
     """Make `context` this thread's current one. For backends."""
-    return setting(_local, "context", context)
+    return temporarily_set(_local, "context", context)
 
 
 @contextlib.contextmanager
-def setting(owner: object, name: str, value: object) -> Iterator[None]:
+def temporarily_set(owner: object, name: str, value: object) -> Iterator[None]:
     """Set an attribute for the duration of the block."""
     before = getattr(owner, name, None)
     setattr(owner, name, value)

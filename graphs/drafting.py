@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from stepgraph.graphs.batch import Batch, model_input, model_logits
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.layers.vocabulary_shard import Operations, VocabularyShard
+from stepgraph.graphs.layers.vocabulary_shard import SamplingOps, VocabularyShard
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import DraftModel
 from stepgraph.graphs.model_call import run_model
@@ -86,7 +86,7 @@ def grammar_mask_of(buffers: StaticBuffers, after: Batch, step: int, on_device: 
 
 
 def _draft_greedy(
-    buffers: StaticBuffers, after: Batch, step: int, logits: Tensor, mask: GrammarMask | None, d2t: Tensor | None, ops: Operations
+    buffers: StaticBuffers, after: Batch, step: int, logits: Tensor, mask: GrammarMask | None, d2t: Tensor | None, ops: SamplingOps
 ) -> tuple[Tensor, Tensor]:
     """[B] bool whether the largest legal logit is finite, and [B] the target id of its token."""
     finite, choice = (each.squeeze(1) for each in ops.most_probable(logits[:, None], mask, d2t))
@@ -134,20 +134,20 @@ def select_draft(
     Written at `step` (from 1): drafts [K, >= B]; row_looked_up, row_forced, row_certain [R, K] bool: whether the draft of each of `rows`
     [B] is looked up, forced, or either. The chain of a row that drafts another token becomes -1.
     """
-    rule = None if masks is None or constrained is None or status is None else (masks, constrained, status, rows)
-    found, took_found, took_forced = (None if chain is None else chain[:, step - 1]), torch.zeros_like(alive), torch.zeros_like(alive)
-    if found is not None:
-        took_found = found >= 0 if rule is None else (found >= 0) & bitmask.allowed(found, *rule)
-        tokens = torch.where(took_found, found, tokens)
+    mask_of_rows = None if masks is None or constrained is None or status is None else (masks, constrained, status, rows)
+    lookup, takes_lookup, takes_forced = (None if chain is None else chain[:, step - 1]), torch.zeros_like(alive), torch.zeros_like(alive)
+    if lookup is not None:
+        takes_lookup = lookup >= 0 if mask_of_rows is None else (lookup >= 0) & bitmask.allowed(lookup, *mask_of_rows)
+        tokens = torch.where(takes_lookup, lookup, tokens)
     if forced is not None:
-        assert rule is not None, "a token is forced only by a grammar"
-        took_forced = (forced >= 0) & rule[1] & (rule[2] == MaskStatus.OK)
-        tokens = torch.where(took_forced, forced, tokens)
-    chosen = torch.where(alive & (finite | took_found | took_forced) & (limit >= step), tokens, -1)
+        assert mask_of_rows is not None, "a token is forced only by a grammar"
+        takes_forced = (forced >= 0) & mask_of_rows[1] & (mask_of_rows[2] == MaskStatus.OK)
+        tokens = torch.where(takes_forced, forced, tokens)
+    chosen = torch.where(alive & (finite | takes_lookup | takes_forced) & (limit >= step), tokens, -1)
     drafts[step - 1, : len(rows)].copy_(chosen)
-    for flags, taken in ((row_looked_up, took_found), (row_forced, took_forced), (row_certain, took_found | took_forced)):
+    for flags, taken in ((row_looked_up, takes_lookup), (row_forced, takes_forced), (row_certain, takes_lookup | takes_forced)):
         if flags is not None:
             flags[:, step - 1].index_copy_(0, rows, taken)
-    if chain is not None and found is not None:
-        chain.copy_(torch.where((chosen == found)[:, None], chain, -1))
+    if chain is not None and lookup is not None:
+        chain.copy_(torch.where((chosen == lookup)[:, None], chain, -1))
     return chosen

@@ -19,7 +19,7 @@ import torch
 
 from stepgraph.graphs.memory import available_bytes
 
-LESS = "max_rows, buckets, num_speculative_tokens, max_length or num_pages; greedy_only=True halves the graphs"
+MEMORY_SETTINGS = "max_rows, buckets, num_speculative_tokens, max_length or num_pages; greedy_only=True halves the graphs"
 _GRAPHS = os.path.dirname(os.path.abspath(__file__))
 _SKIPPED_FILES = {
     contextlib.__file__,
@@ -137,6 +137,6 @@ def step_errors(what: str, device: torch.device) -> Iterator[None]:
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
             wanted, free = re.search(r"allocate ([\d.]+ \w+)", str(error)), available_bytes(device)
             sizes = f"{wanted[1] if wanted else 'more'} wanted, {'?' if free is None else f'{free:,}'} bytes free on {device}"
-            raise fail("memory", f"{what} needs more memory than available ({sizes}); lower {LESS}", site) from error
+            raise fail("memory", f"{what} needs more memory than available ({sizes}); lower {MEMORY_SETTINGS}", site) from error
         where = f"\n  {site}\n    {site.source}" if site.file else ""
         raise StepError(f"{what}: the step raised {type(error).__name__}: {error}{where}") from error

@@ -19,16 +19,16 @@ from stepgraph.graphs.row_layout import Column
 from stepgraph.sampling.grammar.automaton.grammar import SplitTensors, TokenTensors
 from stepgraph.sampling.kernels import GrammarMask, advance_fill
 
-SIDE, HEAD = "side", "head"
+SIDE_STREAM, HEAD_STAGE = "side", "head"
 
 
 class MaskSource(Protocol):
     """Fills masks and tags of the rows whose grammars it follows."""
 
-    def head(self) -> None:
+    def fill_head(self) -> None:
         """Complete the masks of the previous round's drafts, all of them if drafts are unmasked; fill mask 0 of new rows."""
 
-    def rows(self, first: int, last: int) -> None:
+    def fill_draft_masks(self, first: int, last: int) -> None:
         """Fill these masks of this round's drafts. Index 0: commit the emitted tokens first; others: accept the draft before the mask.
 
         In a proposed chain a forced token replaces the proposed one.
@@ -44,13 +44,13 @@ class GrammarLane:
     context: CaptureContext
     on_device: bool  # all grammars of the batch are on the device
 
-    def head(self) -> StreamEvent:
+    def fill_head(self) -> StreamEvent:
         """During target_verify."""
-        return self._fill(lambda source: source.head())
+        return self._fill(lambda source: source.fill_head())
 
-    def rows(self, first: int, last: int) -> StreamEvent:
+    def fill_draft_masks(self, first: int, last: int) -> StreamEvent:
         """Fill masks of this round's drafts while the draft model computes."""
-        return self._fill(lambda source: source.rows(first, last))
+        return self._fill(lambda source: source.fill_draft_masks(first, last))
 
     def mask(self, after: Batch, step: int, count: int = 1) -> GrammarMask:
         """The masks that guide drafts from `step` on, on the main stream after it waited for them."""
@@ -58,7 +58,7 @@ class GrammarLane:
 
     def _fill(self, fill: Callable[[MaskSource], None]) -> StreamEvent:
         reached = self.context.record()
-        with self.context.stream(SIDE):
+        with self.context.stream(SIDE_STREAM):
             self.context.wait(reached)
             for source in self.sources:
                 fill(source)
@@ -70,10 +70,10 @@ class RoundShape:
     """What the sources of a round have in common."""
 
     size: int  # rows of the batch
-    drafts: int  # drafts of this round
-    masked: bool  # each draft is chosen under its mask
-    fixed: bool  # the previous round had the same number of drafts
-    proposed: bool  # the drafts are a proposed chain: they are known before their masks
+    num_drafts: int  # drafts of this round
+    masks_drafts: bool  # each draft is chosen under its mask
+    fixed_draft_count: bool  # the previous round had the same number of drafts
+    proposes_chain: bool  # the drafts are a proposed chain: they are known before their masks
 
 
 @dataclass(frozen=True)
@@ -84,27 +84,27 @@ class DeviceTables:
     split: SplitTensors | None  # None: no forced tokens
     shape: RoundShape
 
-    def head(self) -> None:
-        drafts, masked = self.shape.drafts, self.shape.masked
-        first = drafts if masked and self.shape.fixed else min(1, drafts) if masked else 0
-        self._fill(HEAD, first, drafts, of_last_round=True, fill_new=first > 0)
+    def fill_head(self) -> None:
+        drafts, masked = self.shape.num_drafts, self.shape.masks_drafts
+        first = drafts if masked and self.shape.fixed_draft_count else min(1, drafts) if masked else 0
+        self._fill(HEAD_STAGE, first, drafts, of_previous_round=True, fill_new=first > 0)
 
-    def rows(self, first: int, last: int) -> None:
-        self._fill(mask_name(first, last), first, last)
+    def fill_draft_masks(self, first: int, last: int) -> None:
+        self._fill(stage_of_masks(first, last), first, last)
 
-    def _fill(self, name: str, first: int, last: int, of_last_round: bool = False, fill_new: bool = False) -> None:
+    def _fill(self, name: str, first: int, last: int, of_previous_round: bool = False, fill_new: bool = False) -> None:
         b, size = self.buffers, self.shape.size
-        drafts = b.row_drafts if of_last_round else b.batch_drafts[:, :size].T
+        drafts = b.row_drafts if of_previous_round else b.batch_drafts[:, :size].T
         rows, images = b.batch_rows[:size], b.row_state[:, Column.IMAGE]
         tables = b.grammar_arena, *self.tokens, b.row_places, b.row_stacks, b.row_masks, b.row_tags, b.batch_status
-        masks = first, last, int(fill_new), int(of_last_round)
+        masks = first, last, int(fill_new), int(of_previous_round)
         split = self.split
-        searched = split is not None and not of_last_round  # the last round's masks guide no draft of this round
+        searches_forced = split is not None and not of_previous_round  # the last round's masks guide no draft of this round
         texts, slots, merges = (b.row_forced_text, split.token_slots, int(split.merges)) if split else (None, None, 0)
-        forced, takes_forced = b.batch_forced if searched else None, int(searched and self.shape.proposed and last > 0)
+        forced, takes_forced = b.batch_forced if searches_forced else None, int(searches_forced and self.shape.proposes_chain and last > 0)
         with self.context.stage(f"fill {name}"):
             advance_fill(b.row_state, images, rows, drafts, *tables, *masks, texts, slots, forced, merges, takes_forced)
 
 
-def mask_name(first: int, last: int) -> str:
+def stage_of_masks(first: int, last: int) -> str:
     return "commit" if last == 0 else f"advance {last}" if first == last else "follow"

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple, cast
 from stepgraph.graphs.capture import Recorded
 from stepgraph.sampling.fields import check_value, whole
 
-LONGEST = -1  # the draft length num_speculative_tokens
+FULL_LENGTH = -1  # the draft length num_speculative_tokens
 
 
 class Drafting(NamedTuple):
-    length: int = LONGEST  # drafts that the round verifies and makes
+    length: int = FULL_LENGTH  # drafts that the round verifies and makes
     model: bool = True  # False: the draft model does not run, and all drafts are looked up or forced by a grammar
 
     def __str__(self) -> str:
@@ -31,7 +31,7 @@ class GraphKey:
     constrained: bool  # some row has a constraint
     sampled: bool = False  # some row needs more than a masked argmax: SamplingParams.plain
     device: bool = False  # every constraint is a grammar on the device: no host node
-    draft_length: int = LONGEST  # with `draft_model`: see Drafting
+    draft_length: int = FULL_LENGTH  # with `draft_model`: see Drafting
     draft_model: bool = True
 
     def __str__(self) -> str:
@@ -77,14 +77,14 @@ class GraphTable:
 
     def __init__(self, buckets: tuple[int, ...], host_buckets: tuple[int, ...], record: Callable[..., Recorded]) -> None:
         self.buckets, self._host_buckets, self._record = buckets, host_buckets, record
-        self.on_demand = False  # record each key when it is used for the first time
+        self.records_on_demand = False  # record each key when it is used for the first time
         self._recorded: dict[Any, Recorded] = {}  # by key
-        self._serving: dict[Hashable, Hashable] = {}  # failed key -> the key used instead
+        self._replacements: dict[Hashable, Hashable] = {}  # failed key -> the key used instead
         self._keys: dict[tuple[int, bool, bool, bool, Drafting], GraphKey] = {}  # by arguments of `key_for`
 
     @property
     def captured(self) -> bool:
-        return self.on_demand or bool(self._recorded)
+        return self.records_on_demand or bool(self._recorded)
 
     def key_for(self, batch_rows: int, constrained: bool, sampled: bool, device: bool = False, drafting: Drafting = FULL) -> GraphKey:
         """The key for a batch."""
@@ -92,10 +92,10 @@ class GraphTable:
         if type(batch_rows) is not int or batch not in self._keys:
             check_value("GraphSet.key_for.batch_rows", batch_rows, whole(1, self.buckets[-1]))
             key = dispatch(self._host_buckets if constrained and not device else self.buckets, *batch)
-            self._keys[batch] = cast("GraphKey", self._serving.get(key, key))
+            self._keys[batch] = cast("GraphKey", self._replacements.get(key, key))
         return self._keys[batch]
 
     def __getitem__(self, key: Hashable) -> Recorded:
-        if self.on_demand and key not in self._recorded:
+        if self.records_on_demand and key not in self._recorded:
             self._recorded[key] = self._record(self, key)
         return self._recorded[key]

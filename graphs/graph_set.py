@@ -12,8 +12,8 @@ from tqdm import tqdm
 from stepgraph.graphs.backends import EagerStep
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend, Recorded, Step
-from stepgraph.graphs.errors import LESS, CaptureError, step_errors
-from stepgraph.graphs.graph_key import FULL, LONGEST, PLAIN, Drafting, GraphKey, GraphTable
+from stepgraph.graphs.errors import MEMORY_SETTINGS, CaptureError, step_errors
+from stepgraph.graphs.graph_key import FULL, FULL_LENGTH, PLAIN, Drafting, GraphKey, GraphTable
 from stepgraph.graphs.memory import resident_bytes
 from stepgraph.graphs.prefill import PromptKey, Prompts, prompt_keys
 from stepgraph.graphs.spans import RecordedReport
@@ -46,8 +46,8 @@ def bucket_sizes(max_rows: int) -> tuple[int, ...]:
 def checked_buckets(buckets: Iterable[int], max_rows: int | None = None) -> tuple[int, ...]:
     """The buckets sorted; ValueError if there are none, or if the largest is not `max_rows`."""
     sizes = tuple(buckets) if is_list_like(buckets) else ()
-    whole = sizes and all(is_int(size) and size >= 1 for size in sizes)
-    if not whole or max(sizes) != (max_rows or max(sizes)):
+    valid = sizes and all(is_int(size) and size >= 1 for size in sizes)
+    if not valid or max(sizes) != (max_rows or max(sizes)):
         largest = "" if max_rows is None else f" of which the largest is max_rows={max_rows}"
         raise ValueError(f"buckets: got {clip_repr(buckets)}, expected integers >= 1{largest}")
     return tuple(sorted(set(sizes)))
@@ -77,7 +77,7 @@ def host_drafting(drafting: Sequence[Drafting]) -> tuple[Drafting, ...]:
 
 
 def _longest_first(drafting: Drafting) -> tuple[bool, int, bool]:
-    return drafting.length != LONGEST, -drafting.length, not drafting.model
+    return drafting.length != FULL_LENGTH, -drafting.length, not drafting.model
 
 
 def graph_keys(
@@ -88,17 +88,17 @@ def graph_keys(
     device: grammars may be on the device. The constrained graphs then serve batches that also have grammars on the host.
     """
     sizes = sorted(buckets, reverse=True)
-    on_host = (host_buckets(sizes), host_drafting(drafting)) if device else (sizes, drafting)
+    host_choices = (host_buckets(sizes), host_drafting(drafting)) if device else (sizes, drafting)
     # constrained, on the device, rows and drafts
-    lanes = ((True, True, sizes if device else (), drafting), (True, False, *on_host), (False, False, sizes, drafting))
-    modes = (False,) if greedy_only else (True, False)
+    grammar_kinds = ((True, True, sizes if device else (), drafting), (True, False, *host_choices), (False, False, sizes, drafting))
+    sampled_modes = (False,) if greedy_only else (True, False)
     return tuple(
-        GraphKey(rows, constrained, sampled, lane, *each)
+        GraphKey(rows, constrained, sampled, on_device, *each)
         for rows in sizes
         for each in sorted(drafting, key=_longest_first)
-        for constrained, lane, served, drafts in lanes
-        if rows in served and each in drafts
-        for sampled in modes
+        for constrained, on_device, sizes_of_kind, drafts in grammar_kinds
+        if rows in sizes_of_kind and each in drafts
+        for sampled in sampled_modes
     )
 
 
@@ -166,35 +166,35 @@ class CaptureBudget:
     """Checks `limit` bytes for static buffers and graphs together; None: no limit. Graphs share the memory of their intermediates."""
 
     def __init__(self, limit: int | None, buffer_bytes: int) -> None:
-        self._limit, self._buffer_bytes = limit, buffer_bytes
-        self._pool = self._host = self._host_each = 0
-        self._fixed = self._per_row = 0.0
-        self._measured: Mapping[Key, int] = {}
+        self._limit_bytes, self._buffer_bytes = limit, buffer_bytes
+        self._pool_bytes = self._host_bytes = self._host_bytes_per_graph = 0
+        self._fixed_bytes = self._bytes_per_row = 0.0
+        self._measured_bytes: Mapping[Key, int] = {}
 
     @property
     def limited(self) -> bool:
-        return self._limit is not None
+        return self._limit_bytes is not None
 
     @property
-    def _used(self) -> int:
-        return self._buffer_bytes + self._pool + self._host
+    def _used_bytes(self) -> int:
+        return self._buffer_bytes + self._pool_bytes + self._host_bytes
 
-    def learn(self, probes: Sequence[tuple[int, int]], measured: Mapping[Key, int] | None = None, host_bytes: int = 0) -> None:
+    def set_estimates(self, probes: Sequence[tuple[int, int]], measured: Mapping[Key, int] | None = None, host_bytes: int = 0) -> None:
         """Take rows and bytes of one or two small graphs, from which the others are estimated: memory is linear in the rows.
 
         measured: bytes of graphs that need no estimate. host_bytes: host memory of each graph, which is not shared.
         """
-        self._measured, self._host_each = measured or {}, host_bytes
+        self._measured_bytes, self._host_bytes_per_graph = measured or {}, host_bytes
         (rows, nbytes), (more_rows, more_bytes) = probes[0], probes[-1]
-        self._per_row = max(0, more_bytes - nbytes) / (more_rows - rows) if len(probes) > 1 else nbytes / rows
-        self._fixed = max(0.0, nbytes - self._per_row * rows)
+        self._bytes_per_row = max(0, more_bytes - nbytes) / (more_rows - rows) if len(probes) > 1 else nbytes / rows
+        self._fixed_bytes = max(0.0, nbytes - self._bytes_per_row * rows)
 
-    def _expected(self, key: Key) -> float:
-        return self._measured.get(key, self._fixed + self._per_row * key.rows)
+    def _expected_bytes(self, key: Key) -> float:
+        return self._measured_bytes.get(key, self._fixed_bytes + self._bytes_per_row * key.rows)
 
     def estimate(self, keys: Sequence[Key]) -> int:
         """Bytes of static buffers and of these graphs."""
-        return self._buffer_bytes + round(max(map(self._expected, keys))) + self._host_each * len(keys)
+        return self._buffer_bytes + round(max(map(self._expected_bytes, keys))) + self._host_bytes_per_graph * len(keys)
 
     def check_all(self, keys: Sequence[Key]) -> None:
         """CaptureError if the estimate for these graphs exceeds the limit."""
@@ -204,21 +204,21 @@ class CaptureBudget:
 
     def check_next(self, key: Key) -> None:
         """CaptureError if the graph of `key` is expected to exceed the limit."""
-        more = max(0, round(self._expected(key)) - self._pool) + self._host_each
-        self._check(self._used + more, f"{key} would need about {more:,}, and {self._used:,} are used")
+        more = max(0, round(self._expected_bytes(key)) - self._pool_bytes) + self._host_bytes_per_graph
+        self._check(self._used_bytes + more, f"{key} would need about {more:,}, and {self._used_bytes:,} are used")
 
     def add(self, key: Key, nbytes: int, host_bytes: int = 0) -> None:
         """Count a recorded graph. CaptureError if it exceeds the limit; the caller then drops it."""
-        self._check(self._used + nbytes + host_bytes, f"{key} needs {nbytes + host_bytes:,}, and {self._used:,} are used")
-        self._pool += nbytes
-        self._host += host_bytes
+        self._check(self._used_bytes + nbytes + host_bytes, f"{key} needs {nbytes + host_bytes:,}, and {self._used_bytes:,} are used")
+        self._pool_bytes += nbytes
+        self._host_bytes += host_bytes
 
     def _check(self, needed: int, why: str) -> None:
-        if self._limit is not None and needed > self._limit:
-            raise CaptureError("memory", f"capture_bytes: got {self._limit:,}, {why}; lower {LESS}")
+        if self._limit_bytes is not None and needed > self._limit_bytes:
+            raise CaptureError("memory", f"capture_bytes: got {self._limit_bytes:,}, {why}; lower {MEMORY_SETTINGS}")
 
 
-REQUESTED = "EngineConfig.eager"
+EAGER_BY_CONFIG = "EngineConfig.eager"
 _DRAFTING = Check(lambda value: isinstance(value, tuple) and all(isinstance(each, Drafting) for each in value) and value != (), "Draftings")
 
 
@@ -262,20 +262,20 @@ class GraphSet(GraphTable):
         if self.captured:
             raise RuntimeError("GraphSet.capture(): already captured; create a new engine for other limits")
         keys = graph_keys(self.buckets, greedy_only, self._device_grammars, self._drafting)
-        every: list[Key] = [*self._prompt_keys, *keys]
+        all_keys: list[Key] = [*self._prompt_keys, *keys]
         started, before = time.perf_counter(), resident_bytes()
         recorded, failures = dict[Key, Recorded](), dict[Key, str]()
         budget = CaptureBudget(self._capture_bytes, self._buffers.nbytes)
         if budget.limited and not eager:
-            notes += (self._estimated(budget, every),)
-        for key in tqdm(every, desc="capture", unit="graph", disable=not progress, leave=False):
+            notes += (self._estimate_note(budget, all_keys),)
+        for key in tqdm(all_keys, desc="capture", unit="graph", disable=not progress, leave=False):
             try:
-                recorded[key] = self._run_eagerly(key) if eager else self._record_within(key, budget)
+                recorded[key] = self._eager_step(key) if eager else self._record_within(key, budget)
             except CaptureError as error:
                 if self._on_failure == "raise":
                     raise
                 failures[key] = str(error)
-        failed = tuple(FailedKey(key, reason, _larger(key, recorded)) for key, reason in failures.items())
+        failed = tuple(FailedKey(key, reason, _next_larger(key, recorded)) for key, reason in failures.items())
         after = resident_bytes()
         report = CaptureReport(
             backend=self._backend.name,
@@ -288,11 +288,11 @@ class GraphSet(GraphTable):
             seconds=time.perf_counter() - started,
             failed=failed,
         )
-        without = [one for one in failed if one.served_by is None]
-        self._recorded = recorded | {one.key: self._run_eagerly(one.key) for one in without}
-        self._serving, self._keys = {one.key: one.served_by for one in failed if one.served_by is not None}, {}
-        not_captured = {one.key: f"not captured: {one.why.splitlines()[0]}" for one in without if isinstance(one.key, GraphKey)}
-        self.eager = dict.fromkeys(keys, REQUESTED) if eager else not_captured
+        eager_failures = [one for one in failed if one.served_by is None]
+        self._recorded = recorded | {one.key: self._eager_step(one.key) for one in eager_failures}
+        self._replacements, self._keys = {one.key: one.served_by for one in failed if one.served_by is not None}, {}
+        not_captured = {one.key: f"not captured: {one.why.splitlines()[0]}" for one in eager_failures if isinstance(one.key, GraphKey)}
+        self.eager = dict.fromkeys(keys, EAGER_BY_CONFIG) if eager else not_captured
         return report
 
     @property
@@ -304,7 +304,7 @@ class GraphSet(GraphTable):
     def prompt_graph(self, count: int) -> Recorded | None:
         """The graph for a chunk of `count` prompt tokens; None without `prompts`."""
         key = min((key for key in self._prompt_keys if key.tokens >= count), default=None)
-        return None if key is None else self[self._serving.get(key, key)]
+        return None if key is None else self[self._replacements.get(key, key)]
 
     def record_one(self, key: Key) -> Recorded:
         """Record a key while rounds of others may be in flight."""
@@ -314,7 +314,7 @@ class GraphSet(GraphTable):
     def step(self, key: Key) -> Step:
         return self._step_of(key) if isinstance(key, GraphKey) else cast("Prompts", self._prompts).step(key)
 
-    def _run_eagerly(self, key: Key) -> EagerStep:
+    def _eager_step(self, key: Key) -> EagerStep:
         step = self.step(key)
 
         def run(buffers: StaticBuffers) -> None:
@@ -333,7 +333,7 @@ class GraphSet(GraphTable):
         with step_errors(f"capture of {key}", self._buffers.device):
             return self._backend.measure(self.step(key), self._buffers)
 
-    def _estimated(self, budget: CaptureBudget, keys: Sequence[Key]) -> str:
+    def _estimate_note(self, budget: CaptureBudget, keys: Sequence[Key]) -> str:
         """A note with the estimated memory, from the two smallest keys of the largest kind, the smallest key, and those of prompts."""
         rounds = [key for key in reversed(keys) if isinstance(key, GraphKey)]
         probes = [key for key in rounds if key.kind == rounds[-1].kind][:2]
@@ -341,7 +341,7 @@ class GraphSet(GraphTable):
             reports = {key: self._measure(key) for key in (*probes, rounds[0])}
             prompts: dict[Key, int] = {key: self._measure(key).nbytes for key in keys if isinstance(key, PromptKey)}
             objects = reports[probes[0]].host_bytes + reports[rounds[0]].host_bytes
-            budget.learn([(key.rows, reports[key].nbytes) for key in probes], prompts, objects // 2)
+            budget.set_estimates([(key.rows, reports[key].nbytes) for key in probes], prompts, objects // 2)
         except CaptureError:
             if self._on_failure == "raise":
                 raise
@@ -351,6 +351,6 @@ class GraphSet(GraphTable):
         return f"memory: about {budget.estimate(keys):,} of at most {self._capture_bytes:,} bytes, static buffers included"
 
 
-def _larger(key: Key, recorded: Mapping[Key, Recorded]) -> Key | None:
+def _next_larger(key: Key, recorded: Mapping[Key, Recorded]) -> Key | None:
     """The next larger key of the same kind that is recorded."""
     return min((other for other in recorded if other.kind == key.kind and other.rows > key.rows), default=None)

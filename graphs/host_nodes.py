@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.context import CaptureContext
-from stepgraph.graphs.grammar_lane import HEAD, RoundShape, mask_name
+from stepgraph.graphs.grammar_lane import HEAD_STAGE, RoundShape, stage_of_masks
 from stepgraph.graphs.row_layout import Column
 from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, HostLink, HostStep, advance, fill_next, follow
 from stepgraph.sampling.grammar.status import HostColumn
@@ -24,39 +24,39 @@ class HostNodes:
     link: HostLink
     shape: RoundShape
     dummy_row: int
-    beside_device: bool  # rows of the batch may have their grammars on the device: their masks and tags are not written
+    has_device_grammars: bool  # rows of the batch may have their grammars on the device: their masks and tags are not written
 
-    def head(self) -> None:
+    def fill_head(self) -> None:
         buffers, shape = self.buffers, self.shape
-        longest = buffers.row_drafts.shape[1]
+        max_drafts = buffers.row_drafts.shape[1]
         # With masked drafts one mask is filled per row, in the last stage: its index depends on the row's number of drafts.
-        stages_filled = range(longest, longest + 1) if shape.masked else range(shape.drafts + 1)
-        steps = [fill_next(stage=longest)] if shape.masked else [COMMIT, *(advance(index) for index in stages_filled[1:])]
-        ends = not (shape.masked and shape.drafts)
-        with self.context.stage(f"show {HEAD}"):
+        stages_filled = range(max_drafts, max_drafts + 1) if shape.masks_drafts else range(shape.num_drafts + 1)
+        steps = [fill_next(stage=max_drafts)] if shape.masks_drafts else [COMMIT, *(advance(index) for index in stages_filled[1:])]
+        ends = not (shape.masks_drafts and shape.num_drafts)
+        with self.context.stage(f"show {HEAD_STAGE}"):
             rows = buffers.batch_rows[: shape.size]
-            if self.beside_device:
+            if self.has_device_grammars:
                 images = buffers.row_state[rows, Column.IMAGE]
                 buffers.batch_host_rows[: shape.size].copy_(torch.where(images == 0, rows, self.dummy_row))
             self._copy_state()
-            if not shape.masked:
-                for draft in range(shape.drafts):
+            if not shape.masks_drafts:
+                for draft in range(shape.num_drafts):
                     self._copy_draft(draft, buffers.row_drafts[rows, draft])
-            elif shape.fixed:
-                self._copy_draft(longest - 1, buffers.row_drafts[rows, longest - 1])
+            elif shape.fixed_draft_count:
+                self._copy_draft(max_drafts - 1, buffers.row_drafts[rows, max_drafts - 1])
             else:
                 last = (buffers.row_state[rows, Column.DRAFT_COUNT] - 1).clamp(min=0)
-                self._copy_draft(longest - 1, buffers.row_drafts[rows, last])
-        self._node(HEAD, [BEGIN_ROUND, *steps, *([END_ROUND] if ends else [])], stages_filled)
+                self._copy_draft(max_drafts - 1, buffers.row_drafts[rows, last])
+        self._node(HEAD_STAGE, [BEGIN_ROUND, *steps, *([END_ROUND] if ends else [])], stages_filled)
 
-    def rows(self, first: int, last: int) -> None:
-        name, ends, drafts = mask_name(first, last), last == self.shape.drafts - 1, range(max(1, first), last + 1)
+    def fill_draft_masks(self, first: int, last: int) -> None:
+        name, ends, drafts = stage_of_masks(first, last), last == self.shape.num_drafts - 1, range(max(1, first), last + 1)
         with self.context.stage(f"show {name}"):
             if first == 0:
                 self._copy_state()
             for index in drafts:
                 self._copy_draft(index - 1, self.buffers.batch_drafts[index - 1, : self.shape.size])
-        accept = follow if self.shape.proposed else advance
+        accept = follow if self.shape.proposes_chain else advance
         steps = [COMMIT] * (first == 0) + [accept(index) for index in drafts]
         self._node(name, [*steps, END_ROUND] if ends else steps, range(first, last + 1))
 
@@ -79,7 +79,7 @@ class HostNodes:
             reads=[buffers.state_host, buffers.drafts_host],
             writes=[*(masks[stages_filled.start : stages_filled.stop] for masks in filled), buffers.tags_host, *forced],
         )
-        rows = (buffers.batch_host_rows if self.beside_device else buffers.batch_rows)[:size]
+        rows = (buffers.batch_host_rows if self.has_device_grammars else buffers.batch_rows)[:size]
         with self.context.stage(f"place {name}"):
             for stage in stages_filled:
                 place_masks(buffers, rows, stage)

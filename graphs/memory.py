@@ -29,30 +29,30 @@ def available_bytes(device: torch.device) -> int | None:
         return int(torch.cuda.mem_get_info(device)[0]) + unused
     if device.type != "cpu":
         return None
-    found = [_table(_MEMINFO).get("MemAvailable:", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 1024) * 1024]
+    free_bytes = [_read_table(_MEMINFO).get("MemAvailable:", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 1024) * 1024]
     with contextlib.suppress(OSError, ValueError):  # no container, or "max": no limit
         limit, used = (int((_CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
-        found.append(limit - used + _table(_CGROUP / "memory.stat").get("inactive_file", 0))
+        free_bytes.append(limit - used + _read_table(_CGROUP / "memory.stat").get("inactive_file", 0))
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit != resource.RLIM_INFINITY:
         with contextlib.suppress(OSError):
-            found.append(max(0, limit - _own_bytes()[0]))
-    return min(found)
+            free_bytes.append(max(0, limit - _process_bytes()[0]))
+    return min(free_bytes)
 
 
 def resident_bytes() -> int | None:
     """Memory of this process, without what the allocator kept for later; None if unknown."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)  # the temporary tensors of a recording leave hundreds of MB
-        return _own_bytes()[1]
+        return _process_bytes()[1]
     return None
 
 
-def _own_bytes() -> list[int]:
+def _process_bytes() -> list[int]:
     return [int(pages) * os.sysconf("SC_PAGE_SIZE") for pages in Path("/proc/self/statm").read_text().split()[:2]]
 
 
-def _table(path: Path) -> dict[str, int]:
+def _read_table(path: Path) -> dict[str, int]:
     """Lines of a name and a number."""
     try:
         lines = [line.split() for line in path.read_text().splitlines()]
@@ -61,8 +61,8 @@ def _table(path: Path) -> dict[str, int]:
     return {line[0]: int(line[1]) for line in lines if len(line) > 1 and line[1].isdigit()}
 
 
-_SMALL = 1 << 20  # bytes; smaller tensors are copied without a comparison
-_CHUNK = {"cpu": 1 << 18, "cuda": 1 << 26}  # words per comparison: on the CPU they stay in its cache
+_SMALL_BYTES = 1 << 20  # bytes; smaller tensors are copied without a comparison
+_CHUNK_WORDS = {"cpu": 1 << 18, "cuda": 1 << 26}  # words per comparison: on the CPU they stay in its cache
 
 
 class Backup:
@@ -74,25 +74,25 @@ class Backup:
 
     def __init__(self, tensor: Tensor, fill: float) -> None:
         self._tensor, self._fill = tensor, fill
-        self._copy = None if tensor.nbytes > _SMALL and holds_only(tensor, fill) else _copy_of(tensor)
+        self._copy = None if tensor.nbytes > _SMALL_BYTES and holds_only(tensor, fill) else _copy_of(tensor)
 
     def restore(self) -> None:
         if self._copy is not None:
             self._tensor.copy_(self._copy)
         else:
-            for chunk, pattern in _changed(self._tensor, self._fill):
+            for chunk, pattern in _changed_chunks(self._tensor, self._fill):
                 chunk.copy_(pattern.expand_as(chunk))
 
 
 def holds_only(tensor: Tensor, fill: float) -> bool:
     """Whether every element has the bits of `fill`. False if the tensor's size is not a multiple of words."""
-    return tensor.nbytes % 8 == 0 and tensor.element_size() <= 8 and next(_changed(tensor, fill), None) is None
+    return tensor.nbytes % 8 == 0 and tensor.element_size() <= 8 and next(_changed_chunks(tensor, fill), None) is None
 
 
-def _changed(tensor: Tensor, fill: float) -> Iterator[tuple[Tensor, Tensor]]:
+def _changed_chunks(tensor: Tensor, fill: float) -> Iterator[tuple[Tensor, Tensor]]:
     """Chunks of words that hold something else, and a word that holds only `fill`."""
     word = torch.full((8 // tensor.element_size(),), fill, dtype=tensor.dtype, device=tensor.device).view(torch.int64)
-    for chunk in tensor.view(-1).view(torch.int64).split(_CHUNK[tensor.device.type]):
+    for chunk in tensor.view(-1).view(torch.int64).split(_CHUNK_WORDS[tensor.device.type]):
         if not bool((chunk == word).all()):
             yield chunk, word
 

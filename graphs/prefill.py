@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from stepgraph.graphs.attention.paged import OPERATION, AttentionChoice
+from stepgraph.graphs.attention.paged import DEFAULT_ATTENTION, AttentionChoice
 from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Step
@@ -25,11 +25,11 @@ from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelPair, TargetModel
 from stepgraph.graphs.model_call import Attend, Embeddings, ModelInput, run_model
 
-LEAST_CHUNK = 32  # tokens; a shorter chunk also reads all weights
-AttendCall = Callable[[], Attend | None]
+MIN_CHUNK = 32  # tokens; a shorter chunk also reads all weights
+AttendFactory = Callable[[], Attend | None]
 
 
-class Field(IntEnum):
+class PromptField(IntEnum):
     """The first fields of a line; prompt_window tokens follow, then for each token whether an embedding replaces its own."""
 
     ROW = 0
@@ -63,15 +63,15 @@ class Chunk:
         """The line of its count + 1 tokens. embedded: offset and length of each part with embeddings."""
         line, window = np.zeros(line_width(limits), np.int64), limits.prompt_window
         end = self.start + self.count
-        line[: len(Field)] = self.row, self.start, end, self.draft_start, end + 1, self.shared, self.lora_slot
-        line[len(Field) : len(Field) + len(tokens)] = tokens
+        line[: len(PromptField)] = self.row, self.start, end, self.draft_start, end + 1, self.shared, self.lora_slot
+        line[len(PromptField) : len(PromptField) + len(tokens)] = tokens
         for offset, length in embedded:
-            line[len(Field) + window + offset : len(Field) + window + offset + length] = 1
+            line[len(PromptField) + window + offset : len(PromptField) + window + offset + length] = 1
         return line
 
 
 def line_width(limits: Limits) -> int:
-    return len(Field) + 2 * limits.prompt_window
+    return len(PromptField) + 2 * limits.prompt_window
 
 
 def prompt_specs(limits: Limits, target: TargetModel) -> tuple[BufferSpec, ...]:
@@ -106,9 +106,9 @@ class PromptKey:
 
 
 def prompt_keys(limits: Limits) -> tuple[PromptKey, ...]:
-    """Largest first: a whole chunk, and quarters of that for the ends of prompts. Below LEAST_CHUNK a shorter one is no faster."""
+    """Largest first: a whole chunk, and quarters of that for the ends of prompts. Below MIN_CHUNK a shorter one is no faster."""
     keys = [PromptKey(limits.prompt_window - 1)]
-    while keys[-1].tokens // 4 >= LEAST_CHUNK:
+    while keys[-1].tokens // 4 >= MIN_CHUNK:
         keys.append(PromptKey(keys[-1].tokens // 4))
     return tuple(keys)
 
@@ -119,31 +119,31 @@ class Prompts:
 
     limits: Limits
     models: ModelPair
-    attention: AttentionChoice = OPERATION
+    attention: AttentionChoice = DEFAULT_ATTENTION
 
     def step(self, key: PromptKey) -> Step:
         """A chunk of at most `key.tokens` tokens."""
-        tokens, call = key.tokens, self.attention.chunk_call
-        return lambda buffers: self._prefill(buffers, tokens, tokens + 1, "prompt_embeddings" in buffers, call, call)
+        tokens, factory = key.tokens, self.attention.chunk_attend
+        return lambda buffers: self._prefill(buffers, tokens, tokens + 1, "prompt_embeddings" in buffers, factory, factory)
 
     def run(self, buffers: StaticBuffers, chunk: Chunk, embedded: bool) -> None:
         """The chunk that `buffers.prompt` holds. embedded: some of its tokens have embeddings."""
-        call = functools.partial(self.attention.prompt_call, chunk.start, chunk.count)
-        draft_call = functools.partial(self.attention.prompt_call, chunk.draft_start, chunk.draft_count)
-        self._prefill(buffers, chunk.count, chunk.draft_count, embedded, call, draft_call)
+        factory = functools.partial(self.attention.prompt_attend, chunk.start, chunk.count)
+        draft_factory = functools.partial(self.attention.prompt_attend, chunk.draft_start, chunk.draft_count)
+        self._prefill(buffers, chunk.count, chunk.draft_count, embedded, factory, draft_factory)
 
     def _prefill(
-        self, buffers: StaticBuffers, count: int, draft_count: int, embedded: bool, call: AttendCall, draft_call: AttendCall
+        self, buffers: StaticBuffers, count: int, draft_count: int, embedded: bool, factory: AttendFactory, draft_factory: AttendFactory
     ) -> None:
         """Fill both caches from one line, with room for `count` tokens of the target and `draft_count` of the draft."""
         (target, draft), limits, window = self.models[:2], self.limits, self.limits.prompt_window
-        tokens, given = buffers.prompt[len(Field) :].split(window)
-        embeddings = Embeddings(buffers.prompt_embeddings[None], given[None] != 0) if embedded else None
+        tokens, is_embedded = buffers.prompt[len(PromptField) :].split(window)
+        embeddings = Embeddings(buffers.prompt_embeddings[None], is_embedded[None] != 0) if embedded else None
         if count:
-            part = None if embeddings is None else Embeddings(embeddings.values[:, :count], embeddings.given[:, :count])
-            inputs = self._inputs(buffers, tokens[None, :count], Field.START, call())
-            lora_slots = _field(buffers, Field.LORA) if limits.max_loras else None
-            output = run_model("target", target.forward, inputs._replace(embeddings=part, lora_slots=lora_slots), buffers)
+            chunk_embeddings = None if embeddings is None else Embeddings(embeddings.values[:, :count], embeddings.given[:, :count])
+            inputs = self._inputs(buffers, tokens[None, :count], PromptField.START, factory())
+            lora_slots = _field(buffers, PromptField.LORA) if limits.max_loras else None
+            output = run_model("target", target.forward, inputs._replace(embeddings=chunk_embeddings, lora_slots=lora_slots), buffers)
             if "prompt_states" in buffers:
                 states = buffers.prompt_states
                 states[:count].copy_(output.saved_states(states.shape[1])[0])
@@ -152,24 +152,24 @@ class Prompts:
         # No position comes before the first token.
         features = torch.zeros(1, 1, limits.feature_size, dtype=target.feature_dtype, device=tokens.device)
         features = torch.cat([features, output.next_features], 1) if count else features
-        skipped = _field(buffers, Field.DRAFT_START) - _field(buffers, Field.START)
+        skipped = _field(buffers, PromptField.DRAFT_START) - _field(buffers, PromptField.START)
         index = (torch.arange(draft_count, device=tokens.device) + skipped).clamp(max=count)
-        inputs = self._inputs(buffers, tokens.index_select(0, index)[None], Field.DRAFT_START, draft_call())
-        part = None
+        inputs = self._inputs(buffers, tokens.index_select(0, index)[None], PromptField.DRAFT_START, draft_factory())
+        chunk_embeddings = None
         if embeddings is not None and getattr(draft, "shares_embeddings", False):
-            part = Embeddings(*(each.index_select(1, index) for each in embeddings))
-        run_model("draft", draft.forward, inputs._replace(features=features.index_select(1, index), embeddings=part), buffers)
+            chunk_embeddings = Embeddings(*(each.index_select(1, index) for each in embeddings))
+        run_model("draft", draft.forward, inputs._replace(features=features.index_select(1, index), embeddings=chunk_embeddings), buffers)
 
-    def _inputs(self, buffers: StaticBuffers, tokens: Tensor, start: Field, attend: Attend | None) -> ModelInput:
+    def _inputs(self, buffers: StaticBuffers, tokens: Tensor, start: PromptField, attend: Attend | None) -> ModelInput:
         """Consecutive positions from the line's `start` on. Those beyond its end, which is the next field, use the scratch page."""
-        limits, shared, page_size = self.limits, _field(buffers, Field.SHARED), self.limits.page_size
-        tables = buffers.row_block_tables[_field(buffers, Field.ROW)]
-        first, end = _field(buffers, start), _field(buffers, Field(start + 1))
+        limits, shared, page_size = self.limits, _field(buffers, PromptField.SHARED), self.limits.page_size
+        tables = buffers.row_block_tables[_field(buffers, PromptField.ROW)]
+        first, end = _field(buffers, start), _field(buffers, PromptField(start + 1))
         tokens, positions, slots = place_tokens(tokens, first, end, tables, 0, page_size, limits.max_length)
         slots = torch.where(positions < shared, positions % page_size, slots)
         return ModelInput(tokens, positions, slots, tables, page_size, attend=attend, shared=shared)
 
 
-def _field(buffers: StaticBuffers, field: Field) -> Tensor:
+def _field(buffers: StaticBuffers, field: PromptField) -> Tensor:
     """[1] int64."""
     return buffers.prompt[field : field + 1]

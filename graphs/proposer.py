@@ -18,7 +18,7 @@ class History(NamedTuple):
     tokens: Tensor  # [B, T] int32: history at [0, length), then stale tokens; the given text from `given_from` on, then -1
     length: Tensor  # [B] int64, at least 1
     generated: Tensor  # [B] int64, output tokens among them
-    given_from: int  # preceded by a column of -1 and the last ANCHOR tokens of the prompt
+    given_from: int  # preceded by a column of -1 and the last ANCHOR_TOKENS of the prompt
     num_drafts: int  # K
 
 

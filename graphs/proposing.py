@@ -29,11 +29,11 @@ from stepgraph.sampling.grammar.status import FinishCode, MaskStatus
 from stepgraph.sampling.kernels import Emission
 from stepgraph.sampling.kernels.operation import Contiguous, Dense, Flags, Ints, Longs, StridedLongs, dense, empty_as, empty_of, operation
 
-ANCHOR = 8  # prompt tokens copied before a given text, so that the start of the output is found after the end of the prompt
+ANCHOR_TOKENS = 8  # prompt tokens copied before a given text, so that the start of the output is found after the end of the prompt
 
 
 def given_from(limits: Limits) -> int:
-    return limits.max_length + 1 + ANCHOR
+    return limits.max_length + 1 + ANCHOR_TOKENS
 
 
 def text_specs(limits: Limits) -> tuple[BufferSpec, ...]:
@@ -75,7 +75,7 @@ def mark_looked_up(buffers: StaticBuffers, after: Batch, sampled: bool) -> None:
         buffers.row_certain.index_fill_(0, after.rows, True)
 
 
-@operation(empty_as, writes=("row_forced",), triton=True, c=True, takes=lambda *given: (given[8] is None) is (given[9] is None))
+@operation(empty_as, writes=("row_forced",), triton=True, c=True, supports=lambda *args: (args[8] is None) is (args[9] is None))
 def choose_chain(
     proposed: Longs,
     finish: StridedLongs,
@@ -96,10 +96,10 @@ def choose_chain(
     masks. With forced tokens: forced [K, B], -1 where the grammar leaves a choice; row_forced [R, >= K]: written, whether
     each draft is forced.
     """
-    alive = follows = finish == FinishCode.RUNNING
+    alive = follows_proposal = finish == FinishCode.RUNNING
     chosen = list[Tensor]()
-    for index, found in enumerate(proposed.unbind(1)):
-        token = torch.where(follows & (found >= 0) & (found < num_tokens), found, -1)
+    for index, candidate in enumerate(proposed.unbind(1)):
+        token = torch.where(follows_proposal & (candidate >= 0) & (candidate < num_tokens), candidate, -1)
         if masks is not None and constrained is not None and status is not None:
             legal = bitmask.allowed(token, masks[:, index], constrained, status[:, index], rows)
             token = torch.where(legal | (token < 0), token, REFUSED)
@@ -108,7 +108,7 @@ def choose_chain(
                 token = torch.where(taken, forced[index], token)
                 row_forced[:, index].index_copy_(0, rows, taken)
         token = torch.where(alive & (limit > index), token, -1)
-        alive, follows = token >= 0, follows & (token == found)
+        alive, follows_proposal = token >= 0, follows_proposal & (token == candidate)
         chosen.append(token)
     return torch.stack(chosen, 1)
 
@@ -187,7 +187,7 @@ class ProposedRound:
             return proposed
         buffers.batch_drafts[:count, :size].copy_(proposed.T)
         for source in grammar.sources:
-            source.rows(0, count - 1)
+            source.fill_draft_masks(0, count - 1)
         with self.context.stage("choose_drafts"):
             mask = grammar.mask(after, 1, count)
             forced = (buffers.batch_forced[:count, :size], buffers.row_forced) if "batch_forced" in buffers else (None, None)

@@ -16,7 +16,7 @@ from stepgraph.sampling.grammar.status import FinishCode
 from stepgraph.sampling.kernels.operation import Contiguous, Float32s, Longs, operation
 
 
-def receive(buffers: StaticBuffers, size: int) -> None:
+def receive_batch(buffers: StaticBuffers, size: int) -> None:
     """Copy the batch of this round to `batch_rows`."""
     if "round_counters" in buffers:
         number = buffers.round_counters[Counter.LAUNCH if "loop_done" in buffers else Counter.PUBLISHED :]
@@ -62,7 +62,7 @@ def publish_results(results: Longs, logprobs: Float32s, published: Longs, ring: 
     published.add_(1)
 
 
-FINISH = ResultLayout(0).columns["finish"].start  # the column is the same for any number of drafts
+FINISH_COLUMN = ResultLayout(0).columns["finish"].start  # the column is the same for any number of drafts
 
 
 @operation(lambda *_: None, writes=("done", "headers"), triton=True, mapped=True)
@@ -74,7 +74,7 @@ def end_round(
     results [B, width] int64; rows [B] int64; counters [Counter] int64; done [1] int32. In pinned memory: control [Control] int64; headers
     [S, Counter] int64.
     """
-    live = results[:, FINISH] == FinishCode.RUNNING
+    live = results[:, FINISH_COLUMN] == FinishCode.RUNNING
     finished = (~live & (rows != dummy_row)).any() & (control[Control.WAITING] != 0)
     stopped = counters[Counter.LAUNCH] < control[Control.STOP_BEFORE]
     full = counters[Counter.PUBLISHED] - control[Control.READ] >= capacity

@@ -23,19 +23,19 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from stepgraph.graphs import drafting, proposing, stages
-from stepgraph.graphs.attention.paged import OPERATION, AttentionChoice
+from stepgraph.graphs.attention.paged import DEFAULT_ATTENTION, AttentionChoice
 from stepgraph.graphs.batch import Batch, read_batch
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Step
 from stepgraph.graphs.context import CaptureContext, current_context
 from stepgraph.graphs.grammar_lane import DeviceTables, GrammarLane, MaskSource, RoundShape
-from stepgraph.graphs.graph_key import LONGEST, GraphKey
+from stepgraph.graphs.graph_key import FULL_LENGTH, GraphKey
 from stepgraph.graphs.host_nodes import HostNodes
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelPair
 from stepgraph.graphs.proposing import ProposedRound
 from stepgraph.graphs.publishing import publish
-from stepgraph.graphs.sampled_stages import PLAIN_ACCEPT, AcceptOptions
+from stepgraph.graphs.sampled_stages import DEFAULT_ACCEPT, AcceptOptions
 from stepgraph.sampling.grammar.automaton.grammar import SplitTensors, TokenTensors
 from stepgraph.sampling.grammar.link.protocol import HostLink
 from stepgraph.sampling.kernels import Emission
@@ -49,26 +49,26 @@ class Round:
     models: ModelPair
     host: HostLink
     draft_masks: bool = True  # False: unmasked drafts; one host node accepts them all during the next target_verify
-    options: AcceptOptions = PLAIN_ACCEPT
-    attention: AttentionChoice = OPERATION
+    options: AcceptOptions = DEFAULT_ACCEPT
+    attention: AttentionChoice = DEFAULT_ATTENTION
     tables: TokenTensors | None = None  # None: no grammars on the device
     split: SplitTensors | None = None  # None: no forced tokens on the device
-    fixed: bool = True  # every round has the same number of drafts
+    fixed_draft_count: bool = True  # every round has the same number of drafts
 
     def step(self, key: GraphKey) -> Step:
         decode_round = self
-        if key.draft_length != LONGEST:
-            decode_round = replace(self, limits=replace(self.limits, num_speculative_tokens=key.draft_length), fixed=False)
+        if key.draft_length != FULL_LENGTH:
+            decode_round = replace(self, limits=replace(self.limits, num_speculative_tokens=key.draft_length), fixed_draft_count=False)
         return lambda buffers: decode_round.run(buffers, key)
 
     def run(self, buffers: StaticBuffers, key: GraphKey) -> None:
         context = current_context()
         target, draft = self.models.target, self.models.draft if key.draft_model else None
-        grammar = self._lane(buffers, context, key) if key.constrained else None
+        grammar = self._grammar_lane(buffers, context, key) if key.constrained else None
         with context.stage("read_batch"):
             batch = read_batch(buffers, key.rows, self.attention, self.limits.num_speculative_tokens)
 
-        masks_ready = grammar.head() if grammar else None
+        masks_ready = grammar.fill_head() if grammar else None
         with context.stage("target_verify"):
             logits, features = stages.target_verify(buffers, batch, target, self.limits)
         if masks_ready:
@@ -76,14 +76,14 @@ class Round:
         with context.stage("accept"):
             emission, after = stages.accept(buffers, batch, logits, key.constrained, key.sampled, self.options)
             publish(buffers, batch.rows)
-        mask_lane = grammar if self.masks_drafts(buffers) else None
+        draft_grammar = grammar if self.masks_drafts(buffers) else None
         if draft is None or not self.limits.num_speculative_tokens:
-            end = ProposedRound(buffers, context, self.limits, self.models, key, mask_lane)
+            end = ProposedRound(buffers, context, self.limits, self.models, key, draft_grammar)
             return end.run(batch, emission, features, after)
 
         tokens, chain, shard = emission.tokens, None, getattr(draft, "shard", None)
         for step in range(1, self.limits.num_speculative_tokens + 1):
-            mask_ready = mask_lane.rows(step - 1, step - 1) if mask_lane else None
+            mask_ready = draft_grammar.fill_draft_masks(step - 1, step - 1) if draft_grammar else None
             if step == 1:
                 chain = self._look_up(buffers, batch, after, emission, context)
                 with context.stage("draft_prefill"):
@@ -94,18 +94,18 @@ class Round:
             if mask_ready:
                 context.wait(mask_ready)
             with context.stage(f"choose_draft {step}"):
-                alive, mask = after.live if step == 1 else tokens >= 0, mask_lane.mask(after, step) if mask_lane else None
+                alive, mask = after.live if step == 1 else tokens >= 0, draft_grammar.mask(after, step) if draft_grammar else None
                 tokens = drafting.choose_draft(buffers, after, step, logits, alive, mask, key.sampled, draft.d2t, chain, shard)
         with context.stage("keep_chain"):
             drafting.store_chain(buffers, after, buffers.batch_drafts[: self.limits.num_speculative_tokens, : key.rows].T)
 
-    def _lane(self, buffers: StaticBuffers, context: CaptureContext, key: GraphKey) -> GrammarLane:
+    def _grammar_lane(self, buffers: StaticBuffers, context: CaptureContext, key: GraphKey) -> GrammarLane:
         """Batches whose grammars are all on the device need no host node; others may have rows of both kinds.
 
         The device's forced tokens are written after the copy of the host's, which are -1 for its rows.
         """
         proposed = self.models.proposer is not None or not key.draft_model
-        shape = RoundShape(key.rows, self.limits.num_speculative_tokens, self.masks_drafts(buffers), self.fixed, proposed)
+        shape = RoundShape(key.rows, self.limits.num_speculative_tokens, self.masks_drafts(buffers), self.fixed_draft_count, proposed)
         sources: list[MaskSource] = []
         if not key.device:
             sources.append(HostNodes(buffers, context, self.host, shape, self.limits.dummy_row, self.tables is not None))

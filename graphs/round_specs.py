@@ -16,7 +16,7 @@ from stepgraph.sampling.sampler import Param
 
 MAX_SKIPPED = 32  # tokens of rounds in which the draft model does not run, before it processes them
 TOP_RINGS = {"ids": torch.int32, "logprobs": torch.float32}  # written by kernels.top_logprobs
-IMAGE_CHUNKS, IMAGE_CHUNK = 8, 1 << 16  # chunks of one upload, int32 of a chunk: 2 MiB are copied beside a round
+IMAGE_CHUNKS, IMAGE_CHUNK_INTS = 8, 1 << 16  # chunks of one upload, int32 of a chunk: 2 MiB are copied beside a round
 
 
 def forced_specs(limits: Limits) -> tuple[BufferSpec, ...]:
@@ -43,18 +43,18 @@ def skipped_specs(limits: Limits, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
     )
 
 
-def grammar_specs(limits: Limits, arena: int, depth: int, forced: bool = False) -> tuple[BufferSpec, ...]:
-    """In addition to `round_specs`, for grammars on the device: `arena` int32 of images, stacks of `depth` symbols."""
+def grammar_specs(limits: Limits, arena_ints: int, stack_depth: int, forced: bool = False) -> tuple[BufferSpec, ...]:
+    """In addition to `round_specs`, for grammars on the device: `arena_ints` int32 of images, stacks of `stack_depth` symbols."""
     rows, places, int32 = limits.rows, limits.positions + 1, torch.int32
     texts = (BufferSpec("row_forced_text", (rows, TEXT_INTS), int32),) if forced else ()
     return (
         *texts,
-        BufferSpec("grammar_arena", (arena,), int32),
+        BufferSpec("grammar_arena", (arena_ints,), int32),
         BufferSpec("batch_host_rows", (limits.max_rows,), torch.int64, fill=limits.dummy_row),  # batch_rows without rows on the device
         BufferSpec("batch_status", (limits.positions, limits.max_rows), torch.int64),  # of the masks that the device filled in this round
         BufferSpec("row_places", (rows, places, PLACE_INTS), int32),  # the place after n tokens, drafts included, at n % places
-        BufferSpec("row_stacks", (rows, places, depth), int32),
-        BufferSpec("image_ring_host", (IMAGE_CHUNKS, min(arena, IMAGE_CHUNK)), int32, "pinned"),
+        BufferSpec("row_stacks", (rows, places, stack_depth), int32),
+        BufferSpec("image_ring_host", (IMAGE_CHUNKS, min(arena_ints, IMAGE_CHUNK_INTS)), int32, "pinned"),
     )
 
 
@@ -97,27 +97,27 @@ def ring_specs(limits: Limits) -> tuple[BufferSpec, ...]:
     return (*rings, *loops) if limits.loops else rings
 
 
-def option_specs(limits: Limits, relaxed: bool, processors: int) -> tuple[BufferSpec, ...]:
+def option_specs(limits: Limits, relaxed: bool, num_settings: int) -> tuple[BufferSpec, ...]:
     """In addition to `round_specs`: settings that few requests have, int64 or float32, and the ring for all of them of one request.
 
-    relaxed: drafts may be accepted that are not the target's choice. processors: how many numbers set the user's logits processors.
+    relaxed: drafts may be accepted that are not the target's choice. num_settings: how many numbers set the user's logits processors.
     """
     rows, words, size = limits.rows, limits.max_bad_words, limits.max_bad_word_tokens
     tables = (
         BufferSpec("row_bad_words", (rows, words, size), torch.int64, fill=-1),  # -1 before a shorter word
         BufferSpec("row_recent", (rows, size - 1 if words else 0), torch.int64, fill=-1),  # last tokens of the output, -1 before the first
         BufferSpec("row_relaxed", (rows, 2 * relaxed), torch.float32),
-        BufferSpec("row_processors", (rows, processors), torch.float32),
+        BufferSpec("row_processors", (rows, num_settings), torch.float32),
     )
-    used = tuple(spec for spec in tables if spec.nbytes)
-    width = sum(math.prod(spec.shape[1:]) for spec in used)
-    return (*used, BufferSpec("options_ring_host", (limits.admission_ring_depth, width), torch.int64, "pinned")) if used else ()
+    nonempty = tuple(spec for spec in tables if spec.nbytes)
+    width = sum(math.prod(spec.shape[1:]) for spec in nonempty)
+    return (*nonempty, BufferSpec("options_ring_host", (limits.admission_ring_depth, width), torch.int64, "pinned")) if nonempty else ()
 
 
-def round_specs(limits: Limits, drawn: bool = True) -> tuple[BufferSpec, ...]:
+def round_specs(limits: Limits, samples_drafts: bool = True) -> tuple[BufferSpec, ...]:
     """The static tensors of a round: R rows of state, B slots of a batch, K drafts.
 
-    drawn: whether drafts may be drawn from a distribution, which is then stored for rejection sampling.
+    samples_drafts: whether drafts may be drawn from a distribution, which is then stored for rejection sampling.
     """
     rows, slots, drafts, positions = limits.rows, limits.max_rows, limits.num_speculative_tokens, limits.positions
     words, columns, results = limits.mask_words, len(Column), ResultLayout(drafts).width
@@ -136,7 +136,7 @@ def round_specs(limits: Limits, drawn: bool = True) -> tuple[BufferSpec, ...]:
         BufferSpec("row_drafts", (rows, drafts), int64, fill=-1),  # after a chain's last draft -1, or REFUSED and -1
         # whether a draft was chosen with probability 1; if not, the distribution that it was drawn from
         BufferSpec("row_certain", (rows, drafts), torch.bool, fill=1),
-        BufferSpec("row_draft_probs", (rows, drafts if drawn else 0, limits.num_tokens), torch.float32),
+        BufferSpec("row_draft_probs", (rows, drafts if samples_drafts else 0, limits.num_tokens), torch.float32),
         BufferSpec("row_masks", (rows, positions, words), int32),
         BufferSpec("row_tags", (rows, positions, TAG_FIELDS), int64),
         # the batch of one round: slot -> row, and data that one stream writes and another reads

@@ -18,7 +18,7 @@ from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend
 from stepgraph.graphs.errors import step_errors
-from stepgraph.graphs.layers.vocabulary_shard import Operations, VocabularyShard
+from stepgraph.graphs.layers.vocabulary_shard import SamplingOps, VocabularyShard
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.round_specs import Counter
 from stepgraph.graphs.row_layout import Column, ResultLayout
@@ -27,7 +27,7 @@ from stepgraph.sampling.acceptance import may_accept
 from stepgraph.sampling.fields import FUNCTION, Check, check_fields, whole
 from stepgraph.sampling.kernels import GrammarMask, processors
 from stepgraph.sampling.kernels.operation import Contiguous, operation
-from stepgraph.sampling.kernels.processors import Processed, judge
+from stepgraph.sampling.kernels.processors import Processed, mark_dead_ends
 from stepgraph.sampling.sampler import VocabColumns, from_units, portable_exp, to_units
 
 MAX_ARGUMENTS = 64
@@ -61,23 +61,23 @@ class LogitsProcessor:
 
     def apply(self, logits: Tensor, given: ProcessorInput) -> Tensor:
         """The function's logits. ValueError for anything else that it returns."""
-        found = self.function(logits.to(torch.float32, copy=True), given)
-        if not isinstance(found, Tensor) or found.shape != logits.shape or found.dtype is not torch.float32:
-            got = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        result = self.function(logits.to(torch.float32, copy=True), given)
+        if not isinstance(result, Tensor) or result.shape != logits.shape or result.dtype is not torch.float32:
+            got = f"{result.dtype} {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
             raise ValueError(f"LogitsProcessor {self.name!r}: returned {got}, expected torch.float32 {tuple(logits.shape)}")
-        return found
+        return result
 
 
 @dataclass(frozen=True)
 class AcceptOptions:
     """Options of acceptance besides the settings of the rows."""
 
-    forced: tuple[float, ...] | None = None  # for benchmarks: the probability that draft j is accepted, whatever the models
+    forced_acceptance: tuple[float, ...] | None = None  # for benchmarks: the probability that draft j is accepted, whatever the models
     processors: tuple[LogitsProcessor, ...] = ()
     shard: VocabularyShard | None = None  # the tokens of the target's logits, where ranks divide them
 
 
-PLAIN_ACCEPT = AcceptOptions()
+DEFAULT_ACCEPT = AcceptOptions()
 
 
 def check_processors(processors: tuple[LogitsProcessor, ...], limits: Limits, backend: Backend, device: torch.device) -> None:
@@ -102,14 +102,14 @@ def check_processors(processors: tuple[LogitsProcessor, ...], limits: Limits, ba
             backend.measure(step, buffers)
 
 
-def force_accepted(batch: Batch, finite: Tensor, status: Tensor, shares: Sequence[float]) -> Tensor:
-    """For benchmarks: accept a legal draft j with probability shares[j]. Returns the number of leading accepted drafts, [B]."""
+def force_accepted(batch: Batch, finite: Tensor, status: Tensor, rates: Sequence[float]) -> Tensor:
+    """For benchmarks: accept a legal draft j with probability rates[j]. Returns the number of leading accepted drafts, [B]."""
     owner, length = batch.column(Column.OWNER), batch.column(Column.LENGTH)
-    coins = rng.uniform(owner[:, None], length[:, None] + torch.arange(len(shares), device=length.device), rng.Purpose.ACCEPT)
-    equal = len(set(shares)) == 1
-    accepts = coins < shares[0] if equal else torch.stack([coin < share for coin, share in zip(coins.unbind(1), shares, strict=True)], 1)
-    holds = accepts & finite[:, :-1] & may_accept(status, batch.column(Column.DRAFT_COUNT))
-    return holds.to(torch.int64).cumprod(1).sum(1)
+    noise = rng.uniform(owner[:, None], length[:, None] + torch.arange(len(rates), device=length.device), rng.Purpose.ACCEPT)
+    equal_rates = len(set(rates)) == 1
+    passes = noise < rates[0] if equal_rates else torch.stack([each < rate for each, rate in zip(noise.unbind(1), rates, strict=True)], 1)
+    is_accepted = passes & finite[:, :-1] & may_accept(status, batch.column(Column.DRAFT_COUNT))
+    return is_accepted.to(torch.int64).cumprod(1).sum(1)
 
 
 def after_accepted(batch: Batch, accepted: Tensor, tokens: Tensor) -> Tensor:
@@ -137,12 +137,12 @@ def apply_processors(
 def ban_words(buffers: StaticBuffers, batch: Batch, processed: Processed, columns: VocabColumns) -> Processed:
     """Minus infinity for each token that would complete a bad word of its row: output and earlier drafts end with its other tokens."""
     words, recent = buffers.row_bad_words[batch.rows], buffers.row_recent[batch.rows]  # [B, N, L] -1 before a shorter word, [B, L - 1]
-    ends = torch.cat([recent, batch.drafts], 1).unfold(1, recent.shape[1], 1)  # [B, Q, L - 1], the tokens before each position
-    rest, last = words[:, None, :, :-1], words[..., -1]
-    complete = ((rest == ends[:, :, None]) | (rest < 0)).all(-1) & (last >= 0)[:, None]  # [B, Q, N]
-    index, own = columns.local(last.clamp(min=0)[:, None].expand(-1, ends.shape[1], -1))
-    banned = processed.logits.scatter_add(2, index, torch.where(complete & own, float("-inf"), 0.0))
-    return judge(processed.status, processed.finite, banned, columns)
+    preceding = torch.cat([recent, batch.drafts], 1).unfold(1, recent.shape[1], 1)  # [B, Q, L - 1], the tokens before each position
+    prefix, last = words[:, None, :, :-1], words[..., -1]
+    completes = ((prefix == preceding[:, :, None]) | (prefix < 0)).all(-1) & (last >= 0)[:, None]  # [B, Q, N]
+    index, is_local = columns.local(last.clamp(min=0)[:, None].expand(-1, preceding.shape[1], -1))
+    banned = processed.logits.scatter_add(2, index, torch.where(completes & is_local, float("-inf"), 0.0))
+    return mark_dead_ends(processed.status, processed.finite, banned, columns)
 
 
 def remember_output(rows: Tensor, tokens: Tensor, emitted: Tensor, row_recent: Tensor) -> None:
@@ -161,19 +161,19 @@ def relax(
     top_n, delta = buffers.row_relaxed[batch.rows][..., None].unbind(1)  # [B, 1] each, 0: exact acceptance
     logits, best = processed.logits[:, :-1], columns.best(probs)[1][..., 0]
     weights = portable_exp(logits - columns.best(logits)[0])  # 1 for the most probable
-    own = columns.pick(weights, batch.drafts.clamp(min=0)[..., None])
-    above, total = columns.total(torch.stack([(weights > own).to(torch.int64), to_units(weights)], -2).sum(-1)).unbind(-1)  # [B, K] each
-    near = (above < top_n) & ((1 - own[..., 0]) / from_units(total) <= delta) & (own[..., 0] > 0)
-    holds = near & processed.finite[:, :-1] & may_accept(processed.status, batch.column(Column.DRAFT_COUNT))
-    relaxed, held = top_n > 0, holds.to(torch.int64).cumprod(1)
-    others = (held * (batch.drafts != best[:, :-1]) * relaxed) << torch.arange(count, device=held.device)
-    ResultLayout(count).write(buffers.results[: len(batch.rows)], relaxed=others.sum(1))
-    number = torch.where(relaxed[:, 0], held.sum(1), accepted)
-    chosen = after_accepted(batch, number, best.gather(1, number[:, None]).expand_as(tokens))
-    return torch.where(relaxed, chosen, tokens), number
+    of_draft = columns.pick(weights, batch.drafts.clamp(min=0)[..., None])
+    above, total = columns.total(torch.stack([(weights > of_draft).to(torch.int64), to_units(weights)], -2).sum(-1)).unbind(-1)  # [B, K] each
+    is_close = (above < top_n) & ((1 - of_draft[..., 0]) / from_units(total) <= delta) & (of_draft[..., 0] > 0)
+    is_accepted = is_close & processed.finite[:, :-1] & may_accept(processed.status, batch.column(Column.DRAFT_COUNT))
+    relaxed, leading = top_n > 0, is_accepted.to(torch.int64).cumprod(1)
+    relaxed_drafts = (leading * (batch.drafts != best[:, :-1]) * relaxed) << torch.arange(count, device=leading.device)
+    ResultLayout(count).write(buffers.results[: len(batch.rows)], relaxed=relaxed_drafts.sum(1))
+    num_accepted = torch.where(relaxed[:, 0], leading.sum(1), accepted)
+    chosen = after_accepted(batch, num_accepted, best.gather(1, num_accepted[:, None]).expand_as(tokens))
+    return torch.where(relaxed, chosen, tokens), num_accepted
 
 
-class Choice(NamedTuple):
+class TargetChoice(NamedTuple):
     """The target's tokens for every position of a row."""
 
     tokens: Tensor  # [B, K + 1] int64
@@ -182,12 +182,12 @@ class Choice(NamedTuple):
     status: Tensor  # [B, K + 1] int64 MaskStatus
 
 
-def choose_sampled(buffers: StaticBuffers, batch: Batch, logits: Tensor, mask: GrammarMask | None, options: AcceptOptions) -> Choice:
+def choose_sampled(buffers: StaticBuffers, batch: Batch, logits: Tensor, mask: GrammarMask | None, options: AcceptOptions) -> TargetChoice:
     """Masks and logit processors, then rejection sampling against the distributions of the drafts."""
-    own, forced, ops, columns = logits, options.forced, options.shard or kernels, options.shard or sampler.ALL_COLUMNS
+    adjusted, forced, ops, columns = logits, options.forced_acceptance, options.shard or kernels, options.shard or sampler.ALL_COLUMNS
     if options.processors:
-        own = apply_processors(buffers, batch, logits, options.processors, columns)
-    processed = ops.process(own, row_settings(buffers, batch), batch.rows, batch.drafts, mask=mask)
+        adjusted = apply_processors(buffers, batch, logits, options.processors, columns)
+    processed = ops.process(adjusted, row_settings(buffers, batch), batch.rows, batch.drafts, mask=mask)
     if "row_bad_words" in buffers:
         processed = ban_words(buffers, batch, processed, columns)
     masked, finite, status = processed
@@ -211,7 +211,7 @@ def choose_sampled(buffers: StaticBuffers, batch: Batch, logits: Tensor, mask: G
     if "top_ids_ring_host" in buffers:
         rings = buffers.top_ids_ring_host, buffers.top_logprobs_ring_host
         ops.top_logprobs(logits, probs, batch.rows, buffers.row_params, buffers.round_counters[Counter.PUBLISHED :], *rings)
-    return Choice(tokens, finite, accepted, status)
+    return TargetChoice(tokens, finite, accepted, status)
 
 
 def record_output(buffers: StaticBuffers, rows: Tensor, tokens: Tensor, emitted: Tensor) -> None:
@@ -231,7 +231,7 @@ def count_output(rows: Contiguous, tokens: Contiguous, emitted: Contiguous, outp
 
 
 def draft_sampled(
-    buffers: StaticBuffers, after: Batch, step: int, logits: Tensor, mask: GrammarMask | None, d2t: Tensor | None, ops: Operations
+    buffers: StaticBuffers, after: Batch, step: int, logits: Tensor, mask: GrammarMask | None, d2t: Tensor | None, ops: SamplingOps
 ) -> tuple[Tensor, Tensor]:
     """A token drawn from the draft's processed logits; the distribution is kept for rejection sampling in the next round."""
     size = len(after.rows)

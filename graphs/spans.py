@@ -11,11 +11,11 @@ from typing import Literal, NamedTuple
 
 import torch
 
-STEP = "step"  # stage of operations outside every named stage
-OUTSIDE = -1  # round number of work between rounds: prompts, copies of batches and results
-BETWEEN = "between rounds"
-LAUNCHER = "launching thread"
-MakeRange = Callable[[str], AbstractContextManager[None]]
+DEFAULT_STAGE = "step"  # stage of operations outside every named stage
+NO_ROUND = -1  # round number of work between rounds: prompts, copies of batches and results
+BETWEEN_ROUNDS = "between rounds"
+LAUNCHING_THREAD = "launching thread"
+RangeFactory = Callable[[str], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Span(NamedTuple):
     stream: str
     name: str  # of a wait: the stage or host node that it waited for
     kind: Literal["stage", "host", "wait", "launch"]
-    round: int  # or OUTSIDE
+    round: int  # or NO_ROUND
     start_ns: int
     end_ns: int
 
@@ -66,7 +66,7 @@ def stage_runs(nodes: Iterable[StageRun]) -> tuple[StageRun, ...]:
     return tuple(runs)
 
 
-def nvtx_range() -> MakeRange:
+def nvtx_range() -> RangeFactory:
     """NVTX ranges; ValueError if this build of torch has none."""
     try:
         torch.cuda.nvtx.mark("stepgraph")

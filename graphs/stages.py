@@ -17,9 +17,9 @@ from stepgraph.graphs.model import TargetModel
 from stepgraph.graphs.model_call import check_shape, run_model
 from stepgraph.graphs.row_layout import Column, ResultLayout
 from stepgraph.graphs.sampled_stages import (
-    PLAIN_ACCEPT,
+    DEFAULT_ACCEPT,
     AcceptOptions,
-    Choice,
+    TargetChoice,
     after_accepted,
     choose_sampled,
     force_accepted,
@@ -51,7 +51,7 @@ def accept(
     logits: Tensor,
     constrained: bool,
     sampled: bool = False,
-    options: AcceptOptions = PLAIN_ACCEPT,
+    options: AcceptOptions = DEFAULT_ACCEPT,
 ) -> tuple[Emission, Batch]:
     """Mask the logits, choose tokens, accept drafts, check for the end. Returns the emission and the batch after it."""
     mask = None
@@ -67,25 +67,25 @@ def accept(
     room = batch.column(Column.MAX_LENGTH) - batch.column(Column.LENGTH)
     drafts, draft_count, stop_ids = batch.drafts, batch.column(Column.DRAFT_COUNT), buffers.row_stop_ids[batch.rows]
     chosen = kernels.chain_accept(tokens, finite, drafts, draft_count, status, stop_ids, room, accepted)
-    lines = buffers.results[: len(batch.rows)]
+    results = buffers.results[: len(batch.rows)]
     forced = buffers.row_forced if constrained and "row_forced" in buffers else None
     looked_up = buffers.row_looked_up if "row_looked_up" in buffers else None
-    given, flags = (batch.rows, batch.state, tokens, status, drafts, *chosen), (forced, looked_up)
-    emitted, finish, state = write_emission(*given, buffers.row_state, lines, *flags)
+    inputs, flags = (batch.rows, batch.state, tokens, status, drafts, *chosen), (forced, looked_up)
+    emitted, finish, state = write_emission(*inputs, buffers.row_state, results, *flags)
     if sampled:
         record_output(buffers, batch.rows, tokens, emitted)
     return Emission(tokens, emitted, chosen[1], finish), batch._replace(state=state)
 
 
-def _choose_greedy(buffers: StaticBuffers, batch: Batch, logits: Tensor, mask: GrammarMask | None, options: AcceptOptions) -> Choice:
+def _choose_greedy(buffers: StaticBuffers, batch: Batch, logits: Tensor, mask: GrammarMask | None, options: AcceptOptions) -> TargetChoice:
     """The legal token with the largest logit at every position; a draft is accepted if it is that token."""
     finite, tokens = (options.shard or kernels).most_probable(logits, mask)
     status = torch.full_like(tokens, int(MaskStatus.OK)) if mask is None else mask.status
     accepted = None
-    if options.forced is not None:
-        accepted = force_accepted(batch, finite, status, options.forced)
+    if options.forced_acceptance is not None:
+        accepted = force_accepted(batch, finite, status, options.forced_acceptance)
         tokens = after_accepted(batch, accepted, tokens)
-    return Choice(tokens, finite, accepted, status)
+    return TargetChoice(tokens, finite, accepted, status)
 
 
 @operation(lambda row, state, *_: (empty_as(row), empty_as(row), empty_as(state)), writes=("row_state", "results"), triton=True, c=True)

@@ -17,7 +17,7 @@ from stepgraph.graphs.backends import make_backend
 from stepgraph.graphs.buffer_spec import check_fit
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend
-from stepgraph.graphs.errors import LESS
+from stepgraph.graphs.errors import MEMORY_SETTINGS
 from stepgraph.graphs.graph_key import FULL
 from stepgraph.graphs.graph_set import GraphSet, draft_choices
 from stepgraph.graphs.layers.lora import lora_specs
@@ -254,5 +254,5 @@ def make_buffers(
         constants |= tables._asdict()
     if split is not None:
         constants["token_slots"] = split.token_slots
-    check_fit("EngineConfig", specs, device, f"; lower {LESS}")
+    check_fit("EngineConfig", specs, device, f"; lower {MEMORY_SETTINGS}")
     return StaticBuffers(specs, device, constants)

@@ -6,10 +6,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import get_args
 
-from stepgraph.graphs.attention.choose import ATTENTION
+from stepgraph.graphs.attention.choose import ATTENTION_CHOICES
 from stepgraph.graphs.graph_set import OnFailure, bucket_sizes, checked_buckets
 from stepgraph.graphs.limits import KV_CACHE_DTYPES, UNTIL_EVENT, Limits
-from stepgraph.graphs.proposing import ANCHOR
+from stepgraph.graphs.proposing import ANCHOR_TOKENS
 from stepgraph.graphs.sampled_stages import LogitsProcessor
 from stepgraph.sampling.fields import (
     BOOL,
@@ -30,7 +30,7 @@ from stepgraph.sampling.grammar.compile.limits import DEFAULTS, MIB, GrammarLimi
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
 from stepgraph.sampling.grammar.link.native import HOST_LINKS
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
-from stepgraph.sampling.kernels.filters import FILTERS
+from stepgraph.sampling.kernels.filters import FILTER_CHOICES
 
 MAX_SECONDS = 86_400
 GRAMMAR_LANES = ("auto", "device", "host")
@@ -49,8 +49,8 @@ CHECKS = {
     "host_link": one_of(HOST_LINKS),
     "grammar_lane": one_of(GRAMMAR_LANES),
     "grammar_arena_bytes": whole(1 << 10),
-    "filters": one_of(FILTERS),
-    "attention": one_of(ATTENTION),
+    "filters": one_of(FILTER_CHOICES),
+    "attention": one_of(ATTENTION_CHOICES),
     "kv_cache_dtype": one_of(KV_CACHE_DTYPES),
     "grammar_backend": one_of(get_args(BackendChoice)),
     "compile_isolation": one_of(get_args(Isolation)),
@@ -67,7 +67,7 @@ CHECKS = {
     "prefix_cache_pages": optional(whole(0)),
     "capture_bytes": optional(whole(1)),
     "round_timeout_seconds": optional(number(0, MAX_SECONDS, low_open=True)),
-    "look_up": whole(0, ANCHOR),
+    "look_up": whole(0, ANCHOR_TOKENS),
     "draft_length": Check(lambda value: value == "auto" or (is_int(value) and value >= 0), "'auto', or an integer >= 0"),
     "forced_drafts": optional(BOOL),
     "prompt_graphs": optional(BOOL),

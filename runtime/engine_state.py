@@ -50,7 +50,7 @@ class EngineState:
         need_all = config.eager or config.capture_bytes is not None or config.on_capture_failure != "raise" or self.limits.loops or profiled
         if self.backend.name == "tape" and not need_all:
             _ = self.notes  # chooses the implementation of the filters
-            self._graphs.on_demand = True
+            self._graphs.records_on_demand = True
         else:
             self.capture(progress=progress)
 

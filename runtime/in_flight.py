@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend, Event
-from stepgraph.graphs.graph_key import FULL, LONGEST, Drafting, GraphKey
+from stepgraph.graphs.graph_key import FULL, FULL_LENGTH, Drafting, GraphKey
 from stepgraph.graphs.graph_set import GraphSet
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.row_layout import ResultLayout, ResultRecord
@@ -108,7 +108,7 @@ class InFlight:
         if chooser is None:
             return (*kind, FULL), self._graphs.key_for(*kind)
         key = self._graphs.key_for(*kind)
-        if self._graphs.on_demand and self._calibration and not chooser.costs.is_measured(key):
+        if self._graphs.records_on_demand and self._calibration and not chooser.costs.is_measured(key):
             self._calibration.measure(key)
         launch = *kind, chooser.choose(requests, key)
         return launch, self._graphs.key_for(*launch)
@@ -148,7 +148,7 @@ class InFlight:
     def _results(self, launched: LaunchedRound, slot: int) -> Iterator[tuple[int, ActiveRequest, ResultRecord]]:
         """Batch index, request and result of each unfinished request of the launch. slot: of the result rings."""
         b, length = self._buffers, launched.key.draft_length
-        layout = _layout(self._num_drafts if length == LONGEST else length)
+        layout = _layout(self._num_drafts if length == FULL_LENGTH else length)
         results = b.results_ring_host[slot].tolist()
         all_pairs = b.logprobs_ring_host[slot].tolist() if launched.reads_logprobs else [[]] * len(results)
         for index, (request, line, pairs) in enumerate(zip(launched.requests, results, all_pairs, strict=False)):

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from stepgraph.graphs.capture import Backend
 from stepgraph.graphs.context import MAIN
 from stepgraph.graphs.graph_key import Drafting
-from stepgraph.graphs.spans import LAUNCHER, OUTSIDE, Span
+from stepgraph.graphs.spans import LAUNCHING_THREAD, NO_ROUND, Span
 from stepgraph.runtime.draft_length import DraftLengthChooser
 from stepgraph.sampling.fields import check_value, whole
 
@@ -98,7 +98,7 @@ class Timeline:
 
     @property
     def rounds(self) -> tuple[int, ...]:
-        return tuple(sorted({span.round for span in self.spans if span.kind != "launch"} - {OUTSIDE}))
+        return tuple(sorted({span.round for span in self.spans if span.kind != "launch"} - {NO_ROUND}))
 
     @property
     def streams(self) -> tuple[str, ...]:
@@ -107,12 +107,12 @@ class Timeline:
 
     def summary(self) -> Summary:
         main = [span for span in self.spans if span.stream == MAIN]
-        busy = union((span.start_ns, span.end_ns) for span in main if span.kind == "stage" and span.round != OUTSIDE)
+        busy = union((span.start_ns, span.end_ns) for span in main if span.kind == "stage" and span.round != NO_ROUND)
         host = [(span.start_ns, span.end_ns) for span in self.spans if span.kind == "host"]
         total, hidden = total_length(host), sum(covered(interval, busy) for interval in host)
         extents = list(self.extents().values())
         gaps = [(end, start) for (_, end), (start, _) in itertools.pairwise(extents) if start > end]
-        between = union((span.start_ns, span.end_ns) for span in main if span.round == OUTSIDE)
+        between = union((span.start_ns, span.end_ns) for span in main if span.round == NO_ROUND)
         return Summary(
             rounds=len(extents),
             round_ns=int(statistics.median(end - start for start, end in extents)) if extents else 0,
@@ -129,7 +129,7 @@ class Timeline:
         """Start and end of each round's work on the main stream."""
         extents: dict[int, Interval] = {}
         for span in self.spans:
-            if span.stream == MAIN and span.round != OUTSIDE:
+            if span.stream == MAIN and span.round != NO_ROUND:
                 start, end = extents.get(span.round, (span.start_ns, span.end_ns))
                 extents[span.round] = min(start, span.start_ns), max(end, span.end_ns)
         return dict(sorted(extents.items()))
@@ -160,7 +160,7 @@ class Timeline:
                 values = {"drafts": chosen.drafts}, {"ms": chosen.account * 1e3}
                 for name, value in zip(("draft length", "draft account"), values, strict=True):
                     yield {"ph": "C", "pid": 1, "name": name, "ts": (extents[chosen.round][0] - begin) / 1000, "args": value}
-        waits = {(span.round, span.name): span for span in self.spans if span.kind == "wait" and span.round != OUTSIDE}
+        waits = {(span.round, span.name): span for span in self.spans if span.kind == "wait" and span.round != NO_ROUND}
         for number, span in enumerate(self.spans):
             track = {"pid": 1, "tid": threads[span.stream]}
             start, duration = (span.start_ns - begin) / 1000, (span.end_ns - span.start_ns) / 1000
@@ -235,4 +235,4 @@ def total_length(intervals: Iterable[Interval]) -> int:
 
 
 def _by_stream(span: Span) -> tuple[int, str, int]:
-    return {MAIN: 0, LAUNCHER: 2}.get(span.stream, 1), span.stream, span.start_ns
+    return {MAIN: 0, LAUNCHING_THREAD: 2}.get(span.stream, 1), span.stream, span.start_ns

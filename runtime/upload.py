@@ -23,7 +23,7 @@ from stepgraph.graphs.graph_set import GraphSet
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelPair
 from stepgraph.graphs.prefill import Chunk, Prompts
-from stepgraph.graphs.proposing import ANCHOR, given_from
+from stepgraph.graphs.proposing import ANCHOR_TOKENS, given_from
 from stepgraph.graphs.row_layout import Column
 from stepgraph.graphs.sampled_stages import LogitsProcessor
 from stepgraph.runtime.extras.hidden_states import HiddenStates
@@ -187,7 +187,7 @@ class Uploader:
     def _upload_text(self, request: ActiveRequest, texts: PinnedRing) -> None:
         """Upload what a proposer reads: the text and, from `given_from` on, the end of the prompt and draft_ids."""
         row_text, text, start = self._buffers.row_text[request.row], request.job.context_ids, given_from(self._limits)
-        given = (*request.job.prompt_ids[-ANCHOR:], *request.job.draft_ids) if request.job.draft_ids else ()
+        given = (*request.job.prompt_ids[-ANCHOR_TOKENS:], *request.job.draft_ids) if request.job.draft_ids else ()
         first, split, end = start + len(request.job.draft_ids) - len(given), len(text), len(text) + len(given)
 
         def copy(slot: Tensor) -> None:

@@ -216,7 +216,7 @@ def attention_variants() -> list[Variant]:
         variant = _variant(label, paged_programs.attend_part, types, shape | {"WIDE": False}, tile.warps)
         found.append(variant._replace(stages=tile.stages, registers=tile.registers))
     types = [*["*fp32"] * 3, "*bf16", "i32", "i32"]
-    found.append(_variant("combine_parts", paged_programs.combine_parts, types, {"PARTS": paged_programs.MOST_PARTS, "SIZE": 256}, 2))
+    found.append(_variant("combine_parts", paged_programs.combine_parts, types, {"PARTS": paged_programs.MAX_PARTS, "SIZE": 256}, 2))
     types = [*["*bf16"] * 5, "*i64", *["*bf16"] * 3, *["i32"] * 7]
     for half, cache in itertools.product((128, 64), ("*bf16", "*u8")):
         constants, types[6:8] = {"HALF": half, "SIZE": 256, "PARTIAL": half < 128}, [cache] * 2
@@ -298,9 +298,9 @@ def _packed_variants(every: bool) -> list[Variant]:
 
     kinds, found = {kind: name for name, kind in KINDS.items()} | {MIXED: "mixed"}, list[Variant]()
     few = [("Q4_1", 8), ("mixed", 16), ("INT4_128", 16), ("FP8", 16)]
-    for (kind, name), rows, tiles in itertools.product(kinds.items(), (8, quantised.MOST_ROWS), quantised.LEAST_TILES.values()):
+    for (kind, name), rows, tiles in itertools.product(kinds.items(), (8, quantised.MAX_ROWS), quantised.MIN_TILES.values()):
         if every or (name, rows) in few:
-            most, scales = quantised.most_tiles_of(kind), "*fp32" if kind.wide else "*fp16"
+            most, scales = quantised.max_tiles_of(kind), "*fp32" if kind.wide else "*fp16"
             constants = quantised.plan_of(kind, torch.bfloat16, tiles, most, rows, False)
             shape, types = f"{name}, {rows} rows, {constants['TILES']} tiles", ["*bf16", "*i32", scales, "*bf16", "*bf16", *["i32"] * 4]
             found.append(_variant(f"packed_product {shape}", quantised.packed_product, types, constants, quantised.WARPS))

@@ -35,7 +35,7 @@ from stepgraph.graphs import GraphKey, drafting, stages
 from stepgraph.graphs.backends import EagerContext
 from stepgraph.graphs.batch import read_batch
 from stepgraph.graphs.context import use_context
-from stepgraph.graphs.layers.slot_mapping import cache_slots
+from stepgraph.graphs.layers.slot_mapping import slots_of_positions
 from stepgraph.graphs.model_call import ModelInput
 from stepgraph.runtime.models.eagle3 import Eagle3
 from stepgraph.runtime.models.files.loading import load_models
@@ -160,8 +160,8 @@ class Scene:
         """The target's prefill of one prompt chunk."""
         engine, table = self.engine, self.batch.block_tables[:1]
         positions = torch.arange(PROMPT, device=table.device)[None]
-        attend = engine._parts.attention.prompt_call(0, PROMPT)
-        slots = cache_slots(table, positions, engine.limits.page_size)
+        attend = engine._parts.attention.prompt_attend(0, PROMPT)
+        slots = slots_of_positions(table, positions, engine.limits.page_size)
         inputs = ModelInput(positions % 90, positions, slots, table, engine.limits.page_size, attend=attend)
         return self.pair.target.forward(inputs, engine.buffers)
 

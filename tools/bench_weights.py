@@ -23,17 +23,17 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.layers.dense import product
-from stepgraph.graphs.layers.quantised import KINDS, Kind, empty_packed, quantised_product
+from stepgraph.graphs.layers.quantised import KINDS, QuantKind, empty_packed, quantised_product
 from stepgraph.sampling.native import why_not
 from tools.origin import origin
 
 PLAIN = "bfloat16"
-BY_NAME: dict[str, Kind | None] = {PLAIN: None} | {
+BY_NAME: dict[str, QuantKind | None] = {PLAIN: None} | {
     name: kind for kind, name in {kind: name for name, kind in KINDS.items()}.items()
 }  # one name per kind
 
 
-def weights_of(kind: Kind | None, outer: int, inner: int, nbytes: int) -> list[Tensor]:
+def weights_of(kind: QuantKind | None, outer: int, inner: int, nbytes: int) -> list[Tensor]:
     """Equal random weights, at least `nbytes` of them."""
     weight = torch.randn(outer, inner).bfloat16()
     if kind is not None:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stepgraph.graphs.attention.paged import OPERATION, AttentionChoice, attention, run_operation
+from stepgraph.graphs.attention.paged import DEFAULT_ATTENTION, AttentionChoice, attention, use_operation
 from stepgraph.graphs.attention.reference import by_reference
 from stepgraph.graphs.model import AttentionShape
 from stepgraph.graphs.model_call import Attend, ModelInput
@@ -25,19 +25,19 @@ from stepgraph.sampling.kernels import triton as programs
 from stepgraph.sampling.kernels.c_kernel import why_no_c
 
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3}  # relative and absolute, in the probe
-ATTENTION = ("auto", "flashinfer", "triton", "reference")
-LEAST_CAPABILITY = (8, 0)
-MOST_HEAD_SIZE = 256
+ATTENTION_CHOICES = ("auto", "flashinfer", "triton", "reference")
+MIN_CAPABILITY = (8, 0)
+MAX_HEAD_SIZE = 256
 FLASHINFER_HEAD_SIZES = (64, 128, 256)  # sizes that its kernels are built and tested for
-Rounds = Callable[[], Attend | None]
-Prompts = Callable[[int, int], Attend | None]
+RoundAttend = Callable[[], Attend | None]
+PromptAttend = Callable[[int, int], Attend | None]
 log = logging.getLogger(__name__)
 
 
 class _Candidate(NamedTuple):
     why_not: str  # empty if it can run
-    round_call: Rounds = run_operation
-    prompt_call: Prompts = run_operation
+    round_attend: RoundAttend = use_operation
+    prompt_attend: PromptAttend = use_operation
 
 
 _REFERENCE = _Candidate("", lambda: by_reference, lambda first, count: by_reference)
@@ -50,49 +50,49 @@ def choose_attention(device: torch.device, requested: str, shapes: tuple[Attenti
     reference; on the CPU the kernel in C; torch where none of these can run. ValueError if another implementation is requested and
     cannot run.
     """
-    if requested not in ATTENTION:
-        raise ValueError(f"attention: got {requested!r}, expected one of {', '.join(map(repr, ATTENTION))}")
+    if requested not in ATTENTION_CHOICES:
+        raise ValueError(f"attention: got {requested!r}, expected one of {', '.join(map(repr, ATTENTION_CHOICES))}")
     if requested == "reference":
         return _choice({"reference": _REFERENCE}, "reference", "reference")
     if requested == "auto" and not shapes:
-        return OPERATION
+        return DEFAULT_ATTENTION
     if requested == "auto" and device.type != "cuda":
         why = why_no_c(*(shape.dtype for shape in shapes))
-        found = {"native": _Candidate(why), "reference": _REFERENCE}
-        return _choice(found, "reference", "reference") if why else _choice(found, "native", "native")
-    found = {name: _candidate(name, device, shapes, page_size) for name in ATTENTION[1:] if requested in ("auto", name)}
+        probed = {"native": _Candidate(why), "reference": _REFERENCE}
+        return _choice(probed, "reference", "reference") if why else _choice(probed, "native", "native")
+    probed = {name: _candidate(name, device, shapes, page_size) for name in ATTENTION_CHOICES[1:] if requested in ("auto", name)}
     if requested != "auto":
-        if found[requested].why_not:
-            raise ValueError(f"attention: got {requested!r}, expected an implementation that runs on {device}: {found[requested].why_not}")
-        return _choice(found, requested, requested)
-    rounds = next(name for name in ("triton", "reference") if not found[name].why_not)
-    prompts = next(name for name in ("flashinfer", rounds) if not found[name].why_not)
-    return _choice(found, rounds, prompts)
+        if probed[requested].why_not:
+            raise ValueError(f"attention: got {requested!r}, expected an implementation that runs on {device}: {probed[requested].why_not}")
+        return _choice(probed, requested, requested)
+    rounds = next(name for name in ("triton", "reference") if not probed[name].why_not)
+    prompts = next(name for name in ("flashinfer", rounds) if not probed[name].why_not)
+    return _choice(probed, rounds, prompts)
 
 
-def _choice(found: Mapping[str, _Candidate], rounds: str, prompts: str) -> AttentionChoice:
-    passed_over = tuple(f"no {name}: {one.why_not}" for name, one in found.items() if one.why_not)
-    chosen = found[prompts]
-    return AttentionChoice(rounds, prompts, passed_over, found[rounds].round_call, chosen.prompt_call, chosen.round_call)
+def _choice(candidates: Mapping[str, _Candidate], rounds: str, prompts: str) -> AttentionChoice:
+    unavailable = tuple(f"no {name}: {candidate.why_not}" for name, candidate in candidates.items() if candidate.why_not)
+    chosen = candidates[prompts]
+    return AttentionChoice(rounds, prompts, unavailable, candidates[rounds].round_attend, chosen.prompt_attend, chosen.round_attend)
 
 
 def _candidate(name: str, device: torch.device, shapes: tuple[AttentionShape, ...], page_size: int) -> _Candidate:
     if name == "reference":
         return _REFERENCE
-    why = unfit(name, device, shapes)
+    why = why_unsupported(name, device, shapes)
     if why or name == "triton":
         return _Candidate(why)
     try:
         log.warning("building or loading FlashInfer's attention for %s; the first time takes some minutes", device)
         module = importlib.import_module("stepgraph.graphs.attention.flashinfer")
         planned = module.PlannedAttention(device, page_size, shapes)
-        wrong = (differs(planned.rounds, planned.prompt, shape, page_size, device) for shape in dict.fromkeys(shapes))
+        wrong = (find_difference(planned.rounds, planned.prompt, shape, page_size, device) for shape in dict.fromkeys(shapes))
         return _Candidate(next(filter(None, wrong), ""), planned.rounds, planned.prompt)
     except Exception as error:  # from a compiler, a loader or a driver
         return _Candidate(error_summary(error))
 
 
-def unfit(name: str, device: torch.device, shapes: tuple[AttentionShape, ...]) -> str:
+def why_unsupported(name: str, device: torch.device, shapes: tuple[AttentionShape, ...]) -> str:
     """Why triton or flashinfer cannot run these models, as far as is known without running it; empty if no reason is known."""
     if device.type != "cuda":
         return f"it runs on CUDA devices, not on {device.type}"
@@ -101,8 +101,8 @@ def unfit(name: str, device: torch.device, shapes: tuple[AttentionShape, ...]) -
     if name == "triton" and (why := programs.why_no_triton(device)):
         return why
     capability = torch.cuda.get_device_capability(device)
-    if capability < LEAST_CAPABILITY:
-        least, found = (".".join(map(str, version)) for version in (LEAST_CAPABILITY, capability))
+    if capability < MIN_CAPABILITY:
+        least, found = (".".join(map(str, version)) for version in (MIN_CAPABILITY, capability))
         return f"it needs compute capability {least}, this GPU has {found}"
     if name == "flashinfer" and not shapes:
         return "no model of the engine declares its attention in `attends`"
@@ -113,8 +113,8 @@ def unfit(name: str, device: torch.device, shapes: tuple[AttentionShape, ...]) -
             return "it supports neither soft-capped scores nor sinks here"
         if name == "flashinfer" and shape.float8:
             return "it does not read 8-bit caches here"
-        if shape.size > MOST_HEAD_SIZE or (name == "flashinfer" and shape.size not in FLASHINFER_HEAD_SIZES):
-            sizes = ", ".join(map(str, FLASHINFER_HEAD_SIZES)) if name == "flashinfer" else f"up to {MOST_HEAD_SIZE}"
+        if shape.size > MAX_HEAD_SIZE or (name == "flashinfer" and shape.size not in FLASHINFER_HEAD_SIZES):
+            sizes = ", ".join(map(str, FLASHINFER_HEAD_SIZES)) if name == "flashinfer" else f"up to {MAX_HEAD_SIZE}"
             return f"it supports head sizes {sizes}, not {shape.size}"
     return ""
 
@@ -123,27 +123,27 @@ class Probe:
     """Four rows over a cache with NaN wherever no row has an entry; refilled in place for every case."""
 
     rows, count, most = 4, 5, 300
-    rounds = ((7, 300, 0, 64), (300, 6, 65, 0), (5, 0, 17, 131))  # lengths; 0: all positions are inert; every second row has one
-    prompts = ((0, 37), (37, 150), (187, 1), (188, 112))
+    round_lengths = ((7, 300, 0, 64), (300, 6, 65, 0), (5, 0, 17, 131))  # lengths; 0: all positions are inert; every second row has one
+    prompt_chunks = ((0, 37), (37, 150), (187, 1), (188, 112))
 
     def __init__(self, shape: AttentionShape, page_size: int, device: torch.device) -> None:
         self.shape, self.page_size, self.device = shape, page_size, device
         pages = -(-(self.most + self.count) // page_size)
-        made = torch.Generator().manual_seed(shape.size)
-        self.tables = (torch.randperm(self.rows * pages, generator=made) + 1).view(self.rows, pages).to(device)
+        generator = torch.Generator().manual_seed(shape.size)
+        self.tables = (torch.randperm(self.rows * pages, generator=generator) + 1).view(self.rows, pages).to(device)
         slots = (self.rows * pages + 1) * page_size
-        self.entries = torch.randn(2, slots, shape.kv_heads, shape.size, generator=made).to(device, shape.dtype)
+        self.entries = torch.randn(2, slots, shape.kv_heads, shape.size, generator=generator).to(device, shape.dtype)
         self.cache = torch.full_like(self.entries, torch.nan)
-        self.query = torch.randn(self.rows, self.most, shape.heads, shape.size, generator=made).to(device, shape.dtype)
+        self.query = torch.randn(self.rows, self.most, shape.heads, shape.size, generator=generator).to(device, shape.dtype)
         self.positions = torch.zeros(self.rows, self.count, dtype=torch.int64, device=device)
         self.slots = torch.zeros_like(self.positions)
 
-    def hold(self, lengths: tuple[int, ...]) -> None:
+    def fill_cache(self, lengths: tuple[int, ...]) -> None:
         """Fill the cache for rows of these lengths, whose last live query is at the last entry."""
         self.cache.fill_(torch.nan)
         for row, end in enumerate(lengths):
-            held = self._slots(row, torch.arange(end, device=self.device))
-            self.cache[:, held] = self.entries[:, held]
+            filled = self._slots(row, torch.arange(end, device=self.device))
+            self.cache[:, filled] = self.entries[:, filled]
             inert = row % 2 if end else self.count
             positions = (end - self.count + inert + torch.arange(self.count, device=self.device)).clamp(min=0)
             self.positions[row] = positions
@@ -157,21 +157,21 @@ class Probe:
         positions = first + torch.arange(count, device=self.device)[None]
         return self.query[1:2, :count], ModelInput(positions, positions, self._slots(1, positions), self.tables[1:2], self.page_size)
 
-    def wrong(self, found: Tensor, query: Tensor, inputs: ModelInput, window: int | None) -> bool:
+    def is_wrong(self, output: Tensor, query: Tensor, inputs: ModelInput, window: int | None) -> bool:
         expected = attention(query, self.cache[0], self.cache[1], inputs._replace(attend=by_reference), window)
         live = inputs.slots >= self.page_size
-        near = TOLERANCE.get(self.shape.dtype, 1e-5)
-        return not torch.allclose(found[live].float(), expected[live].float(), rtol=near, atol=near)
+        tolerance = TOLERANCE.get(self.shape.dtype, 1e-5)
+        return not torch.allclose(output[live].float(), expected[live].float(), rtol=tolerance, atol=tolerance)
 
     def _slots(self, row: int, positions: Tensor) -> Tensor:
         return self.tables[row, positions // self.page_size] * self.page_size + positions % self.page_size
 
 
-def differs(rounds: Rounds, prompts: Prompts, shape: AttentionShape, page_size: int, device: torch.device) -> str:
+def find_difference(rounds: RoundAttend, prompts: PromptAttend, shape: AttentionShape, page_size: int, device: torch.device) -> str:
     """How `rounds`, captured once and replayed, or `prompts` differ from the reference; empty if they do not."""
     probe = Probe(shape, page_size, device)
     for window in dict.fromkeys(shape.windows):
-        probe.hold(probe.rounds[0])
+        probe.fill_cache(probe.round_lengths[0])
         query, inputs = probe.round()
         output = torch.empty_like(query)
 
@@ -179,16 +179,16 @@ def differs(rounds: Rounds, prompts: Prompts, shape: AttentionShape, page_size: 
             output.copy_(attention(query, probe.cache[0], probe.cache[1], inputs._replace(attend=rounds()), window))
 
         replay = capture_replay(step, device)
-        for lengths in probe.rounds:
-            probe.hold(lengths)
+        for lengths in probe.round_lengths:
+            probe.fill_cache(lengths)
             replay()
-            if probe.wrong(output, query, inputs, window):
+            if probe.is_wrong(output, query, inputs, window):
                 return f"its rounds differ from the reference for rows of {', '.join(map(str, lengths))} tokens{_window(window)}"
-        for first, count in probe.prompts:
-            probe.hold((0, first + count, 0, 0))
+        for first, count in probe.prompt_chunks:
+            probe.fill_cache((0, first + count, 0, 0))
             query, inputs = probe.prompt(first, count)
             found = attention(query, probe.cache[0], probe.cache[1], inputs._replace(attend=prompts(first, count)), window)
-            if probe.wrong(found, query, inputs, window):
+            if probe.is_wrong(found, query, inputs, window):
                 return f"its prompts differ from the reference for {count} tokens after {first}{_window(window)}"
     return ""
 

@@ -9,7 +9,7 @@ from stepgraph.sampling.kernels.c_kernel import same_float_type
 
 FLOAT8 = "fp8_e4m3"
 ENTRIES = torch.uint8  # the type of such a cache: torch does not index float8 on every device
-C_HEAD_SIZE = 256  # the largest that the kernels in C support
+MAX_C_HEAD_SIZE = 256  # the largest that the kernels in C support
 _LARGEST = 448.0
 
 
@@ -25,6 +25,6 @@ def from_entries(entries: Tensor) -> Tensor:
     return (entries.view(torch.float8_e4m3fn) if entries.dtype is ENTRIES else entries).float()
 
 
-def in_c(*states: Tensor, keys: Tensor, values: Tensor) -> bool:
+def c_supports_cache(*states: Tensor, keys: Tensor, values: Tensor) -> bool:
     """Whether the kernels in C support the types of a cache and of states."""
     return same_float_type(*states) and keys.dtype is values.dtype and keys.dtype in (states[0].dtype, ENTRIES)

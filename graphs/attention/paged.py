@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from stepgraph.graphs.attention.float8 import C_HEAD_SIZE, ENTRIES, in_c
+from stepgraph.graphs.attention.float8 import ENTRIES, MAX_C_HEAD_SIZE, c_supports_cache
 from stepgraph.graphs.attention.reference import reference_attention
 from stepgraph.graphs.model_call import Attend, ModelInput
 from stepgraph.sampling.kernels.c_kernel import same_float_type
@@ -52,10 +52,10 @@ def attention(
     return paged_attention(query, keys, values, inputs.positions, inputs.slots, tables, page_size, window or 0, scale, softcap, sinks)
 
 
-def _in_c(query: Tensor, keys: Tensor, values: Tensor, *others: float | Tensor | None) -> bool:
+def _c_supports(query: Tensor, keys: Tensor, values: Tensor, *others: float | Tensor | None) -> bool:
     sinks = others[-1]
-    fits = query.shape[3] <= C_HEAD_SIZE and keys.is_contiguous() and values.is_contiguous()
-    return fits and in_c(query, keys=keys, values=values) and (not isinstance(sinks, Tensor) or same_float_type(sinks))
+    fits = query.shape[3] <= MAX_C_HEAD_SIZE and keys.is_contiguous() and values.is_contiguous()
+    return fits and c_supports_cache(query, keys=keys, values=values) and (not isinstance(sinks, Tensor) or same_float_type(sinks))
 
 
 paged_attention = operation(
@@ -63,11 +63,11 @@ paged_attention = operation(
     name="paged_attention",
     triton="stepgraph.graphs.attention.triton.paged",
     c="attention",
-    takes=_in_c,
+    supports=_c_supports,
 )(reference_attention.reference)
 
 
-def run_operation(*_: int) -> None:
+def use_operation(*_: int) -> None:
     """No other implementation: `attention` calls the operation paged_attention."""
 
 
@@ -77,14 +77,14 @@ class AttentionChoice:
 
     rounds: str = ""  # flashinfer, triton, reference, or native on the CPU; empty if no model declares its attention
     prompts: str = ""
-    passed_over: tuple[str, ...] = ()  # preferred implementations, and why they cannot be used
-    round_call: Callable[[], Attend | None] = run_operation  # ModelInput.attend for one call of a model in a round
-    prompt_call: Callable[[int, int], Attend | None] = run_operation  # the same for a number of prompt tokens from a position on
-    chunk_call: Callable[[], Attend | None] = run_operation  # the same for a recorded chunk of a prompt
+    unavailable: tuple[str, ...] = ()  # preferred implementations, and why they cannot be used
+    round_attend: Callable[[], Attend | None] = use_operation  # ModelInput.attend for one call of a model in a round
+    prompt_attend: Callable[[int, int], Attend | None] = use_operation  # the same for a number of prompt tokens from a position on
+    chunk_attend: Callable[[], Attend | None] = use_operation  # the same for a recorded chunk of a prompt
 
     def __str__(self) -> str:
         names = self.rounds if self.rounds == self.prompts else f"rounds {self.rounds}, prompts {self.prompts}"
-        return "; ".join((names, *self.passed_over))
+        return "; ".join((names, *self.unavailable))
 
 
-OPERATION = AttentionChoice()
+DEFAULT_ATTENTION = AttentionChoice()

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from stepgraph.graphs.attention.float8 import from_entries
-from stepgraph.graphs.layers.reference import LEAST_ROWS
+from stepgraph.graphs.layers.reference import MIN_PRODUCT_ROWS
 from stepgraph.graphs.model_call import ModelInput
 from stepgraph.sampling.kernels.operation import Contiguous, Longs, empty_as, operation
 
@@ -39,22 +39,22 @@ def reference_attention(
         block_tables = block_tables[:, : max(1, -(-needed // page_size))]
     entries = (block_tables[:, :, None] * page_size + torch.arange(page_size, device=device)).flatten(1)
     index = torch.arange(entries.shape[1], device=device)
-    held = index <= last
-    visible = held[:, None] & (index <= positions[..., None])
+    is_entry = index <= last
+    visible = is_entry[:, None] & (index <= positions[..., None])
     if window:
         visible = visible & (index > positions[..., None] - window)
     key = from_entries(keys[entries]).transpose(1, 2)
-    value = torch.where(held[..., None, None], from_entries(values[entries]), 0.0).transpose(1, 2)
+    value = torch.where(is_entry[..., None, None], from_entries(values[entries]), 0.0).transpose(1, 2)
 
     groups = heads // kv_heads
-    rows = max(groups * count, LEAST_ROWS)
+    rows = max(groups * count, MIN_PRODUCT_ROWS)
     packed = query.view(batch, count, kv_heads, groups, size).permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, groups * count, size)
     packed = functional.pad(packed.float() * scale, (0, 0, 0, rows - groups * count))
     scores = (packed @ key.transpose(2, 3))[:, :, : groups * count].view(batch, kv_heads, groups, count, -1)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    hidden = torch.finfo(torch.float32).min  # finite: a query that sees nothing gives no NaN
-    scores = scores.masked_fill(~visible[:, None, None], hidden)
+    masked_score = torch.finfo(torch.float32).min  # finite: a query that sees nothing gives no NaN
+    scores = scores.masked_fill(~visible[:, None, None], masked_score)
     if sinks is not None:
         column = sinks.float().view(1, kv_heads, groups, 1, 1).expand(batch, -1, -1, count, 1)
         scores = torch.cat([scores, column], -1)

@@ -18,10 +18,10 @@ class RowTables:
     """Initially every query is live and every page full. Request 2b has the live queries of row b, 2b + 1 the inert ones."""
 
     def __init__(self, device: torch.device, batch: int, count: int, pages: int, page_size: int) -> None:
-        self.qo_indptr = _starts(batch, count, device)  # [2B + 1]
-        self.kv_indptr = _starts(batch, pages, device)  # [2B + 1], in pages
+        self.qo_indptr = _indptr(batch, count, device)  # [2B + 1]
+        self.kv_indptr = _indptr(batch, pages, device)  # [2B + 1], in pages
         self.pages = torch.zeros(batch * pages, dtype=INDEX, device=device)
-        self._places = torch.arange(1, count + 1, dtype=INDEX, device=device)
+        self._query_numbers = torch.arange(1, count + 1, dtype=INDEX, device=device)
         self.last_page = torch.full((2 * batch,), page_size, dtype=INDEX, device=device)  # entries in the last page of each request
 
     def write(self, inputs: ModelInput) -> None:
@@ -32,12 +32,12 @@ class RowTables:
         page_size = inputs.page_size
         live = inputs.slots >= page_size
         last = torch.where(live, inputs.positions, -1).amax(1)
-        self.qo_indptr[1::2].copy_(self.qo_indptr[:-1:2] + torch.where(live, self._places, 0).amax(1))
+        self.qo_indptr[1::2].copy_(self.qo_indptr[:-1:2] + torch.where(live, self._query_numbers, 0).amax(1))
         self.kv_indptr[1::2].copy_(self.kv_indptr[:-1:2] + last // page_size + 1)
         self.last_page[::2].copy_(last % page_size + 1)
         self.pages.copy_(inputs.block_tables.flatten())
 
 
-def _starts(batch: int, size: int, device: torch.device) -> Tensor:
+def _indptr(batch: int, size: int, device: torch.device) -> Tensor:
     """0, size, size, 2 * size, 2 * size, ..."""
     return (torch.arange(2 * batch + 1, device=device) + 1).div(2, rounding_mode="floor").mul(size).to(INDEX)

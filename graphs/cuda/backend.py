@@ -10,13 +10,13 @@ from collections.abc import Iterator
 import torch
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import Between, Check, Generators, Step
-from stepgraph.graphs.context import MAIN, setting
+from stepgraph.graphs.capture import Between, CaptureCheck, Generators, Step
+from stepgraph.graphs.context import MAIN, temporarily_set
 from stepgraph.graphs.cuda.launcher import CudaGraph, CudaLauncher
 from stepgraph.graphs.cuda.recorder import CudaRecorder, broken_rule
 from stepgraph.graphs.cuda.resources import checked_device
 from stepgraph.graphs.cuda.trace import CudaTracer
-from stepgraph.graphs.spans import MakeRange, RecordedReport, Span
+from stepgraph.graphs.spans import RangeFactory, RecordedReport, Span
 from stepgraph.sampling.cuda_graphs import capture_lock
 
 
@@ -36,24 +36,24 @@ class CudaBackend(CudaLauncher):
 
     name = "cuda"
 
-    def __init__(self, device: str | torch.device | int | None = None, *, ordered: bool = True, ranges: MakeRange | None = None) -> None:
+    def __init__(self, device: str | torch.device | int | None = None, *, ordered: bool = True, ranges: RangeFactory | None = None) -> None:
         super().__init__(checked_device(device), ordered, ranges)
-        held = self.resources
-        self._recorder = CudaRecorder(self.driver, held.streams, held.capture_streams, held.pool, self.errors, ranges)
+        resources = self.resources
+        self._recorder = CudaRecorder(self.driver, resources.streams, resources.capture_streams, resources.pool, self.errors, ranges)
         self._graphs: weakref.WeakSet[CudaGraph] = weakref.WeakSet()
 
     def capture(
-        self, step: Step, buffers: StaticBuffers, *, check: Check = "once", between: Between = None, generators: Generators = ()
+        self, step: Step, buffers: StaticBuffers, *, check: CaptureCheck = "once", between: Between = None, generators: Generators = ()
     ) -> CudaGraph:
         if torch.empty(0, device=buffers.device).device != self.device:
             raise ValueError(f"CudaBackend.capture: got buffers on {buffers.device}, expected {self.device}")
         with self._recording("capture()"):
             try:
-                draws = self._recorder.warm_up(step, buffers, generators)
+                uses_generator = self._recorder.warm_up(step, buffers, generators)
                 if check == "twice":
-                    recording = self._recorder.record_twice(step, buffers, between, generators, draws)
+                    recording = self._recorder.record_twice(step, buffers, between, generators, uses_generator)
                 else:
-                    recording = self._recorder.record(step, buffers, generators, draws)
+                    recording = self._recorder.record(step, buffers, generators, uses_generator)
             except Exception as error:
                 broken = broken_rule(error, step, buffers, generators)
                 if broken is None:
@@ -76,7 +76,7 @@ class CudaBackend(CudaLauncher):
         with capture_lock, torch.cuda.device(self.device), self.on_main(call):
             self._drain()
             self.errors.raise_first()
-            with setting(self, "_capturing", True):
+            with temporarily_set(self, "_capturing", True):
                 yield
 
     def start_trace(self, first_round: int, rounds: int) -> None:

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import C_HOST_FUNCTION, native_entry
-from stepgraph.graphs.context import MAIN, NOTHING, StreamEvent, setting
+from stepgraph.graphs.context import MAIN, NULL_CONTEXT, StreamEvent, temporarily_set
 from stepgraph.graphs.cuda.driver import Driver
 from stepgraph.graphs.errors import HostErrors, Site, call_site, fail
-from stepgraph.graphs.spans import STEP, MakeRange, StageRun
+from stepgraph.graphs.spans import DEFAULT_STAGE, RangeFactory, StageRun
 from stepgraph.sampling.cuda_graphs import Streams, gc_paused
 
 
@@ -60,11 +60,11 @@ class CudaCaptureContext:
         buffers: StaticBuffers,
         errors: HostErrors,
         launch_host: bool,
-        ranges: MakeRange | None = None,
+        ranges: RangeFactory | None = None,
     ) -> None:
         self._driver, self._streams, self._buffers = driver, streams, buffers
         self._errors, self._launch_host, self._ranges = errors, launch_host, ranges
-        self._current, self._stage = MAIN, STEP
+        self._current, self._stage = MAIN, DEFAULT_STAGE
         self.joined = {MAIN}
         self._events: list[int] = []
         self.callbacks: list[HostCallback] = []
@@ -76,7 +76,7 @@ class CudaCaptureContext:
         if self._launch_host and name not in self._streams:  # creating a stream would nest another capture
             raise fail("baked-branch", f"stream {name!r} was not used in the run before the capture: its name depends on host state")
         self.label_nodes()
-        with setting(self, "_current", name):
+        with temporarily_set(self, "_current", name):
             with torch.cuda.stream(self._streams[name]):
                 yield
                 self._require_joined("the block")
@@ -85,7 +85,7 @@ class CudaCaptureContext:
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
         self.label_nodes()
-        with setting(self, "_stage", name):
+        with temporarily_set(self, "_stage", name):
             with self._range(name):
                 yield
             self.label_nodes()
@@ -140,7 +140,7 @@ class CudaCaptureContext:
         self._events.clear()
 
     def _range(self, name: str) -> AbstractContextManager[None]:
-        return NOTHING if self._ranges is None else self._ranges(name)
+        return NULL_CONTEXT if self._ranges is None else self._ranges(name)
 
     @property
     def _handle(self) -> int:

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import BackendStats, Event, checked_loop
-from stepgraph.graphs.context import COPIES, MAIN
+from stepgraph.graphs.capture import BackendStats, Event, checked_loop_args
+from stepgraph.graphs.context import COPY_STREAM, MAIN
 from stepgraph.graphs.cuda.loop import why_no_loops
 from stepgraph.graphs.cuda.recorder import Recording
 from stepgraph.graphs.cuda.resources import DeviceResources
 from stepgraph.graphs.cuda.trace import CudaTracer
 from stepgraph.graphs.errors import HostErrors, fail
-from stepgraph.graphs.spans import MakeRange
+from stepgraph.graphs.spans import RangeFactory
 
 POLL_SECONDS = 50e-6
 
@@ -69,7 +69,7 @@ class CudaGraph:
         recording, launcher = self._recording, self._launcher
         loop = None
         if until is not None or limit is not None:
-            loop = checked_loop(self._buffers, until, limit, recording.host_node, recording.draws)
+            loop = checked_loop_args(self._buffers, until, limit, recording.host_node, recording.uses_generator)
             if reason := launcher.why_no_loops or ("a trace is running" if launcher.tracer else ""):
                 raise RuntimeError(f"replay(until=...): {reason}")
         with launcher.on_main("replay()") as main:
@@ -91,15 +91,15 @@ class CudaGraph:
 class CudaLauncher:
     """The streams of a CudaBackend, and what is launched on them."""
 
-    def __init__(self, device: torch.device, ordered: bool, ranges: MakeRange | None) -> None:
+    def __init__(self, device: torch.device, ordered: bool, ranges: RangeFactory | None) -> None:
         self.device, self.ranges, self._ordered = device, ranges, ordered
         self.stats, self.errors = BackendStats(), HostErrors()
         self.tracer: CudaTracer | None = None
         self._capturing = False
         with torch.cuda.device(device):
             torch.cuda.mem_get_info()  # creates a context for this thread; driver calls need one
-            self.resources = held = DeviceResources(device)
-            self.driver, self._main, self._order_event = held.driver, held.streams[MAIN], held.order_event
+            self.resources = resources = DeviceResources(device)
+            self.driver, self._main, self._order_event = resources.driver, resources.streams[MAIN], resources.order_event
             self._context = self.driver.context()
         self._local = threading.local()  # .bound: this thread uses the context
         self._finalizer = weakref.finalize(self, self.resources.release)
@@ -113,8 +113,8 @@ class CudaLauncher:
             function()
 
     def copy_aside(self, function: Callable[[], object], *, after_launched: bool) -> CudaEvent:
-        self._enter("copy_aside()")
-        launched, copies = self.event() if after_launched else None, self.resources.streams[COPIES]
+        self._check_usable("copy_aside()")
+        launched, copies = self.event() if after_launched else None, self.resources.streams[COPY_STREAM]
         if launched is not None:
             self.driver.cuStreamWaitEvent(copies.cuda_stream, launched.handle, 0)
         with torch.cuda.stream(copies), torch.no_grad():
@@ -123,15 +123,15 @@ class CudaLauncher:
 
     def wait_for(self, copied: Event) -> None:
         assert isinstance(copied, CudaEvent)
-        self._enter("wait_for()")
+        self._check_usable("wait_for()")
         self.driver.cuStreamWaitEvent(self._main.cuda_stream, copied.handle, 0)
 
     def event(self) -> CudaEvent:
-        self._enter("event()")
+        self._check_usable("event()")
         return CudaEvent(self, self._main)
 
     def synchronize(self) -> None:
-        self._enter("synchronize()")
+        self._check_usable("synchronize()")
         self.stats.syncs += 1
         self._drain()
         self.errors.raise_first()
@@ -139,7 +139,7 @@ class CudaLauncher:
     @contextlib.contextmanager
     def on_main(self, call: str) -> Iterator[int]:
         """Issue the block on the main stream, whose handle it gets, ordered after the caller's earlier work."""
-        self._enter(call)
+        self._check_usable(call)
         self.errors.raise_first()
         caller, main = torch.cuda.current_stream(self.device).cuda_stream, self._main.cuda_stream
         if caller != main and not self.driver.cuStreamQuery(caller):
@@ -158,11 +158,11 @@ class CudaLauncher:
     def _drain(self) -> None:
         """Wait until everything launched has finished."""
         self.driver.cuStreamSynchronize(self._main.cuda_stream)
-        if COPIES in self.resources.streams:
-            self.driver.cuStreamSynchronize(self.resources.streams[COPIES].cuda_stream)
+        if COPY_STREAM in self.resources.streams:
+            self.driver.cuStreamSynchronize(self.resources.streams[COPY_STREAM].cuda_stream)
         self.resources.free_retired()
 
-    def _enter(self, call: str) -> None:
+    def _check_usable(self, call: str) -> None:
         if not self._finalizer.alive:
             raise RuntimeError(f"CudaBackend.{call}: the backend is closed")
         self.refuse_while_capturing(call)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from stepgraph.graphs.cuda.driver import Driver, KernelParams
 
-VERSION = 12040  # the first version of CUDA with WHILE nodes
+MIN_DRIVER_VERSION = 12040  # the first version of CUDA with WHILE nodes
 CONDITIONAL_NODE = 13  # CU_GRAPH_NODE_TYPE_CONDITIONAL
 WHILE = 1  # CU_GRAPH_COND_TYPE_WHILE
 ASSIGN_DEFAULT = 1  # CU_GRAPH_COND_ASSIGN_DEFAULT: every launch begins with the handle's default value
@@ -108,7 +108,7 @@ def why_no_loops(driver: Driver) -> str:
     version = c_int()
     driver.cuDriverGetVersion(byref(version))
     found = f"{version.value // 1000}.{version.value % 1000 // 10}"
-    return "" if version.value >= VERSION else f"the driver supports CUDA {found}, expected 12.4 or newer for WHILE nodes"
+    return "" if version.value >= MIN_DRIVER_VERSION else f"the driver supports CUDA {found}, expected 12.4 or newer for WHILE nodes"
 
 
 class LoopGraph:
@@ -132,7 +132,7 @@ class LoopGraph:
         pointers = (c_uint64(tensor.data_ptr()) for tensor in (until, self._count, self._rounds_host))
         values = (handle, *pointers, c_uint(limit))
         addresses = (c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-        kernel = KernelParams(func=_set_condition(driver, context), shape=(1, 1, 1, 1, 1, 1, 0), kernel_params=ctypes.addressof(addresses))
+        kernel = KernelParams(func=_loop_kernel(driver, context), shape=(1, 1, 1, 1, 1, 1, 0), kernel_params=ctypes.addressof(addresses))
         driver.cuGraphAddKernelNode_v2(byref(c_void_p()), body, byref(child), 1, byref(kernel))
         driver.cuGraphInstantiateWithFlags(byref(self._instance), self._graph, 0)
 
@@ -149,7 +149,7 @@ class LoopGraph:
         self._driver.cuGraphDestroy(self._graph)
 
 
-class Loops(dict[tuple[int, int], LoopGraph]):
+class LoopGraphs(dict[tuple[int, int], LoopGraph]):
     """The loops of one captured step by the address of their flag and their limit. The first launch of each builds it."""
 
     latest: LoopGraph | None = None
@@ -166,7 +166,7 @@ class Loops(dict[tuple[int, int], LoopGraph]):
 
 
 @functools.cache
-def _set_condition(driver: Driver, context: int) -> int:
+def _loop_kernel(driver: Driver, context: int) -> int:
     """The condition kernel, loaded once per context."""
     module, function = c_void_p(), c_void_p()
     driver.cuModuleLoadData(byref(module), PTX)

@@ -16,10 +16,10 @@ from stepgraph.graphs.capture import Between, Generators, Step, refusing_threads
 from stepgraph.graphs.context import MAIN, use_context
 from stepgraph.graphs.cuda.context import CudaCaptureContext, HostCallback
 from stepgraph.graphs.cuda.driver import Driver, KernelParams
-from stepgraph.graphs.cuda.loop import Loops
+from stepgraph.graphs.cuda.loop import LoopGraphs
 from stepgraph.graphs.errors import CaptureError, HostErrors, Site, fail, site_of_error
 from stepgraph.graphs.memory import Backup
-from stepgraph.graphs.spans import GraphNode, MakeRange, RecordedReport, stage_runs
+from stepgraph.graphs.spans import GraphNode, RangeFactory, RecordedReport, stage_runs
 from stepgraph.graphs.tape.recorder import Recorder, first_difference
 from stepgraph.sampling.cuda_graphs import CaptureStreams, GraphPool, Streams, capturing, empty_cache, hold_workspaces
 
@@ -36,8 +36,8 @@ class Recording(NamedTuple):
     callbacks: list[HostCallback]
     report: RecordedReport
     host_node: tuple[str, Site] | None  # the first one
-    draws: bool  # from a generator
-    loops: Loops
+    uses_generator: bool  # from a generator
+    loops: LoopGraphs
 
     def free(self) -> None:
         """The device must be idle."""
@@ -56,7 +56,7 @@ class CudaRecorder:
         capture_streams: CaptureStreams,
         pool: GraphPool,
         errors: HostErrors,
-        ranges: MakeRange | None = None,
+        ranges: RangeFactory | None = None,
     ) -> None:
         self._driver, self._streams, self._pool, self._errors, self._ranges = driver, streams, pool, errors, ranges
         self._capture_streams = capture_streams
@@ -91,34 +91,34 @@ class CudaRecorder:
                 self.synchronize()
                 context.close()
 
-    def record_twice(self, step: Step, buffers: StaticBuffers, between: Between, generators: Generators, draws: bool) -> Recording:
+    def record_twice(self, step: Step, buffers: StaticBuffers, between: Between, generators: Generators, uses_generator: bool) -> Recording:
         """Record and compare. CaptureError if the two differ.
 
         Arguments are compared by recordings of the tape: those of a kernel have bytes that are not initialised.
         """
-        recording, tape = self.record(step, buffers, generators, draws), self._tape_of(step, buffers, generators)
+        recording, tape = self.record(step, buffers, generators, uses_generator), self._record_on_tape(step, buffers, generators)
         if between is not None:
             between()
         # The tape first: it names a line, and a capture cannot take streams that the first run of the step did not use.
-        error = first_difference(tape.nodes, self._tape_of(step, buffers, generators).nodes)
+        error = first_difference(tape.nodes, self._record_on_tape(step, buffers, generators).nodes)
         if error is None:
-            second = self.record(step, buffers, generators, draws)
-            error = difference(recording.report.graph_nodes, second.report.graph_nodes)
+            second = self.record(step, buffers, generators, uses_generator)
+            error = first_node_difference(recording.report.graph_nodes, second.report.graph_nodes)
             second.free()
         if error is not None:
             recording.free()
             raise error
         return recording
 
-    def _tape_of(self, step: Step, buffers: StaticBuffers, generators: Generators) -> Recorder:
+    def _record_on_tape(self, step: Step, buffers: StaticBuffers, generators: Generators) -> Recorder:
         """The operations of a step and their arguments, under the rules of the tape."""
-        recorder = tape_recorder(buffers, [*generators, torch.cuda.default_generators[self._device.index]], compared=True)
+        recorder = tape_recorder(buffers, [*generators, torch.cuda.default_generators[self._device.index]], records_leaves=True)
         with torch.cuda.stream(self._streams[MAIN]):
             recorder.record_step(step)
         self.synchronize()
         return recorder
 
-    def record(self, step: Step, buffers: StaticBuffers, generators: Generators, draws: bool) -> Recording:
+    def record(self, step: Step, buffers: StaticBuffers, generators: Generators, uses_generator: bool) -> Recording:
         hold_workspaces(self._capture_streams.values())
         begin, reserved = time.perf_counter(), torch.cuda.memory_reserved(self._device)
         graph, context = self._capture(step, buffers, generators)
@@ -132,13 +132,13 @@ class CudaRecorder:
             stages=stage_runs(context.labels),
             graph_nodes=nodes,
         )
-        return Recording(graph, context.callbacks, report, context.first_host_node, draws, Loops())
+        return Recording(graph, context.callbacks, report, context.first_host_node, uses_generator, LoopGraphs())
 
     def measure(self, step: Step, buffers: StaticBuffers) -> RecordedReport:
         """The report of a capture in its own pool, which is then freed."""
         pool = GraphPool(self._pool.stream)
-        alone = CudaRecorder(self._driver, self._streams, self._capture_streams, pool, self._errors)
-        recording = alone.record(step, buffers, (), alone.warm_up(step, buffers, ()))
+        recorder = CudaRecorder(self._driver, self._streams, self._capture_streams, pool, self._errors)
+        recording = recorder.record(step, buffers, (), recorder.warm_up(step, buffers, ()))
         recording.free()
         pool.release()
         empty_cache()
@@ -191,7 +191,7 @@ def _node(driver: Driver, handle: int) -> GraphNode:
     return GraphNode(kind)
 
 
-def difference(first: Sequence[GraphNode], second: Sequence[GraphNode]) -> CaptureError | None:
+def first_node_difference(first: Sequence[GraphNode], second: Sequence[GraphNode]) -> CaptureError | None:
     """The first difference between two captures: the kind of a node, or identity and launch shape of a kernel."""
     for index, (a, b) in enumerate(zip(first, second, strict=False)):
         if a != b:
@@ -226,8 +226,8 @@ def broken_rule(error: Exception, step: Step, buffers: StaticBuffers, generators
     return None
 
 
-def tape_recorder(buffers: StaticBuffers, generators: Generators, compared: bool = False) -> Recorder:
-    def finish() -> None:
+def tape_recorder(buffers: StaticBuffers, generators: Generators, records_leaves: bool = False) -> Recorder:
+    def wait_for_device() -> None:
         torch.cuda.current_stream(buffers.device).synchronize()
 
-    return Recorder(buffers, [*generators, torch.default_generator], lambda key: False, None, compared, finish)
+    return Recorder(buffers, [*generators, torch.default_generator], lambda key: False, None, records_leaves, wait_for_device)

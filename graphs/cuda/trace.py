@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 from torch.profiler import ProfilerActivity, profile
 
 from stepgraph.graphs.context import MAIN
-from stepgraph.graphs.spans import BETWEEN, LAUNCHER, OUTSIDE, GraphNode, RecordedReport, Span, StageRun
+from stepgraph.graphs.spans import BETWEEN_ROUNDS, LAUNCHING_THREAD, NO_ROUND, GraphNode, RecordedReport, Span, StageRun
 
 UNNAMED = "unnamed"
 _DEVICE = {"kernel": "kernel", "gpu_memcpy": "copy", "gpu_memset": "fill"}
-_KERNELS_OF_THE_DRIVER = {"memcpy": "copy", "memset": "fill"}  # by the start of the kernel's name: some copies and fills run as kernels
+_DRIVER_KERNELS = {"memcpy": "copy", "memset": "fill"}  # by the start of the kernel's name: some copies and fills run as kernels
 _LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch")
-_MOST_STATES = 64  # the search keeps those with the fewest changes; traces of an H200 need 3
+_MAX_STATES = 64  # the search keeps those with the fewest changes; traces of an H200 need 3
 # A state of the search: how many nodes of each captured stream have run, and the last captured stream of each internal one. Its value is
 # the number of changes, and the captured streams of the activities as nested pairs, the last one first.
 _State = tuple[tuple[int, ...], tuple[int, ...]]
@@ -85,18 +85,18 @@ def spans_of(events: Iterable[Mapping[str, Any]], launched: Sequence[Captured | 
     spans: list[Span] = []
     of_rounds = [(launch, captured) for launch, captured in zip(launches, launched, strict=False) if captured is not None]
     for number, ((start, end, correlation), captured) in enumerate(of_rounds[:rounds], first_round):
-        spans.append(Span(LAUNCHER, f"launch {number}", "launch", number, start, end))
-        spans += named(sorted(activities.pop(correlation, ()), key=lambda activity: activity.start_ns), captured, number)
+        spans.append(Span(LAUNCHING_THREAD, f"launch {number}", "launch", number, start, end))
+        spans += launch_spans(sorted(activities.pop(correlation, ()), key=lambda activity: activity.start_ns), captured, number)
     window = (min((span.start_ns for span in spans), default=0), max((span.end_ns for span in spans), default=0))
     others = [one for found in activities.values() for one in found if window[0] <= one.start_ns < window[1]]
-    spans += [Span(MAIN, BETWEEN, "stage", OUTSIDE, one.start_ns, one.end_ns) for one in others]
+    spans += [Span(MAIN, BETWEEN_ROUNDS, "stage", NO_ROUND, one.start_ns, one.end_ns) for one in others]
     return tuple(sorted(spans, key=lambda span: span.start_ns))
 
 
 def activity_of(event: Mapping[str, Any]) -> Activity:
     kind, details = _DEVICE[event["cat"]], event["args"]
     if kind == "kernel":
-        kind = _KERNELS_OF_THE_DRIVER.get(event["name"][:6], kind)
+        kind = _DRIVER_KERNELS.get(event["name"][:6], kind)
     return Activity(details["stream"], *_times(event), kind, (*details.get("grid", ()), *details.get("block", ())))
 
 
@@ -105,7 +105,7 @@ def _times(event: Mapping[str, Any]) -> tuple[int, int]:
     return start, start + round(float(event.get("dur", 0)) * 1000)
 
 
-def named(activities: Sequence[Activity], captured: Captured, number: int) -> list[Span]:
+def launch_spans(activities: Sequence[Activity], captured: Captured, number: int) -> list[Span]:
     """Spans of one launch from its activities in time order: one span per consecutive run of a stage on a captured stream."""
     spans: list[Span] = []
     latest: dict[str, int] = {}  # by stream, the position of its last span
@@ -129,8 +129,8 @@ def stages_of(activities: Sequence[Activity], captured: Captured) -> list[tuple[
         if node.kind in _DEVICE.values():
             names.setdefault(run.stream, []).append(run.name)
             nodes.setdefault(run.stream, []).append(node)
-    left = {stream: iter(found) for stream, found in names.items()}
-    return [(stream, next(left[stream])) for stream in _interleaving(activities, nodes)]
+    remaining = {stream: iter(found) for stream, found in names.items()}
+    return [(stream, next(remaining[stream])) for stream in _interleaving(activities, nodes)]
 
 
 def _interleaving(activities: Sequence[Activity], nodes: Mapping[str, Sequence[GraphNode]]) -> list[str]:
@@ -152,7 +152,7 @@ def _interleaving(activities: Sequence[Activity], nodes: Mapping[str, Sequence[G
                     cost = changes + (last[at] not in (-1, index))
                     if state not in reached or cost < reached[state][0]:
                         reached[state] = cost, (stream, path)
-        states = dict(sorted(reached.items(), key=lambda item: item[1][0])[:_MOST_STATES])
+        states = dict(sorted(reached.items(), key=lambda item: item[1][0])[:_MAX_STATES])
     _, path = min(states.values(), key=lambda found: found[0], default=(0, ()))
     chosen: list[str] = []
     while path:

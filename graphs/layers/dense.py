@@ -16,13 +16,13 @@ from stepgraph.sampling.kernels.c_kernel import same_float_type
 from stepgraph.sampling.kernels.operation import ContiguousFloats, empty_as, empty_of, operation
 
 
-def _product_in_c(states: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+def _c_supports_product(states: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     others = [each for each in (weight, bias) if each is not None]
     dense = states.dim() == 2 and states.stride(-1) == 1 and all(each.is_contiguous() for each in others)
     return dense and same_float_type(states, *others)
 
 
-@operation(lambda states, weight, *_: empty_of((len(states), len(weight)), states), triton=True, c=True, takes=_product_in_c)
+@operation(lambda states, weight, *_: empty_of((len(states), len(weight)), states), triton=True, c=True, supports=_c_supports_product)
 def product(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """[N, in] by [out, in] -> [N, out], plus `bias`. On the CPU a row has the same bits in any batch; on a GPU the program for a vocabulary
     has that property; cuBLAS, which computes other products, has not."""
@@ -34,18 +34,18 @@ def linear(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     return (quantised_product if weight.dtype is torch.uint8 else product)(states, weight, bias)
 
 
-def lookup(tokens: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+def embed_tokens(tokens: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows of the embedding, [N, in]; `dtype` if it is packed."""
     return quantised_rows(tokens, weight, dtype) if weight.dtype is torch.uint8 else functional.embedding(tokens, weight)
 
 
-def _norm_in_c(states: Tensor, weight: Tensor, *_: float) -> bool:
+def _c_supports_norm(states: Tensor, weight: Tensor, *_: float) -> bool:
     """states [N, size] or [N, inner, size], inner ones adjacent."""
     packed = states.stride(-1) == 1 and (states.dim() == 2 or (states.dim() == 3 and states.stride(1) == states.shape[2]))
     return packed and weight.is_contiguous() and same_float_type(states, weight)
 
 
-@operation(empty_as, triton=True, c=True, takes=_norm_in_c)
+@operation(empty_as, triton=True, c=True, supports=_c_supports_norm)
 def rms_norm(states: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0) -> Tensor:
     """Scale the last dimension to a mean square of one, in float32, then multiply by `weight`, or by weight + offset in float32."""
     wide = states.float()
@@ -58,11 +58,11 @@ class Residual(NamedTuple):
     normed: Tensor
 
 
-def _add_norm_in_c(states: Tensor, update: Tensor, *_: object) -> bool:
+def _c_supports_add_norm(states: Tensor, update: Tensor, *_: object) -> bool:
     return states.shape == update.shape and states.dim() == 2
 
 
-@operation(lambda states, *_: Residual(empty_as(states), empty_as(states)), triton=True, c=True, takes=_add_norm_in_c)
+@operation(lambda states, *_: Residual(empty_as(states), empty_as(states)), triton=True, c=True, supports=_c_supports_add_norm)
 def add_rms_norm(
     states: ContiguousFloats, update: ContiguousFloats, weight: ContiguousFloats, epsilon: float, offset: float = 0.0
 ) -> Residual:
@@ -83,7 +83,7 @@ def _activated_outputs(pairs: Tensor, activation: int) -> Tensor:
     return pairs.new_empty(*pairs.shape[:-1], pairs.shape[-1] // 2)
 
 
-@operation(_activated_outputs, triton=True, c=True, takes=lambda pairs, _: 2 <= pairs.dim() <= 4)
+@operation(_activated_outputs, triton=True, c=True, supports=lambda pairs, _: 2 <= pairs.dim() <= 4)
 def activate_and_mul(pairs: ContiguousFloats, activation: int = Activation.SILU) -> Tensor:
     """An Activation of the first half of the last dimension, times the second half; LIMITED: times its clamped value plus one."""
     gate, up = pairs.chunk(2, -1)

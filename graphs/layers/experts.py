@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.layers.dense import product
-from stepgraph.graphs.layers.quantised import TILE, is_packed, quantised_product
+from stepgraph.graphs.layers.quantised import TILE, c_supports_weight, quantised_product
 from stepgraph.graphs.layers.reference import sigmoid
 from stepgraph.sampling.kernels.operation import ContiguousFloats, DenseFloats, Float32s, Longs, empty_of, operation
 
-_MOST_EXPERTS, _MOST_BYTES = 1024, 1 << 17  # bytes of a row of states; as in experts.c
+_MAX_EXPERTS, _MAX_ROW_BYTES = 1024, 1 << 17  # bytes of a row of states; as in experts.c
 
 
 def _choice_outputs(logits: Tensor, count: int, normalised: bool) -> tuple[Tensor, Tensor]:
@@ -23,11 +23,11 @@ def _choice_outputs(logits: Tensor, count: int, normalised: bool) -> tuple[Tenso
     return shares, shares.new_empty(shares.shape, dtype=torch.int64)
 
 
-def _choice_in_c(logits: Tensor, *_: object) -> bool:
-    return logits.shape[1] <= _MOST_EXPERTS
+def _c_supports_choice(logits: Tensor, *_: object) -> bool:
+    return logits.shape[1] <= _MAX_EXPERTS
 
 
-@operation(_choice_outputs, triton=True, c=True, takes=_choice_in_c)
+@operation(_choice_outputs, triton=True, c=True, supports=_c_supports_choice)
 def choose_experts(logits: ContiguousFloats, count: int, normalised: bool) -> tuple[Tensor, Tensor]:
     """The most probable experts of each token by logits [N, experts], and their probabilities, [N, count] each; ties by lower index.
 
@@ -43,7 +43,7 @@ def _grouped_outputs(logits: Tensor, correction: Tensor, count: int, *_: object)
     return _choice_outputs(logits, count, True)
 
 
-@operation(_grouped_outputs, triton=True, c=True, takes=_choice_in_c)
+@operation(_grouped_outputs, triton=True, c=True, supports=_c_supports_choice)
 def choose_grouped_experts(
     logits: Float32s, correction: Float32s, count: int, groups: int, groups_taken: int, normalised: bool, factor: float
 ) -> tuple[Tensor, Tensor]:
@@ -54,10 +54,10 @@ def choose_grouped_experts(
     """
     scores = sigmoid(logits.float())
     compared = scores + correction
-    pairs = compared.view(len(logits), groups, -1).topk(2, -1).values.sum(-1)
-    taken = pairs.sort(dim=-1, descending=True, stable=True).indices[:, :groups_taken]
-    closed = torch.ones_like(pairs, dtype=torch.bool).scatter(1, taken, False)
-    compared = compared.masked_fill(closed.repeat_interleave(logits.shape[1] // groups, 1), -torch.inf)
+    group_scores = compared.view(len(logits), groups, -1).topk(2, -1).values.sum(-1)
+    chosen_groups = group_scores.sort(dim=-1, descending=True, stable=True).indices[:, :groups_taken]
+    is_excluded = torch.ones_like(group_scores, dtype=torch.bool).scatter(1, chosen_groups, False)
+    compared = compared.masked_fill(is_excluded.repeat_interleave(logits.shape[1] // groups, 1), -torch.inf)
     experts = compared.sort(dim=-1, descending=True, stable=True).indices[:, :count]
     shares = scores.gather(1, experts)
     return (shares / (shares.sum(-1, keepdim=True) + 1e-20) if normalised else shares) * factor, experts
@@ -68,12 +68,12 @@ def _product_outputs(states: Tensor, experts: Tensor, weights: Tensor, num_exper
     return states.new_empty(experts.numel(), len(weights) // num_experts * (TILE if weights.dtype is torch.uint8 else 1))
 
 
-def _product_in_c(states: Tensor, experts: Tensor, weights: Tensor, *_: object) -> bool:
-    fits = is_packed(weights) if weights.dtype is torch.uint8 else weights.dtype is states.dtype and weights.is_contiguous()
-    return fits and states.shape[1] * states.element_size() <= _MOST_BYTES
+def _c_supports_product(states: Tensor, experts: Tensor, weights: Tensor, *_: object) -> bool:
+    fits = c_supports_weight(weights) if weights.dtype is torch.uint8 else weights.dtype is states.dtype and weights.is_contiguous()
+    return fits and states.shape[1] * states.element_size() <= _MAX_ROW_BYTES
 
 
-@operation(_product_outputs, triton=True, c=True, takes=_product_in_c)
+@operation(_product_outputs, triton=True, c=True, supports=_c_supports_product)
 def expert_product(
     states: DenseFloats, experts: Longs, weights: Tensor, num_experts: int, biases: ContiguousFloats | None = None
 ) -> Tensor:
@@ -85,7 +85,7 @@ def expert_product(
     return _products(product.reference, states, experts, weights, num_experts, biases)
 
 
-@operation(_product_outputs, triton=True, c=True, takes=_product_in_c)
+@operation(_product_outputs, triton=True, c=True, supports=_c_supports_product)
 def quantised_expert_product(
     states: DenseFloats, experts: Longs, weights: Tensor, num_experts: int, biases: ContiguousFloats | None = None
 ) -> Tensor:
@@ -96,12 +96,12 @@ def quantised_expert_product(
 def _products(
     multiply: Callable[..., Tensor], states: Tensor, experts: Tensor, weights: Tensor, num_experts: int, biases: Tensor | None
 ) -> Tensor:
-    found, chosen = _product_outputs(states, experts, weights, num_experts).zero_(), experts.flatten()
-    states = states.repeat_interleave(len(chosen) // len(states), 0)
+    result, expert_of_row = _product_outputs(states, experts, weights, num_experts).zero_(), experts.flatten()
+    states = states.repeat_interleave(len(expert_of_row) // len(states), 0)
     parts = zip(weights.chunk(num_experts), [None] * num_experts if biases is None else biases.chunk(num_experts), strict=True)
     for index, (weight, bias) in enumerate(parts):
-        found = torch.where((chosen == index)[:, None], multiply(states, weight, bias), found)
-    return found
+        result = torch.where((expert_of_row == index)[:, None], multiply(states, weight, bias), result)
+    return result
 
 
 def expert_linear(states: Tensor, experts: Tensor, weights: Tensor, num_experts: int, biases: Tensor | None = None) -> Tensor:

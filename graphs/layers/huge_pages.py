@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 _ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux only
 _PAGE, _MAPPING = 1 << 21, 1 << 25  # a mapping holds several tensors; the system allocates only pages that are used
-_LEAST_BYTES = 1 << 16
+_MIN_BYTES = 1 << 16
 
 
 _latest = threading.local()  # .mapping: a weak reference to the mapping of the latest tensors; .used: how many of its bytes are used
@@ -25,7 +25,7 @@ def empty_in_huge_pages(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype
     """`like.new_empty`; on the CPU in huge pages where the system grants them."""
     dtype = dtype or like.dtype
     nbytes = math.prod(shape) * dtype.itemsize
-    if not like.is_cpu or nbytes < _LEAST_BYTES or _ADVICE is None:
+    if not like.is_cpu or nbytes < _MIN_BYTES or _ADVICE is None:
         return like.new_empty(shape, dtype=dtype)
     mapping = getattr(_latest, "mapping", lambda: None)()
     if mapping is None or _latest.used + nbytes > len(mapping):

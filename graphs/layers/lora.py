@@ -14,7 +14,7 @@ from torch import Tensor
 
 from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.layers.reference import LEAST_ROWS
+from stepgraph.graphs.layers.reference import MIN_PRODUCT_ROWS
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model_call import ModelInput
 from stepgraph.sampling.kernels.operation import ContiguousFloats, DenseFloats, StridedLongs, empty_of, operation
@@ -56,14 +56,14 @@ def slot_product(states: DenseFloats, slots: StridedLongs, weights: ContiguousFl
     """
     states = states.view(len(slots), -1, states.shape[1])
     count = states.shape[1]
-    states = torch.nn.functional.pad(states, (0, 0, 0, max(0, LEAST_ROWS - count)))
-    found = torch.bmm(states, weights[slots].mT)[:, :count].reshape(-1, weights.shape[1])
-    return found if base is None else base + found
+    states = torch.nn.functional.pad(states, (0, 0, 0, max(0, MIN_PRODUCT_ROWS - count)))
+    result = torch.bmm(states, weights[slots].mT)[:, :count].reshape(-1, weights.shape[1])
+    return result if base is None else base + result
 
 
 def add_lora(name: str, states: Tensor, product: Tensor, inputs: ModelInput, buffers: StaticBuffers) -> Tensor:
     """The product of the weight `name` with states [N, in], with what each row's adapter adds to it."""
     if inputs.lora_slots is None:
         return product
-    narrow = slot_product(states, inputs.lora_slots, buffers[f"{name}_down"])
-    return slot_product(narrow, inputs.lora_slots, buffers[f"{name}_up"], product)
+    down = slot_product(states, inputs.lora_slots, buffers[f"{name}_down"])
+    return slot_product(down, inputs.lora_slots, buffers[f"{name}_up"], product)

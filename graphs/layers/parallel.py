@@ -18,14 +18,14 @@ from stepgraph.sampling.kernels.operation import operation
 
 # An operation's schema has numbers and tensors, so it names a group by its index here.
 _GROUPS: list[tuple[dist.ProcessGroup, float]] = []
-_SUMS: dict[int, Sums] = {}  # by group index, where an implementation was chosen
+_SUMS: dict[int, AllReduce] = {}  # by group index, where an implementation was chosen
 
 
-class Sums(Protocol):
+class AllReduce(Protocol):
     """An implementation of sums: rank_sums.py."""
 
     @property
-    def fused(self) -> Callable[[Tensor, Tensor, Tensor, float], Residual] | None:
+    def fused_add_rms_norm(self) -> Callable[[Tensor, Tensor, Tensor, float], Residual] | None:
         """add_rms_norm of states [N, H], the sum of all parts, weight and epsilon, in one kernel; None: not supported."""
 
     def add(self, states: Tensor) -> None:
@@ -53,12 +53,12 @@ class RankGroups:
         return _GROUPS[self.graph], _GROUPS[self.eager]
 
     @property
-    def sums(self) -> Sums | None:
+    def sums(self) -> AllReduce | None:
         """The chosen implementation of sums in the current group."""
         return _SUMS.get(self.current)
 
 
-def set_sums(groups: RankGroups, sums: Sequence[Sums]) -> None:
+def set_sums(groups: RankGroups, sums: Sequence[AllReduce]) -> None:
     """sums: the implementations for recorded steps and for other work."""
     _SUMS[groups.graph], _SUMS[groups.eager] = sums
 
@@ -73,13 +73,13 @@ def gather(group: dist.ProcessGroup, values: Tensor, seconds: float) -> Tensor:
     """[size, ...]: `values` of every rank of a group. RuntimeError if a rank is lost, or does not call it in time."""
     from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]  # some builds of torch are without it
 
-    options, found = AllgatherOptions(), values.new_empty(group.size() * values.numel())
+    options, gathered = AllgatherOptions(), values.new_empty(group.size() * values.numel())
     options.timeout = datetime.timedelta(seconds=seconds)
     options.asyncOp = False  # on a GPU: on the current stream, not on one of the group
-    work = group._allgather_base(found, values.flatten(), options)
+    work = group._allgather_base(gathered, values.flatten(), options)
     if work is not None:
         work.wait()
-    return found.view(group.size(), *values.shape)
+    return gathered.view(group.size(), *values.shape)
 
 
 def add_gathered(group: dist.ProcessGroup, states: Tensor, seconds: float) -> None:

@@ -17,10 +17,10 @@ from stepgraph.sampling.kernels.c_kernel import FLOATS
 from stepgraph.sampling.kernels.operation import ContiguousFloats, DenseFloats, Longs, empty_of, operation
 
 TILE = 16  # columns
-_MOST_BLOCKS = 1024  # as in quantised.h
+_MAX_BLOCKS = 1024  # as in quantised.h
 
 
-class Kind(NamedTuple):
+class QuantKind(NamedTuple):
     """A weight is scale * (field - zero) + minimum, or scale * the number in float8_e4m3fn. As in quantised.h."""
 
     bits: int
@@ -49,21 +49,21 @@ class Kind(NamedTuple):
         return self.together * (self.field_bytes + (1 + self.ranged) * TILE * self.scale_type.itemsize)
 
 
-MIXED = Kind(8, 128, ranged=True, wide=True, group=16, together=4)  # represents all integer kinds of groups of 16 or more
+MIXED = QuantKind(8, 128, ranged=True, wide=True, group=16, together=4)  # represents all integer kinds of groups of 16 or more
 KINDS = {  # by the name of the type in a file
-    "Q4_0": Kind(4, 8),
-    "Q4_1": Kind(4, ranged=True),
-    "Q5_0": Kind(8, 128),
-    "Q5_1": Kind(8, 128, ranged=True, wide=True),
-    "Q8_0": Kind(8, 128),
-    "Q4_K": Kind(4, ranged=True, wide=True),
-    "Q5_K": Kind(8, 128, ranged=True, wide=True),
-    "Q6_K": Kind(8, 128, wide=True, group=16, together=4),
-    "INT4": Kind(4, ranged=True, wide=True),
-    "INT4_128": Kind(4, ranged=True, wide=True, group=128),
-    "INT8": Kind(8, 128),  # without minimums, scales in float16
-    "INT8_RANGED": Kind(8, 128, ranged=True, wide=True),
-    "FP8": Kind(8, wide=True, group=128, float8=True),
+    "Q4_0": QuantKind(4, 8),
+    "Q4_1": QuantKind(4, ranged=True),
+    "Q5_0": QuantKind(8, 128),
+    "Q5_1": QuantKind(8, 128, ranged=True, wide=True),
+    "Q8_0": QuantKind(8, 128),
+    "Q4_K": QuantKind(4, ranged=True, wide=True),
+    "Q5_K": QuantKind(8, 128, ranged=True, wide=True),
+    "Q6_K": QuantKind(8, 128, wide=True, group=16, together=4),
+    "INT4": QuantKind(4, ranged=True, wide=True),
+    "INT4_128": QuantKind(4, ranged=True, wide=True, group=128),
+    "INT8": QuantKind(8, 128),  # without minimums, scales in float16
+    "INT8_RANGED": QuantKind(8, 128, ranged=True, wide=True),
+    "FP8": QuantKind(8, wide=True, group=128, float8=True),
 }
 _KIND_OF = {kind.block_bytes: kind for kind in (*KINDS.values(), MIXED)}
 
@@ -76,18 +76,18 @@ class Grouped(NamedTuple):
     minimums: Tensor | None = None
 
 
-def common_kind(kinds: set[Kind | None]) -> Kind | None:
+def common_kind(kinds: set[QuantKind | None]) -> QuantKind | None:
     """A kind that represents weights of all of these; None if there is none."""
     if len(kinds) == 1:
         return next(iter(kinds))
     return None if None in kinds or any(kind is not None and kind.float8 for kind in kinds) else MIXED
 
 
-def pack(kind: Kind, weight: Grouped) -> Tensor:
+def pack(kind: QuantKind, weight: Grouped) -> Tensor:
     rows, inner = weight.numbers.shape
     tiles, count = rows // TILE, inner // kind.group
     packed = torch.empty(tiles, count, kind.block_bytes // kind.together, dtype=torch.uint8, device=weight.numbers.device)
-    words = _words(kind, weight.numbers.to(torch.uint8).contiguous()).view(tiles, TILE, count, -1)
+    words = _pack_words(kind, weight.numbers.to(torch.uint8).contiguous()).view(tiles, TILE, count, -1)
     packed[:, :, : kind.field_bytes].view(torch.int32).view(tiles, count, -1, TILE).copy_(words.permute(0, 2, 3, 1))
     minimums = torch.zeros_like(weight.scales) if weight.minimums is None else weight.minimums
     numbers = packed[:, :, kind.field_bytes :].view(kind.scale_type).view(tiles, count, -1, TILE)
@@ -97,7 +97,7 @@ def pack(kind: Kind, weight: Grouped) -> Tensor:
     return packed.view(tiles, -1, kind.block_bytes)
 
 
-def _words(kind: Kind, numbers: Tensor) -> Tensor:
+def _pack_words(kind: QuantKind, numbers: Tensor) -> Tensor:
     """int32 words of fields, from numbers [out, in] modulo 256. Eight at a time, as little-endian int64."""
     mask, zero = (int.from_bytes(bytes([byte]) * 8, "little", signed=True) for byte in ((1 << kind.bits) - 1, kind.zero))
     eight = numbers.view(torch.int64) & mask ^ zero  # adds the zero, which is half of the range or 0
@@ -109,7 +109,7 @@ def _words(kind: Kind, numbers: Tensor) -> Tensor:
     return words.to(torch.int32)
 
 
-def empty_packed(kind: Kind, like: Tensor) -> Tensor:
+def empty_packed(kind: QuantKind, like: Tensor) -> Tensor:
     """Uninitialised memory for a weight of the shape [out, in] of `like`, on its device."""
     rows, inner = like.shape
     return empty_in_huge_pages(like, (rows // TILE, inner // kind.block_size, kind.block_bytes), torch.uint8)
@@ -119,7 +119,7 @@ def has_packed_form(tensor: Tensor) -> bool:
     return tensor.dtype is torch.uint8 and tensor.dim() == 3 and tensor.shape[2] in _KIND_OF
 
 
-def kind_of(packed: Tensor) -> Kind:
+def kind_of(packed: Tensor) -> QuantKind:
     return _KIND_OF[packed.shape[2]]
 
 
@@ -158,15 +158,15 @@ def unpack(packed: Tensor) -> Tensor:
     return values.reshape(tiles * TILE, -1)
 
 
-def is_packed(weight: Tensor) -> bool:
-    return weight.dtype is torch.uint8 and weight.is_contiguous() and weight.shape[1] * kind_of(weight).together <= _MOST_BLOCKS
+def c_supports_weight(weight: Tensor) -> bool:
+    return weight.dtype is torch.uint8 and weight.is_contiguous() and weight.shape[1] * kind_of(weight).together <= _MAX_BLOCKS
 
 
-def _product_in_c(states: Tensor, weight: Tensor, *_: object) -> bool:
-    return states.dim() == 2 and is_packed(weight)
+def _c_supports(states: Tensor, weight: Tensor, *_: object) -> bool:
+    return states.dim() == 2 and c_supports_weight(weight)
 
 
-@operation(lambda states, weight, *_: empty_of((len(states), len(weight) * TILE), states), triton=True, c=True, takes=_product_in_c)
+@operation(lambda states, weight, *_: empty_of((len(states), len(weight) * TILE), states), triton=True, c=True, supports=_c_supports)
 def quantised_product(states: DenseFloats, weight: Tensor, bias: ContiguousFloats | None = None) -> Tensor:
     """`product` with packed weights, in float32. On the CPU a row has the same bits in any batch."""
     return matrix_product(states.float(), unpack(weight), None if bias is None else bias.float()).to(states.dtype)
@@ -176,7 +176,7 @@ def _rows_outputs(indices: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor
     return torch.empty(len(indices), inner_size(weight), dtype=dtype, device=indices.device)
 
 
-@operation(_rows_outputs, triton=True, c=True, takes=lambda *given: is_packed(given[1]) and given[2] in FLOATS)
+@operation(_rows_outputs, triton=True, c=True, supports=lambda *args: c_supports_weight(args[1]) and args[2] in FLOATS)
 def quantised_rows(indices: Longs, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows [N, in] of packed weights: an embedding."""
     tiles = weight[indices // TILE]

@@ -22,14 +22,14 @@ from stepgraph.graphs.layers.parallel import RankGroups, add_gathered, all_reduc
 from stepgraph.sampling.cuda_graphs import capture_replay, replay_us
 from stepgraph.sampling.fields import error_summary
 
-SUMS_IN_GRAPH, TURNS = 16, 7  # per measurement
+SUMS_PER_GRAPH, REPEATS = 16, 7  # per measurement
 EPSILON, TOLERANCE = 1e-5, {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 1e-5}
 FLASHINFER_TYPES = (torch.float16, torch.bfloat16)
 T = TypeVar("T")
-Share = Callable[[Any], list[Any]]
+Exchange = Callable[[Any], list[Any]]
 
 
-class Exchange(Protocol):
+class RankExchange(Protocol):
     """The ranks of a model."""
 
     rank: int
@@ -39,17 +39,17 @@ class Exchange(Protocol):
         """`value` of every rank."""
 
 
-class Gathered:
-    fused: Callable[[Tensor, Tensor, Tensor, float], Residual] | None = None
+class GatherSum:
+    fused_add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], Residual] | None = None
 
-    def __init__(self, group: dist.ProcessGroup, seconds: float, ranks: Exchange, share: Share, like: Tensor) -> None:
+    def __init__(self, group: dist.ProcessGroup, seconds: float, ranks: RankExchange, exchange: Exchange, like: Tensor) -> None:
         self._group, self._seconds, self._rows, self._width, self._type = group, seconds, len(like), like.shape[1], like.dtype
 
     def add(self, states: Tensor) -> None:
         add_gathered(self._group, states, self._seconds)
 
 
-class Reduced(Gathered):
+class NcclSum(GatherSum):
     def add(self, states: Tensor) -> None:
         if states.dtype != self._type or states.shape[1:] != (self._width,):  # such as counts of weights: the order of sums affects draws
             super().add(states)
@@ -57,18 +57,18 @@ class Reduced(Gathered):
             all_reduce(self._group, states, self._seconds)
 
 
-class FlashInfer(Reduced):
-    def __init__(self, group: dist.ProcessGroup, seconds: float, ranks: Exchange, share: Share, like: Tensor) -> None:
-        super().__init__(group, seconds, ranks, share, like)
+class FlashInferSum(NcclSum):
+    def __init__(self, group: dist.ProcessGroup, seconds: float, ranks: RankExchange, exchange: Exchange, like: Tensor) -> None:
+        super().__init__(group, seconds, ranks, exchange, like)
         if like.dtype not in FLASHINFER_TYPES:
             raise RuntimeError(f"it adds bfloat16 and float16, not {str(like.dtype).removeprefix('torch.')}")
         if like.device.index != ranks.rank:
             raise RuntimeError(f"it needs GPU {ranks.rank} for rank {ranks.rank}, which has {like.device}")
         from flashinfer import comm
 
-        self._comm, self.fused = comm, self._fused
+        self._comm, self.fused_add_rms_norm = comm, self._fused_add_rms_norm
         self._workspace = comm.create_allreduce_fusion_workspace(
-            "trtllm", ranks.size, ranks.rank, len(like), like.shape[1], like.dtype, comm_backend=_comm_backend(ranks, share)
+            "trtllm", ranks.size, ranks.rank, len(like), like.shape[1], like.dtype, comm_backend=_comm_backend(ranks, exchange)
         )
 
     def add(self, states: Tensor) -> None:
@@ -79,131 +79,131 @@ class FlashInfer(Reduced):
         self._comm.allreduce_fusion(states, self._workspace, pattern, output=found, fp32_acc=True)
         states.copy_(found)
 
-    def _fused(self, states: Tensor, part: Tensor, weight: Tensor, epsilon: float) -> Residual:
+    def _fused_add_rms_norm(self, states: Tensor, part: Tensor, weight: Tensor, epsilon: float) -> Residual:
         if len(states) > self._rows:
             super().add(part)
             return add_rms_norm(states, part, weight, epsilon)
-        found = Residual(torch.empty_like(states), torch.empty_like(states))
+        residual = Residual(torch.empty_like(states), torch.empty_like(states))
         self._comm.allreduce_fusion(
             part,
             self._workspace,
             self._comm.AllReduceFusionPattern.kARResidualRMSNorm,
             residual_in=states,
-            residual_out=found.states,
-            norm_out=found.normed,
+            residual_out=residual.states,
+            norm_out=residual.normed,
             rms_gamma=weight,
             rms_eps=epsilon,
             fp32_acc=True,
         )
-        return found
+        return residual
 
 
-SUMS: dict[str, type[Gathered]] = {"gather": Gathered, "nccl": Reduced, "flashinfer": FlashInfer}
+IMPLEMENTATIONS: dict[str, type[GatherSum]] = {"gather": GatherSum, "nccl": NcclSum, "flashinfer": FlashInferSum}
 
 
-def choose_sums(ranks: Exchange, groups: RankGroups, like: Tensor) -> str:
+def choose_sums(ranks: RankExchange, groups: RankGroups, like: Tensor) -> str:
     """Use the fastest implementation that works on every rank for the sums of both groups. Returns its name and the reasons.
 
     like: [N, H], with as many rows as the largest round has. Every rank calls this. RuntimeError if none works.
     """
-    times, made, passed_over = dict[str, float](), dict[str, list[Gathered]](), list[str]()
-    for name, kind in SUMS.items():
-        attempted, why_not = _attempt(ranks, functools.partial(_made_and_measured, kind, ranks, groups, like))
+    times_us, implementations, unavailable = dict[str, float](), dict[str, list[GatherSum]](), list[str]()
+    for name, kind in IMPLEMENTATIONS.items():
+        attempted, why_not = _run_on_all(ranks, functools.partial(_create_and_measure, kind, ranks, groups, like))
         if attempted is None:
-            passed_over.append(f"no {name}: {why_not}")
+            unavailable.append(f"no {name}: {why_not}")
         else:
-            made[name], times[name] = attempted
-    if not times:
-        raise RuntimeError(f"no sum over ranks works here: {'; '.join(passed_over)}")
-    chosen = min(times, key=times.__getitem__)
-    set_sums(groups, made[chosen])
-    return "; ".join((chosen, *(f"{name} {taken:.1f} us" for name, taken in times.items()), *passed_over))
+            implementations[name], times_us[name] = attempted
+    if not times_us:
+        raise RuntimeError(f"no sum over ranks works here: {'; '.join(unavailable)}")
+    chosen = min(times_us, key=times_us.__getitem__)
+    set_sums(groups, implementations[chosen])
+    return "; ".join((chosen, *(f"{name} {time_us:.1f} us" for name, time_us in times_us.items()), *unavailable))
 
 
-class _Refused(RuntimeError):
+class _RankFailed(RuntimeError):
     """The reason for which `run` failed on some rank."""
 
 
-def _attempt(ranks: Exchange, run: Callable[[Share], T]) -> tuple[T | None, str]:
+def _run_on_all(ranks: RankExchange, run: Callable[[Exchange], T]) -> tuple[T | None, str]:
     """The result of `run`, or why it failed, the same on all ranks. `run` may exchange values: a rank whose `run` has failed sends
     the reason instead, so that `run` fails on the others."""
 
-    def shared(why: str, value: object = None) -> list[Any]:
+    def exchange_or_raise(why: str, value: object = None) -> list[Any]:
         found = ranks.exchange((why, value))
         for rank, (other, _) in enumerate(found):
             if other:
-                raise _Refused(f"rank {rank}: {other}")
+                raise _RankFailed(f"rank {rank}: {other}")
         return [each for _, each in found]
 
     try:
         try:
-            result = run(lambda value: shared("", value))
-        except _Refused:
+            result = run(lambda value: exchange_or_raise("", value))
+        except _RankFailed:
             raise
         except Exception as error:  # from a compiler, a loader or a driver, or for a wrong result
-            shared(str(error) if type(error) is RuntimeError else error_summary(error))
+            exchange_or_raise(str(error) if type(error) is RuntimeError else error_summary(error))
             raise
-        shared("")
-    except _Refused as refused:
+        exchange_or_raise("")
+    except _RankFailed as refused:
         return None, str(refused)
     return result, ""
 
 
-def _integers(rank: int, like: Tensor) -> Tensor:
+def _rank_values(rank: int, like: Tensor) -> Tensor:
     """Values of a rank; the sums of those of a few ranks are exact in every type and order."""
     made = torch.randint(-8, 9, like.shape, generator=torch.Generator().manual_seed(rank))
     return made.to(like.dtype).to(like.device)
 
 
-def _made_and_measured(
-    kind: type[Gathered], ranks: Exchange, groups: RankGroups, like: Tensor, share: Share
-) -> tuple[list[Gathered], float]:
+def _create_and_measure(
+    kind: type[GatherSum], ranks: RankExchange, groups: RankGroups, like: Tensor, exchange: Exchange
+) -> tuple[list[GatherSum], float]:
     """The implementation for both groups, and the microseconds of a sum in a graph on the slowest rank. RuntimeError for a sum that is
     wrong, or differs between ranks."""
-    both = [kind(*group, ranks, share, like) for group in groups.members]
-    for sums in both:
+    sums_of_groups = [kind(*group, ranks, exchange, like) for group in groups.members]
+    for sums in sums_of_groups:
         for some in (like[:1], like):
-            _check(sums, some, ranks, share)
-    work, part, add = torch.empty_like(like), _integers(ranks.rank, like), both[0].add
+            _check_sums(sums, some, ranks, exchange)
+    buffer, part, add = torch.empty_like(like), _rank_values(ranks.rank, like), sums_of_groups[0].add
 
     def step() -> None:
-        for _ in range(SUMS_IN_GRAPH):
-            work.copy_(part)
-            add(work)
+        for _ in range(SUMS_PER_GRAPH):
+            buffer.copy_(part)
+            add(buffer)
 
-    taken = replay_us(capture_replay(step, like.device), TURNS, functools.partial(share, None))  # so that the ranks start together
-    _require_close("a sum in a graph", work, _total(ranks.size, like), 0.0)
-    slowest: float = max(share(taken / SUMS_IN_GRAPH))
-    return both, slowest
-
-
-def _total(size: int, like: Tensor) -> Tensor:
-    return torch.stack([_integers(rank, like) for rank in range(size)]).sum(0, dtype=like.dtype)
+    time_us = replay_us(capture_replay(step, like.device), REPEATS, functools.partial(exchange, None))  # so that the ranks start together
+    _require_close("a sum in a graph", buffer, _expected_sum(ranks.size, like), 0.0)
+    slowest_us: float = max(exchange(time_us / SUMS_PER_GRAPH))
+    return sums_of_groups, slowest_us
 
 
-def _check(sums: Gathered, like: Tensor, ranks: Exchange, share: Share) -> None:
-    total, part = _total(ranks.size, like), _integers(ranks.rank, like)
+def _expected_sum(size: int, like: Tensor) -> Tensor:
+    return torch.stack([_rank_values(rank, like) for rank in range(size)]).sum(0, dtype=like.dtype)
+
+
+def _check_sums(sums: GatherSum, like: Tensor, ranks: RankExchange, exchange: Exchange) -> None:
+    total, part = _expected_sum(ranks.size, like), _rank_values(ranks.rank, like)
     found = part.clone()
     sums.add(found)
     _require_close("a sum", found, total, 0.0)
-    if sums.fused is not None:
-        states, weight = _integers(ranks.size, like), _integers(ranks.size + 1, like[0])
-        expected, found_both = add_rms_norm.reference(states, total, weight, EPSILON), sums.fused(states, part, weight, EPSILON)
-        _require_close("a sum with the residual connection", found_both.states, expected.states, 0.0)
-        _require_close("the norm after a sum", found_both.normed, expected.normed, 8 * TOLERANCE[like.dtype])
+    if sums.fused_add_rms_norm is not None:
+        states, weight = _rank_values(ranks.size, like), _rank_values(ranks.size + 1, like[0])
+        expected, fused = add_rms_norm.reference(states, total, weight, EPSILON), sums.fused_add_rms_norm(states, part, weight, EPSILON)
+        _require_close("a sum with the residual connection", fused.states, expected.states, 0.0)
+        _require_close("the norm after a sum", fused.normed, expected.normed, 8 * TOLERANCE[like.dtype])
     drawn = torch.randn(like.shape, generator=torch.Generator().manual_seed(ranks.rank)).to(like)
     sums.add(drawn)
-    if len(set(share(zlib.crc32(drawn.cpu().view(torch.uint8).numpy().data)))) > 1:
+    if len(set(exchange(zlib.crc32(drawn.cpu().view(torch.uint8).numpy().data)))) > 1:
         raise RuntimeError("the bits of a sum differ between ranks")
 
 
-def _require_close(what: str, found: Tensor, expected: Tensor, tolerance: float) -> None:
-    wrong = ~((found.float() - expected.float()).abs() <= tolerance)  # also for NaN
+def _require_close(what: str, actual: Tensor, expected: Tensor, tolerance: float) -> None:
+    wrong = ~((actual.float() - expected.float()).abs() <= tolerance)  # also for NaN
     if count := int(wrong.sum()):
         raise RuntimeError(f"{what} is wrong in {count} of {wrong.numel()} values")
 
 
-def _comm_backend(ranks: Exchange, share: Share) -> Any:
+def _comm_backend(ranks: RankExchange, exchange: Exchange) -> Any:
     """The backend with which FlashInfer exchanges handles."""
     from flashinfer.comm.mnnvl import CommBackend
 
@@ -215,13 +215,13 @@ def _comm_backend(ranks: Exchange, share: Share) -> Any:
             return ranks.size
 
         def allgather(self, data: Any) -> list[Any]:
-            return share(data)
+            return exchange(data)
 
         def bcast(self, data: Any, root: int) -> Any:
-            return share(data)[root]
+            return exchange(data)[root]
 
         def barrier(self) -> None:
-            share(None)
+            exchange(None)
 
         def Split(self, color: int, key: int) -> Backend:
             return self  # all ranks are on one machine

@@ -11,12 +11,12 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor
 
-from stepgraph.graphs.attention.float8 import C_HEAD_SIZE, ENTRIES, in_c, to_entries
+from stepgraph.graphs.attention.float8 import ENTRIES, MAX_C_HEAD_SIZE, c_supports_cache, to_entries
 from stepgraph.sampling.kernels.c_kernel import FLOATS
 from stepgraph.sampling.kernels.operation import Contiguous, Flags, Float32s, Longs, StridedLongs, empty_as, operation
 
 
-class Placed(NamedTuple):
+class SlotMapping(NamedTuple):
     """[B, Q] int64 each."""
 
     tokens: Tensor  # 0 at inert positions
@@ -24,7 +24,7 @@ class Placed(NamedTuple):
     slots: Tensor
 
 
-@operation(lambda tokens, *_: Placed(empty_as(tokens), empty_as(tokens), empty_as(tokens)), triton=True, c=True)
+@operation(lambda tokens, *_: SlotMapping(empty_as(tokens), empty_as(tokens), empty_as(tokens)), triton=True, c=True)
 def place_tokens(
     tokens: Longs,
     length: StridedLongs,
@@ -35,7 +35,7 @@ def place_tokens(
     max_length: int,
     live: Flags | None = None,
     count: Longs | None = None,
-) -> Placed:
+) -> SlotMapping:
     """Consecutive positions from length + offset on. A token that is inert or lies beyond `end` gets a slot of the scratch page.
 
     tokens [B, Q] int64, inert where negative; length, end [B] int64; tables [B, pages] int64; live [B] bool: rows that are not inert;
@@ -47,8 +47,8 @@ def place_tokens(
     used = used if live is None else used & live[:, None]
     used = used if count is None else used & (index < count[:, None])
     positions = positions.clamp(0, max_length - 1)
-    slots = torch.where(used, cache_slots(tables, positions, page_size), positions % page_size)
-    return Placed(tokens.clamp(min=0), positions, slots)
+    slots = torch.where(used, slots_of_positions(tables, positions, page_size), positions % page_size)
+    return SlotMapping(tokens.clamp(min=0), positions, slots)
 
 
 @operation(lambda positions, *_: (empty_as(positions), empty_as(positions)), triton=True, c=True)
@@ -56,7 +56,7 @@ def shift_entries(positions: Longs, slots: Longs, tables: Longs, page_size: int,
     """Positions `by` earlier, and their slots, [B, Q] each. Entries of positions below `by` are inert."""
     used = (slots >= page_size) & (positions >= by)
     earlier = (positions - by).clamp(min=0)
-    return earlier, torch.where(used, cache_slots(tables, earlier, page_size), earlier % page_size)
+    return earlier, torch.where(used, slots_of_positions(tables, earlier, page_size), earlier % page_size)
 
 
 def _angles_outputs(positions: Tensor, frequencies: Tensor, dtype: torch.dtype, factor: float) -> tuple[Tensor, Tensor]:
@@ -64,7 +64,7 @@ def _angles_outputs(positions: Tensor, frequencies: Tensor, dtype: torch.dtype, 
     return cosines, sines
 
 
-@operation(_angles_outputs, triton=True, c=True, takes=lambda *given: given[2] in FLOATS)
+@operation(_angles_outputs, triton=True, c=True, supports=lambda *args: args[2] in FLOATS)
 def rope_angles(positions: Longs, frequencies: Float32s, dtype: torch.dtype, factor: float = 1.0) -> tuple[Tensor, Tensor]:
     """Cosines and sines, times `factor`, for `rotate`: positions [N] -> two of [N, 1, size]; frequencies [size / 2] float32."""
     angles = positions[:, None, None].float() * frequencies
@@ -72,7 +72,7 @@ def rope_angles(positions: Longs, frequencies: Float32s, dtype: torch.dtype, fac
     return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
 
-def cache_slots(tables: Tensor, positions: Tensor, page_size: int) -> Tensor:
+def slots_of_positions(tables: Tensor, positions: Tensor, page_size: int) -> Tensor:
     """[B, Q] cache slot of every position."""
     return tables.gather(1, positions // page_size) * page_size + positions % page_size
 
@@ -84,12 +84,12 @@ def rotate(states: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     return torch.cat([states * cosines + torch.cat([-second, first], -1) * sines, others], -1)
 
 
-def packed(states: Tensor) -> Tensor:
+def pack_heads(states: Tensor) -> Tensor:
     """The heads of a token adjacent; tokens may have any stride."""
     return states if states.stride()[1:] == (states.shape[2], 1) else states.contiguous()
 
 
-Packed = Annotated[Tensor, packed, FLOATS]
+Packed = Annotated[Tensor, pack_heads, FLOATS]
 
 
 def _rope_outputs(
@@ -103,11 +103,11 @@ def _rope_outputs(
     return empty_as(query)
 
 
-def _in_c(query: Tensor, key: Tensor, value: Tensor, cosines: Tensor, sines: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> bool:
-    return query.shape[2] <= C_HEAD_SIZE and in_c(query, cosines, sines, keys=keys, values=values)
+def _fits_c(query: Tensor, key: Tensor, value: Tensor, cosines: Tensor, sines: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> bool:
+    return query.shape[2] <= MAX_C_HEAD_SIZE and c_supports_cache(query, cosines, sines, keys=keys, values=values)
 
 
-@operation(_rope_outputs, writes=("keys", "values"), triton=True, c=True, takes=_in_c)
+@operation(_rope_outputs, writes=("keys", "values"), triton=True, c=True, supports=_fits_c)
 def rope_and_write_kv(
     query: Packed, key: Packed, value: Packed, cosines: Contiguous, sines: Contiguous, slots: Longs, keys: Contiguous, values: Contiguous
 ) -> Tensor:

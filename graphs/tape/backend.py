@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import BackendStats, Between, Check, Event, Generators, Step, checked_loop
-from stepgraph.graphs.context import COPIES, MAIN, NOTHING, setting
+from stepgraph.graphs.capture import BackendStats, Between, CaptureCheck, Event, Generators, Step, checked_loop_args
+from stepgraph.graphs.context import COPY_STREAM, MAIN, NULL_CONTEXT, temporarily_set
 from stepgraph.graphs.errors import fail
-from stepgraph.graphs.spans import MakeRange, RecordedReport, Span
+from stepgraph.graphs.spans import RangeFactory, RecordedReport, Span
 from stepgraph.graphs.tape.arena import Arena
-from stepgraph.graphs.tape.player import Delay, Item, Timed, Tracer, Worker, programs, report, stop, taken_lock
+from stepgraph.graphs.tape.player import Delay, Item, ItemTimer, Tracer, Worker, acquired_lock, make_report, stop_workers, stream_programs
 from stepgraph.graphs.tape.recorder import Recorder, first_difference, record_perturbed
 from stepgraph.graphs.tape.replay_ops import poison
 from stepgraph.sampling.fields import clip_repr
@@ -37,28 +37,28 @@ _tapes: weakref.WeakSet[Tape] = weakref.WeakSet()
 class Tape:
     def __init__(self, backend: TapeBackend, recorder: Recorder, nbytes: int, seconds: float) -> None:
         self._backend = backend
-        self._memory = [tensor for tensor, *_ in recorder.memory.made.values()]
-        self._keys = frozenset(recorder.memory.made)
-        self._programs = programs(recorder, backend.delay, backend.verify_host_nodes, backend.stats)
-        self._done = {stream: taken_lock() for stream in self._programs if stream != MAIN}
-        self.at: dict[str, Item] = {}  # the current item of each running stream
-        self._timed: Timed | None = None  # of the running replay, if it is traced
+        self._memory = [tensor for tensor, *_ in recorder.memory.intermediates.values()]
+        self._keys = frozenset(recorder.memory.intermediates)
+        self._programs = stream_programs(recorder, backend.delay, backend.verify_host_nodes, backend.stats)
+        self._done = {stream: acquired_lock() for stream in self._programs if stream != MAIN}
+        self.current_items: dict[str, Item] = {}  # the current item of each running stream
+        self._timed: ItemTimer | None = None  # of the running replay, if it is traced
         self._error: BaseException | None = None
         self._poisoned = False
         self._autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-        self.report, self.rounds = report(recorder, nbytes, seconds), 0
-        self._buffers, self._draws = recorder.memory.buffers, bool(recorder.rules.generators)
+        self.report, self.rounds = make_report(recorder, nbytes, seconds), 0
+        self._buffers, self._uses_generator = recorder.memory.buffers, bool(recorder.rules.generators)
         self._host_node = next(((node.name, node.site) for node in recorder.nodes if node.kind == "host"), None)
         _tapes.add(self)
 
     def replay(self, *, until: Tensor | None = None, limit: int | None = None, is_round: bool = True) -> None:
         run = self._run
         if until is not None or limit is not None:
-            run = functools.partial(self._run_until, *checked_loop(self._buffers, until, limit, self._host_node, self._draws))
+            run = functools.partial(self._run_until, *checked_loop_args(self._buffers, until, limit, self._host_node, self._uses_generator))
         if not is_round:
             return self._backend.run(functools.partial(run, None))
         tracer = self._backend.tracer
-        with NOTHING if tracer is None else tracer.launching() as timed:
+        with NULL_CONTEXT if tracer is None else tracer.launching() as timed:
             self._backend.launch(functools.partial(run, timed), "replay()")
         self._backend.stats.replays += 1
 
@@ -69,13 +69,13 @@ class Tape:
     def free(self) -> None:
         self._memory, self._keys, self._programs, self._done = [], frozenset(), {}, {}
 
-    def _run_until(self, until: Tensor, limit: int, timed: Timed | None) -> None:
+    def _run_until(self, until: Tensor, limit: int, timed: ItemTimer | None) -> None:
         self.rounds = 0
         while self.rounds < limit and not (self.rounds and until.item()):
             self._run(timed)
             self.rounds += 1
 
-    def _run(self, timed: Timed | None) -> None:
+    def _run(self, timed: ItemTimer | None) -> None:
         self._backend.replaying, self._timed = self, timed
         if self._backend.poison == "every" or not self._poisoned:
             poison(self._memory)
@@ -94,15 +94,15 @@ class Tape:
 
     def _run_stream(self, stream: str) -> None:
         (enabled, dtype), items = self._autocast, self._programs.get(stream, [])
-        casts = enabled or torch.is_autocast_enabled("cpu")  # autocast is a thread setting, but belongs to the recording
-        with torch.autocast("cpu", dtype=dtype, enabled=enabled) if casts else NOTHING:
+        casts = enabled or torch.is_autocast_enabled("cpu")  # autocast is a thread temporarily_set, but belongs to the recording
+        with torch.autocast("cpu", dtype=dtype, enabled=enabled) if casts else NULL_CONTEXT:
             for item in items if self._timed is None else self._timed(stream, items):
-                self.at[stream] = item
+                self.current_items[stream] = item
                 try:
                     item(self._error is not None)
                 except BaseException as error:  # also KeyboardInterrupt: other streams still wait for this one
                     self._error = self._error or error
-        self.at.pop(stream, None)
+        self.current_items.pop(stream, None)
 
     def _run_side(self, stream: str) -> None:
         self._run_stream(stream)
@@ -123,7 +123,7 @@ class TapeEvent:
         _refuse_while_recording("Event.wait()")
         self._backend.stats.event_waits += 1
         tracer = self._backend.tracer
-        with NOTHING if tracer is None else tracer.waiting():
+        with NULL_CONTEXT if tracer is None else tracer.waiting():
             reached = self.reached.wait(seconds)
         if reached:
             self._backend.raise_pending()
@@ -136,7 +136,7 @@ class TapeBackend:
     asynchronous: replay on a device thread in launch order; the next call raises an error, once.
     poison: "every" overwrites all intermediates before each replay, "first" before the first one.
     delay: called with the name of a host node before it, with the name of a stream before each of its segments, and, if asynchronous,
-        with COPIES before each copy_aside.
+        with COPY_STREAM before each copy_aside.
     verify_host_nodes: find undeclared writes of host nodes to pinned buffers. By default on with poison="every", unless asynchronous,
         where the launching thread may write these buffers.
     """
@@ -151,7 +151,7 @@ class TapeBackend:
         poison: Literal["first", "every"] = "first",
         delay: Delay | None = None,
         verify_host_nodes: bool | None = None,
-        ranges: MakeRange | None = None,
+        ranges: RangeFactory | None = None,
     ) -> None:
         if poison not in ("first", "every"):
             raise ValueError(f"TapeBackend.poison: got {poison!r}, expected 'first' or 'every'")
@@ -162,16 +162,16 @@ class TapeBackend:
         self._tracer: Tracer | None = None
         self._arena = Arena()
         self._errors: deque[BaseException] = deque()
-        self._workers = {name: Worker(name) for name in (_DEVICE, COPIES) if asynchronous}  # by stream
+        self._workers = {name: Worker(name) for name in (_DEVICE, COPY_STREAM) if asynchronous}  # by stream
         self._device = self._workers.get(_DEVICE)
-        self._copied: threading.Event | None = None  # at the end of the latest copy_aside; refers to no backend, which would then live on
-        self._finalizer = weakref.finalize(self, stop, self._workers)
+        self._last_copy: threading.Event | None = None  # at the end of the last copy_aside; refers to no backend, which would then live on
+        self._finalizer = weakref.finalize(self, stop_workers, self._workers)
         self._finalizer.atexit = False  # player._end_threads stops and joins the workers
 
     def capture(
-        self, step: Step, buffers: StaticBuffers, *, check: Check = "once", between: Between = None, generators: Generators = ()
+        self, step: Step, buffers: StaticBuffers, *, check: CaptureCheck = "once", between: Between = None, generators: Generators = ()
     ) -> Tape:
-        self._enter("capture()")
+        self._check_usable("capture()")
         if check not in ("once", "twice"):
             raise ValueError(f"TapeBackend.capture.check: got {clip_repr(check)}, expected 'once' or 'twice'")
         if buffers.device.type != "cpu":
@@ -190,22 +190,22 @@ class TapeBackend:
         return Tape(self, recorder, self._arena.nbytes - before, time.perf_counter() - begin)
 
     def measure(self, step: Step, buffers: StaticBuffers) -> RecordedReport:
-        with setting(self, "_arena", Arena()):
+        with temporarily_set(self, "_arena", Arena()):
             return self.capture(step, buffers).report
 
     def run(self, function: Callable[[], object]) -> None:
         tracer = self.tracer
-        self.launch(function if tracer is None else tracer.outside(function), "run()")
+        self.launch(function if tracer is None else tracer.between_rounds(function), "run()")
 
     def copy_aside(self, function: Callable[[], object], *, after_launched: bool) -> TapeEvent:
         launched = self.event() if after_launched else None
         copied = TapeEvent(self)
-        self._copied = copied.reached
+        self._last_copy = copied.reached
         if self._device is None:
             self.run(function)
             copied.reached.set()
         else:
-            self._workers[COPIES].submit(functools.partial(self._copy, function, launched, copied))
+            self._workers[COPY_STREAM].submit(functools.partial(self._copy, function, launched, copied))
         return copied
 
     def wait_for(self, copied: Event) -> None:
@@ -213,7 +213,7 @@ class TapeBackend:
         self.launch(copied.reached.wait, "wait_for()")
 
     def event(self) -> TapeEvent:
-        self._enter("event()")
+        self._check_usable("event()")
         event = TapeEvent(self)
         if self._device is None:
             event.reached.set()
@@ -222,7 +222,7 @@ class TapeBackend:
         return event
 
     def synchronize(self) -> None:
-        self._enter("synchronize()")
+        self._check_usable("synchronize()")
         self.stats.syncs += 1
         self._drain()
         self.raise_pending()
@@ -252,15 +252,15 @@ class TapeBackend:
 
     def active_work(self) -> tuple[str, ...]:
         running = self.replaying
-        return tuple(f"stream {stream}: {item}" for stream, item in sorted(dict(running.at).items())) if running else ()
+        return tuple(f"stream {stream}: {item}" for stream, item in sorted(dict(running.current_items).items())) if running else ()
 
     def close_without_waiting(self) -> None:
         if self._finalizer.detach() is None:
             return
         if self._device is None:
-            stop(self._workers)
+            stop_workers(self._workers)
         else:
-            self._device.submit(functools.partial(stop, self._workers))  # after the launched work, which needs the workers
+            self._device.submit(functools.partial(stop_workers, self._workers))  # after the launched work, which needs the workers
 
     # for tapes and events of this backend
 
@@ -271,13 +271,13 @@ class TapeBackend:
 
     def launch(self, job: Callable[[], object], what: str) -> None:
         """Run `job` in launch order: now, or on the device thread."""
-        self._enter(what)
+        self._check_usable(what)
         self.raise_pending()
         if self._device is None:
             with torch.no_grad():
                 job()
         else:
-            self._device.submit(functools.partial(self._guarded, job))
+            self._device.submit(functools.partial(self._run_and_keep_error, job))
 
     def worker(self, stream: str) -> Worker:
         """The thread of a side stream, started on first use and shared by all tapes."""
@@ -289,7 +289,7 @@ class TapeBackend:
         if self._errors:
             raise self._errors.popleft()
 
-    def _guarded(self, job: Callable[[], object]) -> None:
+    def _run_and_keep_error(self, job: Callable[[], object]) -> None:
         try:
             job()
         except BaseException as error:  # raise_pending() delivers it
@@ -299,16 +299,16 @@ class TapeBackend:
         if launched is not None:
             launched.reached.wait()
         if self.delay is not None:
-            self.delay(COPIES)
-        self._guarded(function)
+            self.delay(COPY_STREAM)
+        self._run_and_keep_error(function)
         copied.reached.set()
 
     def _drain(self) -> None:
         self.event().reached.wait()
-        if self._copied is not None:
-            self._copied.wait()
+        if self._last_copy is not None:
+            self._last_copy.wait()
 
-    def _enter(self, what: str) -> None:
+    def _check_usable(self, what: str) -> None:
         if not self._finalizer.alive:
             raise RuntimeError(f"TapeBackend.{what}: the backend is closed")
         _refuse_while_recording(what)
@@ -317,13 +317,13 @@ class TapeBackend:
 def _refuse_while_recording(what: str) -> None:
     recorder: Recorder | None = getattr(_local, "recording", None)
     if recorder is not None:
-        with recorder.working():
+        with recorder.unrecorded():
             raise fail("nested-capture" if what == "capture()" else "host-sync", f"{what} inside a step that is being captured")
 
 
-def _record(step: Step, buffers: StaticBuffers, generators: Generators, arena: Arena, compared: bool) -> Recorder:
+def _record(step: Step, buffers: StaticBuffers, generators: Generators, arena: Arena, records_leaves: bool) -> Recorder:
     arena.restart()
-    recorder = Recorder(buffers, generators, lambda key: any(tape.owns(key) for tape in _tapes), arena, compared)
-    with setting(_local, "recording", recorder):
+    recorder = Recorder(buffers, generators, lambda key: any(tape.owns(key) for tape in _tapes), arena, records_leaves)
+    with temporarily_set(_local, "recording", recorder):
         recorder.record_step(step)
     return recorder

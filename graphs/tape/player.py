@@ -22,17 +22,17 @@ from stepgraph.graphs.buffers import storage_key
 from stepgraph.graphs.capture import BackendStats, host_call
 from stepgraph.graphs.context import MAIN
 from stepgraph.graphs.errors import HostNodeError
-from stepgraph.graphs.spans import BETWEEN, LAUNCHER, OUTSIDE, STEP, RecordedReport, Span, StageRun, stage_runs
+from stepgraph.graphs.spans import BETWEEN_ROUNDS, DEFAULT_STAGE, LAUNCHING_THREAD, NO_ROUND, RecordedReport, Span, StageRun, stage_runs
 from stepgraph.graphs.tape.recorder import Node, Recorder
 from stepgraph.graphs.tape.replay_ops import same_bits
-from stepgraph.sampling.kernels.c_kernel import PackedCall, joined
+from stepgraph.sampling.kernels.c_kernel import PackedCall, join_calls
 from stepgraph.sampling.lifetimes import ExitStage, close_at_exit
 from stepgraph.sampling.native import CallError
 
 _NODE_BYTES = 1200  # of the Python objects of a node or view: the resident memory of sixty graphs of SmolLM2-135M, divided by their number
 
 Delay = Callable[[str], object]
-_DESCRIBED = {"stage": "stage", "host": "host node", "wait": "waits for", None: "signal"}
+_KIND_TEXT = {"stage": "stage", "host": "host node", "wait": "waits for", None: "signal"}
 
 
 class Worker:
@@ -40,7 +40,7 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=_work, args=(self._jobs,), name=f"stepgraph-{name}", daemon=True)
+        self._thread = threading.Thread(target=_run_jobs, args=(self._jobs,), name=f"stepgraph-{name}", daemon=True)
         self._thread.start()
         close_at_exit(self, ExitStage.DEVICE)
 
@@ -59,7 +59,7 @@ class Worker:
         self.join(seconds)
 
 
-def _work(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+def _run_jobs(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     with torch.no_grad():
         while True:
             job = jobs.get()
@@ -69,12 +69,12 @@ def _work(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
             del job  # an idle worker must not keep the last tape alive
 
 
-def stop(workers: Mapping[str, Worker]) -> None:
+def stop_workers(workers: Mapping[str, Worker]) -> None:
     for worker in workers.values():
         worker.stop()
 
 
-def taken_lock() -> threading.Lock:
+def acquired_lock() -> threading.Lock:
     """An acquired lock as a signal that resets itself: `release` sends, `acquire` receives."""
     lock = threading.Lock()
     lock.acquire()
@@ -91,7 +91,7 @@ class Item:
         raise NotImplementedError
 
     def __str__(self) -> str:
-        return f"{_DESCRIBED[self.kind]} {self.name}"
+        return f"{_KIND_TEXT[self.kind]} {self.name}"
 
     @property
     def pieces(self) -> Sequence[Item]:
@@ -124,7 +124,7 @@ class Segment(Item):
         for in_c, group in itertools.groupby(self.nodes, key=lambda node: isinstance(node.call, PackedCall)):
             nodes = list(group)
             if in_c:
-                self._calls.append((nodes, joined([node.call for node in nodes if isinstance(node.call, PackedCall)])))
+                self._calls.append((nodes, join_calls([node.call for node in nodes if isinstance(node.call, PackedCall)])))
             else:
                 self._calls += [([node], node.call) for node in nodes if node.call is not None]
         return self
@@ -197,7 +197,7 @@ class Await(Item):
             self._stats.wait_ns = (self._stats.wait_ns or 0) + time.perf_counter_ns() - begin
 
 
-def programs(recorder: Recorder, delay: Delay | None, verify: bool, stats: BackendStats) -> dict[str, list[Item]]:
+def stream_programs(recorder: Recorder, delay: Delay | None, verify: bool, stats: BackendStats) -> dict[str, list[Item]]:
     """The recording as one list of items per stream. `stats` counts the time that the main stream waits for others."""
     result: dict[str, list[Item]] = {}
     signals: dict[int, Signal] = {}
@@ -205,13 +205,13 @@ def programs(recorder: Recorder, delay: Delay | None, verify: bool, stats: Backe
     for node in recorder.nodes:
         program, event = result.setdefault(node.stream, []), node.event
         if node.kind == "host":
-            program.append(HostCall(node, delay, _watched(recorder, node) if verify else ()))
+            program.append(HostCall(node, delay, _undeclared_buffers(recorder, node) if verify else ()))
         elif event is not None and node.kind == "record":
             signals[event.number] = Signal(_latest_name(program))
             program.append(signals[event.number])
         elif event is not None and event.stream != node.stream and (event.number, node.stream) not in waited:
             waited.add((event.number, node.stream))
-            signal, lock = signals[event.number], taken_lock()
+            signal, lock = signals[event.number], acquired_lock()
             signal.locks.append(lock)
             program.append(Await(lock, signal.name, stats if node.stream == MAIN else None))
         elif node.call is not None:
@@ -234,10 +234,10 @@ def _latest_name(program: Sequence[Item]) -> str:
             return item.name if stage is None or isinstance(item, HostCall) else stage
         if isinstance(item, Segment) and stage is None:
             stage = item.nodes[-1].stage
-    return stage or STEP
+    return stage or DEFAULT_STAGE
 
 
-def report(recorder: Recorder, nbytes: int, seconds: float) -> RecordedReport:
+def make_report(recorder: Recorder, nbytes: int, seconds: float) -> RecordedReport:
     return RecordedReport(
         nodes=dict(Counter(node.kind for node in recorder.nodes if node.kind not in ("view", "record"))),
         host_nodes=tuple(node.name for node in recorder.nodes if node.kind == "host"),
@@ -257,7 +257,7 @@ def _labels(nodes: Sequence[Node]) -> Iterator[StageRun]:
             yield StageRun(node.stream, node.stage)
 
 
-def _watched(recorder: Recorder, node: Node) -> list[tuple[str, Tensor]]:
+def _undeclared_buffers(recorder: Recorder, node: Node) -> list[tuple[str, Tensor]]:
     declared = {storage_key(tensor) for tensor in node.writes}
     buffers, races = recorder.memory.buffers, recorder.races
     pinned = [(spec.name, buffers[spec.name]) for spec in buffers.specs if spec.memory == "pinned"]
@@ -268,7 +268,7 @@ def _watched(recorder: Recorder, node: Node) -> list[tuple[str, Tensor]]:
     ]
 
 
-Timed = Callable[[str, Sequence[Item]], Iterator[Item]]  # stream and items -> pieces of the items
+ItemTimer = Callable[[str, Sequence[Item]], Iterator[Item]]  # stream and items -> pieces of the items
 
 
 class Tracer:
@@ -283,27 +283,27 @@ class Tracer:
         return self._next >= self._end
 
     @contextlib.contextmanager
-    def launching(self) -> Iterator[Timed]:
+    def launching(self) -> Iterator[ItemTimer]:
         """Times the launch of a round; yields what times its items."""
         number, start = self._next, time.perf_counter_ns()
         self._next += 1
         yield functools.partial(self._timed, number)
-        self.spans.append(Span(LAUNCHER, f"launch {number}", "launch", number, start, time.perf_counter_ns()))
+        self.spans.append(Span(LAUNCHING_THREAD, f"launch {number}", "launch", number, start, time.perf_counter_ns()))
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
         """Times a wait of the launching thread for results."""
         start = time.perf_counter_ns()
         yield
-        self.spans.append(Span(LAUNCHER, "results", "wait", OUTSIDE, start, time.perf_counter_ns()))
+        self.spans.append(Span(LAUNCHING_THREAD, "results", "wait", NO_ROUND, start, time.perf_counter_ns()))
 
-    def outside(self, function: Callable[[], object]) -> Callable[[], object]:
+    def between_rounds(self, function: Callable[[], object]) -> Callable[[], object]:
         """`function` with a span, for work on the main stream between rounds."""
 
         def run() -> None:
             start = time.perf_counter_ns()
             function()
-            self.spans.append(Span(MAIN, BETWEEN, "stage", OUTSIDE, start, time.perf_counter_ns()))
+            self.spans.append(Span(MAIN, BETWEEN_ROUNDS, "stage", NO_ROUND, start, time.perf_counter_ns()))
 
         return run
 

@@ -24,15 +24,15 @@ class Region(NamedTuple):
     start: int
     sizes: tuple[int, ...]
     strides: tuple[int, ...]  # in bytes
-    item: int
+    itemsize: int
 
     @property
     def end(self) -> int:
-        return self.start + sum((size - 1) * stride for size, stride in zip(self.sizes, self.strides, strict=True)) + self.item
+        return self.start + sum((size - 1) * stride for size, stride in zip(self.sizes, self.strides, strict=True)) + self.itemsize
 
     @property
     def dense(self) -> bool:
-        expected = self.item
+        expected = self.itemsize
         for stride, size in sorted(zip(self.strides, self.sizes, strict=True)):
             if stride != expected:
                 return False
@@ -47,11 +47,11 @@ def region_of(tensor: Tensor) -> Region | None:
     """The bytes of `tensor`; None if it is empty. Dimensions of stride 0 or size 1 are dropped."""
     if tensor.numel() == 0:
         return None
-    item = tensor.element_size()
+    itemsize = tensor.element_size()
     if tensor.is_contiguous():
-        return Region(int(tensor.storage_offset()) * item, (tensor.numel(),), (item,), item)
-    dims = [(int(size), stride * item) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1 and stride != 0]
-    return Region(int(tensor.storage_offset()) * item, tuple(size for size, _ in dims), tuple(stride for _, stride in dims), item)
+        return Region(int(tensor.storage_offset()) * itemsize, (tensor.numel(),), (itemsize,), itemsize)
+    dims = [(int(size), stride * itemsize) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1 and stride != 0]
+    return Region(int(tensor.storage_offset()) * itemsize, tuple(size for size, _ in dims), tuple(stride for _, stride in dims), itemsize)
 
 
 def overlap(a: Region, b: Region) -> bool:
@@ -62,14 +62,14 @@ def overlap(a: Region, b: Region) -> bool:
     if a.dense and b.dense:
         return True
     base = min(a.start, b.start)
-    unit = math.gcd(a.start - base, b.start - base, a.item, b.item, *a.strides, *b.strides)
+    unit = math.gcd(a.start - base, b.start - base, a.itemsize, b.itemsize, *a.strides, *b.strides)
     touched = torch.zeros((max(a.end, b.end) - base) // unit, dtype=torch.bool)
     _elements(touched, a, base, unit).fill_(True)
     return bool(_elements(touched, b, base, unit).any())
 
 
 def _elements(touched: Tensor, region: Region, base: int, unit: int) -> Tensor:
-    sizes, strides = (*region.sizes, region.item // unit), (*(stride // unit for stride in region.strides), 1)
+    sizes, strides = (*region.sizes, region.itemsize // unit), (*(stride // unit for stride in region.strides), 1)
     return touched.as_strided(sizes, strides, (region.start - base) // unit)
 
 

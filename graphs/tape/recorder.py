@@ -19,13 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepgraph.graphs.buffers import StaticBuffers, storage_key
 from stepgraph.graphs.capture import Step, refusing_threads
-from stepgraph.graphs.context import MAIN, StreamEvent, setting, use_context
+from stepgraph.graphs.context import MAIN, StreamEvent, temporarily_set, use_context
 from stepgraph.graphs.errors import CaptureError, Site, call_site, fail
 from stepgraph.graphs.memory import Backup
-from stepgraph.graphs.spans import STEP
+from stepgraph.graphs.spans import DEFAULT_STAGE
 from stepgraph.graphs.tape.arena import Arena
 from stepgraph.graphs.tape.races import WHOLE, Access, Clock, RaceChecker, region_of
-from stepgraph.graphs.tape.replay_ops import Call, repeat, signature, tensors_in
+from stepgraph.graphs.tape.replay_ops import OpCall, replay_of, signature, tensors_in
 from stepgraph.graphs.tape.rules import Memory, Rules, generator_key, has_rule
 
 Leaf = tuple[str, str]  # ("scalar" | "tensor", description)
@@ -54,7 +54,7 @@ class Node:
     event: TapeStreamEvent | None = None
     writes: tuple[Tensor, ...] = ()  # declared, of a host node
     clock: Clock = field(default_factory=dict)
-    stage: str = STEP
+    stage: str = DEFAULT_STAGE
 
     def __str__(self) -> str:
         what = f"host node {self.name!r}" if self.kind == "host" else self.name
@@ -68,21 +68,21 @@ class Recorder(TorchDispatchMode):
         self,
         buffers: StaticBuffers,
         generators: Sequence[torch.Generator],
-        foreign: Callable[[int], bool],
+        is_foreign: Callable[[int], bool],
         arena: Arena | None,  # None: intermediates stay where torch allocated them
-        compared: bool = False,
-        finish: Callable[[], None] = lambda: None,  # waits for the operations of the step, where they run asynchronously
+        records_leaves: bool = False,
+        wait_for_device: Callable[[], None] = lambda: None,  # waits for the operations of the step, where they run asynchronously
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._finish = finish
-        self.compared = compared  # whether leaves are recorded for a comparison with a second recording
-        self.memory = Memory(buffers, foreign, arena)
+        self._wait_for_device = wait_for_device
+        self.records_leaves = records_leaves  # whether leaves are recorded for a comparison with a second recording
+        self.memory = Memory(buffers, is_foreign, arena)
         self.rules = Rules(self.memory, generators)
         self.races = RaceChecker(MAIN)
         self.nodes: list[Node] = []
         self._fills = {spec.name: spec.fill for spec in buffers.specs}
-        self._saved: dict[int, Backup] = {}  # by storage, from before the first write
-        self._stream, self._stage = MAIN, STEP
+        self._backups: dict[int, Backup] = {}  # by storage, from before the first write
+        self._stream, self._stage = MAIN, DEFAULT_STAGE
         self._capture = object()  # identifies the events of this capture; the recorder itself would be a cycle, which keeps memory alive
         self.paused = False
         self._failure: CaptureError | None = None
@@ -97,21 +97,21 @@ class Recorder(TorchDispatchMode):
                 step(self.memory.buffers)
             if self._failure is not None:  # the step caught it
                 raise self._failure
-            loose = self.races.unjoined()
-            if loose is not None:
-                raise fail("unjoined-fork", f"the main stream does not wait for {loose}", loose.site)
+            unjoined = self.races.unjoined()
+            if unjoined is not None:
+                raise fail("unjoined-fork", f"the main stream does not wait for {unjoined}", unjoined.site)
         finally:
             torch.clear_autocast_cache()
-            self._finish()  # a tensor in host memory is restored at once, before copies to it that are still to run
-            for saved in self._saved.values():
+            self._wait_for_device()  # a tensor in host memory is restored at once, before copies to it that are still to run
+            for saved in self._backups.values():
                 saved.restore()
-            self._saved.clear()
+            self._backups.clear()
             for generator, state in states:
                 generator.set_state(state)
 
-    def working(self) -> _Working:
+    def unrecorded(self) -> _Unrecorded:
         """Run the recorder's own tensor operations unrecorded. Keeps a failure even if the step catches it."""
-        return _Working(self)
+        return _Unrecorded(self)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -126,32 +126,32 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.paused:
             return func(*args, **kwargs)
-        with self.working():
+        with self.unrecorded():
             name, site = signature(func).name, call_site()
             self._join_or_fail(name)
-            if signature(func).view and not self.compared and args and self.memory.has(args[0]):
+            if signature(func).view and not self.records_leaves and args and self.memory.has(args[0]):
                 self._add(Node("view", name.removeprefix("aten::"), self._stream, site))
                 return func(*args, **kwargs)
-            call = Call(func, args, kwargs)
-            self._place([tensor for tensor in call.allocated if not self.memory.has(tensor)], call, site)
+            call = OpCall(func, args, kwargs)
+            self._move_results([tensor for tensor in call.allocated if not self.memory.has(tensor)], call, site)
             self.rules.check_operation(call)
             for tensor in call.targets:
-                self._save(tensor)
+                self._back_up(tensor)
             if call.schema.outs:
                 _check_out(call)
             result = call.run()
             self._add_operation(call, result, site)
             return result
 
-    def _place(self, fresh: Sequence[Tensor], call: Call, site: Site) -> None:
+    def _move_results(self, fresh: Sequence[Tensor], call: OpCall, site: Site) -> None:
         """Move the results of a call to where replays find them."""
         if self.memory.arena is not None:
             self.memory.arena.move(fresh)
-        made = self.memory.made
+        intermediates = self.memory.intermediates
         for tensor in fresh:
-            made.setdefault(storage_key(tensor), (tensor, len(made), call.schema.name.removeprefix("aten::"), site))
+            intermediates.setdefault(storage_key(tensor), (tensor, len(intermediates), call.schema.name.removeprefix("aten::"), site))
 
-    def _add_operation(self, call: Call, result: object, site: Site) -> None:
+    def _add_operation(self, call: OpCall, result: object, site: Site) -> None:
         name, results = call.schema.name.removeprefix("aten::"), tensors_in(result)
         if name == "lift_fresh":
             for tensor in results:
@@ -161,18 +161,18 @@ class Recorder(TorchDispatchMode):
             return
         known = {storage_key(tensor) for tensor in call.inputs}
         fresh = [tensor for tensor in results if storage_key(tensor) not in known]
-        leaves = tuple(self._leaves(call.values)) if self.compared else ()
-        self._place(fresh, call, site)
-        kind, again = repeat(call, result, results, fresh)
-        node = Node(kind, name, self._stream, site, leaves, again)
+        leaves = tuple(self._leaves(call.values)) if self.records_leaves else ()
+        self._move_results(fresh, call, site)
+        kind, replay_call = replay_of(call, result, results, fresh)
+        node = Node(kind, name, self._stream, site, leaves, replay_call)
         self._add(node)
-        if again is not None:
+        if replay_call is not None:
             reads = [tensor for tensor in call.inputs if not any(tensor is target for target in call.targets)]
-            self._account(node, reads, [*call.targets, *fresh])
+            self._check_accesses(node, reads, [*call.targets, *fresh])
             if call.schema.seeded and call.values.get("dropout_p") != 0:
                 generator = call.values.get("generator") or torch.default_generator
                 access = Access(node, node.stream, node.clock, WHOLE, True)
-                self._access(node, generator_key(generator), access, "a random generator")
+                self._check_access(node, generator_key(generator), access, "a random generator")
 
     def _leaves(self, value: object) -> Iterator[Leaf]:
         if isinstance(value, Tensor):
@@ -186,10 +186,10 @@ class Recorder(TorchDispatchMode):
         elif not isinstance(value, torch.Generator):
             yield ("scalar", repr(value))
 
-    def _save(self, tensor: Tensor) -> None:
+    def _back_up(self, tensor: Tensor) -> None:
         key = storage_key(tensor)
-        if key not in self._saved and (owner := self.memory.buffers.owner_of(tensor)) is not None and owner[0] in self._fills:
-            self._saved[key] = Backup(self.memory.buffers[owner[0]], self._fills[owner[0]])
+        if key not in self._backups and (owner := self.memory.buffers.owner_of(tensor)) is not None and owner[0] in self._fills:
+            self._backups[key] = Backup(self.memory.buffers[owner[0]], self._fills[owner[0]])
 
     # order
 
@@ -198,16 +198,16 @@ class Recorder(TorchDispatchMode):
             message = f"{what} runs on stream {self._stream!r} before that stream waited for an event of this capture"
             raise fail("stream-outside-capture", message)
 
-    def _account(self, node: Node, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+    def _check_accesses(self, node: Node, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
         node.clock = self.races.begin(node, node.stream)
         for tensors, write in ((reads, False), (writes, True)):
             for tensor in tensors:
                 region = region_of(tensor)
                 if region is not None and self.memory.kind(tensor) != "constant":  # constants are never written
                     access = Access(node, node.stream, node.clock, region, write)
-                    self._access(node, storage_key(tensor), access, tensor)
+                    self._check_access(node, storage_key(tensor), access, tensor)
 
-    def _access(self, node: Node, key: int, access: Access, what: Tensor | str) -> None:
+    def _check_access(self, node: Node, key: int, access: Access, what: Tensor | str) -> None:
         other = self.races.access(key, access)
         if other is not None:
             name = what if isinstance(what, str) else self.memory.name(what)
@@ -222,13 +222,13 @@ class Recorder(TorchDispatchMode):
     # CaptureContext
 
     def stream(self, name: str) -> AbstractContextManager[None]:
-        return setting(self, "_stream", name)
+        return temporarily_set(self, "_stream", name)
 
     def stage(self, name: str) -> AbstractContextManager[None]:
-        return setting(self, "_stage", name)
+        return temporarily_set(self, "_stage", name)
 
     def record(self) -> StreamEvent:
-        with self.working():
+        with self.unrecorded():
             self._join_or_fail("record()")
             number = sum(node.kind == "record" for node in self.nodes)
             event = TapeStreamEvent(number, self._stream, self.races.record(self._stream), self._capture)
@@ -236,7 +236,7 @@ class Recorder(TorchDispatchMode):
             return event
 
     def wait(self, event: StreamEvent) -> None:
-        with self.working():
+        with self.unrecorded():
             if not isinstance(event, TapeStreamEvent) or event.capture is not self._capture:
                 raise fail("foreign-event", "wait() for an event that was not recorded in this capture")
             self.races.wait(self._stream, event.clock)
@@ -244,7 +244,7 @@ class Recorder(TorchDispatchMode):
             self._add(Node("wait", "wait", self._stream, call_site(), leaves, event=event))
 
     def host_node(self, name: str, function: Callable[[], object], *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
-        with self.working():
+        with self.unrecorded():
             self._join_or_fail(f"host node {name!r}")
             for tensor in (*reads, *writes):
                 if self.memory.kind(tensor) != "pinned":
@@ -252,11 +252,11 @@ class Recorder(TorchDispatchMode):
             leaves = tuple(self._leaves([*reads, *writes]))
             node = Node("host", name, self._stream, call_site(), leaves, function, writes=tuple(writes))
             self._add(node)
-            self._account(node, reads, writes)
+            self._check_accesses(node, reads, writes)
 
 
-class _Working:
-    """See Recorder.working(). A class, since a generator takes three times as long, and every operation enters one."""
+class _Unrecorded:
+    """See Recorder.unrecorded(). A class, since a generator takes three times as long, and every operation enters one."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder, self._before = recorder, recorder.paused
@@ -284,7 +284,7 @@ class _FunctionGuard(TorchFunctionMode):
         if self._recorder.paused:
             return func(*args, **kwargs)
         if has_rule(func):
-            with self._recorder.working():
+            with self._recorder.unrecorded():
                 rules.check_function(func, args, kwargs)
         if func is not Tensor.__setitem__:
             return func(*args, **kwargs)
@@ -295,7 +295,7 @@ class _FunctionGuard(TorchFunctionMode):
             rules.scalar_store = False
 
 
-def _check_out(call: Call) -> None:
+def _check_out(call: OpCall) -> None:
     outs = {name: call.kwargs[name] for name in call.schema.outs if isinstance(call.kwargs.get(name), Tensor)}
     trial = {name: tensor.new_empty(0) for name, tensor in outs.items()}  # empty tensors are resized without a warning
     call.func(*call.args, **{**call.kwargs, **trial})

@@ -79,7 +79,7 @@ def signature(func: OpOverload) -> Signature:
     )
 
 
-class Call:
+class OpCall:
     """One call of an operation, with what its schema says about it."""
 
     def __init__(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -112,7 +112,7 @@ class Call:
         return values
 
 
-def repeat(call: Call, result: object, results: Sequence[Tensor], fresh: Sequence[Tensor]) -> tuple[str, Callable[[], object] | None]:
+def replay_of(call: OpCall, result: object, results: Sequence[Tensor], fresh: Sequence[Tensor]) -> tuple[str, Callable[[], object] | None]:
     """How to repeat a call and rewrite its recorded `result` in place: its kind in the report, and what every replay calls, if anything.
 
     results: its tensors; fresh: those that it created.
@@ -129,23 +129,23 @@ def repeat(call: Call, result: object, results: Sequence[Tensor], fresh: Sequenc
         return kind, call.native or functools.partial(func, *args, **kwargs)
     if name == "aten::_to_copy":
         return kind, functools.partial(fresh[0].copy_, args[0])
-    again = None if mutable else _through_out(call, result)
+    replay_call = None if mutable else _out_call(call, result)
     # The second draw of a random operation differs from the first.
-    if again is not None and _repeats_exactly(again, fresh, compare=not call.schema.seeded):
-        return kind, again
+    if replay_call is not None and _repeats_exactly(replay_call, fresh, compare=not call.schema.seeded):
+        return kind, replay_call
     return "copied", functools.partial(_run_and_copy, func, args, dict(kwargs), result)
 
 
-def _through_out(call: Call, result: object) -> Callable[[], object] | None:
-    found = out_overload(call.func)
-    if found is None:
+def _out_call(call: OpCall, result: object) -> Callable[[], object] | None:
+    out = out_overload(call.func)
+    if out is None:
         return None
-    results = [result] if len(found.outs) == 1 else list(result) if isinstance(result, (tuple, list)) else []
-    if len(results) != len(found.outs) or any(value is None for value in results):
+    results = [result] if len(out.outs) == 1 else list(result) if isinstance(result, (tuple, list)) else []
+    if len(results) != len(out.outs) or any(value is None for value in results):
         return None
-    positional = [call.values[name] for name in found.positional]
-    keywords = {name: call.values[name] for name in found.keywords}
-    return functools.partial(found.overload, *positional, **keywords, **dict(zip(found.outs, results, strict=True)))
+    positional = [call.values[name] for name in out.positional]
+    keywords = {name: call.values[name] for name in out.keywords}
+    return functools.partial(out.overload, *positional, **keywords, **dict(zip(out.outs, results, strict=True)))
 
 
 class OutOverload(NamedTuple):

@@ -18,9 +18,9 @@ from torch import Tensor
 from stepgraph.graphs.buffers import StaticBuffers, storage_key
 from stepgraph.graphs.errors import Site, fail
 from stepgraph.graphs.tape.arena import Arena
-from stepgraph.graphs.tape.replay_ops import Call, tensors_in
+from stepgraph.graphs.tape.replay_ops import OpCall, tensors_in
 
-Kind = Literal["device", "pinned", "constant", "made", "literal", "foreign", "unknown"]
+MemoryKind = Literal["device", "pinned", "constant", "intermediate", "literal", "foreign", "unknown"]
 
 _SYNCS: dict[Any, str] = {
     getattr(Tensor, name): name
@@ -60,34 +60,34 @@ def generator_key(generator: torch.Generator) -> int:
 class Memory:
     """Classifies the memory of tensors in one capture."""
 
-    def __init__(self, buffers: StaticBuffers, foreign: Callable[[int], bool], arena: Arena | None) -> None:
+    def __init__(self, buffers: StaticBuffers, is_foreign: Callable[[int], bool], arena: Arena | None) -> None:
         self.buffers = buffers
         # storages created in this capture, kept alive so that keys stay unique; with number, operation and line
-        self.made: dict[int, tuple[Tensor, int, str, Site]] = {}
+        self.intermediates: dict[int, tuple[Tensor, int, str, Site]] = {}
         self.literals: dict[int, Tensor] = {}  # 0-d tensors that torch creates from a Python scalar, as in x[0] = 5
-        self.arena, self._foreign = arena, foreign
+        self.arena, self._is_foreign = arena, is_foreign
 
     def has(self, value: object) -> bool:
         """Whether this is a tensor of a buffer, a constant, or created in this capture."""
-        return isinstance(value, Tensor) and (storage_key(value) in self.made or self.buffers.owner_of(value) is not None)
+        return isinstance(value, Tensor) and (storage_key(value) in self.intermediates or self.buffers.owner_of(value) is not None)
 
-    def kind(self, tensor: Tensor) -> Kind:
+    def kind(self, tensor: Tensor) -> MemoryKind:
         key = storage_key(tensor)
-        if key in self.made:
-            return "made"
+        if key in self.intermediates:
+            return "intermediate"
         owner = self.buffers.owner_of(tensor)
         if owner is not None:
             return owner[1]
         if key in self.literals:
             return "literal"
-        return "foreign" if self._foreign(key) else "unknown"
+        return "foreign" if self._is_foreign(key) else "unknown"
 
     def name(self, tensor: Tensor) -> str:
         owner = self.buffers.owner_of(tensor)
         if owner is not None:
             return repr(owner[0])
-        made = self.made.get(storage_key(tensor))
-        return "an unregistered tensor" if made is None else "the result {} of {} ({})".format(*made[1:])
+        result = self.intermediates.get(storage_key(tensor))
+        return "an unregistered tensor" if result is None else "the result {} of {} ({})".format(*result[1:])
 
 
 def has_rule(func: Callable[..., Any]) -> bool:
@@ -126,7 +126,7 @@ class Rules:
         if moves and self.memory.kind(args[0]) == "pinned":
             raise fail("mixed-residence", f"{self.memory.name(args[0])}.to(device) allocates; copy_ it into a device buffer instead")
 
-    def check_operation(self, call: Call) -> None:
+    def check_operation(self, call: OpCall) -> None:
         name, schema = call.schema.name, call.schema
         if name == "aten::lift_fresh":
             if self.scalar_store and call.args[0].dim() == 0:
@@ -146,7 +146,7 @@ class Rules:
         if pinned and not schema.view and not (call.operation and call.operation.mapped):
             self._check_residence(call, pinned)
 
-    def _check_shape(self, call: Call) -> None:
+    def _check_shape(self, call: OpCall) -> None:
         name, dynamic = call.schema.name, call.schema.dynamic
         if not dynamic and name not in _INDEX_PUT:
             return
@@ -158,7 +158,7 @@ class Rules:
             if not fill:  # with a Python scalar torch turns it into masked_fill_
                 raise fail("dynamic-shape", f"{name} with a bool mask counts the mask on the host; use torch.where or masked_fill_")
 
-    def _check_generator(self, call: Call) -> None:
+    def _check_generator(self, call: OpCall) -> None:
         if not call.schema.seeded or call.values.get("dropout_p") == 0:
             return  # attention without dropout draws nothing
         generator = call.values.get("generator") or torch.default_generator
@@ -166,7 +166,7 @@ class Rules:
             which = "the default generator" if generator is torch.default_generator else "its generator"
             raise fail("generator", f"{call.schema.name} draws from {which}, which is not among capture(generators=...)")
 
-    def _check_inputs(self, call: Call) -> list[Tensor]:
+    def _check_inputs(self, call: OpCall) -> list[Tensor]:
         """Check residence and registration; returns the inputs in pinned memory."""
         name, pinned = call.schema.name, list[Tensor]()
         for tensor in call.inputs:
@@ -193,7 +193,7 @@ class Rules:
                 raise fail("constant-write", f"{name} writes the constant {self.memory.name(tensor)}; make it a buffer")
         return pinned
 
-    def _check_residence(self, call: Call, pinned: Sequence[Tensor]) -> None:
+    def _check_residence(self, call: OpCall, pinned: Sequence[Tensor]) -> None:
         name, values = call.schema.name, call.values
         if name != "aten::copy_" or len(pinned) == 2:
             raise fail("mixed-residence", f"{name} computes on pinned {self.memory.name(pinned[0])}; only copy_ to or from the device may")

@@ -1,7 +1,7 @@
 """Calls in C for operations of torch on few integers, and for copies of rows. Replays have many, and torch takes longer to start one than
 to compute it.
 
-Every call that makes a new tensor is compared with torch's result when it is recorded (`repeat`).
+Every call that makes a new tensor is compared with torch's result when it is recorded (`replay_of`).
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stepgraph.sampling.kernels.c_kernel import NONE, PackedCall, joined, pack_argument
+from stepgraph.sampling.kernels.c_kernel import NONE, PackedCall, join_calls, pack_argument
 from stepgraph.sampling.native import kernel
 
 Run = Callable[[], object]
-MOST_ELEMENTS = 1 << 14
+MAX_ELEMENTS = 1 << 14
 _DIMENSIONS = 4
-_WHOLE = (torch.bool, torch.int32, torch.int64)
+_INTEGERS = (torch.bool, torch.int32, torch.int64)
 _KINDS = (  # as in small.c
     *("copy", "add", "sub", "mul", "eq", "ne", "lt", "le", "gt", "ge", "bitwise_and", "bitwise_or", "__lshift__", "clamp_min", "clamp_max"),
     *("where", "sum", "cumprod", "gather", "scatter"),
 )
-_NUMBER = {name: number for number, name in enumerate(_KINDS)}
-_COMPARED = {"eq", "ne", "lt", "le", "gt", "ge"}
-_COMPUTED = {"add", "sub", "mul", "bitwise_and", "bitwise_or", "__lshift__"}
+_KIND_NUMBER = {name: number for number, name in enumerate(_KINDS)}
+_COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
+_ARITHMETIC = {"add", "sub", "mul", "bitwise_and", "bitwise_or", "__lshift__"}
 _COPIES = {"copy_", "clone", "_to_copy"}
 _CONSTANTS = {"arange", "scalar_tensor", "full", "zeros", "ones", "full_like", "zeros_like", "ones_like"}
 
@@ -36,52 +36,52 @@ def small_operation(name: str, values: Mapping[str, Any], target: Tensor) -> Run
     values: the arguments by the names of the schema.
     """
     name = name.removeprefix("aten::")
-    fits = 0 < target.numel() <= MOST_ELEMENTS and target.dim() <= _DIMENSIONS
+    fits = 0 < target.numel() <= MAX_ELEMENTS and target.dim() <= _DIMENSIONS
     if target.device.type != "cpu" or not fits or kernel("small_operation") is None:
         return None
     if name in _CONSTANTS:
-        return _call("copy", target, target.clone()) if target.dtype in _WHOLE else None
+        return _small_call("copy", target, target.clone()) if target.dtype in _INTEGERS else None
     if name in _COPIES:
         source = values["src"] if name == "copy_" else values["self"]
-        same = source.dtype is target.dtype or (source.dtype in _WHOLE and target.dtype in _WHOLE[1:])
-        return _call("copy", target, source) if same and _is_plain(source) else None
+        same = source.dtype is target.dtype or (source.dtype in _INTEGERS and target.dtype in _INTEGERS[1:])
+        return _small_call("copy", target, source) if same and _is_plain(source) else None
     if name == "cat":
-        return _joined(target, values["tensors"], values["dim"])
+        return _concatenation(target, values["tensors"], values["dim"])
     if name in ("index", "embedding", "gather", "index_copy_", "index_put_"):
-        return _moved(name, values, target)
-    return _computed(name, values, target)
+        return _indexing(name, values, target)
+    return _arithmetic(name, values, target)
 
 
-def _computed(name: str, values: Mapping[str, Any], target: Tensor) -> Run | None:
+def _arithmetic(name: str, values: Mapping[str, Any], target: Tensor) -> Run | None:
     first, other = values.get("self"), values.get("other")
     if name == "where":
-        three = [each for each in (values.get("condition"), first, other) if isinstance(each, Tensor) and each.dtype in _WHOLE]
-        return _call("where", target, *three) if len(three) == 3 else None
-    if target.dtype not in _WHOLE or not isinstance(first, Tensor) or first.dtype not in _WHOLE:
+        three = [each for each in (values.get("condition"), first, other) if isinstance(each, Tensor) and each.dtype in _INTEGERS]
+        return _small_call("where", target, *three) if len(three) == 3 else None
+    if target.dtype not in _INTEGERS or not isinstance(first, Tensor) or first.dtype not in _INTEGERS:
         return None
     if name in ("clamp", "clamp_"):
         least, most = values.get("min"), values.get("max")
         bound = least if most is None else most
         if not isinstance(bound, int) or None not in (least, most):
             return None
-        return _call("clamp_min" if most is None else "clamp_max", target, first, bound)
+        return _small_call("clamp_min" if most is None else "clamp_max", target, first, bound)
     if name == "cumprod":
         last = values["dim"] in (-1, first.dim() - 1) and first.dtype is target.dtype is torch.int64
-        return _call(name, target, first) if last else None
+        return _small_call(name, target, first) if last else None
     if name == "sum":
         if not values.get("dim") or target.dtype is not torch.int64 or not first.numel():
             return None
-        places = target if values.get("keepdim") else _with_dimensions(target, values["dim"], first.dim())
-        return _call(name, places.expand(first.shape), first)
-    integers = target.dtype is torch.bool if name in _COMPARED else target.dtype is not torch.bool or name.startswith("bitwise")
-    if name not in _COMPARED | _COMPUTED or not integers or values.get("alpha", 1) != 1:
+        places = target if values.get("keepdim") else _unsqueeze(target, values["dim"], first.dim())
+        return _small_call(name, places.expand(first.shape), first)
+    integers = target.dtype is torch.bool if name in _COMPARISONS else target.dtype is not torch.bool or name.startswith("bitwise")
+    if name not in _COMPARISONS | _ARITHMETIC or not integers or values.get("alpha", 1) != 1:
         return None
-    if isinstance(other, int) or (isinstance(other, Tensor) and other.dtype in _WHOLE):
-        return _call(name, target, first, other)
+    if isinstance(other, int) or (isinstance(other, Tensor) and other.dtype in _INTEGERS):
+        return _small_call(name, target, first, other)
     return None
 
 
-def _moved(name: str, values: Mapping[str, Any], target: Tensor) -> Run | None:
+def _indexing(name: str, values: Mapping[str, Any], target: Tensor) -> Run | None:
     """Rows of tables, and elements, by indices in int64."""
     if name == "index_put_":
         indices, source = values["indices"], values["values"]
@@ -89,21 +89,21 @@ def _moved(name: str, values: Mapping[str, Any], target: Tensor) -> Run | None:
         if not fits or values["accumulate"] or source.dtype is not target.dtype:
             return None
         shape = torch.broadcast_shapes(*(each.shape for each in indices))
-        return _call(
-            "scatter", target[:1, :1].expand(shape), *(each.expand(shape) for each in (source, *indices)), moved=target, counted=True
+        return _small_call(
+            "scatter", target[:1, :1].expand(shape), *(each.expand(shape) for each in (source, *indices)), indexed=target, wraparound=True
         )
     if name == "index_copy_":
         index, source = values["index"], values["source"]
         if values["dim"] != 0 or source.dtype is not target.dtype or not _is_plain(source):
             return None
         place = target[:1].expand(source.shape)
-        return _call("scatter", place, source, _leading(index, source.dim()).expand(source.shape), moved=target[..., None])
+        return _small_call("scatter", place, source, _add_dims(index, source.dim()).expand(source.shape), indexed=target[..., None])
     if name == "gather":
         table, dim, index = values["self"], values["dim"] % max(target.dim(), 1), values["index"]
         if not _is_plain(table):
             return None
         cut = table[tuple(slice(1 if each == dim else size) for each, size in enumerate(target.shape))]
-        return _call("gather", target, cut, index, moved=table.movedim(dim, 0)[..., None])
+        return _small_call("gather", target, cut, index, indexed=table.movedim(dim, 0)[..., None])
     table, index = (values["weight"], values["indices"]) if name == "embedding" else (values["self"], values["indices"][0])
     rest = table.dim() - 1
     one = name == "embedding" or len(values["indices"]) == 1
@@ -112,45 +112,45 @@ def _moved(name: str, values: Mapping[str, Any], target: Tensor) -> Run | None:
     row = table[:1].view(*[1] * index.dim(), *table.shape[1:]) if table[:1].is_contiguous() else None
     if row is None:
         return None
-    return _call("gather", target, row, index.view(*index.shape, *[1] * rest), moved=table[..., None], counted=name == "index")
+    return _small_call("gather", target, row, index.view(*index.shape, *[1] * rest), indexed=table[..., None], wraparound=name == "index")
 
 
-def _joined(target: Tensor, tensors: Sequence[Tensor], dim: int) -> Run | None:
+def _concatenation(target: Tensor, tensors: Sequence[Tensor], dim: int) -> Run | None:
     if not all(each.dtype is target.dtype and each.dim() == target.dim() and _is_plain(each) for each in tensors):
         return None
     calls, start = list[PackedCall](), 0
     for each in tensors:
         if each.numel():
-            calls.append(_call("copy", target.narrow(dim, start, each.shape[dim]), each))
+            calls.append(_small_call("copy", target.narrow(dim, start, each.shape[dim]), each))
         start += each.shape[dim]
-    return joined(calls) if calls else None
+    return join_calls(calls) if calls else None
 
 
 def _is_plain(tensor: Tensor) -> bool:
     return tensor.element_size() <= 8 and not tensor.is_complex() and tensor.dim() <= _DIMENSIONS
 
 
-def _with_dimensions(target: Tensor, dims: Sequence[int], count: int) -> Tensor:
+def _unsqueeze(target: Tensor, dims: Sequence[int], count: int) -> Tensor:
     for dim in sorted(dim % count for dim in dims):
         target = target.unsqueeze(dim)
     return target
 
 
-def _leading(index: Tensor, dims: int) -> Tensor:
+def _add_dims(index: Tensor, dims: int) -> Tensor:
     return index.view(*index.shape, *[1] * (dims - index.dim()))
 
 
-def _call(kind: str, target: Tensor, *given: Tensor | int, moved: Tensor | None = None, counted: bool = False) -> PackedCall:
-    """moved: a tensor whose first two dimensions are those that are indexed."""
-    arguments: list[Tensor | int] = [_NUMBER[kind], _in_four(target, target)]
-    arguments += [_in_four(each, target) if isinstance(each, Tensor) else int(each) for each in given]
-    packed = b"".join([pack_argument(each) for each in arguments] + [NONE] * (_DIMENSIONS - 1 - len(given)))
-    places = (0, 0, 0, 0) if moved is None else (moved.stride(0), moved.shape[0], moved.stride(1), moved.shape[1])
+def _small_call(kind: str, target: Tensor, *operands: Tensor | int, indexed: Tensor | None = None, wraparound: bool = False) -> PackedCall:
+    """indexed: a tensor whose first two dimensions are those that are indexed."""
+    arguments: list[Tensor | int] = [_KIND_NUMBER[kind], _in_four_dims(target, target)]
+    arguments += [_in_four_dims(each, target) if isinstance(each, Tensor) else int(each) for each in operands]
+    packed = b"".join([pack_argument(each) for each in arguments] + [NONE] * (_DIMENSIONS - 1 - len(operands)))
+    places = (0, 0, 0, 0) if indexed is None else (indexed.stride(0), indexed.shape[0], indexed.stride(1), indexed.shape[1])
     function = kernel("small_operation")
     assert function is not None
-    return PackedCall.of(function, packed + b"".join(map(pack_argument, (*places, int(counted)))), (target, *given))
+    return PackedCall.of(function, packed + b"".join(map(pack_argument, (*places, int(wraparound)))), (target, *operands))
 
 
-def _in_four(tensor: Tensor, target: Tensor) -> Tensor:
+def _in_four_dims(tensor: Tensor, target: Tensor) -> Tensor:
     expanded = tensor.expand(target.shape)
     return expanded[(None,) * (_DIMENSIONS - expanded.dim())]

@@ -11,7 +11,7 @@ from torch import Tensor
 from stepgraph.sampling.grammar.status import BITS_PER_WORD, MaskStatus
 
 _OK = tl.constexpr(int(MaskStatus.OK))
-_BITS = tl.constexpr(BITS_PER_WORD)
+_BITS_PER_WORD = tl.constexpr(BITS_PER_WORD)
 
 
 @triton.jit
@@ -43,7 +43,7 @@ def select_row(
     """All flags have the same strides, 1 within a row. WIDTH: K, rounded up."""
     slot = tl.program_id(0).to(tl.int64)
     token, usable = tl.load(tokens + slot), tl.load(finite + slot).to(tl.int32)
-    row, took = tl.load(rows + slot), usable * 0
+    row, is_certain = tl.load(rows + slot), usable * 0
     flag = row * flag_step + step - 1
     if masks is not None:
         masked = tl.load(constrained + slot).to(tl.int32)
@@ -52,20 +52,20 @@ def select_row(
         candidate = tl.load(chain + slot * chain_step + step - 1)
         taken = candidate >= 0
         if masks is not None:
-            known = tl.maximum(candidate, 0)
-            word = tl.load(masks + row * mask_step + known // _BITS, mask=known // _BITS < words, other=0)
-            taken = taken & (((((word >> (known % _BITS).to(tl.int32)) & 1) != 0) & valid) | (masked == 0))
-        token, took = tl.where(taken, candidate, token), tl.where(taken, 1, took)
+            candidate_id = tl.maximum(candidate, 0)
+            word = tl.load(masks + row * mask_step + candidate_id // _BITS_PER_WORD, mask=candidate_id // _BITS_PER_WORD < words, other=0)
+            taken = taken & (((((word >> (candidate_id % _BITS_PER_WORD).to(tl.int32)) & 1) != 0) & valid) | (masked == 0))
+        token, is_certain = tl.where(taken, candidate, token), tl.where(taken, 1, is_certain)
         tl.store(row_looked_up + flag, taken)
     if forced is not None:
-        only = tl.load(forced + slot)
-        taken = (only >= 0) & (masked != 0) & valid
-        token, took = tl.where(taken, only, token), tl.where(taken, 1, took)
+        forced_token = tl.load(forced + slot)
+        taken = (forced_token >= 0) & (masked != 0) & valid
+        token, is_certain = tl.where(taken, forced_token, token), tl.where(taken, 1, is_certain)
         tl.store(row_forced + flag, taken)
     if row_certain is not None:
-        tl.store(row_certain + flag, took != 0)
-    goes_on = (tl.load(alive + slot).to(tl.int32) != 0) & ((usable | took) != 0) & (tl.load(limit + slot * limit_step) >= step)
-    token = tl.where(goes_on, token, -1)
+        tl.store(row_certain + flag, is_certain != 0)
+    keeps_draft = (tl.load(alive + slot).to(tl.int32) != 0) & ((usable | is_certain) != 0) & (tl.load(limit + slot * limit_step) >= step)
+    token = tl.where(keeps_draft, token, -1)
     tl.store(selected + slot, token)
     tl.store(drafts + (step - 1) * drafts_step + slot, token)
     if chain is not None:
@@ -86,10 +86,10 @@ def select_draft(*arguments: Any) -> None:
 @triton.jit
 def store_row(rows, chain, row_drafts, row_counts, drafts, row_step, draft_step, count_step, WIDTH: tl.constexpr):
     """rows [B], chain [B, K], row_drafts [R, K], row_counts [R], all int64. WIDTH: K, rounded up."""
-    place = tl.program_id(0).to(tl.int64)
-    row, index = tl.load(rows + place), tl.arange(0, WIDTH)
+    slot = tl.program_id(0).to(tl.int64)
+    row, index = tl.load(rows + slot), tl.arange(0, WIDTH)
     inside = index < drafts
-    tokens = tl.load(chain + place * row_step + index * draft_step, mask=inside, other=-1)
+    tokens = tl.load(chain + slot * row_step + index * draft_step, mask=inside, other=-1)
     tl.store(row_drafts + row * drafts + index, tokens, mask=inside)
     tl.store(row_counts + row * count_step, tl.sum((tokens >= 0).to(tl.int64), 0))
 

@@ -13,7 +13,7 @@ from stepgraph.sampling.grammar.status import BITS_PER_WORD, FinishCode, MaskSta
 
 _RUNNING = tl.constexpr(int(FinishCode.RUNNING))
 _OK = tl.constexpr(int(MaskStatus.OK))
-_BITS = tl.constexpr(BITS_PER_WORD)
+_BITS_PER_WORD = tl.constexpr(BITS_PER_WORD)
 _REFUSED = tl.constexpr(row_layout.REFUSED)
 SEARCHED = 512  # columns of a text at a time
 FEATURE_TILE = 1024
@@ -36,29 +36,29 @@ def look_up_row(
     COUNT: tl.constexpr,
 ):
     """SEARCHED and COUNT are powers of two, COUNT at least `count`. No two columns of a text have the same score."""
-    place = tl.program_id(0).to(tl.int64)
-    line, size = text + place * width, tl.load(length + place * length_step).to(tl.int32)
-    expected = (start + tl.load(generated + place * generated_step)).to(tl.int32)
+    slot = tl.program_id(0).to(tl.int64)
+    row_text, size = text + slot * width, tl.load(length + slot * length_step).to(tl.int32)
+    expected = (start + tl.load(generated + slot * generated_step)).to(tl.int32)
     best, column = tl.full((SEARCHED,), -1, tl.int32), tl.zeros((SEARCHED,), tl.int32)
     for begin in range(0, width, SEARCHED):
-        at = begin + tl.arange(0, SEARCHED)
-        own = tl.load(line + at, mask=at < width, other=-1)
-        holds = (at < width) & ((at < size) | ((at >= start) & (own >= 0)))
-        usable, matched = holds, tl.zeros((SEARCHED,), tl.int32)
+        columns = begin + tl.arange(0, SEARCHED)
+        token = tl.load(row_text + columns, mask=columns < width, other=-1)
+        matching = (columns < width) & ((columns < size) | ((columns >= start) & (token >= 0)))
+        usable, matched = matching, tl.zeros((SEARCHED,), tl.int32)
         for number in range(longest):
-            last = tl.load(line + size - 1 - number, mask=number < size, other=-2)
-            holds = holds & (tl.load(line + at - 1 - number, mask=holds & (at > number), other=-1) == last)
-            matched += holds.to(tl.int32)
-        given = 3 * width - 2 * tl.abs(at - expected) - (at < expected).to(tl.int32)
-        score = tl.where(usable & (matched >= shortest), matched * 4 * width + tl.where(at < start, at, given), -1)
+            last = tl.load(row_text + size - 1 - number, mask=number < size, other=-2)
+            matching = matching & (tl.load(row_text + columns - 1 - number, mask=matching & (columns > number), other=-1) == last)
+            matched += matching.to(tl.int32)
+        given_score = 3 * width - 2 * tl.abs(columns - expected) - (columns < expected).to(tl.int32)
+        score = tl.where(usable & (matched >= shortest), matched * 4 * width + tl.where(columns < start, columns, given_score), -1)
         better = score > best
-        best, column = tl.where(better, score, best), tl.where(better, at, column)
+        best, column = tl.where(better, score, best), tl.where(better, columns, column)
     top = tl.max(best, 0)
-    found = tl.max(tl.where(best == top, column, 0), 0)
+    match_column = tl.max(tl.where(best == top, column, 0), 0)
     index = tl.arange(0, COUNT)
-    copied = found + tl.where(found < start, index % tl.maximum(size - found, 1), index)
-    tokens = tl.load(line + tl.minimum(copied, width - 1)).to(tl.int64)
-    tl.store(chain + place * count + index, tl.where(top >= 0, tokens, -1), mask=index < count)
+    copied = match_column + tl.where(match_column < start, index % tl.maximum(size - match_column, 1), index)
+    tokens = tl.load(row_text + tl.minimum(copied, width - 1)).to(tl.int64)
+    tl.store(chain + slot * count + index, tl.where(top >= 0, tokens, -1), mask=index < count)
 
 
 def look_up(*arguments: Any) -> None:
@@ -72,10 +72,10 @@ def look_up(*arguments: Any) -> None:
 @triton.jit
 def append_row(rows, tokens, emitted, length, row_text, count, width, length_step, COUNT: tl.constexpr):
     """rows [B], tokens [B, count], emitted [B], length [B] int64; row_text [R, width] int32. COUNT: count, rounded up."""
-    place = tl.program_id(0).to(tl.int64)
-    index, begin = tl.arange(0, COUNT), tl.load(length + place * length_step)
-    token = tl.load(tokens + place * count + index, mask=index < count, other=0)
-    tl.store(row_text + tl.load(rows + place) * width + begin + index, token.to(tl.int32), mask=index < tl.load(emitted + place))
+    slot = tl.program_id(0).to(tl.int64)
+    index, begin = tl.arange(0, COUNT), tl.load(length + slot * length_step)
+    token = tl.load(tokens + slot * count + index, mask=index < count, other=0)
+    tl.store(row_text + tl.load(rows + slot) * width + begin + index, token.to(tl.int32), mask=index < tl.load(emitted + slot))
 
 
 def append_tokens(rows: Tensor, tokens: Tensor, emitted: Tensor, length: Tensor, row_text: Tensor) -> None:
@@ -108,29 +108,29 @@ def choose_row(
     flag_row_step,
     flag_step,
 ):
-    place = tl.program_id(0).to(tl.int64)
-    row, most = tl.load(rows + place), tl.load(limit + place * limit_step)
-    goes_on = (tl.load(finish + place * finish_step) == _RUNNING).to(tl.int32)
-    follows = goes_on
+    slot = tl.program_id(0).to(tl.int64)
+    row, max_drafts = tl.load(rows + slot), tl.load(limit + slot * limit_step)
+    alive = (tl.load(finish + slot * finish_step) == _RUNNING).to(tl.int32)
+    follows = alive
     if masks is not None:
-        masked = tl.load(constrained + place).to(tl.int32)
+        masked = tl.load(constrained + slot).to(tl.int32)
     for index in range(drafts):
-        found = tl.load(proposed + place * drafts + index)
-        token = tl.where((follows != 0) & (found >= 0) & (found < num_tokens), found, -1)
+        candidate = tl.load(proposed + slot * drafts + index)
+        token = tl.where((follows != 0) & (candidate >= 0) & (candidate < num_tokens), candidate, -1)
         if masks is not None:
-            valid = tl.load(status + place * status_row_step + index * status_step) == _OK
-            word = tl.maximum(found, 0) // _BITS
-            bits = tl.load(masks + row * mask_row_step + index * mask_step + word, mask=word < words, other=0)
-            legal = (valid & (((bits >> (found % _BITS).to(tl.int32)) & 1) != 0)) | (masked == 0)
+            valid = tl.load(status + slot * status_row_step + index * status_step) == _OK
+            word = tl.maximum(candidate, 0) // _BITS_PER_WORD
+            mask_word = tl.load(masks + row * mask_row_step + index * mask_step + word, mask=word < words, other=0)
+            legal = (valid & (((mask_word >> (candidate % _BITS_PER_WORD).to(tl.int32)) & 1) != 0)) | (masked == 0)
             token = tl.where(legal | (token < 0), token, _REFUSED)
             if forced is not None:
-                only = tl.load(forced + index * forced_step + place)
-                taken = (only >= 0) & (masked != 0) & valid
-                token = tl.where(taken, only, token)
+                forced_token = tl.load(forced + index * forced_step + slot)
+                taken = (forced_token >= 0) & (masked != 0) & valid
+                token = tl.where(taken, forced_token, token)
                 tl.store(row_forced + row * flag_row_step + index * flag_step, taken)
-        token = tl.where((goes_on != 0) & (most > index), token, -1)
-        tl.store(chosen + place * drafts + index, token)
-        goes_on, follows = (token >= 0).to(tl.int32), follows & (token == found).to(tl.int32)
+        token = tl.where((alive != 0) & (max_drafts > index), token, -1)
+        tl.store(chosen + slot * drafts + index, token)
+        alive, follows = (token >= 0).to(tl.int32), follows & (token == candidate).to(tl.int32)
 
 
 def choose_chain(*arguments: Any) -> None:
@@ -161,18 +161,18 @@ def keep_tile(
     TILE: tl.constexpr,
 ):
     """One token and tile of its features."""
-    place, position, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    row, before = tl.load(rows + place), tl.load(skipped + place * skipped_step)
+    slot, position, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    row, before = tl.load(rows + slot), tl.load(skipped + slot * skipped_step)
     column = row * room + before + position
     if before + position < room:
         index = part * TILE + tl.arange(0, TILE)
-        source = features + place * features_row_stride + position.to(tl.int64) * features_position_stride
+        source = features + slot * features_row_stride + position.to(tl.int64) * features_position_stride
         values = tl.load(source + index, mask=index < width)
         tl.store(row_features + column * width + index, values, mask=index < width)
         if part == 0:
-            tl.store(row_tokens + column, tl.load(tokens + place * tl.num_programs(1) + position))
+            tl.store(row_tokens + column, tl.load(tokens + slot * tl.num_programs(1) + position))
     if (position == 0) & (part == 0):
-        tl.store(row_skipped + row * row_step, before + tl.load(emitted + place))
+        tl.store(row_skipped + row * row_step, before + tl.load(emitted + slot))
 
 
 def keep_skipped(*tensors: Tensor) -> None:

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stepgraph.graphs.publishing import FINISH
+from stepgraph.graphs.publishing import FINISH_COLUMN
 from stepgraph.graphs.round_specs import Control, Counter
 from stepgraph.sampling.grammar.status import FinishCode
 
@@ -67,7 +67,7 @@ def publish_results(*tensors: Tensor) -> None:
     publish_round[(1,)](*tensors, len(ring), *sizes, TILE=TILE, num_warps=4)
 
 
-_RUNNING, _FINISH = tl.constexpr(int(FinishCode.RUNNING)), tl.constexpr(FINISH)
+_RUNNING, _FINISH = tl.constexpr(int(FinishCode.RUNNING)), tl.constexpr(FINISH_COLUMN)
 _LAUNCH, _PUBLISHED = tl.constexpr(int(Counter.LAUNCH)), tl.constexpr(int(Counter.PUBLISHED))
 _STOP, _WAITING, _READ = (tl.constexpr(int(each)) for each in (Control.STOP_BEFORE, Control.WAITING, Control.READ))
 
@@ -102,7 +102,7 @@ def decide_end(
     tl.atomic_xchg(header + _PUBLISHED, published, sem="release", scope="sys")
 
 
-def end_round(*given: Any) -> None:
-    results, *_, headers, _, _ = given
+def end_round(*arguments: Any) -> None:
+    results, *_, headers, _, _ = arguments
     batch, width = results.shape
-    decide_end[(1,)](*given, batch, width, len(headers), ROWS=triton.next_power_of_2(batch), num_warps=1)
+    decide_end[(1,)](*arguments, batch, width, len(headers), ROWS=triton.next_power_of_2(batch), num_warps=1)

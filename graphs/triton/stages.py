@@ -46,42 +46,42 @@ def write_row(
     COLUMNS: tl.constexpr,  # rounded up
     POSITIONS: tl.constexpr,  # Q, rounded up
 ):
-    place = tl.program_id(0).to(tl.int64)
+    slot = tl.program_id(0).to(tl.int64)
     column, index = tl.arange(0, COLUMNS), tl.arange(0, POSITIONS)
-    own, line = state + place * columns, results + place * width
-    before = tl.load(own + column, mask=column < columns, other=0)
-    live = tl.load(own + _FINISH) == _RUNNING
-    count = tl.where(live, tl.load(emitted + place), 0)
-    code = tl.where(live, tl.load(finish + place), tl.load(own + _FINISH))
-    kept = tl.load(accepted + place)
-    token = tl.load(tokens + place * positions + index, mask=index < positions, other=0)
+    row_state_before, row_results = state + slot * columns, results + slot * width
+    before = tl.load(row_state_before + column, mask=column < columns, other=0)
+    live = tl.load(row_state_before + _FINISH) == _RUNNING
+    count = tl.where(live, tl.load(emitted + slot), 0)
+    finish_code = tl.where(live, tl.load(finish + slot), tl.load(row_state_before + _FINISH))
+    num_accepted = tl.load(accepted + slot)
+    token = tl.load(tokens + slot * positions + index, mask=index < positions, other=0)
     last = tl.sum(tl.where(index == count - 1, token, 0), 0)
 
     after = tl.where((column == _GENERATED) | (column == _LENGTH), before + count, before)
     after = tl.where((column == _LAST_TOKEN) & (count > 0), last, after)
-    after = tl.where(column == _ACCEPTED, kept, after)
-    after = tl.where(column == _FINISH, code, after)
+    after = tl.where(column == _ACCEPTED, num_accepted, after)
+    after = tl.where(column == _FINISH, finish_code, after)
     after = tl.where(column == _DRAFT_COUNT, 0, after)
     after = tl.where(live, after, before)
-    tl.store(row_state + tl.load(rows + place) * columns + column, after, mask=column < columns)
-    tl.store(state_after + place * columns + column, after, mask=column < columns)
-    tl.store(emitted_after + place, count)
-    tl.store(finish_after + place, code)
+    tl.store(row_state + tl.load(rows + slot) * columns + column, after, mask=column < columns)
+    tl.store(state_after + slot * columns + column, after, mask=column < columns)
+    tl.store(emitted_after + slot, count)
+    tl.store(finish_after + slot, finish_code)
 
-    tl.store(line + _RESULT_EMITTED, count)
-    tl.store(line + _RESULT_FINISH, code)
-    tl.store(line + _RESULT_ACCEPTED, kept)
-    tl.store(line + _RESULT_DRAFT_COUNT, tl.load(own + _DRAFT_COUNT))
-    written = line + _RESULT_TOKENS + index
+    tl.store(row_results + _RESULT_EMITTED, count)
+    tl.store(row_results + _RESULT_FINISH, finish_code)
+    tl.store(row_results + _RESULT_ACCEPTED, num_accepted)
+    tl.store(row_results + _RESULT_DRAFT_COUNT, tl.load(row_state_before + _DRAFT_COUNT))
+    written = row_results + _RESULT_TOKENS + index
     tl.store(written, token, mask=index < positions)
-    valid = tl.load(status + place * positions + index, mask=index < positions, other=0)
+    valid = tl.load(status + slot * positions + index, mask=index < positions, other=0)
     tl.store(written + positions, valid, mask=index < positions)
-    draft = tl.load(drafts + place * (positions - 1) + index, mask=index < positions - 1, other=0)
+    draft = tl.load(drafts + slot * (positions - 1) + index, mask=index < positions - 1, other=0)
     tl.store(written + 2 * positions, draft, mask=index < positions - 1)
-    verified = tl.minimum(tl.load(own + _DRAFT_COUNT), positions - 1)
-    flag, bits = tl.load(rows + place) * most + index, line + _RESULT_TOKENS + 3 * positions - 1
+    verified = tl.minimum(tl.load(row_state_before + _DRAFT_COUNT), positions - 1)
+    flag, bits = tl.load(rows + slot) * most + index, row_results + _RESULT_TOKENS + 3 * positions - 1
     if row_forced is not None:
-        constrained = tl.where(tl.load(own + _CONSTRAINED) != 0, verified, 0)
+        constrained = tl.where(tl.load(row_state_before + _CONSTRAINED) != 0, verified, 0)
         tl.store(bits, tl.sum(tl.load(row_forced + flag, mask=index < constrained, other=0).to(tl.int64) << index, 0))
     if row_looked_up is not None:
         tl.store(bits + 1, tl.sum(tl.load(row_looked_up + flag, mask=index < verified, other=0).to(tl.int64) << index, 0))

@@ -259,13 +259,13 @@ def attention() -> dict[str, str]:
     """The kernels for a typical bfloat16 model, or why they do not fit. Does not build flashinfer's kernels, which takes minutes."""
     import torch
 
-    from stepgraph.graphs.attention.choose import choose_attention, unfit
+    from stepgraph.graphs.attention.choose import choose_attention, why_unsupported
     from stepgraph.graphs.model import AttentionShape
 
     shapes = (AttentionShape(heads=32, kv_heads=8, size=128, dtype=torch.bfloat16),)
     if not torch.cuda.is_available():
         return {"auto": str(choose_attention(torch.device("cpu"), "auto", shapes, 16))}
-    return {name: unfit(name, torch.device("cuda:0"), shapes) for name in ("triton", "flashinfer")}
+    return {name: why_unsupported(name, torch.device("cuda:0"), shapes) for name in ("triton", "flashinfer")}
 
 
 def filters() -> dict[str, str]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from stepgraph.graphs.attention.paged import attention
 from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.layers.dense import Residual, activate_and_mul, add_rms_norm, linear, lookup, rms_norm
+from stepgraph.graphs.layers.dense import Residual, activate_and_mul, add_rms_norm, embed_tokens, linear, rms_norm
 from stepgraph.graphs.layers.huge_pages import empty_weight
 from stepgraph.graphs.layers.lora import Adapted, add_lora
 from stepgraph.graphs.layers.slot_mapping import rope_and_write_kv, rope_angles
@@ -125,7 +125,7 @@ class Llama(LlamaBase):
 
 def embed(inputs: ModelInput, table: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
     """[B * Q, H] embeddings of the tokens, times the scale; embeddings of the request replace them."""
-    states: Tensor = getattr(table, "lookup", lookup)(inputs.tokens.flatten(), table, dtype)  # of tables that ranks divide
+    states: Tensor = getattr(table, "embed_tokens", embed_tokens)(inputs.tokens.flatten(), table, dtype)  # of tables that ranks divide
     states = states if scale == 1 else states * scale
     if inputs.embeddings is None:
         return states

@@ -10,7 +10,7 @@ from torch import Tensor
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.model import NoCache
 from stepgraph.graphs.proposer import History
-from stepgraph.graphs.proposing import ANCHOR, look_up
+from stepgraph.graphs.proposing import ANCHOR_TOKENS, look_up
 from stepgraph.sampling.fields import is_int
 
 
@@ -27,13 +27,13 @@ class NgramLookup(NoCache):
     per token of each row's text.
     """
 
-    max_ngram: int = ANCHOR
+    max_ngram: int = ANCHOR_TOKENS
     min_ngram: int = 1
     batch_invariant: ClassVar[bool] = True
     why: str = ""  # the reason for the choice of this drafter, for the capture report
 
     def __post_init__(self) -> None:
-        for name, most in (("max_ngram", ANCHOR), ("min_ngram", self.max_ngram)):
+        for name, most in (("max_ngram", ANCHOR_TOKENS), ("min_ngram", self.max_ngram)):
             value = getattr(self, name)
             if not is_int(value) or not 1 <= value <= most:
                 raise ValueError(f"NgramLookup.{name}: got {value!r}, expected a whole number from 1 to {most}")

@@ -16,7 +16,7 @@ from stepgraph.graphs.layers.huge_pages import empty_weight
 from stepgraph.graphs.layers.lora import Adapted
 from stepgraph.graphs.layers.parallel import RankGroups, sum_over_ranks
 from stepgraph.graphs.layers.quantised import Grouped, pack
-from stepgraph.graphs.layers.vocabulary_shard import VocabularyShard, part_of
+from stepgraph.graphs.layers.vocabulary_shard import VocabularyShard, rank_slice
 from stepgraph.graphs.model_call import ModelInput
 from stepgraph.runtime.models.draft_llama import DraftLlama, TokenMap
 from stepgraph.runtime.models.files.checkpoint import Checkpoint, quantised_parameters
@@ -42,7 +42,7 @@ class ShardedLayer(LlamaLayer):
     def fused(self) -> Callable[[Tensor, Tensor, Tensor, float], Residual] | None:
         """The fused sum, residual connection and norm, if it was chosen and no operation is between them; otherwise None."""
         sums, between = self._groups.sums, self.attention_output_norm is not None or self.experts is not None or self.config.norm_offset
-        return None if sums is None or between else sums.fused
+        return None if sums is None or between else sums.fused_add_rms_norm
 
     def finish(self, states: Tensor, attended: Tensor, next_norm: Tensor, product_hook: Adapted = unchanged) -> Residual:
         if (fused := self.fused) is None:
@@ -89,12 +89,12 @@ class ShardedLlama(ShardedLayers):
     ) -> None:
         super().__init__(config, feature_layers=feature_layers, device=device)
         self.divide(ranks)
-        tokens = part_of(num_tokens, ranks.rank, ranks.size)
+        tokens = rank_slice(num_tokens, ranks.rank, ranks.size)
         self.register_buffer("token_ids", torch.arange(tokens.start, tokens.stop, device=device), persistent=False)
         self.token_ids: Tensor
         self.shard = VocabularyShard(self.token_ids, tokens.start, ranks.groups, ranks.size, num_tokens)
         self.embedding = empty_weight(self.norm, len(self.token_ids), config.hidden_size)
-        self.embedding.lookup = self.shard.lookup  # type: ignore[attr-defined]  # a draft may share the parameter
+        self.embedding.embed_tokens = self.shard.embed_tokens  # type: ignore[attr-defined]  # a draft may share the parameter
         self.head = None if config.tied else empty_weight(self.norm, len(self.token_ids), config.hidden_size)
 
     @property
@@ -238,7 +238,7 @@ def _divide(checkpoint: Checkpoint, rank: int, size: int, tokens: bool = True) -
     experts = config.experts
     experts = experts and replace(experts, expert_size=experts.expert_size // size, shared_size=experts.shared_size // size)
     local = replace(config, num_heads=heads, num_kv_heads=max(1, config.num_kv_heads // size), intermediate_size=middle, experts=experts)
-    source = ShardSource(checkpoint, local, rank, size, part_of(len(checkpoint.vocabulary.tokens), rank, size) if tokens else None)
+    source = ShardSource(checkpoint, local, rank, size, rank_slice(len(checkpoint.vocabulary.tokens), rank, size) if tokens else None)
     part = replace(checkpoint, source=source, slices=llama_slices(local), config=local, packed={})
     layers = {name: target for name, target in part.slices.items() if name not in _TOKEN_ROWS or not tokens}
     return replace(part, packed=quantised_parameters(replace(part, slices=layers))) if checkpoint.packed else part

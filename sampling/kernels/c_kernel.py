@@ -31,7 +31,7 @@ class PackedCall(functools.partial[int]):
         return call
 
 
-def joined(calls: Sequence[PackedCall]) -> PackedCall:
+def join_calls(calls: Sequence[PackedCall]) -> PackedCall:
     """All of them, in order, with one call from Python. If one fails, the error has its number."""
     if len(calls) == 1:
         return calls[0]

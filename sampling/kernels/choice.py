@@ -45,7 +45,7 @@ def _c_supports(
     return masks.dtype is torch.int32 and covered and fits
 
 
-@operation(_argmax_outputs, triton=True, c=True, takes=_c_supports)
+@operation(_argmax_outputs, triton=True, c=True, supports=_c_supports)
 def masked_argmax(
     logits: DenseFloats,
     masks: Dense | None,
@@ -93,7 +93,7 @@ def _status_outputs(tags: Tensor, owner: Tensor, *_: object) -> tuple[Tensor, Te
     return status, torch.empty(len(owner), dtype=torch.bool, device=tags.device)
 
 
-@operation(_status_outputs, triton=True, c=True, takes=lambda tags, owner, *others: others[-1] is not None or len(tags) == len(owner))
+@operation(_status_outputs, triton=True, c=True, supports=lambda tags, owner, *others: others[-1] is not None or len(tags) == len(owner))
 def mask_status(
     tags: Dense, owner: StridedLongs, generated: StridedLongs, constrained: StridedLongs, first: int = 0, rows: Longs | None = None
 ) -> tuple[Tensor, Tensor]:

@@ -20,8 +20,8 @@ from stepgraph.sampling.kernels import triton as programs
 from stepgraph.sampling.kernels.operation import Dense, DenseFloats, Longs, operation
 from stepgraph.sampling.sampler import VocabColumns
 
-FILTERS = ("auto", "triton", "flashinfer", "torch")
-MODULES = {
+FILTER_CHOICES = ("auto", "triton", "flashinfer", "torch")
+FILTER_MODULES = {
     "flashinfer": "stepgraph.sampling.kernels.flashinfer",
     "triton": "stepgraph.sampling.kernels.triton.filters",
     "torch": "",  # the reference
@@ -32,10 +32,10 @@ log = logging.getLogger(__name__)
 
 class FilterChoice(NamedTuple):
     name: str  # flashinfer, triton or torch
-    passed_over: tuple[str, ...]  # preferred implementations, and why they cannot be used
+    unavailable: tuple[str, ...]  # preferred implementations, and why they cannot be used
 
     def __str__(self) -> str:
-        return "; ".join((self.name, *self.passed_over))
+        return "; ".join((self.name, *self.unavailable))
 
 
 _chosen: dict[torch.device, FilterChoice] = {}
@@ -47,28 +47,28 @@ def choose_filters(device: torch.device | str, requested: str = "auto") -> Filte
     auto: triton, else flashinfer where a probe on the device finds it equal to the reference, else torch; on the CPU torch.
     ValueError if another implementation is requested and cannot run.
     """
-    if requested not in FILTERS:
-        raise ValueError(f"filters: got {requested!r}, expected one of {', '.join(map(repr, FILTERS))}")
-    indexed = _indexed(torch.device(device))
-    passed_over: list[str] = []
-    for name in FILTERS[1:] if requested == "auto" else (requested,):
-        why = why_not(name, indexed)
-        if not why:
-            _chosen[indexed] = FilterChoice(name, tuple(passed_over))
-            return _chosen[indexed]
-        passed_over.append(f"no {name}: {why}")
-    raise ValueError(f"filters: got {requested!r}, expected an implementation that runs on {indexed}: {why}")
+    if requested not in FILTER_CHOICES:
+        raise ValueError(f"filters: got {requested!r}, expected one of {', '.join(map(repr, FILTER_CHOICES))}")
+    device_with_index = _with_index(torch.device(device))
+    unavailable: list[str] = []
+    for name in FILTER_CHOICES[1:] if requested == "auto" else (requested,):
+        reason_unavailable = why_not(name, device_with_index)
+        if not reason_unavailable:
+            _chosen[device_with_index] = FilterChoice(name, tuple(unavailable))
+            return _chosen[device_with_index]
+        unavailable.append(f"no {name}: {reason_unavailable}")
+    raise ValueError(f"filters: got {requested!r}, expected an implementation that runs on {device_with_index}: {reason_unavailable}")
 
 
 def chosen_filters(device: torch.device | str) -> FilterChoice:
     """The choice for `device`; without one, triton if it can run."""
-    indexed = _indexed(torch.device(device))
+    indexed = _with_index(torch.device(device))
     return _chosen.get(indexed) or FilterChoice("triton" if not why_not("triton", indexed) else "torch", ())
 
 
 def filter_module(device: torch.device) -> str:
     """The module whose functions run the filters on `device`; empty for the reference."""
-    return MODULES[chosen_filters(device).name]
+    return FILTER_MODULES[chosen_filters(device).name]
 
 
 def why_not(name: str, device: torch.device) -> str:
@@ -80,14 +80,14 @@ def why_not(name: str, device: torch.device) -> str:
     if name == "triton":
         return programs.why_no_triton(device)
     try:
-        module = importlib.import_module(MODULES[name])
+        module = importlib.import_module(FILTER_MODULES[name])
         log.warning("building or loading FlashInfer's sampling kernels for %s; the first time takes a minute or two", device)
-        return differs(module.distribution, device) or breaks_in_a_graph(module.distribution, device)
+        return find_difference(module.distribution, device) or find_replay_difference(module.distribution, device)
     except Exception as error:  # from a compiler, a loader or a driver
         return error_summary(error)
 
 
-def probes(device: torch.device) -> list[tuple[Tensor, Tensor]]:
+def probe_inputs(device: torch.device) -> list[tuple[Tensor, Tensor]]:
     """Logits and params that expose faults of filters: many ties, odd and large widths, dead rows, every setting alone and together."""
     rows = [
         [1.0, 0, 1, 0],
@@ -98,20 +98,20 @@ def probes(device: torch.device) -> list[tuple[Tensor, Tensor]]:
         [1.0, 1, 1e-6, 0],
         [2.0, 2**24, 0.999, 1.0],
     ]
-    found = []
+    cases = []
     for seed, width in enumerate((33, 4_099, 131_071, 151_936)):
-        made = torch.Generator().manual_seed(seed)
-        logits = torch.randn(len(rows), 2, width, generator=made) * 4
+        generator = torch.Generator().manual_seed(seed)
+        logits = torch.randn(len(rows), 2, width, generator=generator) * 4
         logits[:, 0].round_()
         logits[:, 1, width // 3 :] = float("-inf")
         logits[1, 0], logits[2, 1], logits[3, 1, 7] = float("-inf"), 0.0, float("nan")
-        found.append((logits.to(device), torch.tensor(rows, device=device)))
-    return found
+        cases.append((logits.to(device), torch.tensor(rows, device=device)))
+    return cases
 
 
-def differs(run: Filter, device: torch.device) -> str:
+def find_difference(run: Filter, device: torch.device) -> str:
     """How the tokens that `run` keeps, or their probabilities, differ from the reference; empty if they do not."""
-    for logits, params in probes(device):
+    for logits, params in probe_inputs(device):
         expected, probs = sampler.distribution(logits, params), torch.full(logits.shape, -1.0, device=device)
         run(logits, params, probs)
         wrong = ((probs > 0) != (expected > 0)).sum()
@@ -122,9 +122,9 @@ def differs(run: Filter, device: torch.device) -> str:
     return ""
 
 
-def breaks_in_a_graph(run: Filter, device: torch.device) -> str:
+def find_replay_difference(run: Filter, device: torch.device) -> str:
     """How replays of a captured `run` differ from the reference, also after settings changed; empty if they do not."""
-    logits, params = probes(device)[-1]
+    logits, params = probe_inputs(device)[-1]
     probs = torch.empty(logits.shape, device=device)
     replay = capture_replay(lambda: run(logits, params, probs), device)
     for _ in range(2):
@@ -135,7 +135,7 @@ def breaks_in_a_graph(run: Filter, device: torch.device) -> str:
     return ""
 
 
-def _indexed(device: torch.device) -> torch.device:
+def _with_index(device: torch.device) -> torch.device:
     """The device with an index, as in Tensor.device."""
     return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
 
@@ -151,27 +151,27 @@ def race(weights: Dense, seed: Longs, position: Longs, purpose: int) -> Tensor:
 
     weights [N, V] float32; seed, position [N] int64; purpose: an rng.Purpose. Returns [N] int64.
     """
-    return drawn(weights, seed, position, purpose)
+    return race_over(weights, seed, position, purpose)
 
 
-def drawn(weights: Tensor, seed: Tensor, position: Tensor, purpose: int, columns: VocabColumns = sampler.ALL_COLUMNS) -> Tensor:
+def race_over(weights: Tensor, seed: Tensor, position: Tensor, purpose: int, columns: VocabColumns = sampler.ALL_COLUMNS) -> Tensor:
     """`race` over these columns."""
     noise = rng.exponential(seed[:, None], position[:, None], rng.Purpose(purpose), columns.ids(weights))
     return sampler.race(weights, noise, columns)
 
 
-def _check(logits: Tensor, params: Tensor) -> None:
+def _check_params(logits: Tensor, params: Tensor) -> None:
     assert params.dtype is torch.float32, f"params {params.dtype}"
     assert params.shape[0] == logits.shape[0] and params.shape[1] > sampler.Param.MIN_P, f"logits {logits.shape}, params {params.shape}"
 
 
 def _distribution_outputs(logits: Tensor, params: Tensor) -> Tensor:
     assert logits.dim() == 3, f"logits {logits.shape}"
-    _check(logits, params)
+    _check_params(logits, params)
     return torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
 
 
-@operation(_distribution_outputs, triton=filter_module, c=True, takes=lambda logits, _: logits.shape[-1] > 0)
+@operation(_distribution_outputs, triton=filter_module, c=True, supports=lambda logits, _: logits.shape[-1] > 0)
 def distribution(logits: DenseFloats, params: Dense) -> Tensor:
     """sampler.distribution of logits [B, Q, V], of any float type, and params [B, 4 or more] float32 -> [B, Q, V] float32."""
     return sampler.distribution(logits, params)
@@ -181,19 +181,19 @@ def _draw_outputs(
     logits: Tensor, params: Tensor, seed: Tensor, position: Tensor, purpose: int, rows: Tensor, row_probs: Tensor, ids: Tensor | None
 ) -> Tensor:
     assert logits.dim() == 2, f"logits {logits.shape}"
-    _check(logits, params)
+    _check_params(logits, params)
     width = row_probs.shape[1]
     assert row_probs.dtype is torch.float32 and row_probs.stride(1) == 1, f"row_probs {row_probs.dtype}, strides {row_probs.stride()}"
     assert logits.shape[1] == (width if ids is None else len(ids)) <= width, f"logits {logits.shape}, row_probs {row_probs.shape}"
     return torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
 
 
-def _c_draws(logits: Tensor, params: Tensor, *others: Any) -> bool:
+def _c_supports_draw(logits: Tensor, params: Tensor, *others: Any) -> bool:
     ids = others[-1]
     return logits.shape[-1] > 0 and (ids is None or bool((ids[:1] >= 0).all() and (ids.diff() > 0).all()))  # the kernel scatters in place
 
 
-@operation(_draw_outputs, writes=("row_probs",), triton=filter_module, c=True, takes=_c_draws)
+@operation(_draw_outputs, writes=("row_probs",), triton=filter_module, c=True, supports=_c_supports_draw)
 def draw(
     logits: DenseFloats,
     params: Dense,

@@ -19,16 +19,16 @@ from stepgraph.sampling.kernels.filters import race
 
 def distribution(logits: Tensor, params: Tensor, probs: Tensor) -> None:
     batch, positions, width = logits.shape
-    own = params[:, None].expand(batch, positions, params.shape[1]).reshape(batch * positions, -1)
-    weighed = sampler.token_weights(logits.reshape(batch * positions, width), own)
+    position_params = params[:, None].expand(batch, positions, params.shape[1]).reshape(batch * positions, -1)
+    weighed = sampler.token_weights(logits.reshape(batch * positions, width), position_params)
     weights, top_k, top_p = weighed.weights, weighed.top_k.squeeze(1), weighed.top_p.squeeze(1)
-    most = torch.where((top_k > 0) & (top_k < width), top_k, width).to(torch.int32)
-    highest = flashinfer.sampling.top_k_mask_logits(weights, most)  # minus infinity for weights that are dropped
-    kept = torch.where((highest >= 0) & (weights >= weighed.min_p), weights, 0.0)
-    likely = kept / sampler.from_units(sampler.to_units(kept).sum(-1, keepdim=True)).clamp(min=1.0)
-    share = torch.where(weighed.alive.squeeze(1), top_p, 1.0)
-    stays = flashinfer.sampling.top_p_renorm_probs(likely, share) > 0
-    kept = torch.where(stays | (weighed.top_p >= 1), kept, 0.0)
+    top_k_or_all = torch.where((top_k > 0) & (top_k < width), top_k, width).to(torch.int32)
+    top_k_weights = flashinfer.sampling.top_k_mask_logits(weights, top_k_or_all)  # minus infinity for weights that are dropped
+    kept = torch.where((top_k_weights >= 0) & (weights >= weighed.min_p), weights, 0.0)
+    normalised = kept / sampler.from_units(sampler.to_units(kept).sum(-1, keepdim=True)).clamp(min=1.0)
+    top_p_or_all = torch.where(weighed.alive.squeeze(1), top_p, 1.0)
+    in_top_p = flashinfer.sampling.top_p_renorm_probs(normalised, top_p_or_all) > 0
+    kept = torch.where(in_top_p | (weighed.top_p >= 1), kept, 0.0)
     probs.copy_(sampler.normalised(weighed, kept).view(probs.shape))
 
 

@@ -45,7 +45,7 @@ StridedLongs = Annotated[Tensor, None, (torch.int64,)]
 Flags = Annotated[Tensor, Tensor.contiguous, (torch.bool,)]
 
 
-class Form(NamedTuple):
+class ArgumentForm(NamedTuple):
     """The layout and the types that an annotation requires of an argument."""
 
     arrange: Callable[[Tensor], Tensor] | None = None
@@ -74,7 +74,7 @@ class Operation(Generic[P, R]):
         writes: Sequence[str] = (),
         triton: bool | str | Callable[[torch.device], str] = False,
         c: bool | str = False,
-        takes: Callable[..., bool] = lambda *_: True,
+        supports: Callable[..., bool] = lambda *_: True,
         mapped: bool = False,
     ) -> None:
         functools.update_wrapper(self, reference)
@@ -82,15 +82,15 @@ class Operation(Generic[P, R]):
         package, _, module = reference.__module__.rpartition(".")
         self.reference, self.mapped = reference, mapped
         self.name = name or reference.__name__
-        self.c, self._takes = c if isinstance(c, str) else self.name if c else "", takes  # kernel name without stepgraph_
+        self.c, self._supports = c if isinstance(c, str) else self.name if c else "", supports  # kernel name without stepgraph_
         # the module of the program, which has the name of the operation
         self.triton = triton if isinstance(triton, str) else f"{package}.triton.{module}" if triton else ""
-        self._module = triton if callable(triton) else lambda device: "" if programs.why_no_triton(device) else self.triton
+        self._module_for = triton if callable(triton) else lambda device: "" if programs.why_no_triton(device) else self.triton
         self._outputs = outputs
         self._names = tuple(parameters)
         self._defaults = {name: parameter.default for name, parameter in parameters.items() if parameter.default is not parameter.empty}
         forms = [_form_of(hints[name]) for name in parameters]
-        self._forms = [(place, form) for place, form in enumerate(forms) if form != Form()]
+        self._argument_forms = [(place, form) for place, form in enumerate(forms) if form != ArgumentForm()]
         self._arrange = tuple(None if name in writes else form.arrange for name, form in zip(parameters, forms, strict=True))
         # torch.library.custom_op would add wrappers that cost more than most kernels, and import the compiler at the first call
         _LIBRARY.define(_schema(self.name, hints, writes))
@@ -101,20 +101,20 @@ class Operation(Generic[P, R]):
         OPERATIONS[f"stepgraph::{self.name}"] = self
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        given: tuple[Any, ...] = args if len(args) == len(self._names) else self._complete(args, kwargs)
-        in_c = self.c and given[0].is_cpu and not native.why_not()
-        if (not self.triton and not in_c) or _needs_gradient(given):
-            return self.reference(*given)  # type: ignore[call-arg]
+        inputs: tuple[Any, ...] = args if len(args) == len(self._names) else self._complete(args, kwargs)
+        in_c = self.c and inputs[0].is_cpu and not native.why_not()
+        if (not self.triton and not in_c) or _needs_gradient(inputs):
+            return self.reference(*inputs)  # type: ignore[call-arg]
         with torch._C.DisableTorchFunction():  # the dispatcher still calls dispatch modes
-            arranged = [value if how is None or value is None else how(value) for how, value in zip(self._arrange, given, strict=True)]
+            arranged = [value if how is None or value is None else how(value) for how, value in zip(self._arrange, inputs, strict=True)]
             if self.triton or self._fits_c(arranged):
                 with torch._C._DisableTorchDispatch():  # a recorder finds the outputs among the arguments
-                    outputs = self._outputs(*given)
+                    outputs = self._outputs(*inputs)
                 # torch's dispatcher takes longer than the launch of a program, but a dispatch mode sees only calls that pass through it
-                run = self._on_cuda if given[0].is_cuda and not torch._C._len_torch_dispatch_stack() else self.out
+                run = self._on_cuda if inputs[0].is_cuda and not torch._C._len_torch_dispatch_stack() else self.out
                 run(*arranged, *_tensors(outputs))
                 return outputs
-        return self.reference(*given)  # type: ignore[call-arg]
+        return self.reference(*inputs)  # type: ignore[call-arg]
 
     def prepare(self, *arguments: Any) -> Run | None:
         """A call in C that repeats `out` in the memory of its arguments; None where the reference has to run."""
@@ -139,18 +139,18 @@ class Operation(Generic[P, R]):
 
     def _fits_c(self, inputs: Sequence[Any]) -> bool:
         """Whether the kernel in C takes these inputs."""
-        number = None  # the type of all arguments with FLOATS
-        for place, (arrange, types) in self._forms:
-            value = inputs[place]
+        float_type = None  # the type of all arguments with FLOATS
+        for index, (arrange, types) in self._argument_forms:
+            value = inputs[index]
             if value is None:
                 continue
             if (types and value.dtype not in types) or (arrange is not None and arrange(value) is not value):
                 return False
             if types is FLOATS:
-                number = number or value.dtype
-                if value.dtype is not number:
+                float_type = float_type or value.dtype
+                if value.dtype is not float_type:
                     return False
-        return self.c != "" and self._takes(*inputs)
+        return self.c != "" and self._supports(*inputs)
 
     def _complete(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         values = {**self._defaults, **dict(zip(self._names, args, strict=False)), **kwargs}
@@ -163,7 +163,7 @@ class Operation(Generic[P, R]):
         run()
 
     def _on_cuda(self, first: Tensor, *others: Any) -> None:
-        module = self._module(first.device) if self.triton else ""
+        module = self._module_for(first.device) if self.triton else ""
         if not module:
             return self.run_reference(first, *others)
         program = getattr(importlib.import_module(module), self.name)
@@ -180,7 +180,7 @@ def operation(outputs: Callable[..., R], **settings: Any) -> Callable[[Callable[
     outputs: checks the inputs and allocates what the reference returns. writes: inputs that it changes.
     triton: there is a program of the same name in PACKAGE/triton/MODULE.py; or the module that it is in; or a function that gives, for a
     device, that module, empty for the reference.
-    c: there is a kernel of the same name in the C library; or its name. takes: whether it supports given inputs, besides their forms.
+    c: there is a kernel of the same name in the C library; or its name. supports: whether it supports given inputs, besides their forms.
     mapped: the device accesses pinned arguments in host memory.
     Without a program and without C for its arguments, a call runs the reference.
     """
@@ -196,10 +196,10 @@ def _tensors(returned: Any) -> tuple[Tensor | None, ...]:
     return () if returned is None else (returned,) if isinstance(returned, Tensor) else tuple(returned)
 
 
-def _form_of(hint: Any) -> Form:
+def _form_of(hint: Any) -> ArgumentForm:
     """The form in Annotated[Tensor, arrange, types], also in a union with None."""
     annotated = (part for part in (hint, *typing.get_args(hint)) if typing.get_origin(part) is Annotated)
-    return next((Form(*typing.get_args(part)[1:]) for part in annotated), Form())
+    return next((ArgumentForm(*typing.get_args(part)[1:]) for part in annotated), ArgumentForm())
 
 
 def _schema(name: str, hints: Mapping[str, Any], writes: Sequence[str]) -> str:

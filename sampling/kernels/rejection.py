@@ -41,16 +41,16 @@ def reject_sample(
     target_probs [B, K + 1, V] float32, draft_probs [R, K, V] float32, rows [B] int64. certain [B, K] bool: drafts that were chosen, not
     drawn; each has probability 1, and draft_probs is not read for it. Where all are certain, draft_probs may be [R, 0, V].
     """
-    proposed = offered(draft_probs, rows, certain, drafts, target_probs)
-    return exact_rejection(target_probs, proposed, finite, drafts, draft_count, status, seed, length)
+    distributions = draft_distributions(draft_probs, rows, certain, drafts, target_probs)
+    return exact_rejection(target_probs, distributions, finite, drafts, draft_count, status, seed, length)
 
 
-def offered(
+def draft_distributions(
     draft_probs: Tensor, rows: Tensor, certain: Tensor, drafts: Tensor, target_probs: Tensor, columns: VocabColumns = sampler.ALL_COLUMNS
 ) -> Tensor:
     """[B, K, V] the distribution of each draft: of a certain one 1 at its token, else draft_probs[rows]. Arguments as of reject_sample."""
-    proposed = (columns.ids(target_probs) == drafts.clamp(min=0)[..., None]).to(torch.float32)
-    return torch.where(certain[..., None], proposed, columns.part(draft_probs)[rows]) if draft_probs.shape[1] else proposed
+    certain_probs = (columns.ids(target_probs) == drafts.clamp(min=0)[..., None]).to(torch.float32)
+    return torch.where(certain[..., None], certain_probs, columns.part(draft_probs)[rows]) if draft_probs.shape[1] else certain_probs
 
 
 def exact_rejection(
@@ -73,21 +73,21 @@ def exact_rejection(
     """
     count = drafts.shape[1]
     index = torch.arange(count + 1, device=drafts.device)
-    last = torch.zeros_like(draft_count)
+    num_accepted = torch.zeros_like(draft_count)
     probs = target_probs[:, 0]
     if count:
-        proposed = drafts.clamp(min=0)[..., None]
-        p = columns.pick(target_probs[:, :-1], proposed).squeeze(2)
-        q = columns.pick(draft_probs, proposed).squeeze(2)
-        coins = rng.uniform(seed[:, None], length[:, None] + index[:-1], rng.Purpose.ACCEPT)
-        holds = (coins * q < p) & finite[:, :-1] & may_accept(status, draft_count)
-        last = holds.to(torch.int64).cumprod(1).sum(1)
-        index_3d = last[:, None, None].expand(-1, 1, target_probs.shape[2])
+        draft_index = drafts.clamp(min=0)[..., None]
+        p = columns.pick(target_probs[:, :-1], draft_index).squeeze(2)
+        q = columns.pick(draft_probs, draft_index).squeeze(2)
+        uniforms = rng.uniform(seed[:, None], length[:, None] + index[:-1], rng.Purpose.ACCEPT)
+        is_accepted = (uniforms * q < p) & finite[:, :-1] & may_accept(status, draft_count)
+        num_accepted = is_accepted.to(torch.int64).cumprod(1).sum(1)
+        index_3d = num_accepted[:, None, None].expand(-1, 1, target_probs.shape[2])
         probs = target_probs.gather(1, index_3d).squeeze(1)
-        rejected = torch.where((last < draft_count)[:, None], draft_probs.gather(1, index_3d.clamp(max=count - 1)).squeeze(1), 0.0)
-        rest = (probs - rejected).clamp(min=0)
-        probs = torch.where(columns.total(rest.sum(1, keepdim=True)) > 0, rest, probs)  # p = q up to rounding
-    noise = rng.exponential(seed[:, None], (length + last)[:, None], rng.Purpose.TARGET, columns.ids(target_probs))
+        rejected = torch.where((num_accepted < draft_count)[:, None], draft_probs.gather(1, index_3d.clamp(max=count - 1)).squeeze(1), 0.0)
+        residual = (probs - rejected).clamp(min=0)
+        probs = torch.where(columns.total(residual.sum(1, keepdim=True)) > 0, residual, probs)  # p = q up to rounding
+    noise = rng.exponential(seed[:, None], (length + num_accepted)[:, None], rng.Purpose.TARGET, columns.ids(target_probs))
     drawn = sampler.race(probs, noise, columns)[:, None]
     padded = torch.cat([drafts, drawn], 1)
-    return torch.where(index < last[:, None], padded, drawn), last
+    return torch.where(index < num_accepted[:, None], padded, drawn), num_accepted

@@ -171,7 +171,7 @@ def test_capture_bytes_is_checked_before_the_capture(lane: str) -> None:
 
 def test_graph_larger_than_its_estimate_is_refused() -> None:
     key, budget = GraphKey(4, False), CaptureBudget(1000, 400)
-    budget.learn([(1, 100), (2, 150)])
+    budget.set_estimates([(1, 100), (2, 150)])
     assert budget.estimate([key, GraphKey(2, False)]) == 400 + 250, "in one pool the largest graph determines the memory"
     budget.check_next(key)
     with pytest.raises(CaptureError, match=r"capture_bytes: got 1,000, rows=4 free greedy needs 601, and 400 are used"):
@@ -181,14 +181,14 @@ def test_graph_larger_than_its_estimate_is_refused() -> None:
 
 def test_pooled_graphs_need_no_additional_memory() -> None:
     budget = CaptureBudget(700, 400)
-    budget.learn([(1, 100), (2, 150)])
+    budget.set_estimates([(1, 100), (2, 150)])
     for key, nbytes in ((GraphKey(4, False), 250), (GraphKey(2, False), 0)):
         budget.check_next(key)
         budget.add(key, nbytes)
     with pytest.raises(CaptureError, match=r"rows=8 free greedy would need about 200, and 650 are used"):
         budget.check_next(GraphKey(8, False))
     alone = CaptureBudget(700, 400)
-    alone.learn([(1, 10), (2, 20)], host_bytes=140)
+    alone.set_estimates([(1, 10), (2, 20)], host_bytes=140)
     assert alone.estimate([GraphKey(2, False)] * 3) == 400 + 20 + 3 * 140, "graphs do not share host objects"
     alone.add(GraphKey(2, False), 20, 140)
     with pytest.raises(CaptureError, match=r"rows=4 free greedy would need about 160, and 560 are used"):

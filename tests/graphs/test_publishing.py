@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stepgraph.graphs.publishing import FINISH, end_round, publish_results, take_batch
+from stepgraph.graphs.publishing import FINISH_COLUMN, end_round, publish_results, take_batch
 from stepgraph.graphs.round_specs import Counter
 from stepgraph.graphs.row_layout import ResultLayout
 from stepgraph.sampling.grammar.status import FinishCode
@@ -42,7 +42,7 @@ class Case(NamedTuple):
 def case(published: int, finish: tuple[int, ...], control: tuple[int, int, int] = (0, 0, 0), launch: int = 7) -> Case:
     made, width = torch.Generator().manual_seed(published), ResultLayout(DRAFTS).width
     results = torch.randint(0, 99, (3, width), generator=made)
-    results[:, FINISH] = torch.tensor(finish)
+    results[:, FINISH_COLUMN] = torch.tensor(finish)
     logprobs = torch.randn(3, DRAFTS + 1, 2, generator=made)
     return Case(
         results,

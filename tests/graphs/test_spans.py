@@ -17,7 +17,7 @@ from stepgraph.graphs import BufferSpec, RecordedReport, StaticBuffers, TapeBack
 from stepgraph.graphs.backends import EagerContext
 from stepgraph.graphs.cuda.context import CudaCaptureContext
 from stepgraph.graphs.errors import HostErrors
-from stepgraph.graphs.spans import STEP, StageRun, stage_runs
+from stepgraph.graphs.spans import DEFAULT_STAGE, StageRun, stage_runs
 from stepgraph.runtime.models.toy import ToyTarget
 from tests.helpers.toy_engines import CONSTRAINTS, DRAFTERS, TARGET, VOCABULARY
 
@@ -115,7 +115,7 @@ def small_buffers() -> StaticBuffers:
 
 def test_nodes_belong_to_the_innermost_stage_or_the_step() -> None:
     expected = [
-        StageRun("main", STEP, "stage", 1),
+        StageRun("main", DEFAULT_STAGE, "stage", 1),
         StageRun("main", "outer", "stage", 1),
         StageRun("main", "inner", "stage", 1),
         StageRun("side", "outer", "stage", 1),
@@ -235,5 +235,5 @@ def test_cuda_context_labels_captured_nodes() -> None:
     context.label_nodes()
     found = [(run.name, run.kind, run.nodes) for run in stage_runs(context.labels)]
     outer, think = ("outer", "stage", 1), ("think", "host", 1)
-    assert found == [(STEP, "stage", 2), outer, ("inner", "stage", 3), think, outer, (STEP, "stage", 1)]
+    assert found == [(DEFAULT_STAGE, "stage", 2), outer, ("inner", "stage", 3), think, outer, (DEFAULT_STAGE, "stage", 1)]
     assert ranges.begun == [("outer",), ("outer", "inner"), ("outer", "think")]

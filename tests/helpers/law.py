@@ -185,7 +185,7 @@ class RoundSampler:
         drafts = self._drafts(batch)
         if drafts:
             drafting.store_chain(b, batch, torch.stack(drafts, 1))
-            batch = read_batch(b, rows, most_drafts=self.verified)
+            batch = read_batch(b, rows, max_drafts=self.verified)
         logits, _ = stages.target_verify(b, batch, self.target, replace(self.limits, num_speculative_tokens=self.verified))
         emission, _ = stages.accept(b, batch, logits, constrained=True, sampled=True)
         return torch.nn.functional.pad(emission.tokens, (0, self.k - self.verified)), emission.emitted, emission.accepted

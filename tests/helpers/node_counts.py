@@ -21,7 +21,7 @@ from stepgraph.graphs.capture import Step
 from stepgraph.graphs.context import use_context
 from stepgraph.graphs.graph_key import GraphKey
 from stepgraph.graphs.layers.lora import lora_specs
-from stepgraph.graphs.layers.quantised import Kind, empty_packed
+from stepgraph.graphs.layers.quantised import QuantKind, empty_packed
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelPair
 from stepgraph.graphs.round import Round
@@ -97,7 +97,7 @@ class NoLink:
 
 
 def make_round(
-    shape: Shape, key: GraphKey, device: torch.device, drafts: int = 3, loras: int = 0, packed: Kind | None = None, cache: str = "auto"
+    shape: Shape, key: GraphKey, device: torch.device, drafts: int = 3, loras: int = 0, packed: QuantKind | None = None, cache: str = "auto"
 ) -> tuple[Step, StaticBuffers]:
     """One round of a Llama target with an EAGLE-3 head, and its buffers. The weights are uninitialised, the vocabulary's tables empty.
 
@@ -124,7 +124,7 @@ def make_round(
     return Round(limits, ModelPair(target, draft), cast("HostLink", NoLink()), tables=tables).step(key), buffers
 
 
-def count_round(shape: Shape, key: GraphKey, drafts: int = 3, loras: int = 0, packed: Kind | None = None) -> NodeCounter:
+def count_round(shape: Shape, key: GraphKey, drafts: int = 3, loras: int = 0, packed: QuantKind | None = None) -> NodeCounter:
     counter = NodeCounter()
     step, buffers = make_round(shape, key, META, drafts, loras, packed)
     with torch.no_grad(), use_context(CountingContext(counter)), counter:

@@ -46,7 +46,7 @@ class ProposedLaw(RoundSampler):
         self.proposer = FormulaProposer(formula)
 
     def _specs(self) -> Iterable[BufferSpec]:
-        return (*round_specs(self.limits, drawn=False), *proposing.text_specs(self.limits))
+        return (*round_specs(self.limits, samples_drafts=False), *proposing.text_specs(self.limits))
 
     def _chains(self, generator: torch.Generator) -> Tensor:
         """[positions, K]: at the first position of a good setting the most likely chain, elsewhere a random one."""

@@ -14,7 +14,7 @@ import pytest
 from stepgraph import Constraint, Engine, EngineConfig, Job, SamplingParams
 from stepgraph.graphs import GraphKey, TapeBackend
 from stepgraph.graphs.capture import Event
-from stepgraph.graphs.context import COPIES
+from stepgraph.graphs.context import COPY_STREAM
 from stepgraph.runtime.device_grammars import INT_BYTES
 from stepgraph.runtime.models.toy import ToyTarget
 from stepgraph.runtime.request import ActiveRequest
@@ -154,12 +154,12 @@ def test_copy_runs_beside_rounds_and_is_ordered_with_rounds(monkeypatch: pytest.
 
     def delay(name: str) -> None:
         until = time.monotonic() + 2
-        while name == "main" and len(asked) > log.count(COPIES) and asked[-1].query() and time.monotonic() < until:
+        while name == "main" and len(asked) > log.count(COPY_STREAM) and asked[-1].query() and time.monotonic() < until:
             time.sleep(0.001)  # a copy that may start does so before the next round, also on a loaded machine
         log.append(name)
-        time.sleep(0.005 if name != COPIES else 0)
+        time.sleep(0.005 if name != COPY_STREAM else 0)
         rounds = log.count("main") + (8 if missing else 1)
-        while name == COPIES and missing != "wait of the copy" and log.count("main") < rounds and time.monotonic() < until:
+        while name == COPY_STREAM and missing != "wait of the copy" and log.count("main") < rounds and time.monotonic() < until:
             time.sleep(0.001)  # the copy lasts for this many rounds
 
     monkeypatch.setattr(TapeBackend, "copy_aside", watched)
@@ -175,14 +175,14 @@ def test_copy_runs_beside_rounds_and_is_ordered_with_rounds(monkeypatch: pytest.
         finish(engine)
         assert (victim.grammar_lane, job.grammar_lane) == ("device", "device") and free.tokens == plain([9, 8], 80).tokens
         right = (job.tokens, job.error) == (plain(job.prompt_ids, 12, SHAPES[1]).tokens, "")
-    copying = [name for start in (log.index(COPIES, log.index("copied")),) for name in log[start : log.index("copied", start)]]
+    copying = [name for start in (log.index(COPY_STREAM, log.index("copied")),) for name in log[start : log.index("copied", start)]]
     found = {"wait of the round": not right, "wait of the copy": any(early)}
     assert [name for name, seen in found.items() if seen] == ([missing] if missing else []), (job.tokens, early)
     assert missing or "main" in copying, "rounds run during the copy, between the chunks of the prompt"
 
 
 def test_large_grammar_is_copied_in_parts_that_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stepgraph.graphs.round_specs.IMAGE_CHUNK", 64)
+    monkeypatch.setattr("stepgraph.graphs.round_specs.IMAGE_CHUNK_INTS", 64)
     monkeypatch.setattr("stepgraph.graphs.round_specs.IMAGE_CHUNKS", 2)
     answers = list[bool]()
     send = Uploader.send_grammar

@@ -16,7 +16,7 @@ import pytest
 from stepgraph import Constraint, Engine, EngineConfig
 from stepgraph.graphs import TapeBackend
 from stepgraph.graphs.context import MAIN
-from stepgraph.graphs.spans import BETWEEN, LAUNCHER, OUTSIDE, Span
+from stepgraph.graphs.spans import BETWEEN_ROUNDS, LAUNCHING_THREAD, NO_ROUND, Span
 from stepgraph.graphs.tape.backend import Tape
 from stepgraph.graphs.tape.player import Segment
 from stepgraph.runtime.trace import Timeline, covered, total_length, union
@@ -73,7 +73,7 @@ def test_trace_has_the_requested_number_of_rounds(traced: Traced) -> None:
 
 
 def test_spans_of_one_stream_do_not_overlap(traced: Traced) -> None:
-    assert traced.timeline.streams == (MAIN, SIDE, LAUNCHER)
+    assert traced.timeline.streams == (MAIN, SIDE, LAUNCHING_THREAD)
     for stream in traced.timeline.streams:
         spans = sorted((span for span in traced.timeline.spans if span.stream == stream), key=lambda span: span.start_ns)
         assert all(span.start_ns <= span.end_ns for span in spans)
@@ -184,7 +184,7 @@ def test_late_host_node_is_exposed_by_its_delay() -> None:
 
 def test_idle_time_excludes_work_between_rounds() -> None:
     spans = [Span(MAIN, "a", "stage", number, 1000 * number, 1000 * number + 400) for number in (3, 4, 5)]
-    outside = Span(MAIN, BETWEEN, "stage", OUTSIDE, 3500, 3650)
+    outside = Span(MAIN, BETWEEN_ROUNDS, "stage", NO_ROUND, 3500, 3650)
     assert Timeline((*spans, outside)).summary().idle_ns == 600 + 600 - 150
     assert Timeline((outside,)).summary().rounds == 0
     empty = Timeline(()).summary()

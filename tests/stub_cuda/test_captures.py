@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from stepgraph.graphs import BufferSpec, CaptureError, StaticBuffers
-from stepgraph.graphs.capture import Check
+from stepgraph.graphs.capture import CaptureCheck
 from stepgraph.graphs.cuda.backend import CudaBackend
 from stepgraph.sampling.cuda_graphs import capture_replay
-from stepgraph.sampling.kernels.filters import breaks_in_a_graph
+from stepgraph.sampling.kernels.filters import find_replay_difference
 from tests.stub_cuda import device
 from tests.stub_cuda.counters import counted
 
@@ -65,7 +65,7 @@ class Allocating:
         self.x.add_(1)
 
 
-@pytest.mark.parametrize("probe", [capture_replay, breaks_in_a_graph])
+@pytest.mark.parametrize("probe", [capture_replay, find_replay_difference])
 def test_a_probe_and_a_thread_that_allocates_do_not_disturb_each_other(probe: Callable[..., object]) -> None:
     step = Allocating()
     probe(step, DEVICE)
@@ -127,7 +127,7 @@ def test_any_error_in_the_capture_is_a_capture_error(backend: CudaBackend, error
 
 
 @pytest.mark.parametrize("check", ["once", "twice"])
-def test_captures_upload_their_graph_if_torch_supports_it(backend: CudaBackend, check: Check) -> None:
+def test_captures_upload_their_graph_if_torch_supports_it(backend: CudaBackend, check: CaptureCheck) -> None:
     static = buffers()
     with counted() as capture:
         graph = backend.capture(add, static, check=check)

@@ -9,7 +9,7 @@ import pytest
 from stepgraph import SamplingParams
 from stepgraph.graphs.cuda.backend import CudaBackend
 from stepgraph.graphs.graph_set import CaptureReport
-from stepgraph.graphs.publishing import FINISH
+from stepgraph.graphs.publishing import FINISH_COLUMN
 from tests.stub_cuda import counters
 from tests.stub_cuda.subject import Constraint, Engine, greedy_engine
 
@@ -68,7 +68,7 @@ def test_four_hundred_rounds_allocate_nothing_and_launch_one_graph_each(
     engine.capture()
     constraint = Constraint.regex("[a-f]{150,200}") if constrained else None
     engine.submit(list(range(1, 20)), max_new_tokens=200, constraint=constraint, sampling=sampling)
-    engine.buffers.results_ring_host[..., FINISH] = RUNNING  # of every batch slot: no token, and the row continues
+    engine.buffers.results_ring_host[..., FINISH_COLUMN] = RUNNING  # of every batch slot: no token, and the row continues
     while not engine.stats().rounds:  # compilation of the grammar, the prompt, the first round
         engine.step()
     for _ in range(3):
@@ -96,7 +96,7 @@ def test_rounds_with_grammars_on_the_device_have_no_host_node_and_no_copy_of_the
     kernels = [node for graph in counters.live_graphs() for node in counters.graph_nodes(graph) if node.name == "advance_rows"]
     assert len(kernels) == 3 * 3 and all(node.arguments is not None for node in kernels), "K + 1 in each constrained graph"
     device.submit(list(range(1, 20)), max_new_tokens=200, constraint=Constraint.regex("[a-f]{150,200}"))
-    device.buffers.results_ring_host[..., FINISH] = RUNNING
+    device.buffers.results_ring_host[..., FINISH_COLUMN] = RUNNING
     while not device.stats().rounds:
         device.step()
     with counters.counted() as counts:
@@ -117,7 +117,7 @@ def test_grammars_are_copied_beside_rounds_and_ordered_with_them(monkeypatch: py
         monkeypatch.setattr(CudaBackend, "copy_aside", lambda self, copy, *, after_launched: copy_aside(self, copy, after_launched=False))
     device = greedy_engine(grammar_backend="automaton", grammar_lane="device", grammar_arena_bytes=5632, num_speculative_tokens=1)
     device.capture()
-    device.buffers.results_ring_host[..., FINISH] = RUNNING
+    device.buffers.results_ring_host[..., FINISH_COLUMN] = RUNNING
     prompts = (list(range(start, start + 19)) for start in (1, 40, 80))
     device.submit(next(prompts), max_new_tokens=200)
     counters.take_issued(more=True)

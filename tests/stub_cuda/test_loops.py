@@ -129,7 +129,7 @@ def test_loop_is_refused_while_a_trace_is_running(backend: Backend) -> None:
 
 
 def test_older_driver_is_refused(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_loop, "VERSION", 99_990)  # the stub is a driver for CUDA 13.0
+    monkeypatch.setattr(cuda_loop, "MIN_DRIVER_VERSION", 99_990)  # the stub is a driver for CUDA 13.0
     buffers = buffers_of(backend)
     graph = backend.capture(halve, buffers)
     reason = "the driver supports CUDA 13.0, expected 12.4 or newer for WHILE nodes"

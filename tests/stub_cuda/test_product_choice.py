@@ -32,7 +32,7 @@ ALWAYS, FROM_256, NEVER = (9.0, 1.0) * 3, (9.0, 1.0, 9.0, 1.0, 1.0, 9.0), (1.0, 
 
 @pytest.fixture(autouse=True)
 def numerics(monkeypatch: pytest.MonkeyPatch) -> Iterator[Numerics]:
-    monkeypatch.setattr(programs, "library_rows", {})
+    monkeypatch.setattr(programs, "library_min_rows", {})
     with Numerics().computing() as computing:
         yield computing
 

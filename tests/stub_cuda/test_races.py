@@ -16,7 +16,7 @@ from stepgraph.graphs.cuda.context import CudaCaptureContext
 from stepgraph.graphs.graph_key import FULL
 from stepgraph.graphs.graph_set import graph_keys
 from stepgraph.graphs.tape.races import Region, overlap, region_of
-from stepgraph.graphs.tape.replay_ops import Call, tensors_in
+from stepgraph.graphs.tape.replay_ops import OpCall, tensors_in
 from tests.graphs.tape.test_races import DISJOINT, PAIRS, SPECS, forked
 from tests.stub_cuda import counters
 from tests.stub_cuda.subject import Backend, CaptureError, StaticBuffers
@@ -43,7 +43,7 @@ class Accesses(TorchDispatchMode):
         return int(self._driver.captured_nodes(self._main))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        call, first = Call(func, args, kwargs or {}), self.count()
+        call, first = OpCall(func, args, kwargs or {}), self.count()
         result = func(*args, **call.kwargs)
         known = {storage_key(tensor) for tensor in call.inputs}
         made = [tensor for tensor in tensors_in(result) if storage_key(tensor) not in known]

@@ -26,7 +26,7 @@ from stepgraph.graphs.cuda.backend import CudaBackend
 from stepgraph.graphs.layers import rank_sums
 from stepgraph.graphs.layers.dense import add_rms_norm
 from stepgraph.graphs.layers.parallel import RankGroups, register_group, sum_over_ranks
-from stepgraph.graphs.layers.rank_sums import SUMS, Gathered, Reduced, choose_sums
+from stepgraph.graphs.layers.rank_sums import IMPLEMENTATIONS, GatherSum, NcclSum, choose_sums
 from stepgraph.runtime.models.llama_config import LlamaConfig
 from stepgraph.runtime.parallel.llama import ShardedLlama
 from stepgraph.runtime.parallel.ranks import Ranks
@@ -53,8 +53,8 @@ class Twins:
 @pytest.fixture(autouse=True)
 def values(monkeypatch: pytest.MonkeyPatch) -> Iterator[Numerics]:
     """Both ranks have the same values, as the stub's collectives assume."""
-    made = rank_sums._integers
-    monkeypatch.setattr(rank_sums, "_integers", lambda rank, like: made(rank if rank >= SIZE else 0, like))
+    made = rank_sums._rank_values
+    monkeypatch.setattr(rank_sums, "_rank_values", lambda rank, like: made(rank if rank >= SIZE else 0, like))
     with Numerics().computing() as computing:
         yield computing
 
@@ -68,13 +68,13 @@ def groups() -> RankGroups:
 def times(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """Milliseconds that the device takes for the graph of each implementation."""
     given, current = dict[str, float](), [""]
-    real = rank_sums._made_and_measured
+    real = rank_sums._create_and_measure
 
-    def measured(kind: type[Gathered], *others: Any) -> Any:
-        current[0] = next(name for name, each in SUMS.items() if each is kind)
+    def measured(kind: type[GatherSum], *others: Any) -> Any:
+        current[0] = next(name for name, each in IMPLEMENTATIONS.items() if each is kind)
         return real(kind, *others)
 
-    monkeypatch.setattr(rank_sums, "_made_and_measured", measured)
+    monkeypatch.setattr(rank_sums, "_create_and_measure", measured)
     monkeypatch.setattr(torch.cuda.Event, "elapsed_time", lambda *_: given.get(current[0], 1.6))
     return given
 
@@ -123,19 +123,19 @@ def test_times_of_the_slowest_rank_are_compared(groups: RankGroups, times: dict[
     assert choose_sums(twins, groups, like()).startswith("gather; gather 200.0 us; nccl 10000.0 us; no flashinfer: ")
 
 
-class Doubled(Reduced):
+class Doubled(NcclSum):
     def add(self, states: Tensor) -> None:
         super().add(states)
         states[-1, 3] *= 2
 
 
-class Waiting(Reduced):
+class Waiting(NcclSum):
     def add(self, states: Tensor) -> None:
         super().add(states)
         torch.cuda.synchronize()
 
 
-class Refusing(Reduced):
+class Refusing(NcclSum):
     def __init__(self, *others: Any) -> None:
         raise RuntimeError("no link between the GPUs")
 
@@ -149,9 +149,9 @@ class Refusing(Reduced):
     ],
 )
 def test_a_sum_that_does_not_work_is_passed_over(
-    planted: type[Gathered], expected: str, groups: RankGroups, times: dict[str, float], monkeypatch: pytest.MonkeyPatch
+    planted: type[GatherSum], expected: str, groups: RankGroups, times: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(SUMS, "nccl", planted)
+    monkeypatch.setitem(IMPLEMENTATIONS, "nccl", planted)
     times["nccl"] = 0.1
     assert re.search(rf"^gather; gather 100.0 us; no nccl: {expected}", choose_sums(Twins(), groups, like()), re.DOTALL)
 
@@ -160,14 +160,14 @@ def test_a_sum_that_fails_or_differs_on_another_rank_is_passed_over(groups: Rank
     twins, times["nccl"] = Twins(), 0.1
     kinds = list[str]()
     twins.other = lambda sent: ("out of memory", None) if len(kinds) == 1 else sent
-    real = rank_sums._made_and_measured
+    real = rank_sums._create_and_measure
 
-    def noted(kind: type[Gathered], *others: Any) -> Any:
+    def noted(kind: type[GatherSum], *others: Any) -> Any:
         kinds.append(kind.__name__)
         return real(kind, *others)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank_sums, "_made_and_measured", noted)
+        patch.setattr(rank_sums, "_create_and_measure", noted)
         assert choose_sums(twins, groups, like()).startswith("nccl; nccl 6.2 us; no gather: rank 1: out of memory; no flashinfer: ")
     twins.other = lambda sent: (sent[0], 7) if isinstance(sent[1], int) else sent  # other bits
     with pytest.raises(

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from stepgraph import Engine
-from stepgraph.graphs.graph_key import FULL, LONGEST, Drafting, GraphKey
+from stepgraph.graphs.graph_key import FULL, FULL_LENGTH, Drafting, GraphKey
 from stepgraph.graphs.graph_set import graph_keys
 from stepgraph.graphs.prefill import PromptKey
-from stepgraph.graphs.publishing import FINISH
+from stepgraph.graphs.publishing import FINISH_COLUMN
 from stepgraph.sampling.grammar.link.native import available_processors
 from stepgraph.sampling.grammar.status import FinishCode
 from stepgraph.sampling.kernels.operation import OPERATIONS
@@ -85,7 +85,7 @@ def test_every_key_of_every_draft_length_is_captured_twice(backend: Backend, nam
     most = 3 if name == "MTP of 3" else 8  # each of several modules drafts one token
     engine = make(name, backend, num_speculative_tokens=most, draft_length="auto", **changes)
     shorter = [length for length in (0, 1, 3, 5) if length < most]
-    assert replay_every_key_twice(engine, (*map(Drafting, shorter), Drafting(LONGEST))) == 4 * len(shorter) + 5
+    assert replay_every_key_twice(engine, (*map(Drafting, shorter), Drafting(FULL_LENGTH))) == 4 * len(shorter) + 5
     engine.close()
     assert not counters.take_messages()
 
@@ -111,7 +111,7 @@ def test_every_key_is_captured_again_while_a_prompt_with_embeddings_is_decoded(b
     target: Any = engine._parts.models.target
     span = torch.ones(engine.limits.prefill_chunk + 2, target.embedding_size, dtype=target.feature_dtype)
     prompt = [index % 50 for index in range(2 * engine.limits.prefill_chunk + 9)]
-    engine.buffers.results_ring_host[..., FINISH] = FinishCode.RUNNING
+    engine.buffers.results_ring_host[..., FINISH_COLUMN] = FinishCode.RUNNING
     with counters.counted() as prompts:
         engine.submit(prompt, prompt_embeddings={3: span}, max_new_tokens=20)
         while not engine.stats().rounds:
@@ -146,7 +146,7 @@ COMMIT = [("accept", "show commit"), ("place commit", "choose_draft 1")]
 def test_streams_wait_for_each_other_only_for_masks(backend: Backend, drafts: int, sampled: bool) -> None:
     """Each mask is filled after the previous stage, concurrently with the model; only the stage that reads the mask waits for it."""
     engine = make("own vocabulary", backend, num_speculative_tokens=max(drafts, 1), forced_drafts=False)
-    key = GraphKey(2, True, sampled, draft_length=LONGEST if drafts else 0)
+    key = GraphKey(2, True, sampled, draft_length=FULL_LENGTH if drafts else 0)
     rest = [(f"choose_draft {step}", f"show advance {step}") for step in range(1, drafts)]
     rest += [(f"place advance {step}", f"choose_draft {step + 1}") for step in range(1, drafts)]
     assert edges_between_streams(engine, key) == Counter([*HEAD, *(COMMIT if drafts else []), *rest])
@@ -228,7 +228,7 @@ def test_operations_are_launched_without_the_dispatcher(backend: Backend, monkey
     engine = make("EAGLE-3", backend, prompt_graphs=False)
     with counters.counted() as counts:
         engine.capture()
-        engine.buffers.results_ring_host[..., FINISH] = FinishCode.RUNNING
+        engine.buffers.results_ring_host[..., FINISH_COLUMN] = FinishCode.RUNNING
         engine.submit([1, 2, 3, 4, 5], max_new_tokens=20)
         while engine.stats().rounds < 3:
             engine.step()
@@ -280,7 +280,7 @@ class Together:
             engine = greedy_engine(buckets=(2,), num_speculative_tokens=1, look_up=0)
             self.engines.append(engine)
             engine.capture()
-            engine.buffers.results_ring_host[..., FINISH] = FinishCode.RUNNING
+            engine.buffers.results_ring_host[..., FINISH_COLUMN] = FinishCode.RUNNING
             engine.submit([turn + 1, 5, 9], max_new_tokens=50)
             while engine.stats().rounds < 5:
                 engine.step()
@@ -317,7 +317,7 @@ def test_a_chunk_of_a_prompt_is_a_copy_and_a_replay(name: str) -> None:
     for in_graphs in (False, True):
         engine = make(name, prefill_chunk=128, max_length=640, prompt_graphs=in_graphs, greedy_only=True)
         engine.capture()
-        engine.buffers.results_ring_host[..., FINISH] = FinishCode.RUNNING
+        engine.buffers.results_ring_host[..., FINISH_COLUMN] = FinishCode.RUNNING
         engine.submit([1, 2, 3], max_new_tokens=500)
         while not engine.stats().rounds:
             engine.step()
@@ -340,7 +340,7 @@ def test_several_long_prompts_delay_a_decoding_row_by_one_chunk_a_round() -> Non
     chunk, prompts = 64, 3
     engine = make("own vocabulary", max_rows=4, buckets=(4,), prefill_chunk=chunk, max_length=640, greedy_only=True)
     engine.capture()
-    engine.buffers.results_ring_host[..., FINISH] = FinishCode.RUNNING
+    engine.buffers.results_ring_host[..., FINISH_COLUMN] = FinishCode.RUNNING
     engine.submit([1, 2, 3], max_new_tokens=500)
     while not engine.stats().rounds:
         engine.step()

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tools.profiling.sidecar import Sidecar
-from tools.profiling.spans import MAIN, OUTSIDE, Span
+from tools.profiling.spans import MAIN, NO_ROUND, Span
 
 UNKNOWN = "unknown stage"
-BETWEEN = "between rounds"
+BETWEEN_ROUNDS = "between rounds"
 SIDE = "side"
 
 
@@ -53,9 +53,19 @@ def named_spans(activities: Sequence[Activity], stage_of: Mapping[int, str], sid
     CUDA runs branches of a graph on internal streams, so the stream of a node is the one of its stage in the recording, and main if that is
     unknown. Other work is on the main stream if nodes ran on its stream too.
     """
+<<<<<<< HEAD
     found = NamedSpans()
     graph_streams = {activity.stream for activity in activities if activity.node is not None}
     inside = [activity for activity in activities if activity.node is not None and activity.round != OUTSIDE]
+||||||| 4e1ad97c
+    found = Named()
+    of_graphs = {activity.stream for activity in activities if activity.node is not None}
+    inside = [activity for activity in activities if activity.node is not None and activity.round != OUTSIDE]
+=======
+    found = Named()
+    graphs = {activity.stream for activity in activities if activity.node is not None}
+    inside = [activity for activity in activities if activity.node is not None and activity.round != NO_ROUND]
+>>>>>>> n2
     names = dict(stage_of)
     streams: dict[int, str] = {}
     if not all(activity.node in names for activity in inside):
@@ -64,7 +74,13 @@ def named_spans(activities: Sequence[Activity], stage_of: Mapping[int, str], sid
     stream_of = sidecar.stream_of
     for activity in activities:
         if activity.node is None:
+<<<<<<< HEAD
             span = Span(MAIN if activity.stream in graph_streams else SIDE, BETWEEN, "stage", OUTSIDE, activity.start_ns, activity.end_ns)
+||||||| 4e1ad97c
+            span = Span(MAIN if activity.stream in of_graphs else SIDE, BETWEEN, "stage", OUTSIDE, activity.start_ns, activity.end_ns)
+=======
+            span = Span(MAIN if activity.stream in graphs else SIDE, BETWEEN_ROUNDS, "stage", NO_ROUND, activity.start_ns, activity.end_ns)
+>>>>>>> n2
         else:
             name = names.get(activity.node, UNKNOWN)
             stream = streams.get(activity.node) or stream_of.get(name, MAIN)

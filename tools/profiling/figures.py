@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tools.profiling.spans import MAIN, OUTSIDE, Interval, Profile, Span, intersection, subtract, total_length, union
+from tools.profiling.spans import MAIN, NO_ROUND, Interval, Profile, Span, intersection, subtract, total_length, union
 
 VERSION = 1
 MASK_READERS = ("accept", "choose_draft")  # stages that wait for a mask; used if waits were not recorded
@@ -36,17 +36,17 @@ class Work:
         """Start of the first and end of the last activity of a round on the main stream."""
         windows: dict[int, Interval] = {}
         for span in self.spans:
-            if span.stream == MAIN and span.kind in ("stage", "wait") and span.round != OUTSIDE:
+            if span.stream == MAIN and span.kind in ("stage", "wait") and span.round != NO_ROUND:
                 start, end = windows.get(span.round, (span.start_ns, span.end_ns))
                 windows[span.round] = (min(start, span.start_ns), max(end, span.end_ns))
         return dict(sorted(windows.items()))
 
     def round_of(self, span: Span) -> int:
         """The round before an activity between rounds."""
-        if span.round != OUTSIDE:
+        if span.round != NO_ROUND:
             return span.round
         at = bisect.bisect_right(self._begins, span.start_ns) - 1
-        return OUTSIDE if at < 0 else list(self.windows)[at]
+        return NO_ROUND if at < 0 else list(self.windows)[at]
 
     def idle_in(self, window: Interval) -> list[Interval]:
         return subtract(window, self.busy)
@@ -165,7 +165,7 @@ def _exposed_wait(work: Work) -> Document:
     if work.waits:
         source, found = "waits", union((span.start_ns, span.end_ns) for span in work.waits)
     elif work.hosts:
-        side_stages = [span for span in work.stages if span.stream != MAIN and span.round != OUTSIDE]
+        side_stages = [span for span in work.stages if span.stream != MAIN and span.round != NO_ROUND]
         source = "idle before a mask is read, while host nodes or their copies ran"
         found = intersection(union((span.start_ns, span.end_ns) for span in (*work.hosts, *side_stages)), _before_mask_reads(work))
     elif any(span.stream != MAIN for span in work.stages):

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from tools.profiling.activities import Activity, HostRun, clock_offset, host_spans, named_spans
 from tools.profiling.sidecar import Sidecar
-from tools.profiling.spans import OUTSIDE, Profile
+from tools.profiling.spans import NO_ROUND, Profile
 
 KERNEL_TABLE, NVTX_TABLE, RUNTIME_TABLE = "CUPTI_ACTIVITY_KIND_KERNEL", "NVTX_EVENTS", "CUPTI_ACTIVITY_KIND_RUNTIME"
 COPY_TABLES = ("CUPTI_ACTIVITY_KIND_MEMCPY", "CUPTI_ACTIVITY_KIND_MEMSET")
@@ -123,14 +123,14 @@ class Rounds:
         return bool(self.start_ns)
 
     def round_of(self, process: int | None, correlation: int | None) -> int:
-        """The round of an activity; OUTSIDE if no round launched it."""
+        """The round of an activity; NO_ROUND if no round launched it."""
         if correlation is None:
-            return OUTSIDE
+            return NO_ROUND
         call = self._by_correlation.get(correlation) if process is None else self._calls.get((process, correlation))
         if call is None:
-            return OUTSIDE
+            return NO_ROUND
         numbers = (number for start, end, number in self._round_ranges.get(call.thread, ()) if start <= call.start_ns <= end)
-        return next(numbers, OUTSIDE)
+        return next(numbers, NO_ROUND)
 
 
 def _rounds(export: Export) -> Rounds | None:
@@ -164,7 +164,7 @@ def _hosts(export: Export, rounds: Rounds, stages: Mapping[int, str]) -> list[Ho
             for row in rows:
                 owner = row["globalPid"] if row["globalPid"] is not None else row["globalTid"]
                 number = rounds.round_of(None if owner is None else owner // IDS_PER_PROCESS, row["correlationId"])
-                if number != OUTSIDE:
+                if number != NO_ROUND:
                     found.append(HostRun(row["start"], row["end"], number, stages.get(row["graphNodeId"] or 0, "")))
             if found:
                 return found

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from stepgraph.graphs.context import MAIN
-from stepgraph.graphs.spans import BETWEEN, LAUNCHER, Span
+from stepgraph.graphs.spans import BETWEEN_ROUNDS, LAUNCHING_THREAD, Span
 from stepgraph.runtime.trace import Timeline
 
 DPI = 100
@@ -28,7 +28,7 @@ COLOURS = {  # by the first word of a stage's name
     "choose_draft": "#8bbf69",
     "show": "#c9b8e0",
     "place": "#9d86c4",
-    BETWEEN.split()[0]: "#d9d9d9",
+    BETWEEN_ROUNDS.split()[0]: "#d9d9d9",
 }
 OTHER_COLOUR = "#b0b7bf"
 
@@ -125,8 +125,8 @@ def _detail_window(spans: Sequence[Span], number: int, extent: Interval) -> Inte
 def _panel(axes: Any, spans: Sequence[Span], streams: Sequence[str], window: Interval, begin: int) -> None:
     """One lane per stream. A bar that is too narrow for its name is labelled above the main lane, or below the other lanes."""
     axes.set_xlim((window[0] - begin) / 1e6, (window[1] - begin) / 1e6)
-    lanes = [number + (0.55 if stream == LAUNCHER else 0.0) for number, stream in enumerate(streams)]  # room for labels above it
-    axes.set_ylim(lanes[-1] + (0.45 if streams[-1] == LAUNCHER else 1.0), -1.4)
+    lanes = [number + (0.55 if stream == LAUNCHING_THREAD else 0.0) for number, stream in enumerate(streams)]  # room for labels above it
+    axes.set_ylim(lanes[-1] + (0.45 if streams[-1] == LAUNCHING_THREAD else 1.0), -1.4)
     axes.set_yticks(lanes, streams)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
@@ -183,7 +183,7 @@ def _labels(axes: Any, narrow: Sequence[tuple[float, str, str]], lane: float, si
 
 def _text(span: Span) -> str:
     if span.kind == "wait":
-        return f"waits for {span.name}" if span.stream != LAUNCHER else f"waits for {span.name} of a round"
+        return f"waits for {span.name}" if span.stream != LAUNCHING_THREAD else f"waits for {span.name} of a round"
     return span.name
 
 
@@ -195,7 +195,7 @@ def _legend(figure: Any, spans: Sequence[Span]) -> None:
     from matplotlib.patches import Patch
 
     words = dict.fromkeys(span.name.split()[0] for span in spans if span.kind == "stage")
-    labels = {"show": "show: state to the host", "place": "place: masks to the device", "between": BETWEEN}
+    labels = {"show": "show: state to the host", "place": "place: masks to the device", "between": BETWEEN_ROUNDS}
     patches = [Patch(color=COLOURS[word], label=labels.get(word, word)) for word in words if word in COLOURS]
     others = [word for word in words if word not in COLOURS]
     if others:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 MAIN = "main"
-OUTSIDE = -1  # round number of work between rounds: prompts, uploads, results
+NO_ROUND = -1  # round number of work between rounds: prompts, uploads, results
 Kind = Literal["stage", "host", "wait", "launch"]
 Interval = tuple[int, int]
 

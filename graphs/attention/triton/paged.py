@@ -16,9 +16,9 @@ import triton.language as tl
 from stepgraph.graphs.attention import paged
 from stepgraph.graphs.attention.triton.float8 import as_read
 
-MOST_PARTS = 64
-LEAST_PART = 128  # keys
-MOST_HEAD_SIZE = 256
+MAX_PARTS = 64
+MIN_PART_KEYS = 128  # keys
+MAX_HEAD_SIZE = 256
 _LOG2_E = tl.constexpr(1.4426950408889634)
 # Triton 3.4 does not compile a branch at run time that changes tensors: with it, attention without a window is a separate program.
 _TWO_PROGRAMS = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) <= (3, 4))
@@ -43,13 +43,13 @@ def tile_for(rows: int, size: int, capped: bool = False) -> Tile:
     most = 64 if wide <= 128 else 16 if capped else 32
     tile_rows = min(most, max(16, triton.next_power_of_2(rows)))
     in_round = tile_rows <= 32 and wide <= 64  # with larger heads only one block would fit on a multiprocessor
-    keys = LEAST_PART if in_round else 64 if wide <= 128 else 32
+    keys = MIN_PART_KEYS if in_round else 64 if wide <= 128 else 32
     return Tile(tile_rows, keys, wide, 4 if wide <= 64 else 8, 1 if in_round else 3, 168 if tile_rows == 32 and wide > 128 else None)
 
 
-def parts_of(keys: int, least_part: int = LEAST_PART) -> tuple[int, int]:
+def parts_of(keys: int, least_part: int = MIN_PART_KEYS) -> tuple[int, int]:
     """Keys per part and number of parts for a table of `keys` keys: the same for every row."""
-    part = max(least_part, triton.next_power_of_2(triton.cdiv(keys, MOST_PARTS)))
+    part = max(least_part, triton.next_power_of_2(triton.cdiv(keys, MAX_PARTS)))
     return part, triton.cdiv(keys, part)
 
 
@@ -58,9 +58,9 @@ def last_position(positions, slots, count, PAGE: tl.constexpr):
     """The last position of one row; inert positions, whose slots are in the scratch page, do not count."""
     last = tl.full([], -1, tl.int64)
     for start in range(0, count, _COUNTED):
-        place = start + tl.arange(0, _COUNTED)
-        slot = tl.load(slots + place, mask=place < count, other=0)
-        position = tl.load(positions + place, mask=place < count, other=-1)
+        index = start + tl.arange(0, _COUNTED)
+        slot = tl.load(slots + index, mask=index < count, other=0)
+        position = tl.load(positions + index, mask=index < count, other=-1)
         last = tl.maximum(last, tl.max(tl.where(slot >= PAGE, position, -1), 0))
     return last
 
@@ -68,8 +68,8 @@ def last_position(positions, slots, count, PAGE: tl.constexpr):
 @triton.jit
 def load_pages(table, start, limit, KEYS: tl.constexpr, PAGE: tl.constexpr):
     """Pages of KEYS positions of a row; 0 from `limit` on."""
-    place = start + tl.arange(0, KEYS)
-    return tl.load(table + place // PAGE, mask=place < limit, other=0)
+    index = start + tl.arange(0, KEYS)
+    return tl.load(table + index // PAGE, mask=index < limit, other=0)
 
 
 @triton.jit
@@ -80,9 +80,9 @@ def product(left, right, WIDE: tl.constexpr):
 
 
 @triton.jit
-def score(asked, key, scale, cap, WIDE: tl.constexpr):
+def score(queries, key, scale, cap, WIDE: tl.constexpr):
     """Scores as exponents of two. With a cap, `scale` includes the factor by which exp2 replaces exp in tanh."""
-    scores = product(asked, key, WIDE) * scale
+    scores = product(queries, key, WIDE) * scale
     if cap is not None:
         scores = cap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
     return scores
@@ -144,89 +144,89 @@ def attend_part(
     A round has few keys per program, so dependent loads determine its time: each load is issued before the first use of another.
     """
     batch, head, parts = tl.program_id(0), tl.program_id(1), tl.cdiv(pages * PAGE, part)
-    block, number = tl.program_id(2) // parts, tl.program_id(2) % parts
+    block, part_index = tl.program_id(2) // parts, tl.program_id(2) % parts
     row, column = block * ROWS + tl.arange(0, ROWS), tl.arange(0, SIZE)
-    real = row < count * GROUPS
-    line = (batch * count + row // GROUPS).to(tl.int64) * heads + head * GROUPS + row % GROUPS
-    begin, table = number * part, tables + batch * pages
+    is_query = row < count * GROUPS
+    output_row = (batch * count + row // GROUPS).to(tl.int64) * heads + head * GROUPS + row % GROUPS
+    begin, table = part_index * part, tables + batch * pages
     page = load_pages(table, begin, pages * PAGE, KEYS, PAGE)
-    position = tl.load(positions + batch * count + row // GROUPS, mask=real, other=-1).to(tl.int32)
-    asked = tl.load(query + line[:, None] * size + column[None, :], mask=real[:, None] & (column < size)[None, :], other=0.0)
+    position = tl.load(positions + batch * count + row // GROUPS, mask=is_query, other=-1).to(tl.int32)
+    queries = tl.load(query + output_row[:, None] * size + column[None, :], mask=is_query[:, None] & (column < size)[None, :], other=0.0)
     last = last_position(positions + batch * count, slots + batch * count, count, PAGE).to(tl.int32)
 
     end = tl.minimum(tl.minimum(last, tl.max(position, 0)) + 1, begin + part)
     if window is not None:  # noqa: SIM102  # at compile time; the next condition may be one at run time
         if _TWO_PROGRAMS or window > 0:
-            begin = tl.maximum(begin, (tl.min(tl.where(real, position, last), 0) - window + 1) // KEYS * KEYS)
+            begin = tl.maximum(begin, (tl.min(tl.where(is_query, position, last), 0) - window + 1) // KEYS * KEYS)
             page = load_pages(table, begin, end, KEYS, PAGE)
-    peak, total = first_weights(sinks, head * GROUPS + row % GROUPS, row < tl.where(number == 0, count * GROUPS, 0), ROWS)
+    peak, total = first_weights(sinks, head * GROUPS + row % GROUPS, row < tl.where(part_index == 0, count * GROUPS, 0), ROWS)
     summed = tl.zeros([ROWS, SIZE], tl.float32)
     for start in range(begin, end, KEYS):
-        place = start + tl.arange(0, KEYS)
-        held = place < end
-        entry = (page * PAGE + place % PAGE) * cache_stride + head * size
-        key = tl.load(keys + entry[None, :] + column[:, None], mask=held[None, :] & (column < size)[:, None], other=0)
-        value = tl.load(values + entry[:, None] + column[None, :], mask=held[:, None] & (column < size)[None, :], other=0)
+        key_index = start + tl.arange(0, KEYS)
+        in_range = key_index < end
+        entry = (page * PAGE + key_index % PAGE) * cache_stride + head * size
+        key = tl.load(keys + entry[None, :] + column[:, None], mask=in_range[None, :] & (column < size)[:, None], other=0)
+        value = tl.load(values + entry[:, None] + column[None, :], mask=in_range[:, None] & (column < size)[None, :], other=0)
         page = load_pages(table, start + KEYS, end, KEYS, PAGE)
-        seen = held[None, :] & (place[None, :] <= position[:, None])
+        visible = in_range[None, :] & (key_index[None, :] <= position[:, None])
         if window is not None:  # noqa: SIM102
             if _TWO_PROGRAMS or window > 0:
-                seen = seen & (place[None, :] > position[:, None] - window)
-        scores = tl.where(seen, score(asked, as_read(key, asked), scale, cap, WIDE), float("-inf"))
-        peak, total, summed = weigh(scores, as_read(value, asked), peak, total, summed, WIDE)
+                visible = visible & (key_index[None, :] > position[:, None] - window)
+        scores = tl.where(visible, score(queries, as_read(key, queries), scale, cap, WIDE), float("-inf"))
+        peak, total, summed = weigh(scores, as_read(value, queries), peak, total, summed, WIDE)
 
     if sums is None:
-        found = summed / tl.where(total == 0, 1.0, total)[:, None]
-        wanted = real[:, None] & (column < size)[None, :]
-        tl.store(output + line[:, None] * size + column[None, :], found.to(output.dtype.element_ty), mask=wanted)
+        result = summed / tl.where(total == 0, 1.0, total)[:, None]
+        in_output = is_query[:, None] & (column < size)[None, :]
+        tl.store(output + output_row[:, None] * size + column[None, :], result.to(output.dtype.element_ty), mask=in_output)
     else:
         peak = tl.where(total == total, peak, total)  # a maximum may drop NaN: keep it
-        written = real & (peak != float("-inf"))
-        tl.store(peaks + line * parts + number, peak, mask=real)
-        tl.store(totals + line * parts + number, total, mask=written)
-        tl.store(sums + (line[:, None] * parts + number) * SIZE + column[None, :], summed, mask=written[:, None])
+        written = is_query & (peak != float("-inf"))
+        tl.store(peaks + output_row * parts + part_index, peak, mask=is_query)
+        tl.store(totals + output_row * parts + part_index, total, mask=written)
+        tl.store(sums + (output_row[:, None] * parts + part_index) * SIZE + column[None, :], summed, mask=written[:, None])
 
 
 @triton.jit
 def combine_parts(sums, peaks, totals, output, parts, size, PARTS: tl.constexpr, SIZE: tl.constexpr):
     """Combine the parts of one query and head by their weights. PARTS is a power of two >= parts."""
-    line = tl.program_id(0).to(tl.int64)
-    number, column = tl.arange(0, PARTS), tl.arange(0, SIZE)
-    peak = tl.load(peaks + line * parts + number, mask=number < parts, other=float("-inf"))
+    output_row = tl.program_id(0).to(tl.int64)
+    part_index, column = tl.arange(0, PARTS), tl.arange(0, SIZE)
+    peak = tl.load(peaks + output_row * parts + part_index, mask=part_index < parts, other=float("-inf"))
     highest = tl.max(peak, 0)
     level = tl.where(highest == float("-inf"), 0.0, highest)
-    total = tl.load(totals + line * parts + number, mask=peak != float("-inf"), other=0.0)
-    whole = tl.sum(total * tl.exp2(peak - level), 0)
+    total = tl.load(totals + output_row * parts + part_index, mask=peak != float("-inf"), other=0.0)
+    total_weight = tl.sum(total * tl.exp2(peak - level), 0)
     summed = tl.zeros([SIZE], tl.float32)
-    for each in range(0, parts):
-        mine = tl.load(peaks + line * parts + each)
-        written = tl.where(mine != float("-inf"), size, 0)
-        found = tl.load(sums + (line * parts + each) * SIZE + column, mask=column < written, other=0.0)
-        summed += found * tl.exp2(mine - level)
-    summed = summed / tl.where(whole == 0, 1.0, whole)
-    tl.store(output + line * size + column, summed.to(output.dtype.element_ty), mask=column < size)
+    for part in range(0, parts):
+        part_peak = tl.load(peaks + output_row * parts + part)
+        written = tl.where(part_peak != float("-inf"), size, 0)
+        part_sum = tl.load(sums + (output_row * parts + part) * SIZE + column, mask=column < written, other=0.0)
+        summed += part_sum * tl.exp2(part_peak - level)
+    summed = summed / tl.where(total_weight == 0, 1.0, total_weight)
+    tl.store(output + output_row * size + column, summed.to(output.dtype.element_ty), mask=column < size)
 
 
-def paged_attention(*arguments: Any, least_part: int = LEAST_PART) -> None:
+def paged_attention(*arguments: Any, least_part: int = MIN_PART_KEYS) -> None:
     *tensors, page_size, window, scale, softcap, sinks, output = arguments
     query, keys, values, _, _, tables = tensors
     if query.dtype is torch.float32 and query.is_cuda:  # products of float32 would use no tensor cores, and spill
         return paged.paged_attention.run_reference(*arguments)
     batch, count, heads, size = query.shape
-    if size > MOST_HEAD_SIZE:
-        raise ValueError(f"attention: got heads of size {size}, expected at most {MOST_HEAD_SIZE} for the Triton program")
+    if size > MAX_HEAD_SIZE:
+        raise ValueError(f"attention: got heads of size {size}, expected at most {MAX_HEAD_SIZE} for the Triton program")
     assert keys.stride() == values.stride() and keys.stride()[1:] == (size, 1), f"keys {keys.stride()}, values {values.stride()}"
     kv_heads, pages, groups = keys.shape[1], tables.shape[1], heads // keys.shape[1]
     tile = tile_for(groups * count, size, softcap != 0)
     part, parts = parts_of(pages * page_size, least_part)
     lines, sizes = batch * count * heads, (tile.size, 1, 1)  # of sums, peaks and totals
-    found = [torch.empty(lines, parts, each, dtype=torch.float32, device=query.device) if parts > 1 else None for each in sizes]
+    partials = [torch.empty(lines, parts, each, dtype=torch.float32, device=query.device) if parts > 1 else None for each in sizes]
     scales = scale * _LOG2_E.value * (2 / softcap if softcap else 1), softcap * _LOG2_E.value if softcap else None
     numbers = count, heads, pages, keys.stride(0), part, window or None if _TWO_PROGRAMS.value else window, *scales
     constants = {"size": size, "GROUPS": groups, "PAGE": page_size, "ROWS": tile.rows, "KEYS": tile.keys, "SIZE": tile.size}
     constants |= {"WIDE": query.device.type == "cpu", "num_warps": tile.warps, "num_stages": tile.stages, "maxnreg": tile.registers}
     grid = (batch, kv_heads, triton.cdiv(groups * count, tile.rows) * parts)
-    attend_part[grid](*tensors, sinks, output, *found, *numbers, **constants, enable_fp_fusion=False)
+    attend_part[grid](*tensors, sinks, output, *partials, *numbers, **constants, enable_fp_fusion=False)
     if parts > 1:
         constants = {"PARTS": triton.next_power_of_2(parts), "SIZE": tile.size, "num_warps": 2, "enable_fp_fusion": False}
-        combine_parts[(lines,)](*found, output, parts, size, **constants)
+        combine_parts[(lines,)](*partials, output, parts, size, **constants)

@@ -2,7 +2,7 @@
 
 #include "kernels.h"
 
-enum { MOST_EXPERTS = 1024, GATHERED_BYTES = 1 << 17 }; /* as in experts.py */
+enum { MAX_EXPERTS = 1024, GATHERED_BYTES = 1 << 17 }; /* as in experts.py */
 
 /* The place of the largest of `count` numbers, the first of equal ones; 0 if none is greater than -INFINITY. */
 INLINED int64_t largest(const float *numbers, int64_t count) {
@@ -12,36 +12,36 @@ INLINED int64_t largest(const float *numbers, int64_t count) {
 }
 
 /* logits [rows, experts]; count; normalised; shares [rows, count] float32, experts [rows, count]. */
-EXPORTED FOR_EACH_PROCESSOR int stepgraph_choose_experts(const argument *given) {
-    int64_t experts = given->size[1], count = given[1].integer;
-    for (int64_t row = 0; row < given->size[0]; row++) {
-        float powers[MOST_EXPERTS], highest = -INFINITY, total = 0, chosen = 0;
-        float *shares = (float *)given[3].data + row * count;
+EXPORTED FOR_EACH_PROCESSOR int stepgraph_choose_experts(const argument *args) {
+    int64_t experts = args->size[1], count = args[1].integer;
+    for (int64_t row = 0; row < args->size[0]; row++) {
+        float powers[MAX_EXPERTS], highest = -INFINITY, total = 0, chosen = 0;
+        float *shares = (float *)args[3].data + row * count;
         for (int64_t i = 0; i < experts; i++) {
-            powers[i] = number(given->data, row * experts + i, given->bfloat16);
+            powers[i] = number(args->data, row * experts + i, args->bfloat16);
             highest = powers[i] > highest ? powers[i] : highest;
         }
         for (int64_t i = 0; i < experts; i++) total += powers[i] = expf(powers[i] - highest);
         for (int64_t place = 0; place < count; place++) {
             int64_t best = largest(powers, experts);
             chosen += shares[place] = powers[best];
-            ((int64_t *)given[4].data)[row * count + place] = best;
+            ((int64_t *)args[4].data)[row * count + place] = best;
             powers[best] = -1.0f;
         }
-        for (int64_t place = 0; place < count; place++) shares[place] /= given[2].integer ? chosen : total;
+        for (int64_t place = 0; place < count; place++) shares[place] /= args[2].integer ? chosen : total;
     }
     return 0;
 }
 
 /* logits [rows, experts], correction [experts], both float32; count; groups; groups taken; normalised; factor; shares [rows, count],
    experts [rows, count]. */
-EXPORTED FOR_EACH_PROCESSOR int stepgraph_choose_grouped_experts(const argument *given) {
-    int64_t experts = given->size[1], count = given[2].integer, groups = given[3].integer, size = experts / groups;
-    for (int64_t row = 0; row < given->size[0]; row++) {
-        const float *logits = (const float *)given->data + row * experts, *correction = given[1].data;
-        float scores[MOST_EXPERTS], compared[MOST_EXPERTS], pairs[MOST_EXPERTS], open[MOST_EXPERTS], total = 0;
-        float *shares = (float *)given[7].data + row * count;
-        int64_t *chosen = (int64_t *)given[8].data + row * count;
+EXPORTED FOR_EACH_PROCESSOR int stepgraph_choose_grouped_experts(const argument *args) {
+    int64_t experts = args->size[1], count = args[2].integer, groups = args[3].integer, size = experts / groups;
+    for (int64_t row = 0; row < args->size[0]; row++) {
+        const float *logits = (const float *)args->data + row * experts, *correction = args[1].data;
+        float scores[MAX_EXPERTS], compared[MAX_EXPERTS], pairs[MAX_EXPERTS], open[MAX_EXPERTS], total = 0;
+        float *shares = (float *)args[7].data + row * count;
+        int64_t *chosen = (int64_t *)args[8].data + row * count;
         for (int64_t i = 0; i < experts; i++) {
             scores[i] = 1.0f / (1.0f + expf(-logits[i]));
             compared[i] = scores[i] + correction[i];
@@ -56,7 +56,7 @@ EXPORTED FOR_EACH_PROCESSOR int stepgraph_choose_grouped_experts(const argument 
             }
             pairs[group] = first + second;
         }
-        for (int64_t place = 0; place < given[4].integer; place++) {
+        for (int64_t place = 0; place < args[4].integer; place++) {
             int64_t group = largest(pairs, groups);
             memcpy(open + group * size, compared + group * size, (size_t)size * sizeof *open);
             pairs[group] = -INFINITY;
@@ -67,15 +67,15 @@ EXPORTED FOR_EACH_PROCESSOR int stepgraph_choose_grouped_experts(const argument 
             chosen[place] = best;
             open[best] = -INFINITY;
         }
-        for (int64_t place = 0; place < count; place++) shares[place] = shares[place] / (given[5].integer ? total + 1e-20f : 1.0f) * (float)given[6].real;
+        for (int64_t place = 0; place < count; place++) shares[place] = shares[place] / (args[5].integer ? total + 1e-20f : 1.0f) * (float)args[6].real;
     }
     return 0;
 }
 
-int each_expert(const argument *given, expert_rows run) {
-    const int64_t *chosen = given[1].data;
-    int64_t choices = given[5].size[0], experts = given[3].integer, per_state = choices / given->size[0], number = given->bfloat16 ? 2 : 4;
-    int64_t row_bytes = given->size[1] * number, fitting = GATHERED_BYTES / row_bytes, most = fitting < GATHERED_ROWS ? fitting : GATHERED_ROWS;
+int each_expert(const argument *args, expert_rows run) {
+    const int64_t *chosen = args[1].data;
+    int64_t choices = args[5].size[0], experts = args[3].integer, per_state = choices / args->size[0], number = args->bfloat16 ? 2 : 4;
+    int64_t row_bytes = args->size[1] * number, fitting = GATHERED_BYTES / row_bytes, most = fitting < GATHERED_ROWS ? fitting : GATHERED_ROWS;
     int64_t places[GATHERED_ROWS], rows = 0;
     char gathered[GATHERED_BYTES];
     for (int64_t i = 0; i < choices; i++)
@@ -83,27 +83,27 @@ int each_expert(const argument *given, expert_rows run) {
     for (int64_t expert = 0; expert < experts; expert++)
         for (int64_t i = 0; i < choices; i++) {
             if (chosen[i] == expert) {
-                const char *from = (const char *)given->data + i / per_state * given->stride[0] * number;
+                const char *from = (const char *)args->data + i / per_state * args->stride[0] * number;
                 memcpy(gathered + rows * row_bytes, from, (size_t)row_bytes);
                 places[rows++] = i;
             }
             if (rows < most && (!rows || i < choices - 1)) continue;
-            run(given, expert, gathered, places, rows);
+            run(args, expert, gathered, places, rows);
             rows = 0;
         }
     return 0;
 }
 
 /* parts [rows * count, size]; shares [rows, count] float32; output [rows, size]. */
-EXPORTED FOR_EACH_PROCESSOR int stepgraph_combine_experts(const argument *given) {
-    const float *shares = given[1].data;
-    int64_t count = given[1].size[1], size = given[2].size[1];
-    for (int64_t row = 0; row < given[2].size[0]; row++)
+EXPORTED FOR_EACH_PROCESSOR int stepgraph_combine_experts(const argument *args) {
+    const float *shares = args[1].data;
+    int64_t count = args[1].size[1], size = args[2].size[1];
+    for (int64_t row = 0; row < args[2].size[0]; row++)
         for (int64_t i = 0; i < size; i++) {
             float total = 0;
             for (int64_t index = row * count; index < (row + 1) * count; index++)
-                total += number(given->data, index * size + i, given->bfloat16) * shares[index];
-            put(given[2].data, row * size + i, total, given->bfloat16);
+                total += number(args->data, index * size + i, args->bfloat16) * shares[index];
+            put(args[2].data, row * size + i, total, args->bfloat16);
         }
     return 0;
 }

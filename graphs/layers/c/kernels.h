@@ -4,7 +4,7 @@
 
 #include "native.h"
 
-enum { MOST_SIZE = 256 };
+enum { MAX_HEAD_SIZE = 256 };
 
 typedef struct {
     const void *states, *weight, *bias; /* [rows, inner], rows `step` elements apart; [outer, inner]; [outer] or NULL */
@@ -16,11 +16,11 @@ typedef struct {
 void product_by_pairs(const product_call *call, int64_t first, int64_t end); /* bfloat16, columns [first, end) */
 
 /* Calls `run` for the rows of each expert, up to GATHERED_ROWS of them at once, adjacent: a weight is read once for all. places: the output
-   row of each. given: states [choices / per_state, inner]; experts [choices]; weights of all experts, one after the other; experts;
+   row of each. args: states [choices / per_state, inner]; experts [choices]; weights of all experts, one after the other; experts;
    biases [experts * outer] or NULL; output [choices, outer]. Returns 1 if there is no such expert. */
 enum { GATHERED_ROWS = 16 };
-typedef void (*expert_rows)(const argument *given, int64_t expert, const char *gathered, const int64_t *places, int64_t rows);
-int each_expert(const argument *given, expert_rows run);
+typedef void (*expert_rows)(const argument *args, int64_t expert, const char *gathered, const int64_t *places, int64_t rows);
+int each_expert(const argument *args, expert_rows run);
 
 /* Calls `work` for ranges that make up [0, count), on the threads of stepgraph_use_threads. bytes: how many all of it reads. */
 typedef void (*range_work)(const void *call, int64_t first, int64_t end);
@@ -119,22 +119,22 @@ INLINED float power_of_e(float x) {
 }
 
 #ifdef __clang__
-#define CHOSEN(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
-#define CHOSEN(a, b, ...) __builtin_shuffle(a, b, (ints){__VA_ARGS__})
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (ints){__VA_ARGS__})
 #endif
 
 /* Writes the sum of each of sixteen vectors to a lane of the first. Each step adds the halves of two vectors. */
-INLINED void summed_up(lanes *sums) {
+INLINED void sum_lanes(lanes *sums) {
     for (int i = 0; i < 8; i++)
-        sums[i] = CHOSEN(sums[i], sums[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-                  CHOSEN(sums[i], sums[i + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+        sums[i] = SHUFFLE(sums[i], sums[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+                  SHUFFLE(sums[i], sums[i + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
     for (int i = 0; i < 4; i++)
-        sums[i] = CHOSEN(sums[i], sums[i + 4], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
-                  CHOSEN(sums[i], sums[i + 4], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+        sums[i] = SHUFFLE(sums[i], sums[i + 4], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
+                  SHUFFLE(sums[i], sums[i + 4], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
     for (int i = 0; i < 2; i++)
-        sums[i] = CHOSEN(sums[i], sums[i + 2], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
-                  CHOSEN(sums[i], sums[i + 2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-    sums[0] = CHOSEN(sums[0], sums[1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
-              CHOSEN(sums[0], sums[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+        sums[i] = SHUFFLE(sums[i], sums[i + 2], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+                  SHUFFLE(sums[i], sums[i + 2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    sums[0] = SHUFFLE(sums[0], sums[1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
+              SHUFFLE(sums[0], sums[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
 }

@@ -5,8 +5,8 @@
 enum { COLUMNS = 64 };
 
 /* Blocks [block, last) of columns. */
-static FOR_EACH_PROCESSOR void some_columns(const void *given, int64_t block, int64_t last) {
-    const product_call *call = given;
+static FOR_EACH_PROCESSOR void run_columns(const void *context, int64_t block, int64_t last) {
+    const product_call *call = context;
     for (; block < last; block++) {
         int64_t first = block * COLUMNS, end = first + COLUMNS < call->outer ? first + COLUMNS : call->outer;
 #ifdef HAS_DOT_PRODUCTS
@@ -20,33 +20,33 @@ static FOR_EACH_PROCESSOR void some_columns(const void *given, int64_t block, in
 
 static void all_columns(const product_call *call) {
     int64_t bytes = call->outer * call->inner * (call->bfloat16 ? 2 : 4);
-    divide_work(some_columns, call, (call->outer + COLUMNS - 1) / COLUMNS, bytes);
+    divide_work(run_columns, call, (call->outer + COLUMNS - 1) / COLUMNS, bytes);
 }
 
-EXPORTED int stepgraph_product(const argument *given) {
-    const argument *states = given, *weight = given + 1;
+EXPORTED int stepgraph_product(const argument *args) {
+    const argument *states = args, *weight = args + 1;
     product_call call = {
-        .states = states->data, .weight = weight->data, .bias = given[2].data, .output = given[3].data,
+        .states = states->data, .weight = weight->data, .bias = args[2].data, .output = args[3].data,
         .rows = states->size[0], .inner = states->size[1], .outer = weight->size[0], .step = states->stride[0], .bfloat16 = states->bfloat16,
     };
     all_columns(&call);
     return 0;
 }
 
-static void rows_of_expert(const argument *given, int64_t expert, const char *gathered, const int64_t *places, int64_t rows) {
-    int64_t inner = given->size[1], outer = given[5].size[1], bytes = given->bfloat16 ? 2 : 4, column = expert * outer;
+static void rows_of_expert(const argument *args, int64_t expert, const char *gathered, const int64_t *places, int64_t rows) {
+    int64_t inner = args->size[1], outer = args[5].size[1], bytes = args->bfloat16 ? 2 : 4, column = expert * outer;
     all_columns(&(product_call){
-        .states = gathered, .weight = (const char *)given[2].data + column * inner * bytes,
-        .bias = given[4].data ? (const char *)given[4].data + column * bytes : NULL, .output = given[5].data, .places = places,
-        .rows = rows, .inner = inner, .outer = outer, .step = inner, .bfloat16 = given->bfloat16,
+        .states = gathered, .weight = (const char *)args[2].data + column * inner * bytes,
+        .bias = args[4].data ? (const char *)args[4].data + column * bytes : NULL, .output = args[5].data, .places = places,
+        .rows = rows, .inner = inner, .outer = outer, .step = inner, .bfloat16 = args->bfloat16,
     });
 }
 
-EXPORTED int stepgraph_expert_product(const argument *given) { return each_expert(given, rows_of_expert); }
+EXPORTED int stepgraph_expert_product(const argument *args) { return each_expert(args, rows_of_expert); }
 
 /* states [batch * count, inner]; slots [batch] of any stride; weights [slots, outer, inner]; base [batch * count, outer] or NULL; output. */
-EXPORTED FOR_EACH_PROCESSOR int stepgraph_slot_product(const argument *given) {
-    const argument *states = given, *slots = given + 1, *weights = given + 2, *base = given + 3;
+EXPORTED FOR_EACH_PROCESSOR int stepgraph_slot_product(const argument *args) {
+    const argument *states = args, *slots = args + 1, *weights = args + 2, *base = args + 3;
     int64_t batch = slots->size[0], bytes = states->bfloat16 ? 2 : 4;
     product_call call = {
         .rows = batch ? states->size[0] / batch : 0, .inner = states->size[1], .outer = weights->size[1],
@@ -55,7 +55,7 @@ EXPORTED FOR_EACH_PROCESSOR int stepgraph_slot_product(const argument *given) {
     int64_t size = call.rows * call.outer;
     for (int64_t row = 0; row < batch; row++) {
         int64_t slot = ((const int64_t *)slots->data)[row * slots->stride[0]];
-        char *output = (char *)given[4].data + row * size * bytes;
+        char *output = (char *)args[4].data + row * size * bytes;
         if (slot < 0 || slot >= weights->size[0]) return 1;
         call.states = (const char *)states->data + row * call.rows * call.step * bytes;
         call.weight = (const char *)weights->data + slot * call.outer * call.inner * bytes;

@@ -3,10 +3,10 @@
 
 #include "kernels.h"
 
-enum { MOST_ROWS = 8 };
+enum { MAX_ROWS = 8 };
 
 /* Reads LANES float32 numbers into parts[0], or 2 * LANES bfloat16 numbers: even indices into parts[0], odd ones into parts[1]. */
-INLINED void taken(const char *from, int64_t bfloat16, lanes parts[2]) {
+INLINED void read_lanes(const char *from, int64_t bfloat16, lanes parts[2]) {
     words raw = *(const words *)from;
     parts[0] = (lanes)(bfloat16 ? raw << 16 : raw);
     parts[1] = (lanes)(raw & 0xffff0000u);
@@ -33,9 +33,9 @@ INLINED void add_products(
     }
 #endif
     lanes left[4][2], right[2];
-    for (int row = 0; row < tall; row++) taken(states + row * row_bytes, bfloat16, left[row]);
+    for (int row = 0; row < tall; row++) read_lanes(states + row * row_bytes, bfloat16, left[row]);
     for (int column = 0; column < wide; column++) {
-        taken(weight + column * column_bytes, bfloat16, right);
+        read_lanes(weight + column * column_bytes, bfloat16, right);
         for (int row = 0; row < tall; row++) {
             sums[row * wide + column] += left[row][0] * right[0];
             if (bfloat16) sums[row * wide + column] += left[row][1] * right[1];
@@ -59,7 +59,7 @@ INLINED void tile(const product_call *call, int64_t row, int64_t column, int tal
         for (int one = 0; one < wide; one++) memcpy(right[one], weight + (one * inner + whole) * bytes, (size_t)((inner - whole) * bytes));
         add_products(sums, left[0], 64, right[0], 64, tall, wide, bfloat16);
     }
-    summed_up(sums);
+    sum_lanes(sums);
     float found[LANES];
     memcpy(found, sums, sizeof found);
     if (call->bias)
@@ -77,7 +77,7 @@ INLINED void tile(const product_call *call, int64_t row, int64_t column, int tal
 INLINED void few_rows(const product_call *call, int64_t row, int64_t rows, int64_t first, int64_t end, int64_t bfloat16) {
     int64_t line = call->inner * (bfloat16 ? 2 : 4), column = first;
     int share = row ? 0 : rows == 4 || rows == 2 ? 4 : 2;
-    if (rows == MOST_ROWS && line > 2048)
+    if (rows == MAX_ROWS && line > 2048)
         for (; column + 32 <= end; column += 32) { /* the L1 cache holds four rows of states beside four columns, not eight */
             const char *next = (const char *)call->weight + (column + 32) * line;
             for (int64_t four = 0; four < 16; four++, next += 2 * line)
@@ -106,6 +106,6 @@ INLINED void one_row(const product_call *call, int64_t row, int64_t first, int64
 
 INLINED void columns(const product_call *call, int64_t first, int64_t end, int64_t bfloat16) {
     int64_t row = 0;
-    for (; row + 1 < call->rows; row += MOST_ROWS) few_rows(call, row, call->rows - row < MOST_ROWS ? call->rows - row : MOST_ROWS, first, end, bfloat16);
+    for (; row + 1 < call->rows; row += MAX_ROWS) few_rows(call, row, call->rows - row < MAX_ROWS ? call->rows - row : MAX_ROWS, first, end, bfloat16);
     if (row < call->rows) one_row(call, row, first, end, bfloat16);
 }

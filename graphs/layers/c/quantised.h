@@ -10,7 +10,7 @@
 
 #include "kernels.h"
 
-enum { MOST_BLOCKS = 1024, MOST_GROUP = 128, AHEAD = 4096, FLOAT8 = -1 };
+enum { MAX_BLOCKS = 1024, MAX_GROUP = 128, PREFETCH_BYTES = 4096, FLOAT8 = -1 };
 
 typedef struct {
     int bits, zero; /* zero: FLOAT8 for float8_e4m3fn */
@@ -30,7 +30,7 @@ typedef struct {
     const char *states, *weight;
     const void *bias;
     char *output;
-    float (*totals)[MOST_BLOCKS]; /* sums of the states of each row in each block; used where the kind has minimums */
+    float (*totals)[MAX_BLOCKS]; /* sums of the states of each row in each block; used where the kind has minimums */
     const int64_t *places; /* where the output has each row; NULL: in order */
     int64_t rows, blocks, tiles, step, bfloat16;
     quantised_kind kind;
@@ -58,7 +58,7 @@ INLINED void read_scales(lanes *to, const char *from, int wide_ones) {
 }
 
 /* Inner indices per call of add_block: as many as the smallest group with fields of this size has. */
-INLINED int taken_at_once(int bits) { return bits == 8 ? 16 : 32; }
+INLINED int indices_per_step(int bits) { return bits == 8 ? 16 : 32; }
 
 /* Adds the products with part of a block of `wide` tiles, `apart` bytes apart. Defined by the file that includes this one. */
 INLINED void add_block(
@@ -67,9 +67,9 @@ INLINED void add_block(
 /* `tall` rows by the columns of `wide` tiles. `bits` and `zero` are the kind's, as constants. */
 INLINED void tiles_of_rows(const quantised_call *call, int64_t row, int64_t tile, int tall, int wide, int bits, int zero) {
     int64_t number_bytes = call->bfloat16 ? 2 : 4, scaled = scale_bytes(call->kind), words_end = word_bytes(call->kind);
-    int64_t bytes = block_bytes(call->kind), parts_bytes = bits * taken_at_once(bits) * LANES / 8, apart = call->blocks * bytes;
+    int64_t bytes = block_bytes(call->kind), parts_bytes = bits * indices_per_step(bits) * LANES / 8, apart = call->blocks * bytes;
     const char *states = call->states + row * call->step * number_bytes, *block = call->weight + tile * apart;
-    const char *next = block + (wide > 1 ? 4 * apart : AHEAD); /* with several tiles farther ahead, into the L2 cache */
+    const char *next = block + (wide > 1 ? 4 * apart : PREFETCH_BYTES); /* with several tiles farther ahead, into the L2 cache */
     lanes sums[8] = {0};
     for (int64_t index = 0; index < call->blocks; index++, block += bytes, next += wide * bytes) {
         if (row == 0)
@@ -78,7 +78,7 @@ INLINED void tiles_of_rows(const quantised_call *call, int64_t row, int64_t tile
                 else __builtin_prefetch(next + line);
             }
         lanes parts[8] = {0};
-        for (int64_t at = 0; at < words_end; at += parts_bytes, states += taken_at_once(bits) * number_bytes)
+        for (int64_t at = 0; at < words_end; at += parts_bytes, states += indices_per_step(bits) * number_bytes)
             add_block(parts, states, call->step * number_bytes, block + at, apart, tall, wide, bits, zero, call->bfloat16);
 #pragma GCC unroll 8
         for (int one = 0; one < tall * wide; one++) {

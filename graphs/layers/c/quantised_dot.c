@@ -38,14 +38,14 @@ INLINED __m512i from_bytes(__m512i raw, unsigned field) {
 
 /* The same for few rows, by the tables LOWS and HIGHS: half the instructions. With the sums of more rows there are no registers for the
    tables. */
-INLINED __m512i looked_up(__m512i raw, __mmask64 positive, const uint8_t tables[2][128]) {
+INLINED __m512i look_up(__m512i raw, __mmask64 positive, const uint8_t tables[2][128]) {
     __m512i found = _mm512_mask2_permutex2var_epi8(_mm512_loadu_si512(tables[1]), raw, positive, _mm512_loadu_si512(tables[1] + 64));
     return _mm512_mask2_permutex2var_epi8(_mm512_loadu_si512(tables[0]), found, ~positive, _mm512_loadu_si512(tables[0] + 64));
 }
 
 INLINED __m512i from_tables(__m512i raw, unsigned field) {
     __mmask64 positive = _mm512_movepi8_mask(raw), odd = 0xaaaaaaaaaaaaaaaa;
-    __m512i low = looked_up(raw, positive, LOWS), high = looked_up(raw, positive, HIGHS); /* the compiler shares them between both fields */
+    __m512i low = look_up(raw, positive, LOWS), high = look_up(raw, positive, HIGHS); /* the compiler shares them between both fields */
     return field ? _mm512_mask_blend_epi8(odd, _mm512_srli_epi16(low, 8), high) : _mm512_mask_blend_epi8(odd, low, _mm512_slli_epi16(high, 8));
 }
 
@@ -65,7 +65,7 @@ INLINED void add_block(
     (void)bfloat16;
     __m512i low = _mm512_loadu_si512(zero == 8 ? CENTRED : FROM_ZERO);
 #pragma GCC unroll 16
-    for (int pair = 0; pair < taken_at_once(bits) / 2; pair++) {
+    for (int pair = 0; pair < indices_per_step(bits) / 2; pair++) {
         unsigned field = (unsigned)(pair * bits % 16);
         __m512i right[2];
 #pragma GCC unroll 2

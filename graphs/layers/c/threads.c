@@ -8,8 +8,8 @@
 #include <pthread.h>
 #include <stdatomic.h>
 
-/* A thread is woken for at least LEAST_BYTES: reading them takes about as long as waking it. Parts are small, as it starts late. */
-enum { LEAST_BYTES = 1 << 17, PARTS_OF_THREAD = 4 };
+/* A thread is woken for at least MIN_THREAD_BYTES: reading them takes about as long as waking it. Parts are small, as it starts late. */
+enum { MIN_THREAD_BYTES = 1 << 17, PARTS_PER_THREAD = 4 };
 
 typedef struct {
     range_work work;
@@ -17,35 +17,35 @@ typedef struct {
     int64_t count, parts;
 } divided_work;
 
-static atomic_flag taken = ATOMIC_FLAG_INIT;
+static atomic_flag pool_in_use = ATOMIC_FLAG_INIT;
 static pool *helpers;
 static _Atomic int64_t threads = 1;
 
-static void one_part(void *context, unsigned item) {
+static void run_part(void *context, unsigned item) {
     const divided_work *all = context;
     all->work(all->call, all->count * item / all->parts, all->count * (item + 1) / all->parts);
 }
 
-int64_t threads_for(int64_t bytes) { return bytes / LEAST_BYTES < threads ? bytes / LEAST_BYTES : threads; }
+int64_t threads_for(int64_t bytes) { return bytes / MIN_THREAD_BYTES < threads ? bytes / MIN_THREAD_BYTES : threads; }
 
 void divide_work(range_work work, const void *call, int64_t count, int64_t bytes) {
     int64_t used = threads_for(bytes);
-    if (used < 2 || atomic_flag_test_and_set(&taken)) {
+    if (used < 2 || atomic_flag_test_and_set(&pool_in_use)) {
         work(call, 0, count);
         return;
     }
-    int64_t parts = used * PARTS_OF_THREAD;
+    int64_t parts = used * PARTS_PER_THREAD;
     divided_work all = {work, call, count, parts < count ? parts : count};
     if (!helpers) helpers = pool_open((unsigned)threads - 1); /* the first product after a fork */
-    if (helpers) pool_run(helpers, one_part, &all, (unsigned)all.parts, (unsigned)used - 1);
+    if (helpers) pool_run(helpers, run_part, &all, (unsigned)all.parts, (unsigned)used - 1);
     else work(call, 0, count);
-    atomic_flag_clear(&taken);
+    atomic_flag_clear(&pool_in_use);
 }
 
 /* Runs in the child of a fork, which has no helpers. If the parent ran a product, its flag and the locks of its pool stay held. */
 static void after_fork(void) {
     helpers = NULL;
-    atomic_flag_clear(&taken);
+    atomic_flag_clear(&pool_in_use);
 }
 
 static void call_after_fork(void) { pthread_atfork(NULL, NULL, after_fork); }
@@ -54,9 +54,9 @@ static void call_after_fork(void) { pthread_atfork(NULL, NULL, after_fork); }
 EXPORTED void stepgraph_use_threads(int64_t count) {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
     pthread_once(&once, call_after_fork);
-    while (atomic_flag_test_and_set(&taken)) pause_briefly();
+    while (atomic_flag_test_and_set(&pool_in_use)) pause_briefly();
     if (helpers) pool_close(helpers);
     threads = count;
     helpers = threads > 1 ? pool_open((unsigned)threads - 1) : NULL;
-    atomic_flag_clear(&taken);
+    atomic_flag_clear(&pool_in_use);
 }

@@ -38,7 +38,7 @@ def choose_row(
     NORMALISED: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    expert, place = tl.arange(0, EXPERTS), tl.arange(0, COUNT)
+    expert, choice_index = tl.arange(0, EXPERTS), tl.arange(0, COUNT)
     logit = tl.load(logits + row * experts + expert, mask=expert < experts, other=float("-inf")).to(tl.float32)
     power = tl.where(expert < experts, tl.exp(logit - tl.max(logit, 0)), -1.0)
     total = tl.sum(tl.where(expert < experts, power, 0.0), 0)
@@ -46,14 +46,14 @@ def choose_row(
     for index in range(0, count):
         highest = tl.max(power, 0)
         first = tl.min(tl.where(power == highest, expert, experts - 1), 0)  # a valid expert even if the powers are NaN
-        best = tl.where(place == index, first.to(tl.int64), best)
-        best_powers = tl.where(place == index, highest, best_powers)
+        best = tl.where(choice_index == index, first.to(tl.int64), best)
+        best_powers = tl.where(choice_index == index, highest, best_powers)
         power = tl.where(expert == first, -1.0, power)
     if NORMALISED:
         total = tl.sum(best_powers, 0)
-    inside = place < count
-    tl.store(shares + row * count + place, best_powers / total, mask=inside)
-    tl.store(chosen + row * count + place, best, mask=inside)
+    inside = choice_index < count
+    tl.store(shares + row * count + choice_index, best_powers / total, mask=inside)
+    tl.store(chosen + row * count + choice_index, best, mask=inside)
 
 
 def choose_experts(logits: Tensor, count: int, normalised: bool, shares: Tensor, chosen: Tensor) -> None:
@@ -64,9 +64,9 @@ def choose_experts(logits: Tensor, count: int, normalised: bool, shares: Tensor,
 
 
 @triton.jit
-def first_largest(numbers, place, most):
-    """The place of the largest number, the first of equal ones; at most `most`, even if all numbers are NaN."""
-    return tl.minimum(tl.min(tl.where(numbers == tl.max(numbers, 0), place, most), 0), most)
+def first_largest(numbers, index, last):
+    """The index of the largest number, the first of equal ones; at most `last`, even if all numbers are NaN."""
+    return tl.minimum(tl.min(tl.where(numbers == tl.max(numbers, 0), index, last), 0), last)
 
 
 @triton.jit
@@ -85,32 +85,32 @@ def choose_grouped_row(
     GROUPS: tl.constexpr,  # rounded up
     NORMALISED: tl.constexpr,
 ):
-    row, closed = tl.program_id(0).to(tl.int64), float("-inf")
-    expert, place, group = tl.arange(0, EXPERTS), tl.arange(0, COUNT), tl.arange(0, GROUPS)
-    known, size = expert < experts, experts // groups
-    score = 1.0 / (1.0 + tl.exp(-tl.load(logits + row * experts + expert, mask=known, other=0.0)))
-    compared = tl.where(known, score + tl.load(correction + expert, mask=known, other=0.0), closed)
-    pairs = tl.full([GROUPS], closed, tl.float32)
+    row, excluded = tl.program_id(0).to(tl.int64), float("-inf")
+    expert, choice_index, group = tl.arange(0, EXPERTS), tl.arange(0, COUNT), tl.arange(0, GROUPS)
+    is_expert, size = expert < experts, experts // groups
+    score = 1.0 / (1.0 + tl.exp(-tl.load(logits + row * experts + expert, mask=is_expert, other=0.0)))
+    compared = tl.where(is_expert, score + tl.load(correction + expert, mask=is_expert, other=0.0), excluded)
+    top_two_sums = tl.full([GROUPS], excluded, tl.float32)
     for index in range(0, groups):
-        own = tl.where(expert // size == index, compared, closed)
-        best = first_largest(own, expert, experts - 1)
-        pair = tl.max(own, 0) + tl.max(tl.where(expert == best, closed, own), 0)
-        pairs = tl.where(group == index, pair, pairs)
-    open = tl.full([EXPERTS], closed, tl.float32)
+        group_scores = tl.where(expert // size == index, compared, excluded)
+        best = first_largest(group_scores, expert, experts - 1)
+        top_two_sum = tl.max(group_scores, 0) + tl.max(tl.where(expert == best, excluded, group_scores), 0)
+        top_two_sums = tl.where(group == index, top_two_sum, top_two_sums)
+    candidates = tl.full([EXPERTS], excluded, tl.float32)
     for _ in range(0, groups_taken):
-        taken = first_largest(pairs, group, groups - 1)
-        open = tl.where(expert // size == taken, compared, open)
-        pairs = tl.where(group == taken, closed, pairs)
+        taken = first_largest(top_two_sums, group, groups - 1)
+        candidates = tl.where(expert // size == taken, compared, candidates)
+        top_two_sums = tl.where(group == taken, excluded, top_two_sums)
     best_experts, best_scores = tl.zeros([COUNT], tl.int64), tl.zeros([COUNT], tl.float32)
     for index in range(0, count):
-        best = first_largest(open, expert, experts - 1)
-        best_experts = tl.where(place == index, best.to(tl.int64), best_experts)
-        best_scores = tl.where(place == index, tl.sum(tl.where(expert == best, score, 0.0), 0), best_scores)
-        open = tl.where(expert == best, closed, open)
+        best = first_largest(candidates, expert, experts - 1)
+        best_experts = tl.where(choice_index == index, best.to(tl.int64), best_experts)
+        best_scores = tl.where(choice_index == index, tl.sum(tl.where(expert == best, score, 0.0), 0), best_scores)
+        candidates = tl.where(expert == best, excluded, candidates)
     if NORMALISED:
         best_scores = best_scores / (tl.sum(best_scores, 0) + 1e-20)
-    tl.store(shares + row * count + place, best_scores * factor, mask=place < count)
-    tl.store(chosen + row * count + place, best_experts, mask=place < count)
+    tl.store(shares + row * count + choice_index, best_scores * factor, mask=choice_index < count)
+    tl.store(chosen + row * count + choice_index, best_experts, mask=choice_index < count)
 
 
 def choose_grouped_experts(logits: Tensor, correction: Tensor, *others: Any) -> None:
@@ -127,8 +127,8 @@ def matches_of(chosen, expert, choices, SCANNED: tl.constexpr):
     """How many of the choices select an expert."""
     scanned, matches = tl.arange(0, SCANNED), 0
     for start in range(0, choices, SCANNED):
-        own = tl.load(chosen + start + scanned, mask=start + scanned < choices, other=-1) == expert
-        matches += tl.sum(own.to(tl.int32), 0)
+        is_match = tl.load(chosen + start + scanned, mask=start + scanned < choices, other=-1) == expert
+        matches += tl.sum(is_match.to(tl.int32), 0)
     return matches
 
 
@@ -137,10 +137,10 @@ def choices_of(chosen, expert, wanted, choices, ROWS: tl.constexpr, SCANNED: tl.
     """[ROWS] int32: of the choices that select an expert, those at the indices `wanted`; 0 at indices beyond their number."""
     scanned, rows, seen = tl.arange(0, SCANNED), tl.zeros([ROWS], tl.int32), 0
     for start in range(0, choices, SCANNED):
-        own = tl.load(chosen + start + scanned, mask=start + scanned < choices, other=-1) == expert
-        number = tl.where(own, seen + tl.cumsum(own.to(tl.int32), 0) - 1, -1)
+        is_match = tl.load(chosen + start + scanned, mask=start + scanned < choices, other=-1) == expert
+        number = tl.where(is_match, seen + tl.cumsum(is_match.to(tl.int32), 0) - 1, -1)
         rows += tl.sum(tl.where(number[None, :] == wanted[:, None], start + scanned[None, :], 0), 1)
-        seen += tl.sum(own.to(tl.int32), 0)
+        seen += tl.sum(is_match.to(tl.int32), 0)
     return rows
 
 
@@ -165,7 +165,7 @@ def multiply_by_expert(
     """A tile of columns of one expert, for all rows that chose it. The order of a row's sums does not depend on the others."""
     expert = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * OUTER + tl.arange(0, OUTER)
-    known = column < outer
+    is_column = column < outer
     matches = matches_of(chosen, expert, choices, SCANNED)
     for first in range(0, matches, ROWS):
         wanted = first + tl.arange(0, ROWS)
@@ -173,15 +173,15 @@ def multiply_by_expert(
         live = (wanted < matches)[:, None]
         total = tl.zeros([ROWS, OUTER], tl.float32)
         for start in range(0, inner, INNER):
-            place = start + tl.arange(0, INNER)
-            at = (rows // per_state).to(tl.int64)[:, None] * state_stride + place
-            state = tl.load(states + at, mask=live & (place < inner), other=0.0)
-            at = (expert * outer + column[:, None]) * inner + place
-            weight = tl.load(weights + at, mask=known[:, None] & (place < inner), other=0.0)
+            inner_index = start + tl.arange(0, INNER)
+            at = (rows // per_state).to(tl.int64)[:, None] * state_stride + inner_index
+            state = tl.load(states + at, mask=live & (inner_index < inner), other=0.0)
+            at = (expert * outer + column[:, None]) * inner + inner_index
+            weight = tl.load(weights + at, mask=is_column[:, None] & (inner_index < inner), other=0.0)
             total += matrix_product(state, tl.trans(weight), WIDE)
         if biases is not None:
-            total += tl.load(biases + expert * outer + column, mask=known, other=0.0).to(tl.float32)
-        tl.store(output + rows.to(tl.int64)[:, None] * outer + column, total.to(output.dtype.element_ty), mask=live & known)
+            total += tl.load(biases + expert * outer + column, mask=is_column, other=0.0).to(tl.float32)
+        tl.store(output + rows.to(tl.int64)[:, None] * outer + column, total.to(output.dtype.element_ty), mask=live & is_column)
 
 
 def expert_product(states: Tensor, chosen: Tensor, weights: Tensor, num_experts: int, biases: Tensor | None, output: Tensor) -> None:
@@ -228,14 +228,14 @@ def packed_expert_product(
     for first in range(0, matches, ROWS):
         wanted = first + tl.arange(0, ROWS)
         rows = choices_of(chosen, expert, wanted, choices, ROWS, SCANNED)
-        found = tile_sums(
+        sums = tile_sums(
             states, (rows // per_state).to(tl.int64) * state_stride, words, scales, tile, inner,
             BITS, GROUP, ZERO, FLOAT8, RANGED, WIDE, TILES, ROWS, BLOCKS, dtype,
         )  # fmt: skip
         if biases is not None:
-            found += tl.load(biases + expert * outer + column).to(tl.float32)[:, None]
+            sums += tl.load(biases + expert * outer + column).to(tl.float32)[:, None]
         place = output + rows.to(tl.int64)[None, :] * outer + column[:, None]
-        tl.store(place, found.to(output.dtype.element_ty), mask=(wanted < matches)[None, :])
+        tl.store(place, sums.to(output.dtype.element_ty), mask=(wanted < matches)[None, :])
 
 
 def quantised_expert_product(

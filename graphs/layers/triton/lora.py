@@ -38,15 +38,15 @@ def multiply_by_slot(
     for start in range(0, used, INNER):
         place = start + tl.arange(0, INNER)
         state = tl.load(states + token[:, None] * state_stride + place, mask=(index < count)[:, None] & (place < inner), other=0.0)
-        wanted = (column < outer)[:, None] & (place < inner)
-        weight = tl.load(weights + (slot * outer + column[:, None]) * inner + place, mask=wanted, other=0.0)
+        in_weight = (column < outer)[:, None] & (place < inner)
+        weight = tl.load(weights + (slot * outer + column[:, None]) * inner + place, mask=in_weight, other=0.0)
         total += matrix_product(state, tl.trans(weight), WIDE)
     inside = (index < count)[:, None] & (column < outer)
-    found = total.to(output.dtype.element_ty)
+    result = total.to(output.dtype.element_ty)
     if base is not None:
         before = tl.load(base + token[:, None] * outer + column, mask=inside, other=0.0)
-        found = (before.to(tl.float32) + found.to(tl.float32)).to(output.dtype.element_ty)
-    tl.store(output + token[:, None] * outer + column, found, mask=inside)
+        result = (before.to(tl.float32) + result.to(tl.float32)).to(output.dtype.element_ty)
+    tl.store(output + token[:, None] * outer + column, result, mask=inside)
 
 
 def slot_product(*tensors: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The Triton programs of products with packed weights: each weight is read once for up to `MOST_ROWS` states.
+"""The Triton programs of products with packed weights: each weight is read once for up to `MAX_ROWS` states.
 
 Numbers are multiplied as stored: integers or float8, which bfloat16 and float16 represent exactly. The scales of a group are applied
 to its sums in float32, and its minimums to the sums of its states. Where `choose_products` found it faster, torch multiplies many states
@@ -14,18 +14,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stepgraph.graphs.layers.quantised import TILE, Kind, kind_of
+from stepgraph.graphs.layers.quantised import TILE, QuantKind, kind_of
 
 _TILE = tl.constexpr(TILE)
 _STAGES = tl.constexpr(3)  # iterations of a loop whose loads are in flight
-MOST_ROWS = 16  # states per instance; one with 32 takes longer than two with 16
-LEAST_ROWS = 8 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6) else 16  # before Triton 3.6, tl.dot needs 16
+MAX_ROWS = 16  # states per instance; one with 32 takes longer than two with 16
+MIN_ROWS = 8 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6) else 16  # before Triton 3.6, tl.dot needs 16
 WARPS, ROW_WARPS = 4, {1: 1, TILE: 4}  # of products; of `packed_rows`, by ROWS
 REGISTERS = 224  # per thread; without a bound, ptxas of Triton 3.6 takes fewer for some kinds and spills
-LEAST_TILES = {4: 1024, 2: 256, 1: 1}  # tiles of a matrix from which an instance takes 4, 2 or 1: enough instances for a large GPU remain
+MIN_TILES = {4: 1024, 2: 256, 1: 1}  # tiles of a matrix from which an instance takes 4, 2 or 1: enough instances for a large GPU remain
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 DEQUANTISED_BYTES = 1 << 26  # at a time
-library_rows: dict[tuple[object, ...], int] = {}  # by `product_key`: from so many states on, torch multiplies
+library_min_rows: dict[tuple[object, ...], int] = {}  # by `product_key`: from so many states on, torch multiplies
 
 
 def _twice(bits: int) -> tl.constexpr:
@@ -125,7 +125,7 @@ def tile_sums(
     words, scales = words + first * blocks * BLOCK, scales + (first * blocks * BLOCK + WORDS * _TILE) * SCALES
     tile, column = tl.arange(0, TILES) * blocks, tl.arange(0, COLUMNS)
     tile_of_column, within = column // _TILE * blocks, column % _TILE
-    own = states + offsets[None, :, None] + number // (2 * PAIRS) * PER_WORD + number % (2 * PAIRS)
+    state_pointers = states + offsets[None, :, None] + number // (2 * PAIRS) * PER_WORD + number % (2 * PAIRS)
     totals = tl.zeros([BLOCKS, COLUMNS, ROWS], tl.float32)
     if dtype == tl.float32:
         ones = tl.full([BLOCKS, COLUMNS, 2 * WORDS * PAIRS], 1.0, tl.float32)
@@ -134,26 +134,26 @@ def tile_sums(
         ones = tl.reshape(_halves(ones, dtype), [BLOCKS, COLUMNS, 2 * WORDS * PAIRS])
     for start in tl.range(0, blocks, BLOCKS, num_stages=_STAGES):
         block = start + tl.arange(0, BLOCKS)
-        known, block = (block < blocks)[:, None], tl.minimum(block, blocks - 1)
-        run = (tile + block[:, None]) * BLOCK
-        found = tl.reshape(tl.load(words + run[:, :, None] + tl.arange(0, WORDS * _TILE)), [BLOCKS, TILES, WORDS, _TILE])
-        found = tl.reshape(tl.permute(found, 0, 1, 3, 2), [BLOCKS, COLUMNS, WORDS])
+        is_block, block = (block < blocks)[:, None], tl.minimum(block, blocks - 1)
+        block_start = (tile + block[:, None]) * BLOCK
+        packed = tl.reshape(tl.load(words + block_start[:, :, None] + tl.arange(0, WORDS * _TILE)), [BLOCKS, TILES, WORDS, _TILE])
+        packed = tl.reshape(tl.permute(packed, 0, 1, 3, 2), [BLOCKS, COLUMNS, WORDS])
         sums = tl.zeros([BLOCKS, COLUMNS, ROWS], tl.float32)
         state_sums = tl.zeros([BLOCKS, COLUMNS, ROWS], tl.float32)
         for pair in tl.static_range(0, PER_WORD // 2, PAIRS):
-            numbers = numbers_of(found, pair, BITS, ZERO, FLOAT8, dtype)
+            numbers = numbers_of(packed, pair, BITS, ZERO, FLOAT8, dtype)
             if PAIRS == 2:
-                numbers = tl.permute(tl.join(numbers, numbers_of(found, pair + 1, BITS, ZERO, FLOAT8, dtype)), 0, 1, 2, 4, 3)
+                numbers = tl.permute(tl.join(numbers, numbers_of(packed, pair + 1, BITS, ZERO, FLOAT8, dtype)), 0, 1, 2, 4, 3)
             numbers = tl.reshape(numbers, [BLOCKS, COLUMNS, 2 * WORDS * PAIRS])
-            state = tl.load(own + (block * GROUP + 2 * pair)[:, None, None])
+            state = tl.load(state_pointers + (block * GROUP + 2 * pair)[:, None, None])
             state = tl.permute(state, 0, 2, 1).to(dtype)
             sums = tl.dot(numbers, state, sums, input_precision="ieee")
             if RANGED:  # in every column, because the sums are needed there
                 state_sums = tl.dot(ones, state, state_sums, input_precision="ieee")
         scale = scales + (tile_of_column + block[:, None]) * (BLOCK * SCALES) + within
-        totals += sums * tl.load(scale, mask=known, other=0.0).to(tl.float32)[:, :, None]
+        totals += sums * tl.load(scale, mask=is_block, other=0.0).to(tl.float32)[:, :, None]
         if RANGED:
-            totals += state_sums * tl.load(scale + _TILE, mask=known, other=0.0).to(tl.float32)[:, :, None]
+            totals += state_sums * tl.load(scale + _TILE, mask=is_block, other=0.0).to(tl.float32)[:, :, None]
     return tl.sum(totals, 0)
 
 
@@ -181,34 +181,34 @@ def packed_product(
 ):
     """TILES tiles of columns of up to ROWS states. The order of the sums does not depend on the other states, nor on TILES and ROWS."""
     row, first = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.program_id(0).to(tl.int64) * TILES
-    found = tile_sums(
+    sums = tile_sums(
         states, tl.minimum(row, count - 1).to(tl.int64) * state_stride, words, scales, first, inner,
         BITS, GROUP, ZERO, FLOAT8, RANGED, WIDE, TILES, ROWS, BLOCKS, dtype,
     )  # fmt: skip
     columns = first * _TILE + tl.arange(0, TILES * _TILE)
     if bias is not None:
-        found += tl.load(bias + columns).to(tl.float32)[:, None]
+        sums += tl.load(bias + columns).to(tl.float32)[:, None]
     place = output + row.to(tl.int64)[None, :] * outer + columns[:, None]
-    tl.store(place, found.to(output.dtype.element_ty), mask=(row < count)[None, :])
+    tl.store(place, sums.to(output.dtype.element_ty), mask=(row < count)[None, :])
 
 
-def layout_of(kind: Kind) -> dict[str, Any]:
+def layout_of(kind: QuantKind) -> dict[str, Any]:
     """The constants that describe a block."""
     return {name.upper(): value for name, value in kind._asdict().items() if name != "together"}
 
 
-def plan_of(kind: Kind, number: torch.dtype, tiles: int, most_tiles: int, rows: int, interpreted: bool) -> dict[str, Any]:
+def plan_of(kind: QuantKind, number: torch.dtype, tiles: int, max_tiles: int, rows: int, interpreted: bool) -> dict[str, Any]:
     """The constants of a product: what one instance does. BLOCKS, which decides the order of sums, depends on the kind only."""
     return {
         **layout_of(kind),
-        "TILES": next(each for each, least in LEAST_TILES.items() if each <= most_tiles and tiles % each == 0 and tiles >= least),
-        "ROWS": max(LEAST_ROWS, min(MOST_ROWS, triton.next_power_of_2(rows))),
+        "TILES": next(each for each, least in MIN_TILES.items() if each <= max_tiles and tiles % each == 0 and tiles >= least),
+        "ROWS": max(MIN_ROWS, min(MAX_ROWS, triton.next_power_of_2(rows))),
         "BLOCKS": max(WARPS, (256 if kind.ranged else 512) // max(kind.group, 32)),  # more would spill
         "dtype": tl.float32 if interpreted else TYPES[number],
     }
 
 
-def most_tiles_of(kind: Kind) -> int:
+def max_tiles_of(kind: QuantKind) -> int:
     """The most tiles per instance; more would spill."""
     return {128: 4, 32: 2, 16: 1}[kind.group]
 
@@ -219,14 +219,14 @@ def product_key(states: Tensor, weight: Tensor) -> tuple[object, ...]:
 
 
 def quantised_product(states: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor) -> None:
-    least = library_rows.get(product_key(states, weight)) if len(states) > MOST_ROWS else None
+    least = library_min_rows.get(product_key(states, weight)) if len(states) > MAX_ROWS else None
     multiply = multiply_packed if least is None or len(states) < least else multiply_dequantised
     multiply(states, weight, bias, output)
 
 
 def multiply_packed(states: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor) -> None:
     kind, (count, inner), tiles = kind_of(weight), states.shape, len(weight)
-    plan = plan_of(kind, states.dtype, tiles, most_tiles_of(kind), count, states.device.type == "cpu")
+    plan = plan_of(kind, states.dtype, tiles, max_tiles_of(kind), count, states.device.type == "cpu")
     grid, sizes = (tiles // plan["TILES"], triton.cdiv(count, plan["ROWS"])), (count, inner, output.shape[1], states.stride(0))
     arguments = states, weight.view(torch.int32), weight.view(kind.scale_type), bias, output, *sizes
     packed_product[grid](*arguments, **plan, num_warps=WARPS, maxnreg=REGISTERS)

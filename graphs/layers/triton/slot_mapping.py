@@ -136,10 +136,10 @@ def rope_angles(positions: Tensor, frequencies: Tensor, dtype: torch.dtype, fact
 
 
 @triton.jit
-def rotate_head(source, target, cosines, sines, half, column, inside, place, others, PARTIAL: tl.constexpr):
-    """Write a head rotated; each product is rounded before the sum. others: mask of the elements that are copied."""
+def rotate_head(source, target, cosines, sines, half, column, inside, element, copied, PARTIAL: tl.constexpr):
+    """Write a head rotated; each product is rounded before the sum. copied: mask of the elements that are copied."""
     if PARTIAL:
-        tl.store(target + place, as_written(tl.load(source + place, mask=others, other=0.0), target), mask=others)
+        tl.store(target + element, as_written(tl.load(source + element, mask=copied, other=0.0), target), mask=copied)
     first, second = tl.load(source + column, mask=inside, other=0.0), tl.load(source + half + column, mask=inside, other=0.0)
     cosine = tl.load(cosines + column, mask=inside, other=0.0).to(tl.float32)
     sine = tl.load(sines + column, mask=inside, other=0.0).to(tl.float32)
@@ -175,18 +175,18 @@ def rotate_heads(
 ):
     """One token's query head, or its key and value of one cache head."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    column, place = tl.arange(0, HALF), tl.arange(0, SIZE)
-    inside, others = column < half, (place >= half * 2) & (place < size)
+    column, element = tl.arange(0, HALF), tl.arange(0, SIZE)
+    inside, copied = column < half, (element >= half * 2) & (element < size)
     cosines, sines = cosines + token * half * 2, sines + token * half * 2
     if head < heads:
         rotated = output + (token * heads + head) * size
-        rotate_head(query + token * query_stride + head * size, rotated, cosines, sines, half, column, inside, place, others, PARTIAL)
+        rotate_head(query + token * query_stride + head * size, rotated, cosines, sines, half, column, inside, element, copied, PARTIAL)
     else:
         within = (head - heads) * size
         entry = tl.load(slots + token) * cache_stride + within
-        rotate_head(key + token * key_stride + within, keys + entry, cosines, sines, half, column, inside, place, others, PARTIAL)
-        own = tl.load(value + token * value_stride + within + place, mask=place < size, other=0.0)
-        tl.store(values + entry + place, as_written(own, values), mask=place < size)
+        rotate_head(key + token * key_stride + within, keys + entry, cosines, sines, half, column, inside, element, copied, PARTIAL)
+        own = tl.load(value + token * value_stride + within + element, mask=element < size, other=0.0)
+        tl.store(values + entry + element, as_written(own, values), mask=element < size)
 
 
 def rope_and_write_kv(*tensors: Tensor) -> None:

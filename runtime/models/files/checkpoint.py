@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from stepgraph.graphs.layers.quantised import KINDS, TILE, Kind, count_weights
+from stepgraph.graphs.layers.quantised import KINDS, TILE, QuantKind, count_weights
 from stepgraph.graphs.limits import Limits
 from stepgraph.runtime.models.files.config_fields import DTYPES, MTP_COUNT, count_field, read_config
 from stepgraph.runtime.models.files.gguf import GgufSource
@@ -105,7 +105,7 @@ def open_checkpoint(path: str | Path, dtype: torch.dtype | None = None, weights:
     return checkpoint if weights == DEQUANTISED else replace(checkpoint, packed=quantised_parameters(checkpoint))
 
 
-def quantised_parameters(checkpoint: Checkpoint) -> dict[str, Kind]:
+def quantised_parameters(checkpoint: Checkpoint) -> dict[str, QuantKind]:
     """The parameters that stay quantised, by name. Raises ValueError for a quantised tensor that cannot stay so."""
     packable = checkpoint.packable()
     if not torch.cuda.is_available() and (why_not := why_no_c(checkpoint.config.dtype)):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from stepgraph.graphs.errors import LESS
+from stepgraph.graphs.errors import MEMORY_SETTINGS
 from stepgraph.graphs.memory import check_memory
 from stepgraph.graphs.model import TargetModel
 from stepgraph.runtime.check_models import AUTO, DRAFTER_NAMES, NONE, Drafter, check_config, checked_drafter, named_proposer, without_drafts
@@ -85,7 +85,7 @@ def load_models(
     if progress:
         print_error("\n".join(need.note for need in needs))
     device = torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0) if on_cuda else torch.device("cpu")
-    remedy = f"; weights and cache, lower {LESS}, or load a smaller model"
+    remedy = f"; weights and cache, lower {MEMORY_SETTINGS}, or load a smaller model"
     check_memory("path", sum(need.nbytes for need in needs), device, remedy)
     for part in parts:
         part.check(progress)

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from stepgraph.graphs.layers.quantised import KINDS, TILE, Grouped, Kind, common_kind, empty_packed, pack
+from stepgraph.graphs.layers.quantised import KINDS, TILE, Grouped, QuantKind, common_kind, empty_packed, pack
 from stepgraph.runtime.models.llama_config import ExpertsConfig, LlamaConfig
 from stepgraph.sampling.fields import clip_error
 from stepgraph.sampling.grammar.tokenizers.readers import read_json as read_json
@@ -226,7 +226,7 @@ class StoredModel:
     path: Path
     source: Source
     slices: Slices
-    packed: Mapping[str, Kind] = field(default_factory=dict, kw_only=True)  # parameters that stay quantised
+    packed: Mapping[str, QuantKind] = field(default_factory=dict, kw_only=True)  # parameters that stay quantised
 
     def check_header(self, outline: nn.Module, unused: Iterable[str] = ()) -> None:
         """Check names, shapes and types. Raises ValueError for a tensor that is missing, does not fit, or is neither needed nor
@@ -243,7 +243,7 @@ class StoredModel:
         for name, tensor in self._read(progress, "check", self.source.read_scales):
             require_finite(self.path, name, tensor)
 
-    def packable(self) -> dict[str, Kind]:
+    def packable(self) -> dict[str, QuantKind]:
         """The parameters whose tensors have a common kind of KINDS, in whole tiles and groups."""
         parts: dict[str, list[StoredTensor]] = {}
         whole: dict[str, bool] = {}

@@ -128,29 +128,29 @@ static void advance(const advance_row *row, int64_t index, int64_t token) {
     else set_tag(row, row->owner, row->generated, index, STATUS_ILLEGAL);
 }
 
-EXPORTED int stepgraph_advance_fill(const argument *given) {
-    const argument *images = given + 1, *rows = given + 2, *arena = given + 4, *starts = given + 6, *plain = given + 7;
-    const argument *places = given + 9, *stacks = given + 10, *masks = given + 11, *slots = given + 19, *forced = given + 20;
+EXPORTED int stepgraph_advance_fill(const argument *args) {
+    const argument *images = args + 1, *rows = args + 2, *arena = args + 4, *starts = args + 6, *plain = args + 7;
+    const argument *places = args + 9, *stacks = args + 10, *masks = args + 11, *slots = args + 19, *forced = args + 20;
     advance_call call = {
-        .state = given, .drafts = given + 3, .arena = arena->data,
+        .state = args, .drafts = args + 3, .arena = arena->data,
         .vocabulary = {
-            .text = given[5].data, .starts = starts->data, .plain = plain->data, .stop_words = given[8].data,
+            .text = args[5].data, .starts = starts->data, .plain = plain->data, .stop_words = args[8].data,
             .num_tokens = starts->size[0] - 1, .plain_rows = plain->size[0], .words = masks->size[2],
         },
-        .places = places->data, .stacks = stacks->data, .masks = masks->data, .tags = given[12].data,
+        .places = places->data, .stacks = stacks->data, .masks = masks->data, .tags = args[12].data,
         .ring = places->size[1], .room = stacks->size[2], .positions = masks->size[1],
-        .texts = given[18].data, .forced = forced->data, .forced_step = forced->stride[0],
+        .texts = args[18].data, .forced = forced->data, .forced_step = forced->stride[0],
         .table = {
-            .text = given[5].data, .starts = starts->data, .slots = slots->data, .num_tokens = starts->size[0] - 1,
-            .num_slots = slots->size[0], .merges = (int32_t)given[21].integer,
+            .text = args[5].data, .starts = starts->data, .slots = slots->data, .num_tokens = starts->size[0] - 1,
+            .num_slots = slots->size[0], .merges = (int32_t)args[21].integer,
         },
     };
-    int64_t first = given[14].integer, last = given[15].integer, fill_new = given[16].integer, by_row = given[17].integer;
-    int64_t takes_forced = given[22].integer;
+    int64_t first = args[14].integer, last = args[15].integer, fill_new = args[16].integer, by_row = args[17].integer;
+    int64_t takes_forced = args[22].integer;
     for (int64_t slot = 0; slot < rows->size[0]; slot++) {
         int64_t at = ((const int64_t *)rows->data)[slot];
         if (at < 0 || at >= masks->size[0]) return 1;
-        int64_t *status = (int64_t *)given[13].data + slot, step = given[13].stride[0];
+        int64_t *status = (int64_t *)args[13].data + slot, step = args[13].stride[0];
         for (int64_t index = first; index <= last; index++) status[index * step] = STATUS_NONE;
         int64_t offset = ((const int64_t *)images->data)[at * images->stride[0]];
         if (offset <= 0 || offset > arena->size[0] - IMAGE_HEADER || call.arena[offset] != IMAGE_VERSION) continue;

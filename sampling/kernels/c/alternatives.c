@@ -35,10 +35,10 @@ INLINED float log_total(const scores *from, float best) {
 
 /* logits, probs [batch, positions, width]; rows [batch]; params [table rows, columns], the last column is how many tokens a row asks for;
    published [1]; ids_ring, values_ring [slots, row slots, position slots, 2 * most]. */
-EXPORTED int stepgraph_top_logprobs(const argument *given) {
-    const argument *logits = given, *probs = given + 1, *params = given + 3, *ring = given + 5;
-    const int64_t *rows = given[2].data;
-    int64_t most = ring->size[3] / 2, slot = *(const int64_t *)given[4].data % ring->size[0];
+EXPORTED int stepgraph_top_logprobs(const argument *args) {
+    const argument *logits = args, *probs = args + 1, *params = args + 3, *ring = args + 5;
+    const int64_t *rows = args[2].data;
+    int64_t most = ring->size[3] / 2, slot = *(const int64_t *)args[4].data % ring->size[0];
     for (int64_t row = 0; row < logits->size[0]; row++) {
         int64_t table_row = index_in(rows[row], params->size[0]);
         if (table_row < 0) return 1;
@@ -47,7 +47,7 @@ EXPORTED int stepgraph_top_logprobs(const argument *given) {
         for (int64_t position = 0; asked > 0 && position < logits->size[1]; position++) {
             int64_t at = slot * ring->stride[0] + row * ring->stride[1] + position * ring->stride[2];
             int32_t *ids = (int32_t *)ring->data + at;
-            float *values = (float *)given[6].data + at;
+            float *values = (float *)args[6].data + at;
             int64_t start = row * logits->stride[0] + position * logits->stride[1];
             scores own = {(const char *)logits->data + start * (logits->bfloat16 ? 2 : 4), logits->size[2], logits->bfloat16};
             rank(&own, -INFINITY, asked, values, ids);

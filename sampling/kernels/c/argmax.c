@@ -77,11 +77,11 @@ INLINED int argmax_all(const argmax_call *call, int64_t bfloat16) {
     return 0;
 }
 
-EXPORTED FOR_EACH_PROCESSOR int stepgraph_masked_argmax(const argument *given) {
-    const argument *logits = given, *masks = given + 1;
+EXPORTED FOR_EACH_PROCESSOR int stepgraph_masked_argmax(const argument *args) {
+    const argument *logits = args, *masks = args + 1;
     argmax_call call = {
-        .logits = logits->data, .masks = masks->data, .rows = given[2].data, .constrained = given[3].data, .ids = given[4].data,
-        .status = given[5].data, .finite = given[6].data, .token = given[7].data,
+        .logits = logits->data, .masks = masks->data, .rows = args[2].data, .constrained = args[3].data, .ids = args[4].data,
+        .status = args[5].data, .finite = args[6].data, .token = args[7].data,
         .batch = logits->size[0], .positions = logits->size[1], .width = logits->size[2],
         .row_step = logits->stride[0], .position_step = logits->stride[1],
         .mask_rows = masks->size[0], .words = masks->size[2], .mask_row_step = masks->stride[0], .mask_position_step = masks->stride[1],

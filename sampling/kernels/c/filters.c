@@ -11,7 +11,7 @@ static const uint64_t GOLDEN = 0x9E3779B97F4A7C15u;
 
 INLINED lanes portable_exp(lanes values) {
     ints below = values < LOWEST;
-    lanes bounded = chosen(below, (lanes){0} + LOWEST, values), shifted = bounded * 1.4426950408889634f + 0.5f;
+    lanes bounded = select_lanes(below, (lanes){0} + LOWEST, values), shifted = bounded * 1.4426950408889634f + 0.5f;
     ints power = __builtin_convertvector(shifted, ints);
     power += __builtin_convertvector(power, lanes) > shifted; /* rounds down: true is -1 */
     lanes whole = __builtin_convertvector(power, lanes);
@@ -21,7 +21,7 @@ INLINED lanes portable_exp(lanes values) {
     series = series * rest + 0.16666576266288757f;
     series = series * rest + 0.5f;
     lanes scale = (lanes)((power + 127) << 23);
-    return chosen(below, (lanes){0}, (series * rest * rest + rest + 1.0f) * scale);
+    return select_lanes(below, (lanes){0}, (series * rest * rest + rest + 1.0f) * scale);
 }
 
 /* The weights of at least `least`, counted or in units. */
@@ -29,10 +29,10 @@ INLINED int64_t total(const float *weights, int64_t count, float least, int coun
     longs sums = {0};
     ints found = {0};
     for (int64_t i = 0; i < count; i += LANES) {
-        lanes values = loaded(weights, i, count, -1.0f, 0);
-        ints among = values >= least;
-        if (counted) found -= among;
-        else sums += __builtin_convertvector(chosen(among, values, (lanes){0}) * 0x1p40f, longs);
+        lanes values = load_lanes(weights, i, count, -1.0f, 0);
+        ints in_range = values >= least;
+        if (counted) found -= in_range;
+        else sums += __builtin_convertvector(select_lanes(in_range, values, (lanes){0}) * 0x1p40f, longs);
     }
     int64_t sum = 0;
     for (int lane = 0; lane < LANES; lane++) sum += sums[lane] + found[lane];
@@ -52,12 +52,12 @@ INLINED float threshold(const float *weights, int64_t count, float least, double
         uint32_t first_bucket = lowest >> shift, bucket = (beyond - 1 - (lowest >> shift << shift)) >> shift;
         int64_t amounts[BUCKETS] = {0};
         for (int64_t first = 0; first < count; first += LANES) {
-            lanes values = loaded(weights, first, count, 0.0f, 0);
+            lanes values = load_lanes(weights, first, count, 0.0f, 0);
             words bits = (words)values;
-            ints among = bits - lowest < beyond - lowest;
-            if (!any(among)) continue;
+            ints in_range = bits - lowest < beyond - lowest;
+            if (!any(in_range)) continue;
             for (int lane = 0; lane < LANES; lane++)
-                if (among[lane]) amounts[(bits[lane] >> shift) - first_bucket] += counted ? 1 : (int64_t)(values[lane] * 0x1p40f);
+                if (in_range[lane]) amounts[(bits[lane] >> shift) - first_bucket] += counted ? 1 : (int64_t)(values[lane] * 0x1p40f);
         }
         while ((double)(above + amounts[bucket]) < enough) {
             if (!bucket) return 0.0f;
@@ -85,7 +85,7 @@ INLINED int distribute(const void *logits, const float *params, float *probabili
         return isfinite(best);
     }
     for (int64_t i = 0; i < count; i += LANES)
-        stored(probabilities, i, count, portable_exp((loaded(logits, i, count, -INFINITY, bfloat16) - best) / temperature));
+        store_lanes(probabilities, i, count, portable_exp((load_lanes(logits, i, count, -INFINITY, bfloat16) - best) / temperature));
     if (params[TOP_K] > 0) {
         int64_t last = (int64_t)params[TOP_K] - 1;
         least = threshold(probabilities, count, 0.0f, (double)(last < 0 ? 0 : last < count ? last : count - 1) + 1, 1);
@@ -100,17 +100,17 @@ INLINED int distribute(const void *logits, const float *params, float *probabili
     }
     float scale = (float)sum * 0x1p-40f;
     for (int64_t i = 0; i < count; i += LANES) {
-        lanes values = loaded(probabilities, i, count, 0.0f, 0);
-        stored(probabilities, i, count, chosen(values >= least, values / scale, (lanes){0}));
+        lanes values = load_lanes(probabilities, i, count, 0.0f, 0);
+        store_lanes(probabilities, i, count, select_lanes(values >= least, values / scale, (lanes){0}));
     }
     return 1;
 }
 
 /* logits [B, Q, V]; params [B, 4 or more]; output [B, Q, V]. */
-EXPORTED FOR_EACH_PROCESSOR int stepgraph_distribution(const argument *given) {
-    const argument *logits = given, *params = given + 1;
+EXPORTED FOR_EACH_PROCESSOR int stepgraph_distribution(const argument *args) {
+    const argument *logits = args, *params = args + 1;
     int64_t bytes = logits->bfloat16 ? 2 : 4, width = logits->size[2];
-    float *output = given[2].data;
+    float *output = args[2].data;
     for (int64_t row = 0; row < logits->size[0]; row++)
         for (int64_t position = 0; position < logits->size[1]; position++, output += width) {
             const char *from = (const char *)logits->data + (row * logits->stride[0] + position * logits->stride[1]) * bytes;
@@ -121,14 +121,14 @@ EXPORTED FOR_EACH_PROCESSOR int stepgraph_distribution(const argument *given) {
     return 0;
 }
 
-INLINED uint64_t mixed(uint64_t value) {
+INLINED uint64_t mix(uint64_t value) {
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9u;
     value = (value ^ value >> 27) * 0x94D049BB133111EBu;
     return value ^ value >> 31;
 }
 
 INLINED uint64_t stream(int64_t seed, int64_t position, int64_t purpose) {
-    return mixed(mixed((uint64_t)seed + (uint64_t)purpose * GOLDEN) + (uint64_t)position * GOLDEN);
+    return mix(mix((uint64_t)seed + (uint64_t)purpose * GOLDEN) + (uint64_t)position * GOLDEN);
 }
 
 INLINED float uniform(uint64_t key) {
@@ -140,28 +140,28 @@ INLINED float uniform(uint64_t key) {
 typedef struct {
     const float *target, *draft; /* draft may be NULL */
     int64_t certain;             /* a token, or NEITHER */
-} difference;
+} residual;
 
-INLINED float remaining(const difference *from, int64_t token) {
+INLINED float residual_at(const residual *from, int64_t token) {
     float rest = from->target[token] - (from->draft ? from->draft[token] : token == from->certain ? 1.0f : 0.0f);
     return rest > 0 ? rest : 0.0f;
 }
 
 /* The token with the largest weight over noise, the lowest of equal ones. Noise is at least its uniform number, so that its logarithm is
    computed for few tokens only. ids: the token of each weight, which selects its noise, or NULL. */
-INLINED int64_t raced(const difference *from, int64_t count, const int64_t *ids, uint64_t key) {
+INLINED int64_t race_winner(const residual *from, int64_t count, const int64_t *ids, uint64_t key) {
     float most = 0.0f;
     int64_t winner = 0;
     for (int64_t first = 0; first < count; first += LANES) {
         int64_t end = first + LANES < count ? first + LANES : count;
         float weights[LANES] = {0}, numbers[LANES];
         int32_t any = 0;
-        for (int64_t i = first; i < end; i++) weights[i - first] = remaining(from, i);
+        for (int64_t i = first; i < end; i++) weights[i - first] = residual_at(from, i);
         for (int lane = 0; lane < LANES; lane++) any |= weights[lane] > 0;
         if (!any) continue;
         for (int lane = 0; lane < LANES; lane++) {
             int64_t at = first + lane < count ? first + lane : first;
-            numbers[lane] = uniform(mixed(key + (uint64_t)(ids ? ids[at] : at) * GOLDEN));
+            numbers[lane] = uniform(mix(key + (uint64_t)(ids ? ids[at] : at) * GOLDEN));
         }
         for (int64_t i = first; i < end; i++) {
             float weight = weights[i - first], number = numbers[i - first];
@@ -178,19 +178,19 @@ INLINED int64_t raced(const difference *from, int64_t count, const int64_t *ids,
 }
 
 /* weights [N, V], rows of any stride; seed, position [N]; purpose; output [N]. */
-EXPORTED FOR_EACH_PROCESSOR int stepgraph_race(const argument *given) {
-    const int64_t *seed = given[1].data, *position = given[2].data;
-    for (int64_t row = 0; row < given[0].size[0]; row++) {
-        difference weights = {.target = (const float *)given[0].data + row * given[0].stride[0], .certain = NEITHER};
-        ((int64_t *)given[4].data)[row] = raced(&weights, given[0].size[1], NULL, stream(seed[row], position[row], given[3].integer));
+EXPORTED FOR_EACH_PROCESSOR int stepgraph_race(const argument *args) {
+    const int64_t *seed = args[1].data, *position = args[2].data;
+    for (int64_t row = 0; row < args[0].size[0]; row++) {
+        residual weights = {.target = (const float *)args[0].data + row * args[0].stride[0], .certain = NEITHER};
+        ((int64_t *)args[4].data)[row] = race_winner(&weights, args[0].size[1], NULL, stream(seed[row], position[row], args[3].integer));
     }
     return 0;
 }
 
 /* logits [N, V]; params [N, 4 or more]; seed, position [N]; purpose; rows [N]; row_probs [R, W]; ids [V], ascending, or NULL; output [N]. */
-EXPORTED FOR_EACH_PROCESSOR int stepgraph_draw(const argument *given) {
-    const argument *logits = given, *params = given + 1, *table = given + 6;
-    const int64_t *seed = given[2].data, *position = given[3].data, *rows = given[5].data, *ids = given[7].data;
+EXPORTED FOR_EACH_PROCESSOR int stepgraph_draw(const argument *args) {
+    const argument *logits = args, *params = args + 1, *table = args + 6;
+    const int64_t *seed = args[2].data, *position = args[3].data, *rows = args[5].data, *ids = args[7].data;
     int64_t bytes = logits->bfloat16 ? 2 : 4, width = logits->size[1];
     for (int64_t row = 0; row < logits->size[0]; row++) {
         const char *from = (const char *)logits->data + row * logits->stride[0] * bytes;
@@ -199,8 +199,8 @@ EXPORTED FOR_EACH_PROCESSOR int stepgraph_draw(const argument *given) {
         if (at < 0) return 1;
         float *probabilities = (float *)table->data + at * table->stride[0];
         int alive = logits->bfloat16 ? distribute(from, settings, probabilities, width, 1) : distribute(from, settings, probabilities, width, 0);
-        difference weights = {.target = probabilities, .certain = NEITHER};
-        ((int64_t *)given[8].data)[row] = alive ? raced(&weights, width, ids, stream(seed[row], position[row], given[4].integer)) : 0;
+        residual weights = {.target = probabilities, .certain = NEITHER};
+        ((int64_t *)args[8].data)[row] = alive ? race_winner(&weights, width, ids, stream(seed[row], position[row], args[4].integer)) : 0;
         for (int64_t i = width - 1; ids && i >= 0; i--) { /* ids[i] >= i: from the last on, none is overwritten before it moved */
             float probability = probabilities[i];
             probabilities[i] = 0.0f;
@@ -211,17 +211,17 @@ EXPORTED FOR_EACH_PROCESSOR int stepgraph_draw(const argument *given) {
 }
 
 /* The inputs of rejection.reject_sample, in order; output tokens [B, K + 1] and accepted [B]. */
-EXPORTED FOR_EACH_PROCESSOR int stepgraph_reject_sample(const argument *given) {
-    const argument *target = given, *draft = given + 1;
-    const int64_t *rows = given[2].data, *drafts = given[5].data, *draft_count = given[6].data, *status = given[7].data;
-    const int64_t *seed = given[8].data, *length = given[9].data;
-    const bool *certain = given[3].data, *finite = given[4].data;
-    int64_t *tokens = given[10].data, *accepted = given[11].data, count = target->size[1] - 1, width = target->size[2];
+EXPORTED FOR_EACH_PROCESSOR int stepgraph_reject_sample(const argument *args) {
+    const argument *target = args, *draft = args + 1;
+    const int64_t *rows = args[2].data, *drafts = args[5].data, *draft_count = args[6].data, *status = args[7].data;
+    const int64_t *seed = args[8].data, *length = args[9].data;
+    const bool *certain = args[3].data, *finite = args[4].data;
+    int64_t *tokens = args[10].data, *accepted = args[11].data, count = target->size[1] - 1, width = target->size[2];
     for (int64_t row = 0; row < target->size[0]; row++) {
         const float *p = (const float *)target->data + row * target->stride[0], *q = NULL;
         const int64_t *own = drafts + row * count, *states = status + row * (count + 1);
         int64_t at = draft->size[1] ? index_in(rows[row], draft->size[0]) : 0, last = 0;
-        difference weights = {.certain = NEITHER};
+        residual weights = {.certain = NEITHER};
         if (at < 0) return 1;
         for (; last < count; last++, p += target->stride[1]) {
             int64_t proposed = own[last] < 0 ? 0 : own[last], next = states[last + 1];
@@ -231,14 +231,14 @@ EXPORTED FOR_EACH_PROCESSOR int stepgraph_reject_sample(const argument *given) {
             bool legal = states[last] == STATUS_OK && next != STATUS_NONE && next != STATUS_ILLEGAL && last < draft_count[row];
             float coin = uniform(stream(seed[row], length[row] + last, PURPOSE_ACCEPT));
             if (legal && finite[row * (count + 1) + last] && coin * (q ? q[proposed] : 1.0f) < p[proposed]) continue;
-            if (last < draft_count[row]) weights = (difference){.draft = q, .certain = q ? NEITHER : proposed};
+            if (last < draft_count[row]) weights = (residual){.draft = q, .certain = q ? NEITHER : proposed};
             break;
         }
         weights.target = p;
         bool any = false;
-        for (int64_t i = 0; !any && i < width; i++) any = remaining(&weights, i) > 0;
-        if (!any) weights = (difference){.target = p, .certain = NEITHER}; /* p = q up to rounding */
-        int64_t token = raced(&weights, width, NULL, stream(seed[row], length[row] + last, PURPOSE_TARGET));
+        for (int64_t i = 0; !any && i < width; i++) any = residual_at(&weights, i) > 0;
+        if (!any) weights = (residual){.target = p, .certain = NEITHER}; /* p = q up to rounding */
+        int64_t token = race_winner(&weights, width, NULL, stream(seed[row], length[row] + last, PURPOSE_TARGET));
         for (int64_t i = 0; i <= count; i++) tokens[row * (count + 1) + i] = i < last ? own[i] : token;
         accepted[row] = last;
     }

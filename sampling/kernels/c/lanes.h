@@ -15,10 +15,10 @@
 typedef int64_t longs __attribute__((vector_size(LANES * 8)));
 
 INLINED ints either(ints mask, ints yes, ints no) { return (mask & yes) | (~mask & no); }
-INLINED lanes chosen(ints mask, lanes yes, lanes no) { return (lanes)either(mask, (ints)yes, (ints)no); }
+INLINED lanes select_lanes(ints mask, lanes yes, lanes no) { return (lanes)either(mask, (ints)yes, (ints)no); }
 
 /* Numbers first to first + LANES, `beyond` from `count` on. */
-INLINED lanes loaded(const void *from, int64_t first, int64_t count, float beyond, int64_t bfloat16) {
+INLINED lanes load_lanes(const void *from, int64_t first, int64_t count, float beyond, int64_t bfloat16) {
     int64_t bytes = bfloat16 ? 2 : 4;
     const char *at = (const char *)from + first * bytes;
     lanes found;
@@ -31,7 +31,7 @@ INLINED lanes loaded(const void *from, int64_t first, int64_t count, float beyon
     return found;
 }
 
-INLINED void stored(float *to, int64_t first, int64_t count, lanes values) {
+INLINED void store_lanes(float *to, int64_t first, int64_t count, lanes values) {
     memcpy(to + first, &values, (size_t)(count - first < LANES ? count - first : LANES) * sizeof *to);
 }
 
@@ -47,8 +47,8 @@ INLINED float largest(const void *logits, int64_t count, int64_t bfloat16) {
     lanes most = (lanes){0} - INFINITY;
     ints unordered = {0};
     for (int64_t i = 0; i < count; i += LANES) {
-        lanes values = loaded(logits, i, count, -INFINITY, bfloat16);
-        most = chosen(values > most, values, most);
+        lanes values = load_lanes(logits, i, count, -INFINITY, bfloat16);
+        most = select_lanes(values > most, values, most);
         unordered |= values != values;
     }
     for (int lane = 1; lane < LANES; lane++) most[0] = most[lane] > most[0] ? most[lane] : most[0];

@@ -2,7 +2,7 @@
 
 #include "lanes.h"
 
-enum { REPETITION_PENALTY = 4, PRESENCE_PENALTY, FREQUENCY_PENALTY, MIN_NEW_TOKENS, MOST_BEFORE = 64 };
+enum { REPETITION_PENALTY = 4, PRESENCE_PENALTY, FREQUENCY_PENALTY, MIN_NEW_TOKENS, MAX_EARLIER_DRAFTS = 64 };
 
 /* One row at one position. */
 typedef struct {
@@ -51,9 +51,9 @@ INLINED float penalised(const position_call *call, float value, int64_t token, f
 }
 
 /* `before`: the drafts before this position, -1 where there is none. */
-INLINED void penalise(const position_call *call, const int64_t before[MOST_BEFORE], int64_t drafts) {
-    int64_t indices[MOST_BEFORE];
-    float values[MOST_BEFORE];
+INLINED void penalise(const position_call *call, const int64_t before[MAX_EARLIER_DRAFTS], int64_t drafts) {
+    int64_t indices[MAX_EARLIER_DRAFTS];
+    float values[MAX_EARLIER_DRAFTS];
     for (int64_t i = 0; i < drafts; i++) {
         indices[i] = before[i] < 0 ? -1 : index_of(call, before[i]);
         values[i] = indices[i] < 0 ? 0.0f : call->output[indices[i]];
@@ -84,21 +84,21 @@ INLINED void apply_settings(const position_call *call, int early, const int64_t 
 }
 
 /* The inputs of processors.process_logits, in order; output [B, Q, V] float32, finite [B, Q], status [B, Q]. */
-EXPORTED FOR_EACH_PROCESSOR int stepgraph_process_logits(const argument *given) {
-    const argument *logits = given, *masks = given + 1, *tables = given + 7, *drafts = given + 14;
-    const int64_t *mask_rows = given[2].data, *status = given[4].data, *rows = given[6].data, *generated = given[13].data;
-    const bool *constrained = given[3].data;
-    int64_t first = given[15].integer, positions = logits->size[1], width = logits->size[2], bytes = logits->bfloat16 ? 2 : 4;
-    bool *finite = given[17].data;
-    int64_t *judged = given[18].data;
-    if (drafts->size[1] > MOST_BEFORE) return 1;
+EXPORTED FOR_EACH_PROCESSOR int stepgraph_process_logits(const argument *args) {
+    const argument *logits = args, *masks = args + 1, *tables = args + 7, *drafts = args + 14;
+    const int64_t *mask_rows = args[2].data, *status = args[4].data, *rows = args[6].data, *generated = args[13].data;
+    const bool *constrained = args[3].data;
+    int64_t first = args[15].integer, positions = logits->size[1], width = logits->size[2], bytes = logits->bfloat16 ? 2 : 4;
+    bool *finite = args[17].data;
+    int64_t *final_status = args[18].data;
+    if (drafts->size[1] > MAX_EARLIER_DRAFTS) return 1;
     for (int64_t row = 0; row < logits->size[0]; row++) {
         int64_t at = rows ? index_in(rows[row], tables[0].size[0]) : row, mask_row = row;
         bool masked = masks->data && constrained && constrained[row];
         if (masked && mask_rows) mask_row = index_in(mask_rows[row], masks->size[0]);
         if (at < 0 || mask_row < 0) return 1;
         position_call call = {
-            .ids = given[5].data, .params = (const float *)tables[0].data + at * tables[0].stride[0],
+            .ids = args[5].data, .params = (const float *)tables[0].data + at * tables[0].stride[0],
             .bias_ids = (const int64_t *)tables[1].data + at * tables[1].stride[0],
             .biases = (const float *)tables[2].data + at * tables[2].stride[0],
             .stop_ids = (const int64_t *)tables[3].data + at * tables[3].stride[0],
@@ -107,21 +107,21 @@ EXPORTED FOR_EACH_PROCESSOR int stepgraph_process_logits(const argument *given) 
             .width = width, .words = masks->size[2], .biased = tables[1].size[1], .stops = tables[3].size[1],
         };
         for (int64_t position = 0; position < positions; position++) {
-            int64_t index = row * positions + position, before[MOST_BEFORE], count = first + position;
-            int64_t known = status ? status[index] : STATUS_OK, length = generated[row * given[13].stride[0]] + count;
+            int64_t index = row * positions + position, before[MAX_EARLIER_DRAFTS], count = first + position;
+            int64_t known = status ? status[index] : STATUS_OK, length = generated[row * args[13].stride[0]] + count;
             count = count < drafts->size[1] ? count : drafts->size[1];
             for (int64_t i = 0; i < count; i++) before[i] = ((const int64_t *)drafts->data)[row * drafts->stride[0] + i * drafts->stride[1]];
             call.logits = (const char *)logits->data + (row * logits->stride[0] + position * logits->stride[1]) * bytes;
             call.mask = masked ? (const int32_t *)masks->data + mask_row * masks->stride[0] + position * masks->stride[1] : NULL;
             call.forbidden = masked && status && known != STATUS_OK;
-            call.output = (float *)given[16].data + index * width;
+            call.output = (float *)args[16].data + index * width;
             if (logits->bfloat16) write_masked(&call, 1);
             else write_masked(&call, 0);
             bool possible = isfinite(largest(call.output, width, 0));
             apply_settings(&call, (float)length < call.params[MIN_NEW_TOKENS], before, count);
             float best = largest(call.output, width, 0);
             finite[index] = isfinite(best);
-            judged[index] = possible && best == -INFINITY && known == STATUS_OK ? STATUS_DEAD_END : known;
+            final_status[index] = possible && best == -INFINITY && known == STATUS_OK ? STATUS_DEAD_END : known;
         }
     }
     return 0;

@@ -3,7 +3,7 @@
 
 #include "native.h"
 
-enum { COPY, ADD, SUBTRACT, MULTIPLY, EQUAL, UNEQUAL, LESS, LESS_EQUAL, GREATER, GREATER_EQUAL, AND, OR, SHIFT, LEAST, MOST, SELECT, SUM, CUMULATED, GATHER, SCATTER };
+enum { COPY, ADD, SUBTRACT, MULTIPLY, EQUAL, UNEQUAL, LESS, LESS_EQUAL, GREATER, GREATER_EQUAL, AND, OR, SHIFT, CLAMP_MIN, CLAMP_MAX, WHERE, SUM, CUMPROD, GATHER, SCATTER };
 
 /* An integer of 1 (as bool), 2, 4 or 8 bytes; a scalar has no data. */
 INLINED int64_t element(const argument *from, int64_t at) {
@@ -25,7 +25,7 @@ INLINED void set_element(const argument *to, int64_t at, int64_t value) {
     }
 }
 
-INLINED int64_t computed(int64_t kind, int64_t a, int64_t b, int64_t c) {
+INLINED int64_t compute(int64_t kind, int64_t a, int64_t b, int64_t c) {
     switch (kind) {
     case ADD: return (int64_t)((uint64_t)a + (uint64_t)b);
     case SUBTRACT: return (int64_t)((uint64_t)a - (uint64_t)b);
@@ -39,31 +39,31 @@ INLINED int64_t computed(int64_t kind, int64_t a, int64_t b, int64_t c) {
     case AND: return a & b;
     case OR: return a | b;
     case SHIFT: return b < 0 || b > 63 ? 0 : (int64_t)((uint64_t)a << b);
-    case LEAST: return a > b ? a : b;
-    case MOST: return a < b ? a : b;
-    case SELECT: return a ? b : c;
+    case CLAMP_MIN: return a > b ? a : b;
+    case CLAMP_MAX: return a < b ? a : b;
+    case WHERE: return a ? b : c;
     default: return a;
     }
 }
 
-/* The offset of an index from a dimension's first element; -1 if out of range. counted: negative indices count from the end. */
-INLINED int64_t place(const argument *index, int64_t at, const argument *stride, const argument *size, int64_t counted) {
+/* The offset of an index from a dimension's first element; -1 if out of range. wraparound: negative indices count from the end. */
+INLINED int64_t indexed_offset(const argument *index, int64_t at, const argument *stride, const argument *size, int64_t wraparound) {
     int64_t found = element(index, at);
-    found = counted || found >= 0 ? index_in(found, size->integer) : -1;
+    found = wraparound || found >= 0 ? index_in(found, size->integer) : -1;
     return found < 0 ? -1 : found * stride->integer;
 }
 
 /* kind; out, a, b, c: tensors of four dimensions and of one shape, some with strides of 0, or numbers; stride and size of the dimension that
    b is an index of, the same for c, and whether they count from the end where they are negative. GATHER: out is a at the index b. SCATTER:
-   out at the indices b and, if it is a tensor, c, becomes a. SUM: out is the sum of the elements of a at the same place. CUMULATED:
+   out at the indices b and, if it is a tensor, c, becomes a. SUM: out is the sum of the elements of a at the same place. CUMPROD:
    products along the last dimension. */
-EXPORTED int stepgraph_small_operation(const argument *given) {
-    const argument *out = given + 1, *a = given + 2, *b = given + 3, *c = given + 4;
-    int64_t kind = given->integer, size[4], moved = kind == GATHER || kind == SCATTER;
+EXPORTED int stepgraph_small_operation(const argument *args) {
+    const argument *out = args + 1, *a = args + 2, *b = args + 3, *c = args + 4;
+    int64_t kind = args->integer, size[4], indexed = kind == GATHER || kind == SCATTER;
     memcpy(size, kind == SUM || kind == SCATTER ? a->size : out->size, sizeof size);
     /* whether the last dimension can be copied at once */
-    bool stretches = (kind == COPY || moved) && a->integer == out->integer && a->stride[3] == 1 && out->stride[3] == 1 && (!moved || (b->stride[3] == 0 && !c->data));
-    int64_t inner = stretches ? 1 : size[3];
+    bool copyable = (kind == COPY || indexed) && a->integer == out->integer && a->stride[3] == 1 && out->stride[3] == 1 && (!indexed || (b->stride[3] == 0 && !c->data));
+    int64_t inner = copyable ? 1 : size[3];
     if (kind == SUM)
         for (int64_t i = 0; i < size[0] * size[1] * size[2] * size[3]; i++) {
             int64_t at[4] = {i / size[3] / size[2] / size[1], i / size[3] / size[2] % size[1], i / size[3] % size[2], i % size[3]};
@@ -75,24 +75,24 @@ EXPORTED int stepgraph_small_operation(const argument *given) {
                 for (int64_t l = 0; l < inner; l++) {
                     int64_t at[4];
                     for (int each = 0; each < 4; each++) {
-                        const int64_t *stride = given[1 + each].stride;
+                        const int64_t *stride = args[1 + each].stride;
                         at[each] = i * stride[0] + j * stride[1] + k * stride[2] + l * stride[3];
                     }
-                    if (moved) {
-                        int64_t first = place(b, at[2], given + 5, given + 6, given[9].integer);
-                        int64_t second = c->data ? place(c, at[3], given + 7, given + 8, given[9].integer) : 0;
+                    if (indexed) {
+                        int64_t first = indexed_offset(b, at[2], args + 5, args + 6, args[9].integer);
+                        int64_t second = c->data ? indexed_offset(c, at[3], args + 7, args + 8, args[9].integer) : 0;
                         if (first < 0 || second < 0) return 1;
                         at[kind == GATHER] += first + second;
                     }
-                    if (stretches) {
+                    if (copyable) {
                         int64_t bytes = out->integer;
                         memcpy((char *)out->data + at[0] * bytes, (const char *)a->data + at[1] * bytes, (size_t)(size[3] * bytes));
                         continue;
                     }
                     int64_t value = element(a, at[1]);
                     if (kind == SUM) value += element(out, at[0]);
-                    else if (kind == CUMULATED && l) value *= element(out, at[0] - out->stride[3]);
-                    else value = computed(kind, value, moved ? 0 : element(b, at[2]), moved ? 0 : element(c, at[3]));
+                    else if (kind == CUMPROD && l) value *= element(out, at[0] - out->stride[3]);
+                    else value = compute(kind, value, indexed ? 0 : element(b, at[2]), indexed ? 0 : element(c, at[3]));
                     set_element(out, at[0], value);
                 }
     return 0;

@@ -37,7 +37,7 @@ _DEPTH = tl.constexpr(int(PlaceColumn.DEPTH))
 _COUNTER = tl.constexpr(int(PlaceColumn.FIRST_COUNTER))
 _START = tl.constexpr(int(Field.START))
 _START_COUNTERS = tl.constexpr(int(Field.START_COUNTERS))
-_MOST_DEPTH = tl.constexpr(int(Field.DEPTH))
+_MAX_DEPTH = tl.constexpr(int(Field.DEPTH))
 _NONE = tl.constexpr(int(MaskStatus.NONE))
 _OK = tl.constexpr(int(MaskStatus.OK))
 _ILLEGAL = tl.constexpr(int(MaskStatus.ILLEGAL))
@@ -109,8 +109,8 @@ def _read_place(image, starts, reached, line, stack):
 @triton.jit
 def _write_place(line, stack, place, LANES: tl.constexpr):
     state, counters, symbols = place
-    source, kept, own, pushed = symbols
-    depth, level = kept + own, 0
+    source, kept, num_pushed, pushed = symbols
+    depth, level = kept + num_pushed, 0
     tl.store(line + _STATE, state)
     tl.store(line + _DEPTH, depth)
     for counter in tl.static_range(3):
@@ -188,7 +188,7 @@ def advance_rows(
     _clear(batch_status, slot, status_step, first, last, _NONE)
     inside, image = (offset > 0) & (offset <= arena_ints - _HEADER_INTS), arena + offset
     if tl.load(image, mask=inside, other=0) == _VERSION:
-        running = (finish == _RUNNING) & (tl.load(image + _MOST_DEPTH) <= room)
+        running = (finish == _RUNNING) & (tl.load(image + _MAX_DEPTH) <= room)
         tags, ring, step = row_tags + row * positions * _TAG_FIELDS, positions + 1, first
         if FILL_NEW:
             step = first - (running & (_status_of(tags, owner, generated, 0) == _NONE)).to(tl.int32)
@@ -196,18 +196,18 @@ def advance_rows(
         _clear(batch_forced, slot, forced_step, first, tl.minimum(last, positions - 2), -1)
         while step <= last:
             index = tl.where(step < first, 0, step)
-            by_token, starts, known, guide = _kind_of(tags, owner, generated, index, read[0], positions, running)
+            by_token, starts, is_known, guide = _kind_of(tags, owner, generated, index, read[0], positions, running)
             tokens, own_status = (generated + index).to(tl.int32), batch_status + slot + step * status_step
             source, target = row * ring + (tokens - by_token.to(tl.int32)) % ring, row * ring + tokens % ring
-            reached, stack = by_token | known, row_stacks + target * room
-            place = _read_place(image, starts, reached, row_places + source * _PLACE_INTS, row_stacks + source * room)
+            has_place, stack = by_token | is_known, row_stacks + target * room
+            place = _read_place(image, starts, has_place, row_places + source * _PLACE_INTS, row_stacks + source * room)
             guide_mask, mask = row_masks + (row * positions + guide) * words, row_masks + (row * positions + index) * words
             legal, place = _accept(image, guide_mask, vocabulary, stop_words, by_token, read, place, tokens)
             status = tl.where(by_token & (index > 0), _ILLEGAL, _NONE).to(tl.int64)
             if legal | starts:
                 _write_place(row_places + target * _PLACE_INTS, stack, place, LANES)
                 follow_text(row_forced_text, row, starts, tokens - 1, read[0].to(tl.int32), legal)
-            if legal | starts | known:
+            if legal | starts | is_known:
                 status = fill(image, offset, arena, plain_rows, vocabulary, mask, words, place, WORDS, LANES).to(tl.int64)
                 write_forced_token(
                     batch_forced,

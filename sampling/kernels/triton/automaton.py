@@ -85,7 +85,7 @@ def symbol_at(pushed, below):
 
 
 @triton.jit
-def _most(number, LANES: tl.constexpr):
+def _maximum(number, LANES: tl.constexpr):
     """The greatest number of any lane; LANES 0: `number` is a scalar."""
     return number if LANES == 0 else tl.max(number, 0)
 
@@ -115,7 +115,7 @@ def _class_codes(class_of, text, at, end, live):
 
 
 @triton.jit
-def _special_move(image, move, special, live, deep, state, counters, kept, own, pushed):
+def _apply_special_move(image, move, special, live, deep, state, counters, kept, num_pushed, pushed):
     """Apply a move that does more than enter a state, where `special`."""
     counter, push = tl.load(move + _COUNTER, mask=special, other=-1), tl.load(move + _PUSH, mask=special, other=-1)
     target, last_target = tl.load(move + _TARGET, mask=special, other=0), tl.load(move + _LAST_TARGET, mask=special, other=0)
@@ -128,26 +128,26 @@ def _special_move(image, move, special, live, deep, state, counters, kept, own, 
         which = tl.load(sets + 2 * pair, mask=special, other=-1)
         value = tl.load(sets + 2 * pair + 1, mask=special, other=0)
         counters = _set_counter(which, value, counters, special)
-    live = live & ~((push >= 0) & (own >= tl.load(image + _PUSHES)))
-    deep = deep | (live & (push >= 0) & (kept + own >= tl.load(image + _DEPTH)))
+    live = live & ~((push >= 0) & (num_pushed >= tl.load(image + _PUSHES)))
+    deep = deep | (live & (push >= 0) & (kept + num_pushed >= tl.load(image + _DEPTH)))
     pushes = (push >= 0) & live & ~deep
     pushed = tl.where(pushes, (pushed << _SYMBOL_BITS) | push.to(tl.int64), pushed)
     live = live & ~deep & (~special | (state >= 0))
-    return live, deep, state, counters, own + pushes.to(tl.int32), pushed
+    return live, deep, state, counters, num_pushed + pushes.to(tl.int32), pushed
 
 
 @triton.jit
-def _pop(pops, state, kept, own, own_pushed, finish_set, stack, return_of, symbols):
+def _pop(pops, state, kept, num_pushed, pushed_symbols, finish_set, stack, return_of, symbols):
     """Leave one nested part that has ended, where `pops`."""
-    symbols_in_memory, stored, held, pushed = stack
-    is_own, is_old = pops & (own > 0), pops & (own <= 0)
-    kept -= is_old.to(tl.int32)
-    symbol = tl.load(symbols_in_memory + kept, mask=is_old & (kept < stored), other=0)
-    symbol = tl.where(kept < stored, symbol, symbol_at(pushed, tl.maximum(stored + held - 1 - kept, 0)))
-    symbol = tl.where(is_own, (own_pushed & _SYMBOL).to(tl.int32), symbol)
-    own_pushed = tl.where(is_own, own_pushed >> _SYMBOL_BITS, own_pushed)
-    own -= is_own.to(tl.int32)
-    return tl.load(return_of + finish_set * symbols + symbol, mask=pops, other=0), kept, own, own_pushed
+    symbols_in_memory, stored, in_register, pushed = stack
+    pops_pushed, pops_kept = pops & (num_pushed > 0), pops & (num_pushed <= 0)
+    kept -= pops_kept.to(tl.int32)
+    symbol = tl.load(symbols_in_memory + kept, mask=pops_kept & (kept < stored), other=0)
+    symbol = tl.where(kept < stored, symbol, symbol_at(pushed, tl.maximum(stored + in_register - 1 - kept, 0)))
+    symbol = tl.where(pops_pushed, (pushed_symbols & _SYMBOL).to(tl.int32), symbol)
+    pushed_symbols = tl.where(pops_pushed, pushed_symbols >> _SYMBOL_BITS, pushed_symbols)
+    num_pushed -= pops_pushed.to(tl.int32)
+    return tl.load(return_of + finish_set * symbols + symbol, mask=pops, other=0), kept, num_pushed, pushed_symbols
 
 
 @triton.jit
@@ -163,37 +163,37 @@ def follow(image, text, begin, end, active, place, LANES: tl.constexpr):
     class_of, entries, moves, classes = table(image, _CLASS_OF), entries_of(image), table(image, _MOVES), tl.load(image + _CLASSES)
     leave_of, return_of, symbols = table(image, _LEAVE), table(image, _RETURN), tl.load(image + _SYMBOLS)
     live, deep = active & (begin < end), begin > end  # no text is too deep yet
-    at, kept, own = begin, state * 0 + stack[1] + stack[2], state * 0
-    own_pushed, finish_set = own.to(tl.int64), own - 1
+    at, kept, num_pushed = begin, state * 0 + stack[1] + stack[2], state * 0
+    pushed, finish_set = num_pushed.to(tl.int64), num_pushed - 1
     kinds = _class_codes(class_of, text, at, end, begin < end)  # depends neither on `active` nor on the place
-    while _most((live & (at < end)).to(tl.int32), LANES) > 0:
+    while _maximum((live & (at < end)).to(tl.int32), LANES) > 0:
         until = tl.minimum(at + _AHEAD, end)
         reads = live & (at < until)
         entry = entry_at(entries, state * classes + (kinds & 255).to(tl.int32), reads, 0)
-        work = _most(tl.where(reads & (entry < -1), _SPECIAL, tl.where(reads, _PLAIN, 0)), LANES)
-        while work > 0:
+        turn_kind = _maximum(tl.where(reads & (entry < -1), _SPECIAL, tl.where(reads, _PLAIN, 0)), LANES)
+        while turn_kind > 0:
             live = live & (~reads | (entry != -1))
             special = reads & (entry < -1)
             state = tl.where(reads & live & ~special, entry, state)
-            if work == _SPECIAL:
+            if turn_kind == _SPECIAL:
                 move = moves + (-2 - entry) * _MOVE_INTS
-                live, deep, state, counters, own, own_pushed = _special_move(
-                    image, move, special, live, deep, state, counters, kept, own, own_pushed
+                live, deep, state, counters, num_pushed, pushed = _apply_special_move(
+                    image, move, special, live, deep, state, counters, kept, num_pushed, pushed
                 )
             at += reads.to(tl.int32)
             kinds = tl.where(reads, kinds >> 8, kinds)
             if symbols > 0:
                 pops = live & (finish_set >= 0)
-                returned, kept, own, own_pushed = _pop(pops, state, kept, own, own_pushed, finish_set, stack, return_of, symbols)
+                returned, kept, num_pushed, pushed = _pop(pops, state, kept, num_pushed, pushed, finish_set, stack, return_of, symbols)
                 state = tl.where(pops, returned, state)
                 live = live & (~pops | (state >= 0))
                 finish_set = tl.load(leave_of + state, mask=live & (reads | pops), other=-1)
             may_read = live & (at < until)
             entry = entry_at(entries, state * classes + (kinds & 255).to(tl.int32), may_read, 0)  # in parallel with `finish_set`
             reads, pops_next = may_read & (finish_set < 0), live & (finish_set >= 0)
-            work = _most(tl.where(reads & (entry < -1), _SPECIAL, tl.where(reads | pops_next, _PLAIN, 0)), LANES)
+            turn_kind = _maximum(tl.where(reads & (entry < -1), _SPECIAL, tl.where(reads | pops_next, _PLAIN, 0)), LANES)
         kinds = _class_codes(class_of, text, at, end, live)
-    return live, deep, (state, counters, (stack[0], kept, own, own_pushed))
+    return live, deep, (state, counters, (stack[0], kept, num_pushed, pushed))
 
 
 @triton.jit
@@ -229,16 +229,16 @@ def fill(
 ):
     """Write the mask row of a place and return its status."""
     text, token_starts, state, counters, stack = vocabulary[0], vocabulary[1], place[0], place[1], place[2]
-    known, nests, lane = state >= 0, tl.load(image + _SYMBOLS) > 0, tl.arange(0, LANES)
-    line = tl.load(table(image, _ROW_OF) + state, mask=known, other=0)
+    has_state, nests, lane = state >= 0, tl.load(image + _SYMBOLS) > 0, tl.arange(0, LANES)
+    line = tl.load(table(image, _ROW_OF) + state, mask=has_state, other=0)
     crossing, cross_of = table(image, _CROSS_START) + state, table(image, _CROSS)
-    cross, last_cross = tl.load(crossing, mask=known & nests, other=0), tl.load(crossing + 1, mask=known & nests, other=0)
+    cross, last_cross = tl.load(crossing, mask=has_state & nests, other=0), tl.load(crossing + 1, mask=has_state & nests, other=0)
     token, begin, end = _crossing_tokens(cross_of, token_starts, cross + lane, last_cross)  # before the copy, which hides the latency
-    base = tl.load(table(image, _BASE_OF) + line, mask=known, other=-1)
-    status = tl.load(table(image, _STATUS_OF) + line, mask=known, other=_FAULT)
+    base = tl.load(table(image, _BASE_OF) + line, mask=has_state, other=-1)
+    status = tl.load(table(image, _STATUS_OF) + line, mask=has_state, other=_FAULT)
     status = tl.where(state == _ENDED, _TERMINATED, status)
     changes = table(image, _CHANGE_START) + line
-    change, last_change = tl.load(changes, mask=known, other=0), tl.load(changes + 1, mask=known, other=0)
+    change, last_change = tl.load(changes, mask=has_state, other=0), tl.load(changes + 1, mask=has_state, other=0)
     dense = (offset + tl.load(image + _DENSE)) // _ALIGNMENT * _ALIGNMENT + tl.maximum(base, 0).to(tl.int64) * words
     plain = tl.maximum(-2 - base, 0).to(tl.int64) * words
     source = tl.where(base < -1, plain_rows + plain, arena + dense)
@@ -256,7 +256,7 @@ def fill(
             places = (none + state, (none + counters[0], none + counters[1], none + counters[2]), stack)
             legal, _, _ = follow(image, text, begin, end, begin < end, places, LANES)
             tl.atomic_or(mask + (token >> 5), (none + 1) << (token & 31), mask=legal)
-            status = tl.where(_most(legal.to(tl.int32), LANES) > 0, _OK, status)
+            status = tl.where(_maximum(legal.to(tl.int32), LANES) > 0, _OK, status)
             cross += LANES
             token, begin, end = _crossing_tokens(cross_of, token_starts, cross + lane, last_cross)
     return status

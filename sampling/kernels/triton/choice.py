@@ -74,9 +74,9 @@ def masked_candidates(
     line_logits = logits + row.to(tl.int64) * logits_row_stride + position.to(tl.int64) * logits_position_stride
     if masks is not None:
         masked = tl.load(constrained + row).to(tl.int32) * width  # where the mask ends: 0 in a row that has none
-        closed = False
+        mask_is_invalid = False
         if status is not None:
-            closed = (masked > 0) & (tl.load(status + line) != _OK)
+            mask_is_invalid = (masked > 0) & (tl.load(status + line) != _OK)
         mask_row = row.to(tl.int64)
         if rows is not None:
             mask_row = tl.load(rows + row)
@@ -90,11 +90,11 @@ def masked_candidates(
             values = tl.load(line_logits + ids, mask=legal, other=float("-inf")).to(tl.float32)
     elif bit_of is not None:
         bit = tl.load(bit_of + ids, mask=ids < width, other=0)
-        bits = tl.where(closed, 0, tl.load(source + (bit >> 5), mask=ids < masked, other=-1))
+        bits = tl.where(mask_is_invalid, 0, tl.load(source + (bit >> 5), mask=ids < masked, other=-1))
         legal = (((bits >> (bit & 31).to(tl.int32)) & 1) != 0) & (ids < width)
         values = tl.load(line_logits + ids, mask=legal, other=float("-inf")).to(tl.float32)
     else:
-        bits = tl.where(closed, 0, tl.load(source + words, mask=words * 32 < masked, other=-1))
+        bits = tl.where(mask_is_invalid, 0, tl.load(source + words, mask=words * 32 < masked, other=-1))
         legal = (((bits[:, None] >> bit_index[None, :]) & 1) != 0) & (ids < width)
         if whole:
             values = tl.load(line_logits + ids, mask=(bits != 0)[:, None], other=float("-inf")).to(tl.float32)
@@ -176,10 +176,10 @@ def check_tags(
     position = tl.arange(0, POSITIONS)
     inside = position < positions
     source = tags + tag_row * tags_row_step + position * tags_position_step
-    mine = tl.load(source, mask=inside, other=0) == tl.load(owner + row * owner_step)
-    mine = mine & (tl.load(source + 1, mask=inside, other=0) == tl.load(generated + row * generated_step))
-    mine = mine & (tl.load(source + 2, mask=inside, other=0) == position + first)
-    tag_status = tl.where(mine, tl.load(source + 3, mask=inside, other=_NONE), _NONE)
+    is_valid = tl.load(source, mask=inside, other=0) == tl.load(owner + row * owner_step)
+    is_valid = is_valid & (tl.load(source + 1, mask=inside, other=0) == tl.load(generated + row * generated_step))
+    is_valid = is_valid & (tl.load(source + 2, mask=inside, other=0) == position + first)
+    tag_status = tl.where(is_valid, tl.load(source + 3, mask=inside, other=_NONE), _NONE)
     has_mask = tl.load(constrained + row * constrained_step) != 0
     tl.store(flags + row, has_mask)
     tl.store(status + row * positions + position, tl.where(has_mask, tag_status, _OK), mask=inside)
@@ -219,32 +219,32 @@ def accept_chain(
     is_finite = tl.load(finite + row * positions + position, mask=inside, other=0).to(tl.int32) != 0
     state = tl.load(status + row * positions + position, mask=inside, other=_NONE)
     if known is not None:
-        held = tl.load(known + row)
+        num_accepted = tl.load(known + row)
     else:
         proposed = tl.load(drafts + row * (positions - 1) + position, mask=before_last, other=-1)
-        follows = tl.load(status + row * positions + position + 1, mask=before_last, other=_NONE)
-        holds = before_last & (tokens == proposed) & is_finite & (state == _OK) & (position < tl.load(draft_count + row))
-        holds = holds & (follows != _NONE) & (follows != _ILLEGAL)
-        held = tl.min(tl.where(holds, POSITIONS, position), 0).to(tl.int64)
-    last = tl.sum(tl.where(position == held, state, 0), 0)
-    last_finite = tl.sum(tl.where((position == held) & is_finite, 1, 0), 0) != 0
-    ready = last == _OK
-    offered = held + (ready & last_finite).to(tl.int64)
+        next_status = tl.load(status + row * positions + position + 1, mask=before_last, other=_NONE)
+        is_accepted = before_last & (tokens == proposed) & is_finite & (state == _OK) & (position < tl.load(draft_count + row))
+        is_accepted = is_accepted & (next_status != _NONE) & (next_status != _ILLEGAL)
+        num_accepted = tl.min(tl.where(is_accepted, POSITIONS, position), 0).to(tl.int64)
+    last_status = tl.sum(tl.where(position == num_accepted, state, 0), 0)
+    last_finite = tl.sum(tl.where((position == num_accepted) & is_finite, 1, 0), 0) != 0
+    mask_is_ok = last_status == _OK
+    num_valid = num_accepted + (mask_is_ok & last_finite).to(tl.int64)
     column = tl.arange(0, STOPS)
-    ends = tl.load(stop_ids + row * stops + column, mask=column < stops, other=-1)
-    meets = (tokens[:, None] == ends[None, :]) & (column < stops)[None, :]
-    is_stop = (tl.max(meets.to(tl.int32), 1) != 0) & inside & (position < offered)
+    stop_tokens = tl.load(stop_ids + row * stops + column, mask=column < stops, other=-1)
+    is_stop_token = (tokens[:, None] == stop_tokens[None, :]) & (column < stops)[None, :]
+    is_stop = (tl.max(is_stop_token.to(tl.int32), 1) != 0) & inside & (position < num_valid)
     first_stop = tl.min(tl.where(is_stop, position, positions), 0).to(tl.int64)
-    space = tl.load(room + row)
-    count = tl.minimum(tl.minimum(offered, first_stop + 1), space)
-    code = tl.where(last == _DEAD_END, _FINISHED_DEAD_END, _MASK_FAULT)
-    code = tl.where(last == _TERMINATED, _STOP, code)
-    code = tl.where(last == _COMPLETE, _FINISHED_COMPLETE, code)
-    code = tl.where(ready, tl.where(last_finite, _RUNNING, _LOGITS_FAULT), code)
-    code = tl.where(count == space, _LENGTH, code)
+    free_tokens = tl.load(room + row)
+    count = tl.minimum(tl.minimum(num_valid, first_stop + 1), free_tokens)
+    code = tl.where(last_status == _DEAD_END, _FINISHED_DEAD_END, _MASK_FAULT)
+    code = tl.where(last_status == _TERMINATED, _STOP, code)
+    code = tl.where(last_status == _COMPLETE, _FINISHED_COMPLETE, code)
+    code = tl.where(mask_is_ok, tl.where(last_finite, _RUNNING, _LOGITS_FAULT), code)
+    code = tl.where(count == free_tokens, _LENGTH, code)
     code = tl.where(first_stop < count, _STOP, code)
     tl.store(emitted + row, count)
-    tl.store(accepted + row, tl.minimum(held, count))
+    tl.store(accepted + row, tl.minimum(num_accepted, count))
     tl.store(finish + row, code.to(tl.int64))
 
 

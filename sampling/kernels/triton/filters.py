@@ -88,16 +88,16 @@ def _units(weight_bits):
 
 
 @triton.jit
-def _bits(logits, own, maxima, positions, width, row_stride, position_stride, TILE: tl.constexpr, TILES: tl.constexpr):
+def _bits(logits, row, maxima, positions, width, row_stride, position_stride, TILE: tl.constexpr, TILES: tl.constexpr):
     """The bits of the weights of this program's tile; -1 beyond the width, 0 for NaN, in a row without a finite best logit."""
     values = _logits(logits, positions, width, row_stride, position_stride, TILE)
-    bits = _weight(values, tl.load(own + _TEMPERATURE), value_of(_line_maximum(maxima, TILES)))
+    bits = _weight(values, tl.load(row + _TEMPERATURE), value_of(_line_maximum(maxima, TILES)))
     return tl.where(tl.program_id(1) * TILE + tl.arange(0, TILE) < width, tl.where(bits <= _ONE, bits, 0), -1)
 
 
 @triton.jit
-def _has_top_k(own, width):
-    top_k = tl.load(own + _TOP_K)
+def _has_top_k(row, width):
+    top_k = tl.load(row + _TOP_K)
     return (top_k > 0) & (top_k < width)
 
 
@@ -120,27 +120,27 @@ def _at(values, index):
 
 
 @triton.jit
-def _listed_range(own, sums, width):
-    """The bits from `first` and below `end` among which the smallest kept weight is, and the units of the weights from `end` on."""
-    first, end, above = tl.maximum(tl.maximum(tl.load(own + _MIN_P), 0.0).to(tl.int32, bitcast=True), 1), _LAST_ID, tl.zeros([], tl.int64)
-    if _has_top_k(own, width):
+def _listed_range(row, sums, width):
+    """The bits from `low` and below `end` among which the smallest kept weight is, and the units of the weights from `end` on."""
+    low, end, above = tl.maximum(tl.maximum(tl.load(row + _MIN_P), 0.0).to(tl.int32, bitcast=True), 1), _LAST_ID, tl.zeros([], tl.int64)
+    if _has_top_k(row, width):
         counts = tl.load(sums + tl.arange(0, _BUCKETS))
         from_bucket = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
-        first = tl.maximum(first, _last_enough(from_bucket, tl.load(own + _TOP_K).to(tl.float64)) << _EXPONENT)
-    elif tl.load(own + _MIN_P) <= 0:
+        low = tl.maximum(low, _last_enough(from_bucket, tl.load(row + _TOP_K).to(tl.float64)) << _EXPONENT)
+    elif tl.load(row + _MIN_P) <= 0:
         units = tl.load(sums + _BUCKETS + tl.arange(0, _UNIT_BUCKETS))
-        bucket = _last_enough(units, tl.load(own + _TOP_P).to(tl.float64) * _at(units, 0).to(tl.float64))
-        first = tl.maximum(_unit_edge(bucket), 1)
+        bucket = _last_enough(units, tl.load(row + _TOP_P).to(tl.float64) * _at(units, 0).to(tl.float64))
+        low = tl.maximum(_unit_edge(bucket), 1)
         end, above = _unit_edge(bucket + 1), _at(units, bucket + 1)  # after the last bucket: an edge above every weight, and 0
-    return first, end, above
+    return low, end, above
 
 
 @triton.jit
-def _sums_from(listed, last, most, edges, COUNTS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, WINDOW: tl.constexpr):
+def _sums_from(listed, last, max_listed, edges, COUNTS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, WINDOW: tl.constexpr):
     """The units, or if COUNTS the number, of the listed weights of a line that are at least each edge."""
     tile, first = tl.arange(0, TILES)[:, None], 0
     sums = tl.zeros([edges.shape[0]], tl.int64)
-    while first < most:
+    while first < max_listed:
         at = first + tl.arange(0, WINDOW)[None, :]
         bits = tl.reshape(tl.load(listed + tile * TILE + at, mask=at < last, other=-1), [TILES * WINDOW])
         amounts = tl.full([TILES * WINDOW], 1, tl.int64) if COUNTS else _units(bits)
@@ -153,7 +153,7 @@ def _sums_from(listed, last, most, edges, COUNTS: tl.constexpr, TILE: tl.constex
 def _least_enough(
     listed,
     last,
-    most,
+    max_listed,
     above,
     target,
     COUNTS: tl.constexpr,
@@ -167,7 +167,7 @@ def _least_enough(
     for step in range((_WEIGHT_BITS + BITS - 1) // BITS):
         shift = tl.maximum(_WEIGHT_BITS - BITS * (step + 1), 0)
         edges = low + (tl.arange(0, 1 << BITS) << shift)
-        low += _last_enough(above + _sums_from(listed, last, most, edges, COUNTS, TILE, TILES, WINDOW), target) << shift
+        low += _last_enough(above + _sums_from(listed, last, max_listed, edges, COUNTS, TILE, TILES, WINDOW), target) << shift
     return low
 
 
@@ -207,17 +207,17 @@ def bucket_sums(
 ):
     """Sums that locate the smallest kept weight: counts for top-k, units for top-p alone; without a filter only the sum of all units."""
     line = tl.program_id(0).to(tl.int64)
-    own = row_params + (line // positions) * row_params_stride
-    if tl.load(own + _TEMPERATURE) > 0:
-        bits = _bits(logits, own, maxima, positions, width, row_stride, position_stride, TILE, TILES)
+    row = row_params + (line // positions) * row_params_stride
+    if tl.load(row + _TEMPERATURE) > 0:
+        bits = _bits(logits, row, maxima, positions, width, row_stride, position_stride, TILE, TILES)
         sums += line * _SUMS
-        if _has_top_k(own, width):
+        if _has_top_k(row, width):
             counts = tl.histogram(tl.maximum(bits, 0) >> _EXPONENT, _BUCKETS).to(tl.int64)
             index = tl.arange(0, _BUCKETS)
             tl.atomic_add(sums + index, counts, mask=(index > 0) & (counts > 0), sem="relaxed")
-        elif tl.load(own + _MIN_P) <= 0:
+        elif tl.load(row + _MIN_P) <= 0:
             units = tl.where(bits >= 0, _units(bits), 0)
-            if tl.load(own + _TOP_P) < 1:
+            if tl.load(row + _TOP_P) < 1:
                 group = tl.arange(0, _EDGES)
                 for start in range(0, _UNIT_BUCKETS, _EDGES):
                     edges = _unit_edge(start + group)[None, :]
@@ -249,14 +249,14 @@ def find_least(
 ):
     """Lists the few weights among which the smallest kept one is, tile by tile; the last program of a line then finds it."""
     line, tiles = tl.program_id(0).to(tl.int64), tl.num_programs(1)
-    own = row_params + (line // positions) * row_params_stride
-    top_p, sums = tl.load(own + _TOP_P), sums + line * _SUMS
-    limits_head = _has_top_k(own, width) | (tl.load(own + _MIN_P) > 0)  # top-p is then a share of the kept units
-    filters = (tl.load(own + _TEMPERATURE) > 0) & (limits_head | (top_p < 1))
+    row = row_params + (line // positions) * row_params_stride
+    top_p, sums = tl.load(row + _TOP_P), sums + line * _SUMS
+    limits_head = _has_top_k(row, width) | (tl.load(row + _MIN_P) > 0)  # top-p is then a share of the kept units
+    filters = (tl.load(row + _TEMPERATURE) > 0) & (limits_head | (top_p < 1))
     listed, listed_counts = listed + line * listed_stride, listed_counts + line * tiles
     if filters:
-        first, end, _ = _listed_range(own, sums, width)
-        bits = _bits(logits, own, maxima, positions, width, row_stride, position_stride, TILE, TILES)
+        first, end, _ = _listed_range(row, sums, width)
+        bits = _bits(logits, row, maxima, positions, width, row_stride, position_stride, TILE, TILES)
         is_listed = ((bits >= first) & (bits < end)).to(tl.int32)
         count = tl.sum(is_listed, 0)
         if count > 0:
@@ -265,24 +265,24 @@ def find_least(
     tl.debug_barrier()  # all threads have stored their part
     if tl.atomic_add(sums + (_SUMS - 1), 1, sem="acq_rel") == tiles - 1:
         tl.debug_barrier()
-        low, held = tl.zeros([], tl.int32), tl.load(sums + _BUCKETS)
+        low, kept_units = tl.zeros([], tl.int32), tl.load(sums + _BUCKETS)
         if filters:
-            _, _, above = _listed_range(own, sums, width)
+            _, _, above = _listed_range(row, sums, width)
             tile = tl.arange(0, TILES)[:, None]
             last = tl.load(listed_counts + tile, mask=tile < tiles, other=0)
-            most = tl.max(tl.max(last, 1), 0)
-            low = tl.maximum(tl.load(own + _MIN_P), 0.0).to(tl.int32, bitcast=True)
-            if _has_top_k(own, width):
-                top_k = tl.load(own + _TOP_K).to(tl.float64)
-                low = tl.maximum(low, _least_enough(listed, last, most, above, top_k, True, BITS, TILE, TILES, WINDOW))
+            max_listed = tl.max(tl.max(last, 1), 0)
+            low = tl.maximum(tl.load(row + _MIN_P), 0.0).to(tl.int32, bitcast=True)
+            if _has_top_k(row, width):
+                top_k = tl.load(row + _TOP_K).to(tl.float64)
+                low = tl.maximum(low, _least_enough(listed, last, max_listed, above, top_k, True, BITS, TILE, TILES, WINDOW))
             if limits_head:
-                held = tl.max(_sums_from(listed, last, most, low + tl.arange(0, 1), False, TILE, TILES, WINDOW), 0)
+                kept_units = tl.max(_sums_from(listed, last, max_listed, low + tl.arange(0, 1), False, TILE, TILES, WINDOW), 0)
             if top_p < 1:
-                target = top_p.to(tl.float64) * held.to(tl.float64)
-                low = tl.maximum(low, _least_enough(listed, last, most, above, target, False, BITS, TILE, TILES, WINDOW))
-                held = above + tl.max(_sums_from(listed, last, most, low + tl.arange(0, 1), False, TILE, TILES, WINDOW), 0)
+                target = top_p.to(tl.float64) * kept_units.to(tl.float64)
+                low = tl.maximum(low, _least_enough(listed, last, max_listed, above, target, False, BITS, TILE, TILES, WINDOW))
+                kept_units = above + tl.max(_sums_from(listed, last, max_listed, low + tl.arange(0, 1), False, TILE, TILES, WINDOW), 0)
         tl.store(found + line * 2, low.to(tl.int64))
-        tl.store(found + line * 2 + 1, held)
+        tl.store(found + line * 2 + 1, kept_units)
 
 
 @triton.jit
@@ -310,18 +310,18 @@ def keep(
 ):
     """The probabilities of one tile and, if DRAWS, the winner of its exponential race."""
     line = tl.program_id(0).to(tl.int64)
-    low, held = tl.load(least + line * 2), tl.load(least + line * 2 + 1)
-    found, temperature = _line_maximum(maxima, TILES), tl.load(row_params + (line // positions) * row_params_stride + _TEMPERATURE)
-    best = value_of(found)
+    low, kept_units = tl.load(least + line * 2), tl.load(least + line * 2 + 1)
+    line_maximum, temperature = _line_maximum(maxima, TILES), tl.load(row_params + (line // positions) * row_params_stride + _TEMPERATURE)
+    best = value_of(line_maximum)
     ids = tl.program_id(1) * TILE + tl.arange(0, TILE)
     rates = tl.zeros([TILE], tl.float32)
     if (best == best) & (tl.abs(best) != float("inf")):
         if temperature <= 0:
-            rates = tl.where(ids == ((found & 0xFFFFFFFF) ^ _LAST_ID), 1.0, rates)
+            rates = tl.where(ids == ((line_maximum & 0xFFFFFFFF) ^ _LAST_ID), 1.0, rates)
         else:
             weight = _weight(_logits(logits, positions, width, row_stride, position_stride, TILE), temperature, best)
             kept = tl.where(weight >= low, weight.to(tl.float32, bitcast=True), 0.0)
-            rates = tl.math.div_rn(kept, held.to(tl.float32) * _FROM_UNIT)
+            rates = tl.math.div_rn(kept, kept_units.to(tl.float32) * _FROM_UNIT)
     tokens = tl.load(token_of + ids, mask=ids < width, other=0).to(tl.int32) if token_of is not None else ids
     target = tl.load(rows + line) if DRAWS else line
     tl.store(probs + target * probs_stride + tokens, rates, mask=ids < width)
@@ -374,11 +374,11 @@ def _filter(
     options = {"num_warps": 8, "enable_fp_fusion": False}
     grid = lines, tiles
     tile_maxima[grid](logits, maxima, sums, *sizes, TILE=tile, **options)
-    given, sizes, options = (logits, params, maxima), (*sizes, params.stride(0)), options | shape
-    bucket_sums[grid](*given, sums, *sizes, **options)
+    inputs, sizes, options = (logits, params, maxima), (*sizes, params.stride(0)), options | shape
+    bucket_sums[grid](*inputs, sums, *sizes, **options)
     digits = {"BITS": digit_bits, "WINDOW": max(1, FIND_WINDOW // shape["TILES"]), "maxnreg": FIND_REGISTERS}
-    find_least[grid](*given, sums, listed, counts, least, *sizes, listed.stride(0), **digits, **options)
+    find_least[grid](*inputs, sums, listed, counts, least, *sizes, listed.stride(0), **digits, **options)
     seed, position, purpose, rows, ids = race or (maxima, maxima, 0, maxima, None)
     draws = {"DRAWS": race is not None, "SALT": signed(purpose * GOLDEN), "maxnreg": KEEP_REGISTERS}
-    keep[grid](*given, least, ids, rows, seed, position, candidates, probs, *sizes, probs.stride(0), **draws, **options)
+    keep[grid](*inputs, least, ids, rows, seed, position, candidates, probs, *sizes, probs.stride(0), **draws, **options)
     return candidates

@@ -15,7 +15,7 @@ from stepgraph.sampling.kernels.triton.automaton import entries_of, entry_at, fo
 
 _BYTES = tl.constexpr(forced.FORCED_BYTES)
 _TAIL = tl.constexpr(forced.TAIL_BYTES)
-_MOST_LEGAL = tl.constexpr(forced.MAX_LEGAL)
+_MAX_LEGAL = tl.constexpr(forced.MAX_LEGAL)
 _FACTOR = tl.constexpr(forced.KEY_FACTOR - (1 << 64))
 _INVERSE = tl.constexpr(pow(forced.KEY_FACTOR, -1, 1 << 64) - (pow(forced.KEY_FACTOR, -1, 1 << 64) >> 63 << 64))
 _TOKENS = tl.constexpr(advance.TEXT_COLUMNS)
@@ -59,12 +59,12 @@ def token_of(source, forced, index, TAKES_FORCED: tl.constexpr):
 def follow_text(texts, row, begins, position, token, when):
     """Record that a text begins, or that `token` was accepted at `position` of the history, where `when`."""
     if texts is not None:
-        known = texts + row * _TEXT_INTS
-        index, count = position - tl.load(known), tl.load(known + 2)
+        text_fields = texts + row * _TEXT_INTS
+        index, count = position - tl.load(text_fields), tl.load(text_fields + 2)
         inside = when & (index >= 0) & (index < count)
-        differs = tl.load(known + _TOKENS + index, mask=inside, other=0) != token
+        differs = tl.load(text_fields + _TOKENS + index, mask=inside, other=0) != token
         tl.debug_barrier()
-        tl.store(known + 2, tl.where(begins | (index < 0), 0, index), mask=begins | (when & (index < 0)) | (inside & differs))
+        tl.store(text_fields + 2, tl.where(begins | (index < 0), 0, index), mask=begins | (when & (index < 0)) | (inside & differs))
         tl.debug_barrier()
 
 
@@ -90,9 +90,9 @@ def _find_text(image, text, state, counters, depth, stack, scratch):
             place = (state, counters, (scratch, depth, depth * 0, depth.to(tl.int64) * 0))
             legal, deep, place = follow(image, text, size, size + 1, goes_on, place, 0)
             state, counters, symbols = place
-            _, kept, own, pushed = symbols
-            tl.store(scratch + kept, (pushed & 0xFFFF).to(tl.int32), mask=own > 0)
-            depth, least = kept + own, tl.minimum(least, kept)
+            _, kept, num_pushed, pushed = symbols
+            tl.store(scratch + kept, (pushed & 0xFFFF).to(tl.int32), mask=num_pushed > 0)
+            depth, least = kept + num_pushed, tl.minimum(least, kept)
             goes_on = legal & (deep == 0) & (depth - least <= _PUSHES)
             size += goes_on.to(tl.int32)
             goes_on = goes_on & (size < _BYTES) & (state >= 0)
@@ -105,14 +105,14 @@ def _find_text(image, text, state, counters, depth, stack, scratch):
 def _find(token_slots, bits, key, active):
     """The tokens with these keys where `active`, -1 where there is none."""
     at = (key.to(tl.uint64, bitcast=True) >> (64 - bits).to(tl.uint64)).to(tl.int64)
-    found, last = tl.where(active, -1, -1).to(tl.int32), ((bits * 0 + 1).to(tl.int64) << bits.to(tl.int64)) - 1
+    tokens, last = tl.where(active, -1, -1).to(tl.int32), ((bits * 0 + 1).to(tl.int64) << bits.to(tl.int64)) - 1
     while tl.max(active.to(tl.int32), 0) > 0:
         token = tl.load(token_slots + 2 * at + 1, mask=active, other=-1)
         same = tl.load(token_slots + 2 * at, mask=active, other=0) == key
-        found = tl.where(active & same & (token >= 0), token.to(tl.int32), found)
+        tokens = tl.where(active & same & (token >= 0), token.to(tl.int32), tokens)
         active = active & ~same & (token >= 0)
         at = (at + 1) & last
-    return found
+    return tokens
 
 
 @triton.jit
@@ -175,7 +175,7 @@ def _split_longest(weighted, inverse, single, size, token_slots, bits):
 
 
 @triton.jit
-def _split(known, text, size, token_slots, bits, MERGES: tl.constexpr):
+def _split(text_fields, text, size, token_slots, bits, MERGES: tl.constexpr):
     """Split the text and store its tokens, their ends and their number."""
     lane = tl.arange(0, _BYTES)
     weighted, inverse = _keys(text, size)
@@ -189,9 +189,9 @@ def _split(known, text, size, token_slots, bits, MERGES: tl.constexpr):
     limit = tl.where(size < _BYTES, size, _BYTES - _TAIL)
     kept = (end > 0) & (end <= limit)
     index = tl.cumsum(kept.to(tl.int32), 0) - 1
-    tl.store(known + _TOKENS + index, token, mask=kept)
-    tl.store((known + _TOKENS + _BYTES).to(tl.pointer_type(tl.uint8)) + index, end.to(tl.uint8), mask=kept)
-    tl.store(known + 2, tl.sum(kept.to(tl.int32), 0))
+    tl.store(text_fields + _TOKENS + index, token, mask=kept)
+    tl.store((text_fields + _TOKENS + _BYTES).to(tl.pointer_type(tl.uint8)) + index, end.to(tl.uint8), mask=kept)
+    tl.store(text_fields + 2, tl.sum(kept.to(tl.int32), 0))
     tl.debug_barrier()
 
 
@@ -221,7 +221,7 @@ def _are_prefixes(mask, words, vocabulary, rest, size, WORDS: tl.constexpr):
 
 @triton.jit
 def _next_token(
-    known,
+    text_fields,
     image,
     vocabulary,
     token_slots,
@@ -238,25 +238,25 @@ def _next_token(
     """The next token of the forced text, -1 where a token of the mask is no prefix of the text."""
     state, counters, symbols = place
     depth = symbols[1] + symbols[2]
-    token, raw = depth * 0 - 1, (known + _TOKENS + _BYTES).to(tl.pointer_type(tl.uint8))
-    text = raw + _BYTES
-    index, splits = position - tl.load(known), tl.load(known + 2)
-    size, begin = tl.load(known + 1), depth * 0
-    if (index < 0) | (index >= splits):
+    token, token_ends = depth * 0 - 1, (text_fields + _TOKENS + _BYTES).to(tl.pointer_type(tl.uint8))
+    text = token_ends + _BYTES
+    index, num_tokens = position - tl.load(text_fields), tl.load(text_fields + 2)
+    size, begin = tl.load(text_fields + 1), depth * 0
+    if (index < 0) | (index >= num_tokens):
         tl.debug_barrier()  # all threads have read the row's text fields
         size = _find_text(image, text, state, counters, depth, stack, scratch)
-        tl.store(known, position)
-        tl.store(known + 1, size)
-        tl.store(known + 2, 0)
-        index, splits = index * 0, splits * 0
+        tl.store(text_fields, position)
+        tl.store(text_fields + 1, size)
+        tl.store(text_fields + 2, 0)
+        index, num_tokens = index * 0, num_tokens * 0
         tl.debug_barrier()
     else:
-        begin = tl.load(raw + index - 1, mask=index > 0, other=0).to(tl.int32)
+        begin = tl.load(token_ends + index - 1, mask=index > 0, other=0).to(tl.int32)
     if _are_prefixes(mask, words, vocabulary, text + begin, size - begin, WORDS):
-        if splits == 0:
-            _split(known, text, size, token_slots, slot_bits, MERGES)
-        some = tl.load(known + 2) > 0
-        token = tl.load(known + _TOKENS + index, mask=some, other=-1)
+        if num_tokens == 0:
+            _split(text_fields, text, size, token_slots, slot_bits, MERGES)
+        has_tokens = tl.load(text_fields + 2) > 0
+        token = tl.load(text_fields + _TOKENS + index, mask=has_tokens, other=-1)
         allowed = (tl.load(mask + (token >> 5), mask=token >= 0, other=0) >> (token & 31)) & 1
         token = tl.where(allowed != 0, token, -1)
     return token
@@ -294,10 +294,10 @@ def write_forced_token(
                 first = tl.maximum(first, tl.max(tl.where(bits != 0, word * 32 + _count_bits((bits & -bits) - 1), -1), 0))
                 start += WORDS
             token = tl.where((count == 1) & (first < vocabulary[2]), first, -1)
-            if (count > 1) & (count <= _MOST_LEGAL):
-                known = texts + row * _TEXT_INTS
+            if (count > 1) & (count <= _MAX_LEGAL):
+                text_fields = texts + row * _TEXT_INTS
                 token = _next_token(
-                    known, image, vocabulary, token_slots, slot_bits, position, mask, words, place, stack, scratch, MERGES, WORDS
+                    text_fields, image, vocabulary, token_slots, slot_bits, position, mask, words, place, stack, scratch, MERGES, WORDS
                 )
             tl.store(column + out, token.to(tl.int64))
 

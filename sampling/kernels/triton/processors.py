@@ -26,7 +26,7 @@ _DEAD_END = tl.constexpr(int(MaskStatus.DEAD_END))
 _REPETITION = tl.constexpr(int(Param.REPETITION_PENALTY))
 _PRESENCE = tl.constexpr(int(Param.PRESENCE_PENALTY))
 _FREQUENCY = tl.constexpr(int(Param.FREQUENCY_PENALTY))
-_LEAST = tl.constexpr(int(Param.MIN_NEW_TOKENS))
+_MIN_NEW_TOKENS = tl.constexpr(int(Param.MIN_NEW_TOKENS))
 _LAST_ID = tl.constexpr(0x7FFFFFFF)
 
 
@@ -49,7 +49,7 @@ def _allowed(mask, covered, closed, words, ids, tokens, inside, token_of):
 
 
 @triton.jit
-def _legal(source, legal, marked, whole):
+def _load_legal(source, legal, marked, whole):
     """Logits as float32, minus infinity where they are not legal. With `whole` words, logits without a bit are not read."""
     if whole:
         values = tl.load(source, mask=marked, other=float("-inf")).to(tl.float32)
@@ -59,21 +59,21 @@ def _legal(source, legal, marked, whole):
 
 
 @triton.jit
-def _biased(values, tokens, ids, amounts, count, BIASES: tl.constexpr):
+def _add_biases(values, tokens, ids, amounts, count, BIASES: tl.constexpr):
     """Values plus the amounts of the ids among their tokens. One step per such id if the tokens are consecutive."""
     slot = tl.arange(0, BIASES)
-    named = tl.load(ids + slot, mask=slot < count, other=-1)
-    added = tl.load(amounts + slot, mask=slot < count, other=0.0)
-    waiting = (named >= tl.min(tl.min(tokens, 1), 0)) & (named <= tl.max(tl.max(tokens, 1), 0))
-    for _ in range(tl.sum(waiting.to(tl.int32), 0)):
-        token = tl.min(tl.where(waiting, named, _LAST_ID), 0).to(tl.int32)
-        values += tl.where(tokens == token, tl.sum(tl.where(named == token, added, 0.0), 0), 0.0)
-        waiting = waiting & (named != token)
+    bias_tokens = tl.load(ids + slot, mask=slot < count, other=-1)
+    bias_amounts = tl.load(amounts + slot, mask=slot < count, other=0.0)
+    pending = (bias_tokens >= tl.min(tl.min(tokens, 1), 0)) & (bias_tokens <= tl.max(tl.max(tokens, 1), 0))
+    for _ in range(tl.sum(pending.to(tl.int32), 0)):
+        token = tl.min(tl.where(pending, bias_tokens, _LAST_ID), 0).to(tl.int32)
+        values += tl.where(tokens == token, tl.sum(tl.where(bias_tokens == token, bias_amounts, 0.0), 0), 0.0)
+        pending = pending & (bias_tokens != token)
     return values
 
 
 @triton.jit
-def _unstopped(values, tokens, stops, count):
+def _ban_stop_tokens(values, tokens, stops, count):
     """Values, minus infinity for a stop token."""
     for column in range(count):
         values = tl.where(tokens == tl.load(stops + column).to(tl.int32), float("-inf"), values)
@@ -81,7 +81,7 @@ def _unstopped(values, tokens, stops, count):
 
 
 @triton.jit
-def _counted(counts, tokens, drafts, count, step):
+def _count_drafts(counts, tokens, drafts, count, step):
     """Counts plus one for every draft that is the token."""
     for draft in range(count):
         counts += (tokens == tl.load(drafts + draft * step).to(tl.int32)).to(tl.float32)
@@ -89,7 +89,7 @@ def _counted(counts, tokens, drafts, count, step):
 
 
 @triton.jit
-def _penalised(values, counts, seen, inside, repetition, presence, frequency):
+def _apply_penalties(values, counts, seen, inside, repetition, presence, frequency):
     """Values after the penalties of tokens that were emitted `counts` times; `seen` points to whether the prompt has them."""
     emitted = counts > 0
     if repetition != 1:
@@ -149,25 +149,25 @@ def process_tile(
     legal, marked = inside, (words >= 0)[:, None]
     if masks is not None:
         mask = masks + _table_row(row, mask_rows) * masks_row_step + position.to(tl.int64) * masks_position_step
-        rule = tl.load(constrained + row).to(tl.int32)
-        closed = (rule != 0) & (tl.load(status + line) != _OK)
-        legal, marked = _allowed(mask, rule * width, closed, words, ids, tokens, inside, token_of)
+        is_constrained = tl.load(constrained + row).to(tl.int32)
+        mask_is_invalid = (is_constrained != 0) & (tl.load(status + line) != _OK)
+        legal, marked = _allowed(mask, is_constrained * width, mask_is_invalid, words, ids, tokens, inside, token_of)
     source = logits + row * logits_row_stride + position.to(tl.int64) * logits_position_stride + ids
-    values = _legal(source, legal, marked, whole & (token_of is None))
+    values = _load_legal(source, legal, marked, whole & (token_of is None))
     peak = peaks + (line.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * 2
     tl.store(peak, tl.max(tl.max(rank(values), 1), 0))
 
     table_row = _table_row(row, rows)
-    at, own = first + position, row_params + table_row * columns
+    at, params = first + position, row_params + table_row * columns
     if tl.load(bias_ids + table_row * num_biases) >= 0:
-        values = _biased(values, tokens, bias_ids + table_row * num_biases, biases + table_row * num_biases, num_biases, BIASES)
-    if (tl.load(generated + row * generated_step) + at).to(tl.float32) < tl.load(own + _LEAST):
-        values = _unstopped(values, tokens, stop_ids + table_row * num_stops, num_stops)
-    repetition, presence, frequency = tl.load(own + _REPETITION), tl.load(own + _PRESENCE), tl.load(own + _FREQUENCY)
+        values = _add_biases(values, tokens, bias_ids + table_row * num_biases, biases + table_row * num_biases, num_biases, BIASES)
+    if (tl.load(generated + row * generated_step) + at).to(tl.float32) < tl.load(params + _MIN_NEW_TOKENS):
+        values = _ban_stop_tokens(values, tokens, stop_ids + table_row * num_stops, num_stops)
+    repetition, presence, frequency = tl.load(params + _REPETITION), tl.load(params + _PRESENCE), tl.load(params + _FREQUENCY)
     if (repetition != 1) | (presence != 0) | (frequency != 0):
         counts = tl.load(output_counts + table_row * vocabulary + tokens, mask=inside, other=0).to(tl.float32)
-        counts = _counted(counts, tokens, before + row * before_row_step, tl.minimum(drafts, at), before_position_step)
-        values = _penalised(values, counts, prompt_seen + table_row * vocabulary + tokens, inside, repetition, presence, frequency)
+        counts = _count_drafts(counts, tokens, before + row * before_row_step, tl.minimum(drafts, at), before_position_step)
+        values = _apply_penalties(values, counts, prompt_seen + table_row * vocabulary + tokens, inside, repetition, presence, frequency)
     tl.store(peak + 1, tl.max(tl.max(tl.where(inside, rank(values), _BOTTOM), 1), 0))
     target = processed + line.to(tl.int64) * width + ids
     if whole:
@@ -177,17 +177,17 @@ def process_tile(
 
 
 @triton.jit
-def judge_positions(peaks, status, finite, judged, tiles, TILES: tl.constexpr):
-    """processors.judge for one position, and whether its best processed logit is finite. TILES is a power of two >= tiles."""
+def judge_positions(peaks, status, finite, final_status, tiles, TILES: tl.constexpr):
+    """processors.mark_dead_ends for one position, and whether its best processed logit is finite. TILES is a power of two >= tiles."""
     line = tl.program_id(0)
     peak = peaks + (line.to(tl.int64) * tiles + tl.minimum(tl.arange(0, TILES), tiles - 1)) * 2
-    allowed, left = tl.max(tl.load(peak), 0), tl.max(tl.load(peak + 1), 0)
-    known = tl.full((), _OK, tl.int64)
+    best_allowed, best_processed = tl.max(tl.load(peak), 0), tl.max(tl.load(peak + 1), 0)
+    mask_status = tl.full((), _OK, tl.int64)
     if status is not None:
-        known = tl.load(status + line)
-    banned = is_finite(allowed) & (left == _BOTTOM)
-    tl.store(judged + line, tl.where(banned & (known == _OK), _DEAD_END, known))
-    tl.store(finite + line, is_finite(left))
+        mask_status = tl.load(status + line)
+    banned = is_finite(best_allowed) & (best_processed == _BOTTOM)
+    tl.store(final_status + line, tl.where(banned & (mask_status == _OK), _DEAD_END, mask_status))
+    tl.store(finite + line, is_finite(best_processed))
 
 
 @triton.jit
@@ -238,7 +238,7 @@ def report_token(
 def process_logits(*arguments: Any, tile: int = PROCESS_TILE) -> None:
     """The arguments and outputs of kernels.processors.process_logits; the program takes the inputs in the same order."""
     logits, masks, _, _, status, _, _, params, bias_ids, _, stop_ids, _, output_counts, *others = arguments
-    generated, before, first, processed, finite, judged = others
+    generated, before, first, processed, finite, final_status = others
     (batch, positions, width), inputs = logits.shape, arguments[:-4]
     lines, tiles = batch * positions, triton.cdiv(width, tile)
     peaks = torch.empty(lines, tiles, 2, dtype=torch.int32, device=logits.device)
@@ -247,7 +247,7 @@ def process_logits(*arguments: Any, tile: int = PROCESS_TILE) -> None:
     strides = *logits.stride()[:2], *mask_steps, generated.stride(0), *before.stride()
     constants = {"WORDS": tile // 32, "BIASES": triton.next_power_of_2(bias_ids.shape[1]), "num_warps": 4, "enable_fp_fusion": False}
     process_tile[(lines, tiles)](*inputs, processed, peaks, *sizes, *strides, **constants)
-    judge_positions[(lines,)](peaks, status, finite, judged, tiles, TILES=triton.next_power_of_2(tiles), num_warps=1)
+    judge_positions[(lines,)](peaks, status, finite, final_status, tiles, TILES=triton.next_power_of_2(tiles), num_warps=1)
 
 
 def log_probabilities(logits: Tensor, probs: Tensor, tokens: Tensor, found: Tensor, *, tile: int = SUM_TILE) -> None:
@@ -260,7 +260,7 @@ def log_probabilities(logits: Tensor, probs: Tensor, tokens: Tensor, found: Tens
     report_token[(lines,)](logits, probs, tokens, parts, found, *sizes, TILES=triton.next_power_of_2(tiles), num_warps=1)
 
 
-_ASKED = tl.constexpr(int(Param.TOP_LOGPROBS))
+_TOP_LOGPROBS = tl.constexpr(int(Param.TOP_LOGPROBS))
 TOP_TILE = 4096
 
 
@@ -312,21 +312,21 @@ def rank_tokens(
     TILE: tl.constexpr,
 ):
     row, position = (tl.program_id(0) // positions).to(tl.int64), (tl.program_id(0) % positions).to(tl.int64)
-    asked = tl.minimum(tl.load(row_params + tl.load(rows + row) * columns + _ASKED).to(tl.int32), most)
+    requested = tl.minimum(tl.load(row_params + tl.load(rows + row) * columns + _TOP_LOGPROBS).to(tl.int32), most)
     at = (tl.load(published) % slots) * slot_line + row * row_line + position * position_line
-    if asked > 0:
-        own = logits + row * row_stride + position * position_stride
-        kept = probs + row * probs_row_stride + position * probs_position_stride
+    if requested > 0:
+        row_logits = logits + row * row_stride + position * position_stride
+        row_probs = probs + row * probs_row_stride + position * probs_position_stride
         value, token = float("inf"), -1
         last, last_token = float("inf"), -1
         total = 0.0
-        for index in range(asked):
-            value, token = next_best(own, width, float("-inf"), value, token, TILE)
+        for index in range(requested):
+            value, token = next_best(row_logits, width, float("-inf"), value, token, TILE)
             if index == 0:
-                total = log_total(own, width, value, TILE)
+                total = log_total(row_logits, width, value, TILE)
             tl.store(ids_ring + at + index, token)
             tl.store(values_ring + at + index, value - total)
-            last, last_token = next_best(kept, width, 0.0, last, last_token, TILE)
+            last, last_token = next_best(row_probs, width, 0.0, last, last_token, TILE)
             tl.store(ids_ring + at + most + index, last_token)
             tl.store(values_ring + at + most + index, tl.log(last))
 

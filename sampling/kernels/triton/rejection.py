@@ -25,7 +25,7 @@ _NONE = tl.constexpr(int(MaskStatus.NONE))
 _ILLEGAL = tl.constexpr(int(MaskStatus.ILLEGAL))
 _ACCEPT = tl.constexpr(signed(int(Purpose.ACCEPT) * GOLDEN))
 _TARGET = tl.constexpr(signed(int(Purpose.TARGET) * GOLDEN))
-_SECOND_CLASS = tl.constexpr(-(1 << 63))  # the sign bit, which no candidate of a probability has
+_FALLBACK = tl.constexpr(-(1 << 63))  # the sign bit, which no candidate of a probability has
 _LAST_ID = tl.constexpr(0x7FFFFFFF)
 
 
@@ -57,38 +57,38 @@ def rejection_candidates(
     row = line.to(tl.int64)
     position = tl.arange(0, POSITIONS)
     inside = position < count
-    offers = tl.load(draft_count + row)
+    num_drafts = tl.load(draft_count + row)
     source = draft_probs + tl.load(rows + row) * draft_row_stride
     target = target_probs + row * target_row_stride
-    own_seed, first = tl.load(seed + row), tl.load(length + row)
+    row_seed, first = tl.load(seed + row), tl.load(length + row)
 
-    sure = tl.load(certain + row * count + position, mask=inside, other=1).to(tl.int32)
+    is_certain = tl.load(certain + row * count + position, mask=inside, other=1).to(tl.int32)
     proposed = tl.maximum(tl.load(drafts + row * count + position, mask=inside, other=0), 0)
     p = tl.load(target + position.to(tl.int64) * target_position_stride + proposed, mask=inside, other=0.0)
-    q = tl.load(source + position.to(tl.int64) * draft_position_stride + proposed, mask=inside & (sure == 0), other=1.0)
+    q = tl.load(source + position.to(tl.int64) * draft_position_stride + proposed, mask=inside & (is_certain == 0), other=1.0)
     is_finite = tl.load(finite + row * (count + 1) + position, mask=inside, other=0).to(tl.int32) != 0
     state = tl.load(status + row * (count + 1) + position, mask=inside, other=_NONE)
-    follows = tl.load(status + row * (count + 1) + position + 1, mask=inside, other=_NONE)
-    holds = (coin(own_seed, first + position, _ACCEPT) * q < p) & is_finite & (position < offers) & inside
-    holds = holds & (state == _OK) & (follows != _NONE) & (follows != _ILLEGAL)
-    count_accepted = tl.min(tl.where(holds, POSITIONS, position), 0).to(tl.int64)
+    next_status = tl.load(status + row * (count + 1) + position + 1, mask=inside, other=_NONE)
+    is_accepted = (coin(row_seed, first + position, _ACCEPT) * q < p) & is_finite & (position < num_drafts) & inside
+    is_accepted = is_accepted & (state == _OK) & (next_status != _NONE) & (next_status != _ILLEGAL)
+    count_accepted = tl.min(tl.where(is_accepted, POSITIONS, position), 0).to(tl.int64)
     if tl.program_id(1) == 0:
         tl.store(accepted + row, count_accepted)
 
-    residual_end = tl.where((count_accepted < offers) & (count > 0), width, 0)  # the end of q: 0 without a rejected draft
-    judged = tl.minimum(count_accepted, count - 1)
+    residual_end = tl.where((count_accepted < num_drafts) & (count > 0), width, 0)  # the end of q: 0 without a rejected draft
+    rejected = tl.minimum(count_accepted, count - 1)
     ids = tl.program_id(1) * TILE + tl.arange(0, TILE)
     probs = tl.load(target + count_accepted * target_position_stride + ids, mask=ids < width, other=0.0)
-    draft, chosen = tl.sum(tl.where(position == judged, proposed, 0), 0), tl.sum(tl.where(position == judged, sure, 0), 0)
-    over = tl.load(source + judged * draft_position_stride + ids, mask=ids < tl.where(chosen == 0, residual_end, 0), other=0.0)
-    over = tl.where((ids == draft) & (ids < residual_end * chosen), 1.0, over)
-    rest = tl.maximum(probs - over, 0.0)
-    left = tl.max((rest > 0).to(tl.int32), 0) != 0
-    rates = tl.where(left, rest, probs)
+    draft, was_certain = tl.sum(tl.where(position == rejected, proposed, 0), 0), tl.sum(tl.where(position == rejected, is_certain, 0), 0)
+    draft_prob = tl.load(source + rejected * draft_position_stride + ids, mask=ids < tl.where(was_certain == 0, residual_end, 0), other=0.0)
+    draft_prob = tl.where((ids == draft) & (ids < residual_end * was_certain), 1.0, draft_prob)
+    residual = tl.maximum(probs - draft_prob, 0.0)
+    has_residual = tl.max((residual > 0).to(tl.int32), 0) != 0
+    rates = tl.where(has_residual, residual, probs)
     if tl.max((rates != 0).to(tl.int32), 0) != 0:
-        rates = tl.math.div_rn(rates, exponential(own_seed, first + count_accepted, ids.to(tl.int64), _TARGET))
+        rates = tl.math.div_rn(rates, exponential(row_seed, first + count_accepted, ids.to(tl.int64), _TARGET))
     best = best_of(rates, ids)
-    tl.store(candidates + row * tl.num_programs(1) + tl.program_id(1), tl.where(left, best, best | _SECOND_CLASS))
+    tl.store(candidates + row * tl.num_programs(1) + tl.program_id(1), tl.where(has_residual, best, best | _FALLBACK))
 
 
 @triton.jit

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from stepgraph import Engine, EngineConfig
-from stepgraph.graphs.attention.choose import Probe, choose_attention, differs
+from stepgraph.graphs.attention.choose import Probe, choose_attention, find_difference
 from stepgraph.graphs.attention.paged import AttentionChoice, attention
 from stepgraph.graphs.attention.reference import by_reference
 from stepgraph.graphs.attention.row_tables import RowTables
@@ -82,7 +82,7 @@ def attend_by_tables(made: dict[tuple[int, int], RowTables]) -> Attend:
 def test_tables_of_a_round_describe_its_rows(page_size: int) -> None:
     """Dead rows, inert tails and rows that end with a page, with tables left over from the previous round."""
     made: dict[tuple[int, int], RowTables] = {}
-    assert differs(lambda: attend_by_tables(made), lambda first, count: None, SHAPE, page_size, CPU) == ""
+    assert find_difference(lambda: attend_by_tables(made), lambda first, count: None, SHAPE, page_size, CPU) == ""
     assert list(made) == [(4, 5)]
     assert all(part.dtype is torch.int32 for part in vars(made[4, 5]).values())
 
@@ -90,7 +90,7 @@ def test_tables_of_a_round_describe_its_rows(page_size: int) -> None:
 def test_tables_of_a_padded_chunk_whose_first_entry_is_shared() -> None:
     """The first entry is a query without a slot of its own; the last two positions are inert."""
     probe = Probe(SHAPE, 16, CPU)
-    probe.hold((0, 52, 0, 0))
+    probe.fill_cache((0, 52, 0, 0))
     query, inputs = probe.prompt(47, 7)
     inputs.slots[0, [0, 5, 6]] = torch.tensor([47, 52, 53]) % 16
     choices = (attend_by_tables({}), by_reference)
@@ -119,7 +119,7 @@ def forgetful() -> Attend:
     ids=["one key too many", "inert positions treated as live", "window too narrow", "lengths of the first round reused"],
 )
 def test_probe_finds_wrong_rounds(attend: Attend, reason: str) -> None:
-    found = differs(lambda: attend, lambda first, count: None, SHAPE, 16, CPU)
+    found = find_difference(lambda: attend, lambda first, count: None, SHAPE, 16, CPU)
     assert found.startswith("its rounds differ from the reference") and reason in found
 
 
@@ -127,8 +127,8 @@ def test_probe_finds_wrong_prompts() -> None:
     def from_the_start(first: int, count: int) -> Attend:
         return changed(lambda inputs, window: (inputs._replace(positions=inputs.positions - first), window))
 
-    assert differs(lambda: None, from_the_start, SHAPE, 16, CPU) == "its prompts differ from the reference for 150 tokens after 37"
-    assert differs(lambda: None, lambda first, count: by_reference, SHAPE._replace(dtype=torch.float16), 32, CPU) == ""
+    assert find_difference(lambda: None, from_the_start, SHAPE, 16, CPU) == "its prompts differ from the reference for 150 tokens after 37"
+    assert find_difference(lambda: None, lambda first, count: by_reference, SHAPE._replace(dtype=torch.float16), 32, CPU) == ""
 
 
 def gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0), triton: bool = True, flashinfer: bool = True) -> None:
@@ -161,7 +161,7 @@ def test_unavailable_implementation_is_refused_with_the_reason(
         choose_attention(CUDA, name, shapes, 16)
     chosen = choose_attention(CUDA, "auto", shapes, 16)
     assert name not in (chosen.rounds, chosen.prompts)
-    assert shape is None or f"no {name}: {reason}" in chosen.passed_over
+    assert shape is None or f"no {name}: {reason}" in chosen.unavailable
 
 
 def test_auto_chooses_among_available_implementations(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,16 +169,16 @@ def test_auto_chooses_among_available_implementations(monkeypatch: pytest.Monkey
     assert str(choose_attention(CUDA, "auto", (SHAPE,), 16)) == (
         "triton; no flashinfer: flashinfer is not installed: pip install 'stepgraph[cuda]'"
     )
-    assert choose_attention(CUDA, "auto", (SHAPE,), 16).prompt_call(0, 3) is None
-    assert choose_attention(CUDA, "auto", (SHAPE,), 16).chunk_call() is None
+    assert choose_attention(CUDA, "auto", (SHAPE,), 16).prompt_attend(0, 3) is None
+    assert choose_attention(CUDA, "auto", (SHAPE,), 16).chunk_attend() is None
     plain = choose_attention(CUDA, "auto", (SHAPE._replace(dtype=torch.float32),), 16)
     assert (plain.rounds, plain.prompts) == ("reference", "reference")
-    assert plain.round_call() is by_reference and plain.prompt_call(0, 3) is by_reference
+    assert plain.round_attend() is by_reference and plain.prompt_attend(0, 3) is by_reference
     assert choose_attention(CUDA, "auto", (), 16) == choose_attention(CPU, "auto", (), 16) == AttentionChoice()
     assert str(choose_attention(CPU, "auto", (SHAPE,), 16)) == (f"reference; no native: {why_not()}" if why_not() else "native")
     half = choose_attention(CPU, "auto", (SHAPE, SHAPE._replace(dtype=torch.float16)), 16)
     assert str(half) == f"reference; no native: {why_not() or 'it supports float32 and bfloat16, not float16'}"
-    assert choose_attention(CPU, "reference", (SHAPE,), 16).round_call() is by_reference
+    assert choose_attention(CPU, "reference", (SHAPE,), 16).round_attend() is by_reference
 
 
 @pytest.mark.skipif(importlib.util.find_spec("flashinfer") is not None, reason="needs an environment without flashinfer")
@@ -214,11 +214,11 @@ class Draft(Llama):
 def watched(calls: list[tuple[int, int]]) -> AttentionChoice:
     """The reference. Checks that each plan is made for the tokens of its call. Appends (first, count), or (-1, 0) for a round."""
 
-    def round_call() -> Attend | None:
+    def round_attend() -> Attend | None:
         calls.append((-1, 0))
         return by_reference
 
-    def prompt_call(first: int, count: int) -> Attend | None:
+    def prompt_attend(first: int, count: int) -> Attend | None:
         calls.append((first, count))
 
         def attend(query: Tensor, keys: Tensor, values: Tensor, inputs: ModelInput, *others: Any) -> None:
@@ -227,7 +227,7 @@ def watched(calls: list[tuple[int, int]]) -> AttentionChoice:
 
         return attend
 
-    return AttentionChoice("reference", "reference", (), round_call, prompt_call)
+    return AttentionChoice("reference", "reference", (), round_attend, prompt_attend)
 
 
 def test_each_model_call_is_planned_for_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import torch
 from stepgraph.graphs import BufferSpec, CaptureError, HostNodeError, StaticBuffers, capture, make_backend
 from stepgraph.graphs.cuda.context import HostCallback
 from stepgraph.graphs.cuda.driver import Driver
-from stepgraph.graphs.cuda.recorder import as_capture_error, difference
+from stepgraph.graphs.cuda.recorder import as_capture_error, first_node_difference
 from stepgraph.graphs.cuda.resources import open_driver
 from stepgraph.graphs.errors import HostErrors, Site, site_of
 from stepgraph.graphs.spans import GraphNode
@@ -231,13 +231,13 @@ def test_native_function_needs_address_and_data() -> None:
 
 def test_two_captures_are_compared_node_by_node() -> None:
     kernel, other = GraphNode("kernel", (7, 1, 1, 1, 128, 1, 1, 0)), GraphNode("kernel", (7, 2, 1, 1, 128, 1, 1, 0))
-    assert difference([kernel, GraphNode("host")], [kernel, GraphNode("host")]) is None
+    assert first_node_difference([kernel, GraphNode("host")], [kernel, GraphNode("host")]) is None
     for first, second, text in (
         ([kernel], [other], "node 0"),
         ([kernel, GraphNode("fill")], [kernel, GraphNode("copy")], "node 1"),
         ([kernel], [kernel, kernel], "1 nodes and the other 2"),
     ):
-        found = difference(first, second)
+        found = first_node_difference(first, second)
         assert isinstance(found, CaptureError)
         assert found.rule == "baked-branch"
         assert text in str(found)

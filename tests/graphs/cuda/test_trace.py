@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity
 
 from stepgraph.graphs.context import MAIN
 from stepgraph.graphs.cuda.trace import UNNAMED, Activity, Captured, CudaTracer, activity_of, spans_of, stages_of
-from stepgraph.graphs.spans import BETWEEN, OUTSIDE, GraphNode, RecordedReport, StageRun
+from stepgraph.graphs.spans import BETWEEN_ROUNDS, NO_ROUND, GraphNode, RecordedReport, StageRun
 from stepgraph.runtime.trace import Timeline
 
 SIDE = "side"
@@ -60,15 +60,15 @@ def test_activities_have_the_names_of_their_stages() -> None:
         (SIDE, "place head", 40, 15_000, 20_000),
         (MAIN, "accept", 40, 22_000, 29_000),
     ]
-    assert {span.round for span in spans} == {40, 41, OUTSIDE}
-    assert [(span.name, span.start_ns) for span in spans if span.round == OUTSIDE] == [(BETWEEN, 90_000)]
+    assert {span.round for span in spans} == {40, 41, NO_ROUND}
+    assert [(span.name, span.start_ns) for span in spans if span.round == NO_ROUND] == [(BETWEEN_ROUNDS, 90_000)]
     assert [span.name for span in spans if span.kind == "launch"] == ["launch 40", "launch 41"]
 
 
 def test_launches_of_prompts_lie_between_rounds() -> None:
     spans = spans_of([*launched(0, 1), *launched(50, 2), *launched(100, 3)], [ROUND, None, ROUND], 40, 2)
     assert [span.name for span in spans if span.kind == "launch"] == ["launch 40", "launch 41"]
-    assert {span.name for span in spans if 50_000 <= span.start_ns < 100_000} == {BETWEEN}
+    assert {span.name for span in spans if 50_000 <= span.start_ns < 100_000} == {BETWEEN_ROUNDS}
 
 
 def test_profile_without_graph_launches_has_no_spans() -> None:

@@ -17,7 +17,7 @@ from stepgraph.graphs.layers.experts import (
     expert_product,
     quantised_expert_product,
 )
-from stepgraph.graphs.layers.quantised import KINDS, Kind, quantised_product
+from stepgraph.graphs.layers.quantised import KINDS, QuantKind, quantised_product
 from stepgraph.sampling import native
 from tests.graphs.layers.test_quantised import every_kind, made
 from tests.helpers.torch_threads import torch_threads
@@ -99,7 +99,7 @@ def test_products_are_correct_and_independent_of_the_batch(inner: int, outer: in
 
 
 @every_kind
-def test_products_with_packed_weights_are_those_of_each_expert_alone(kind: Kind) -> None:
+def test_products_with_packed_weights_are_those_of_each_expert_alone(kind: QuantKind) -> None:
     """Same bits as `quantised_product`, independent of other rows; more rows of one expert than are gathered at once."""
     tokens, outer, inner = 60, 48, 384
     packed, _ = made(kind, EXPERTS * outer, inner)

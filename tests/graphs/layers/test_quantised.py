@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
-from stepgraph.graphs.layers.quantised import KINDS, MIXED, Grouped, Kind, common_kind, pack, quantised_product, quantised_rows, unpack
+from stepgraph.graphs.layers.quantised import KINDS, MIXED, Grouped, QuantKind, common_kind, pack, quantised_product, quantised_rows, unpack
 from stepgraph.sampling import native
 from tests.helpers.torch_threads import torch_threads
 
@@ -15,7 +15,7 @@ DISTINCT = {str(name): kind for kind, name in {kind: name for name, kind in KIND
 every_kind = pytest.mark.parametrize("kind", DISTINCT.values(), ids=DISTINCT)
 
 
-def made(kind: Kind, outer: int, inner: int) -> tuple[Tensor, Tensor]:
+def made(kind: QuantKind, outer: int, inner: int) -> tuple[Tensor, Tensor]:
     """Packed weights, and their values."""
     draw = torch.Generator().manual_seed(outer)
     count = inner // kind.group
@@ -34,7 +34,7 @@ def made(kind: Kind, outer: int, inner: int) -> tuple[Tensor, Tensor]:
 
 
 @every_kind
-def test_packed_weights_have_the_values_of_their_formula(kind: Kind) -> None:
+def test_packed_weights_have_the_values_of_their_formula(kind: QuantKind) -> None:
     packed, reference = made(kind, 48, 384)
     assert packed.nbytes == 48 * (384 * kind.bits // 8 + 384 // kind.group * (1 + kind.ranged) * (4 if kind.wide else 2))
     assert torch.equal(unpack(packed), reference)
@@ -60,7 +60,7 @@ def test_the_common_kind_holds_weights_of_every_integer_kind(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @every_kind
-def test_quantised_products_are_correct_and_independent_of_the_batch(kind: Kind, dtype: torch.dtype) -> None:
+def test_quantised_products_are_correct_and_independent_of_the_batch(kind: QuantKind, dtype: torch.dtype) -> None:
     packed, reference = made(kind, 80, 640)
     given = torch.Generator().manual_seed(1)
     states = torch.randn(21, 1280, generator=given).to(dtype)[:, :640]
@@ -78,7 +78,7 @@ def test_quantised_products_are_correct_and_independent_of_the_batch(kind: Kind,
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @every_kind
-def test_quantised_products_have_the_same_bits_with_any_number_of_threads(kind: Kind, dtype: torch.dtype) -> None:
+def test_quantised_products_have_the_same_bits_with_any_number_of_threads(kind: QuantKind, dtype: torch.dtype) -> None:
     packed, _ = made(kind, 16 * 67, 640)
     states = torch.randn(19, 640, generator=torch.Generator().manual_seed(1)).to(dtype)
     alone = quantised_product(states, packed, None)

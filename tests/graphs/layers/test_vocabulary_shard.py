@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.layers.parallel import RankGroups, register_group
-from stepgraph.graphs.layers.vocabulary_shard import VocabularyShard, part_of
+from stepgraph.graphs.layers.vocabulary_shard import VocabularyShard, rank_slice
 from stepgraph.runtime.parallel.ranks import process_group
 from stepgraph.sampling import bitmask, kernels, rng
 from stepgraph.sampling.grammar.status import MaskStatus
@@ -38,7 +38,7 @@ Found = dict[str, Tensor]
 def on_ranks(folder: Path, run: Callable[[VocabularyShard], Found]) -> list[Found]:
     def one(rank: int) -> Found:
         group = register_group(process_group(str(folder / "store"), rank, SIZE, 30.0), 30.0)
-        part = part_of(VOCABULARY, rank, SIZE)
+        part = rank_slice(VOCABULARY, rank, SIZE)
         return run(VocabularyShard(torch.arange(part.start, part.stop), part.start, RankGroups(group, group), SIZE, VOCABULARY))
 
     with ThreadPoolExecutor(SIZE) as threads:
@@ -85,8 +85,8 @@ def test_operations_equal_those_over_all_tokens(tmp_path: Path, seed: int) -> No
     draft_count, status = torch.full((BATCH,), DRAFTS), torch.full((BATCH, DRAFTS + 1), int(MaskStatus.OK))
     finite = torch.ones(BATCH, DRAFTS + 1, dtype=torch.bool)
     near = logits + torch.randn(logits.shape, generator=torch.Generator().manual_seed(seed))
-    offered = kernels.distribution(near[:, :DRAFTS], given.params)
-    drafts[::2] = offered.argmax(-1)[::2]  # some drafts are accepted
+    draft_distributions = kernels.distribution(near[:, :DRAFTS], given.params)
+    drafts[::2] = draft_distributions.argmax(-1)[::2]  # some drafts are accepted
 
     def part(whole: Tensor, shard: VocabularyShard | None) -> Tensor:
         return whole if shard is None else shard.part(whole).contiguous()
@@ -109,8 +109,8 @@ def test_operations_equal_those_over_all_tokens(tmp_path: Path, seed: int) -> No
         found["drawn"] = ops.draw(processed.logits[:, 1], given.params, seeds, length, int(rng.Purpose.DRAFT), rows, row_probs)
         found["row_probs"] = part(row_probs, shard)
         target, others = ops.distribution(own, given.params), (finite, drafts, draft_count, status, seeds, length)
-        found["tokens"], found["accepted"] = ops.reject_sample(target, offered, rows, certain, *others)
-        found["plain tokens"], _ = ops.reject_sample(target, offered[:, :0], rows, certain, *others)
+        found["tokens"], found["accepted"] = ops.reject_sample(target, draft_distributions, rows, certain, *others)
+        found["plain tokens"], _ = ops.reject_sample(target, draft_distributions[:, :0], rows, certain, *others)
         ops.log_probabilities(own, target, found["tokens"], logprobs)
         found["logprobs"] = logprobs
         return found

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from stepgraph.graphs.tape.replay_ops import Call
-from stepgraph.graphs.tape.small_operations import MOST_ELEMENTS, Run, small_operation
+from stepgraph.graphs.tape.replay_ops import OpCall
+from stepgraph.graphs.tape.small_operations import MAX_ELEMENTS, Run, small_operation
 from tests.helpers.c_library import needs_c
 
 pytestmark = needs_c
@@ -113,7 +113,7 @@ def called(name: str, packet: Any, arguments: Arguments) -> tuple[Run | None, Te
     """The call in C, and the memory of the result; its arguments are those of torch's own call."""
     keywords = {"dtype": torch.int64} if name == "_to_copy" else {}
     overload = torch._C._jit_resolve_packet(f"aten::{name.split()[0]}", *arguments, **keywords)
-    call = Call(getattr(packet, overload or "default"), arguments, keywords)
+    call = OpCall(getattr(packet, overload or "default"), arguments, keywords)
     result = call.func(*arguments, **keywords)
     return small_operation(call.schema.name, call.values, result), result
 
@@ -162,7 +162,7 @@ def test_results_are_those_of_torch(name: str) -> None:
         (aten.index, (torch.ones(3, 2), [None, torch.tensor([1])])),
         (aten.copy_, (torch.ones(3), torch.ones(3, dtype=torch.int64))),
         (aten.copy_, (torch.ones(3, dtype=torch.bool), torch.ones(3, dtype=torch.int64))),
-        (aten.mul, (torch.ones(MOST_ELEMENTS + 1, dtype=torch.int64), 2)),
+        (aten.mul, (torch.ones(MAX_ELEMENTS + 1, dtype=torch.int64), 2)),
         (aten.mul, (torch.ones(1, 1, 1, 1, 2, dtype=torch.int64), 2)),
         (aten.neg, (torch.ones(3, dtype=torch.int64),)),
     ],
@@ -189,7 +189,7 @@ def test_an_index_outside_of_its_table_is_an_error(index: int) -> None:
 
 def test_constants_are_written_again() -> None:
     """Tapes reuse the memory of intermediate results."""
-    for call in (Call(aten.arange.default, (6,), {}), Call(aten.full.default, ([2, 3], True), {"dtype": torch.bool})):
+    for call in (OpCall(aten.arange.default, (6,), {}), OpCall(aten.full.default, ([2, 3], True), {"dtype": torch.bool})):
         result = call.func(*call.args, **call.kwargs)
         run, expected = small_operation(call.schema.name, call.values, result), result.clone()
         assert run is not None

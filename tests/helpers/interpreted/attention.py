@@ -24,7 +24,7 @@ FLOAT8_CACHE = torch.empty(0, dtype=ENTRIES)
 More = tuple[float, torch.Tensor | None]  # softcap, sinks
 
 
-def run(case: Case, window: int = 0, least_part: int = paged_programs.LEAST_PART, more: More = (0.0, None)) -> torch.Tensor:
+def run(case: Case, window: int = 0, least_part: int = paged_programs.MIN_PART_KEYS, more: More = (0.0, None)) -> torch.Tensor:
     """On an output with arbitrary content."""
     query, keys, values, (_, positions, slots, tables, size, *_) = case
     output = torch.full_like(query, 7.5)
@@ -37,7 +37,7 @@ def run(case: Case, window: int = 0, least_part: int = paged_programs.LEAST_PART
 def compare(case: Case, window: int = 0, tolerance: float = 2e-6, more: More = (0.0, None)) -> None:
     expected = attention(case.query, case.keys, case.values, case.inputs, window or None, None, *more)
     live = case.inputs.slots >= case.inputs.page_size
-    for least_part in (paged_programs.LEAST_PART, 4096):  # several parts, and one
+    for least_part in (paged_programs.MIN_PART_KEYS, 4096):  # several parts, and one
         found = run(case, window, least_part, more)
         assert torch.isfinite(found).all(), "the output of an inert query is not finite"
         torch.testing.assert_close(found[live].float(), expected[live].float(), rtol=tolerance, atol=tolerance)
@@ -71,7 +71,7 @@ def test_caches_in_eight_bits(size: int, count: int, window: int) -> None:
     )
     wide = case._replace(keys=from_entries(keys), values=from_entries(values))
     assert bool(wide.keys.isnan().any())
-    for least_part in (paged_programs.LEAST_PART, 4096):
+    for least_part in (paged_programs.MIN_PART_KEYS, 4096):
         found, expected = run(case._replace(keys=keys, values=values), window, least_part), run(wide, window, least_part)
         assert torch.isfinite(expected).all() and torch.equal(found, expected)
 
@@ -133,14 +133,14 @@ def test_row_is_independent_of_the_batch() -> None:
 def test_batch_without_live_positions_reads_nothing() -> None:
     case = make_case([0, 0], 3, 2, 1, 64, page=16)
     assert bool(case.keys.isnan().all())
-    for least_part in (paged_programs.LEAST_PART, 4096):
+    for least_part in (paged_programs.MIN_PART_KEYS, 4096):
         assert torch.equal(run(case, least_part=least_part), torch.zeros_like(case.query))
 
 
 def test_nan_is_kept_when_parts_are_combined() -> None:
     """NaN must reach the logits of its row, where it is detected; the other row is unchanged."""
     case = make_case([300, 200], 2, 2, 1, 64, page=16)
-    for least_part in (paged_programs.LEAST_PART, 4096):
+    for least_part in (paged_programs.MIN_PART_KEYS, 4096):
         clean = run(case, least_part=least_part)
         case.query[0, 1, 0, 5] = torch.nan
         faulty = run(case, least_part=least_part)

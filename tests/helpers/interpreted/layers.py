@@ -118,7 +118,7 @@ def test_experts_equal_the_references(dtype: torch.dtype) -> None:
 
 
 @every_kind
-def test_quantised_products_and_rows_equal_the_references(kind: quantised.Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantised_products_and_rows_equal_the_references(kind: quantised.QuantKind, monkeypatch: pytest.MonkeyPatch) -> None:
     """States with gaps, and a number of blocks that is not a multiple of those multiplied at a time."""
     packed, weights = made(kind, 32, 384)
     compare(quantised.quantised_rows, quantised_programs.quantised_rows, torch.tensor([31, 0, 17, 16]), packed, torch.float32)

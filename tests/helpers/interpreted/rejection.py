@@ -51,16 +51,16 @@ def make_case(batch: int, k: int, width: int, seed: int, *, closeness: float = 0
     settings = SETTINGS.repeat(-(-batch // len(SETTINGS)), 1)[:batch]
     logits = torch.randn(batch, k + 1, width, generator=rng) * 2
     proposal = logits[:, :k] + torch.randn(batch, k, width, generator=rng) * closeness
-    target, offered = sampler.distribution(logits, settings), sampler.distribution(proposal, settings)
+    target, draft_distributions = sampler.distribution(logits, settings), sampler.distribution(proposal, settings)
     rows = torch.randperm(batch + 3, generator=rng)[:batch]
     draft_probs = torch.full((batch + 3, k, width), float("nan"))  # other rows' are never read
-    draft_probs[rows] = offered
+    draft_probs[rows] = draft_distributions
     certain = (settings[:, :1] <= 0) | (torch.rand(batch, k, generator=rng) < (-1 if sound else 0.2))
-    draft_probs[rows] = torch.where(certain[..., None], float("nan"), offered)
-    noise = torch.empty_like(offered).exponential_(generator=rng)
+    draft_probs[rows] = torch.where(certain[..., None], float("nan"), draft_distributions)
+    noise = torch.empty_like(draft_distributions).exponential_(generator=rng)
     draft_count = torch.randint(0, k + 1, (batch,), generator=rng)
     draft_count = torch.where(torch.rand(batch, generator=rng) < 0.6, k, draft_count)
-    drafts = torch.where(torch.arange(k) < draft_count[:, None], sampler.race(offered, noise), -1)
+    drafts = torch.where(torch.arange(k) < draft_count[:, None], sampler.race(draft_distributions, noise), -1)
     drafts = torch.where(torch.rand(batch, k, generator=rng) < (2 if sound else 0.9), drafts, -1)
     finite = torch.rand(batch, k + 1, generator=rng) < (2 if sound else 0.95)
     status = STATUSES[torch.randint(0, len(STATUSES), (batch, k + 1), generator=rng)]

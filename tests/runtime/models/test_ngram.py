@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from stepgraph.graphs import Limits, StaticBuffers
 from stepgraph.graphs.proposer import History
-from stepgraph.graphs.proposing import ANCHOR, given_from, look_up, text_specs
+from stepgraph.graphs.proposing import ANCHOR_TOKENS, given_from, look_up, text_specs
 from stepgraph.runtime.models.ngram import NgramLookup
 from tests.helpers.c_library import needs_c
 from tests.helpers.oracles import look_up_drafts
@@ -30,7 +30,7 @@ def propose(lookup: NgramLookup, rows: Sequence[Row], count: int) -> list[list[i
     for line, (history, prompt, draft_ids) in zip(text, rows, strict=True):
         line[: len(history)] = torch.tensor(history)
         if draft_ids:
-            anchor = history[max(0, prompt - ANCHOR) : prompt]
+            anchor = history[max(0, prompt - ANCHOR_TOKENS) : prompt]
             line[start - len(anchor) : start + len(draft_ids)] = torch.tensor([*anchor, *draft_ids])
     lengths, prompts = torch.tensor([len(row[0]) for row in rows]), torch.tensor([row[1] for row in rows])
     return lookup.propose(History(text, lengths, lengths - prompts, start, count), StaticBuffers([])).tolist()
@@ -52,7 +52,7 @@ def texts(draw: st.DrawFn) -> Row:
 @example(rows=[([1, 2, 3, 1, 2], 2, [3, 1, 2, 4, 1, 2])], count=3, data=None)
 def test_device_look_up_equals_the_rule_in_python(rows: list[Row], count: int, data: Any) -> None:
     """The reference in torch, and the program in C where there is a library."""
-    longest = data.draw(st.integers(1, ANCHOR)) if data else ANCHOR
+    longest = data.draw(st.integers(1, ANCHOR_TOKENS)) if data else ANCHOR_TOKENS
     shortest = data.draw(st.integers(1, longest)) if data else 1
     expected = [look_up_drafts(*row, count, longest, shortest) for row in rows]
     assert propose(NgramLookup(longest, shortest), rows, count) == expected
@@ -100,7 +100,7 @@ def test_length_outside_of_the_text_is_refused_in_c(length: int) -> None:
     ],
 )
 def test_rules_in_examples(row: Row, drafts: list[int]) -> None:
-    assert look_up_drafts(*row, 4, ANCHOR, 1) == drafts
+    assert look_up_drafts(*row, 4, ANCHOR_TOKENS, 1) == drafts
     assert propose(NgramLookup(), [row], 4) == [drafts]
 
 

@@ -332,7 +332,7 @@ def test_layers_whose_sums_include_the_norm_give_the_tokens_of_one_process() -> 
             group, seconds = parallel._GROUPS[self.number]
             parallel.add_gathered(group, states, seconds)
 
-        def fused(self, states: torch.Tensor, part: torch.Tensor, weight: torch.Tensor, epsilon: float) -> Residual:
+        def fused_add_rms_norm(self, states: torch.Tensor, part: torch.Tensor, weight: torch.Tensor, epsilon: float) -> Residual:
             self.calls += 1
             sum_over_ranks.out(part, self.number)
             return add_rms_norm(states, part, weight, epsilon)
@@ -398,7 +398,7 @@ def test_ranks_exchange_values_and_a_failure_on_one_fails_an_attempt_on_all(tmp_
         def equal(share: Callable[[Any], list[Any]]) -> list[Any]:
             return share([rank, None])
 
-        found[rank] = ranks.exchange({rank: "y" * 1000 * rank}), rank_sums._attempt(ranks, attempt), rank_sums._attempt(ranks, equal)
+        found[rank] = ranks.exchange({rank: "y" * 1000 * rank}), rank_sums._run_on_all(ranks, attempt), rank_sums._run_on_all(ranks, equal)
 
     with ThreadPoolExecutor(size) as threads:
         list(threads.map(run, range(size)))

@@ -123,10 +123,10 @@ class TestChoice:
 
     def test_flashinfer_that_fails_its_probe_is_not_chosen(self, stand_in: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(programs, "why_no_triton", lambda device: "planted")
-        for failing, reason in (("differs", "it keeps other tokens"), ("breaks_in_a_graph", "its replay differs")):
+        for failing, reason in (("find_difference", "it keeps other tokens"), ("find_replay_difference", "its replay find_difference")):
             with monkeypatch.context() as patch:
-                patch.setattr(filters, "differs", lambda *_: "")
-                patch.setattr(filters, "breaks_in_a_graph", lambda *_: "")
+                patch.setattr(filters, "find_difference", lambda *_: "")
+                patch.setattr(filters, "find_replay_difference", lambda *_: "")
                 assert kernels.choose_filters("cuda:0").name == "flashinfer"
                 patch.setattr(filters, failing, lambda *_, why=reason: why)
                 assert kernels.choose_filters("cuda:0") == ("torch", ("no triton: planted", f"no flashinfer: {reason}"))
@@ -135,9 +135,9 @@ class TestChoice:
         def breaks(*_: object) -> str:
             raise RuntimeError("nvcc: not found\nand much more")
 
-        monkeypatch.setattr(filters, "differs", breaks)
+        monkeypatch.setattr(filters, "find_difference", breaks)
         monkeypatch.setattr(programs, "why_no_triton", lambda device: "planted")
-        assert kernels.choose_filters("cuda:0").passed_over == ("no triton: planted", "no flashinfer: RuntimeError: nvcc: not found")
+        assert kernels.choose_filters("cuda:0").unavailable == ("no triton: planted", "no flashinfer: RuntimeError: nvcc: not found")
 
     def test_unavailable_implementation_is_refused(self) -> None:
         with pytest.raises(ValueError, match=r"got 'triton', expected an implementation that runs on cpu: it runs on CUDA devices"):
@@ -189,7 +189,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_flashinfer_adaptor_equals_the_reference(stand_in: ModuleType) -> None:
     """With plain torch instead of FlashInfer's kernels: dead rows, greedy rows, every setting, normalisation and d2t."""
     programs = importlib.import_module("stepgraph.sampling.kernels.flashinfer")
-    assert filters.differs(programs.distribution, CPU) == ""
+    assert filters.find_difference(programs.distribution, CPU) == ""
     rows, seed = torch.tensor([3, 0, 1]), torch.arange(3)
     for ids, width in ((torch.randperm(300)[:101], 300), (None, 101)):
         expected, probs = torch.zeros(2, 4, width)
@@ -205,7 +205,7 @@ def test_probe_finds_filters_that_ignore_a_setting(column: int) -> None:
         neutral = torch.tensor([1.0, 0, 1, 0])
         probs.copy_(sampler.distribution(logits, params.clone().index_fill_(1, torch.tensor([column]), float(neutral[column]))))
 
-    assert "it keeps other tokens than the reference" in filters.differs(forgetful, CPU)
+    assert "it keeps other tokens than the reference" in filters.find_difference(forgetful, CPU)
 
 
 def test_probe_finds_wrong_ties_and_probability_sums() -> None:
@@ -218,5 +218,5 @@ def test_probe_finds_wrong_ties_and_probability_sums() -> None:
     def unnormalised(logits: Tensor, params: Tensor, probs: Tensor) -> None:
         probs.copy_(sampler.distribution(logits, params) * 0.99)
 
-    assert "it keeps other tokens than the reference" in filters.differs(by_id, CPU)
-    assert "its probabilities differ from the reference" in filters.differs(unnormalised, CPU)
+    assert "it keeps other tokens than the reference" in filters.find_difference(by_id, CPU)
+    assert "its probabilities differ from the reference" in filters.find_difference(unnormalised, CPU)

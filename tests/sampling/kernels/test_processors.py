@@ -112,11 +112,11 @@ def test_banning_everything_is_a_dead_end_unlike_bad_logits() -> None:
     processed_logits = torch.tensor([[[-math.inf, -math.inf], [-math.inf, 1.0], [-math.inf, math.nan], [-math.inf, -math.inf]]])
     finite = torch.tensor([[True, True, False, False]])
     status = torch.tensor([[MaskStatus.OK] * 4])
-    dead = processors.judge(status, finite, processed_logits)
+    dead = processors.mark_dead_ends(status, finite, processed_logits)
     assert dead.finite.tolist() == [[False, True, False, False]]
     assert dead.status.tolist() == [[MaskStatus.DEAD_END, MaskStatus.OK, MaskStatus.OK, MaskStatus.OK]]
     none = torch.tensor([[MaskStatus.NONE] * 4])
-    assert processors.judge(none, finite, processed_logits).status.tolist() == none.tolist()
+    assert processors.mark_dead_ends(none, finite, processed_logits).status.tolist() == none.tolist()
 
 
 @pytest.mark.parametrize("scale", [1.0, 1000.0])

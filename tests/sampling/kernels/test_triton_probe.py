@@ -39,7 +39,7 @@ def check_choices(why: str) -> None:
     """Kernels, filters and attention run as the references, with the reason in each choice."""
     assert kernels.describe(CUDA) == f"torch ({why})"
     filters = kernels.choose_filters(CUDA)
-    assert filters.name == "torch" and filters.passed_over[0] == f"no triton: {why}"
+    assert filters.name == "torch" and filters.unavailable[0] == f"no triton: {why}"
     with pytest.raises(ValueError, match="filters: got 'triton'") as refused:
         kernels.choose_filters(CUDA, "triton")
     assert str(refused.value).endswith(why)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from stepgraph.graphs.context import MAIN
-from stepgraph.graphs.spans import OUTSIDE, Span
+from stepgraph.graphs.spans import NO_ROUND, Span
 from stepgraph.runtime.models.eagle3 import Eagle3
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.trace import Timeline
@@ -37,7 +37,7 @@ def test_gaps_between_rounds_consider_all_streams() -> None:
     spans = (
         span(1, 0, 4_000),
         span(1, 1_000, 6_000, "side", "host"),
-        span(OUTSIDE, 6_000, 8_000),
+        span(NO_ROUND, 6_000, 8_000),
         span(2, 9_000, 12_000),
         span(3, 11_000, 15_000),
         span(3, 0, 1, "launcher", "launch"),

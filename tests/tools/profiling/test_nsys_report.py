@@ -18,10 +18,10 @@ from stepgraph.graphs.context import MAIN as ENGINES_MAIN
 from tests.helpers import nsys_files
 from tests.helpers.nsys_files import FIRST, KEY, RUNS
 from tools.profiling import figures, tables
-from tools.profiling.activities import BETWEEN, SIDE, UNKNOWN, Activity, named_spans
+from tools.profiling.activities import BETWEEN_ROUNDS, SIDE, UNKNOWN, Activity, named_spans
 from tools.profiling.nsys_sqlite import Export, read_nsys, stages_of_nodes
 from tools.profiling.sidecar import Run, Sidecar, read_sidecar
-from tools.profiling.spans import MAIN, OUTSIDE, Profile, Span, intersection, subtract, total_length, union
+from tools.profiling.spans import MAIN, NO_ROUND, Profile, Span, intersection, subtract, total_length, union
 
 STAGES = {  # runs, total, median per round; of three rounds
     ("side", "show head"): (3, 150, 50),
@@ -39,7 +39,7 @@ def test_report_is_read_without_torch() -> None:
     code = "import sys, tools.nsys_report; sys.exit(any(name in sys.modules for name in ('torch', 'stepgraph')))"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent.parent.parent.parent, check=False).returncode == 0
     assert (Span._fields, Run._fields) == (marks.Span._fields, tuple(field.name for field in fields(marks.StageRun)))
-    assert (MAIN, OUTSIDE, BETWEEN) == (ENGINES_MAIN, marks.OUTSIDE, marks.BETWEEN)
+    assert (MAIN, NO_ROUND, BETWEEN_ROUNDS) == (ENGINES_MAIN, marks.NO_ROUND, marks.BETWEEN_ROUNDS)
 
 
 def test_intersection_equals_brute_force() -> None:
@@ -166,11 +166,11 @@ def test_internal_streams_of_a_graph_are_not_taken_for_captured_ones() -> None:
     )
     nodes = [("read", 7), ("verify", 30), ("fill", 31), ("no stage", 31)]
     launched = [Activity(10 * at, 1000 if stream == 30 else 10 * at + 5, stream, 20, at) for at, (_, stream) in enumerate(nodes)]
-    copies = [Activity(2000, 2001, stream, OUTSIDE, None) for stream in (7, 22)]
+    copies = [Activity(2000, 2001, stream, NO_ROUND, None) for stream in (7, 22)]
     names = {at: name for at, (name, _) in enumerate(nodes[:3])}
     found = named_spans([*launched, *copies], {**names, 3: UNKNOWN}, sidecar)
     assert [(span.stream, span.name) for span in found.spans] == [
-        *((MAIN, "read"), (MAIN, "verify"), (SIDE, "fill"), (MAIN, UNKNOWN), (MAIN, BETWEEN), (SIDE, BETWEEN))
+        *((MAIN, "read"), (MAIN, "verify"), (SIDE, "fill"), (MAIN, UNKNOWN), (MAIN, BETWEEN_ROUNDS), (SIDE, BETWEEN_ROUNDS))
     ]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from stepgraph.graphs.context import MAIN
-from stepgraph.graphs.spans import BETWEEN, LAUNCHER, OUTSIDE, Span
+from stepgraph.graphs.spans import BETWEEN_ROUNDS, LAUNCHING_THREAD, NO_ROUND, Span
 from stepgraph.runtime.trace import ChosenLength, Timeline
 from tests.helpers.tool_runs import examples
 from tools import trace_picture
@@ -23,12 +23,12 @@ def timeline(rounds: int) -> Timeline:
     for number in range(rounds):
         start = number * 5 * MILLISECOND
         spans += [
-            Span(LAUNCHER, f"launch {number}", "launch", number, start, start + 100_123),
+            Span(LAUNCHING_THREAD, f"launch {number}", "launch", number, start, start + 100_123),
             Span("side", "head", "host", number, start + 200_001, start + MILLISECOND),
             Span(MAIN, "target_verify", "stage", number, start + 150_000, start + 3 * MILLISECOND),
             Span(MAIN, "head", "wait", number, start + 3 * MILLISECOND, start + 3 * MILLISECOND + 7),
             Span(MAIN, "accept", "stage", number, start + 3 * MILLISECOND + 7, start + 4 * MILLISECOND),
-            Span(MAIN, BETWEEN, "stage", OUTSIDE, start + 4 * MILLISECOND, start + 4 * MILLISECOND + 900),
+            Span(MAIN, BETWEEN_ROUNDS, "stage", NO_ROUND, start + 4 * MILLISECOND, start + 4 * MILLISECOND + 900),
         ]
     lengths = tuple(ChosenLength(number, number % 3, number / 100) for number in range(rounds))
     return Timeline(tuple(sorted(spans, key=lambda span: span.start_ns)), "tape", lengths)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs import Backend, BufferSpec, Limits, StaticBuffers
-from stepgraph.graphs.attention.paged import OPERATION, AttentionChoice
+from stepgraph.graphs.attention.paged import DEFAULT_ATTENTION, AttentionChoice
 from stepgraph.graphs.model import DraftModel, TargetModel
 from stepgraph.graphs.model_call import ModelInput
 from stepgraph.sampling import kernels
@@ -65,7 +65,7 @@ class ThreeGraphs:
         draft: DraftModel | None,
         vocabulary: Vocabulary,
         sizes: Sizes,
-        attention: AttentionChoice = OPERATION,
+        attention: AttentionChoice = DEFAULT_ATTENTION,
     ) -> None:
         assert (draft is not None) == (sizes.drafts > 0)
         self._backend, self._target, self._draft, self._vocabulary, self._attention = backend, target, draft, vocabulary, attention
@@ -137,7 +137,7 @@ class ThreeGraphs:
         expected = expected & (positions < b.row_data[:, -1:])
         positions = positions.clamp(0, self.sizes.max_length - 1)
         slots = torch.where(expected, b.tables.gather(1, positions // PAGE) * PAGE + positions % PAGE, positions % PAGE)
-        return ModelInput(tokens.clamp(min=0), positions, slots, b.tables, PAGE, features, attend=self._attention.round_call())
+        return ModelInput(tokens.clamp(min=0), positions, slots, b.tables, PAGE, features, attend=self._attention.round_attend())
 
     def _verify(self, b: StaticBuffers) -> None:
         verified = self.sizes.drafts + 1
@@ -183,7 +183,7 @@ class ThreeGraphs:
         tokens, table = torch.tensor([list(prompt)], device=device), b.tables[slot : slot + 1]
         positions = torch.arange(count + 1, device=device)[None]
         slots = table.gather(1, positions // PAGE) * PAGE + positions % PAGE
-        attend = self._attention.prompt_call
+        attend = self._attention.prompt_attend
         features = torch.zeros(1, 1, self._target.feature_size, dtype=self._target.feature_dtype, device=device)
         if count:
             part = slice(count)

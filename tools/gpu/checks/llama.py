@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from stepgraph import Engine, EngineConfig, Job, SamplingParams
-from stepgraph.graphs.attention.choose import ATTENTION, choose_attention, differs
+from stepgraph.graphs.attention.choose import ATTENTION_CHOICES, choose_attention, find_difference
 from stepgraph.graphs.attention.paged import HEAD_SIZES, AttentionChoice, attention, paged_attention
 from stepgraph.graphs.layers.slot_mapping import rope_and_write_kv
 from stepgraph.graphs.model import AttentionShape
@@ -166,7 +166,7 @@ def attention_choices_equal_reference(context: Context) -> Figures:
     """Every attention kernel equals the reference: captured rounds replayed at other lengths, prompts in chunks; FlashInfer at one size."""
     figures = context.figures
     sizes = HEAD_SIZES[:1] if context.rehearsal else HEAD_SIZES
-    for name, dtype, size in itertools.product(ATTENTION[:0:-1], (torch.bfloat16, torch.float16), sizes):
+    for name, dtype, size in itertools.product(ATTENTION_CHOICES[:0:-1], (torch.bfloat16, torch.float16), sizes):
         windows = (None,) if name == "flashinfer" else (None, 70)
         shape, label = AttentionShape(dtype, 8, 2, size, windows), f"{name} {str(dtype)[6:]} size={size}"
         if context.on_gpu and name == "flashinfer":
@@ -178,7 +178,7 @@ def attention_choices_equal_reference(context: Context) -> Figures:
         except ValueError as refusal:
             figures[label] = str(refusal)
             continue
-        why = differs(chosen.round_call, chosen.prompt_call, shape, PAGE, context.device)
+        why = find_difference(chosen.round_attend, chosen.prompt_attend, shape, PAGE, context.device)
         assert not why, f"{label}: {why}"
         figures[label] = _times(context, chosen, size)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -206,11 +206,11 @@ def _times(context: Context, chosen: AttentionChoice, size: int) -> Figures:
     """Time of a round of eight rows in a graph and of a prompt chunk with its plan; bfloat16."""
     length, chunk = (60, 20) if context.rehearsal else (4000, 512)
     query, keys, values, inputs = attention_inputs(context.device, 8, 5, length, size)
-    round_us = device_us(context, partial(attention, query, keys, values, inputs._replace(attend=chosen.round_call())))["median"]
+    round_us = device_us(context, partial(attention, query, keys, values, inputs._replace(attend=chosen.round_attend())))["median"]
     query, keys, values, inputs = attention_inputs(context.device, 1, chunk, length, size)
 
     def prompt() -> object:
-        return attention(query, keys, values, inputs._replace(attend=chosen.prompt_call(length - chunk, chunk)))
+        return attention(query, keys, values, inputs._replace(attend=chosen.prompt_attend(length - chunk, chunk)))
 
     times = [wait_us(context, prompt) for _ in range(1 + context.count(20, 2))]
     return {"round_us": round_us, "prompt_us": summary(times[1:])["median"]}

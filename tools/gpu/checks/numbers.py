@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from stepgraph import SamplingParams
 from stepgraph.graphs.layers import quantised
-from stepgraph.graphs.spans import OUTSIDE
+from stepgraph.graphs.spans import NO_ROUND
 from stepgraph.runtime.trace import Timeline
 from tools.gpu.checks import grammar_rows, layers, operations
 from tools.gpu.checks.cases import Case, Variant, case_of, cell, ratio, take_turns
@@ -184,7 +184,7 @@ def gaps_between_rounds(timeline: Timeline) -> list[float]:
     """Microseconds between the end of a round on all streams and the start of the next."""
     extents: dict[int, tuple[int, int]] = {}
     for span in timeline.spans:
-        if span.kind != "launch" and span.round != OUTSIDE:
+        if span.kind != "launch" and span.round != NO_ROUND:
             start, end = extents.get(span.round, (span.start_ns, span.end_ns))
             extents[span.round] = min(start, span.start_ns), max(end, span.end_ns)
     return [max(0, start - end) / 1000 for (_, end), (start, _) in itertools.pairwise(extents[each] for each in sorted(extents))]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.host_nodes import scatter_masks
-from stepgraph.graphs.publishing import FINISH, end_round, publish_results, take_batch
+from stepgraph.graphs.publishing import FINISH_COLUMN, end_round, publish_results, take_batch
 from stepgraph.sampling.grammar.status import TAG_FIELDS, FinishCode
 from stepgraph.sampling.kernels.operation import Operation
 
@@ -67,7 +67,7 @@ def cases(rng: torch.Generator) -> Iterator[Case]:
         yield Case(publish_results, (results, logprobs, counted, *rings), frozenset({3, 4}))
         for finish, waiting in ((FinishCode.RUNNING, 1), (FinishCode.STOP, 0), (FinishCode.STOP, 1)):
             results = results.clone()
-            results[:, FINISH] = torch.tensor([FinishCode.RUNNING, finish, FinishCode.RUNNING])
+            results[:, FINISH_COLUMN] = torch.tensor([FinishCode.RUNNING, finish, FinishCode.RUNNING])
             control, counters = torch.tensor([7, waiting, number - 1]), torch.tensor([7, number])
             ends = (control, counters, torch.full((1,), 9, dtype=torch.int32), numbers(SLOTS, 2), ROWS, 3)
             yield Case(end_round, (results, rows, *ends), frozenset({2, 5}))

@@ -79,7 +79,7 @@ class RoundBench:
             BufferSpec("in_features", (ROWS, k + 1, 3), torch.float32),
             BufferSpec("out_tokens", (ROWS,), torch.int64),
         )
-        specs = [*round_specs(self.limits, drawn=proposer is None), *target.cache_specs(self.limits), *draft.cache_specs(self.limits)]
+        specs = [*round_specs(self.limits, proposer is None), *target.cache_specs(self.limits), *draft.cache_specs(self.limits)]
         specs += (*outputs, *text_specs(self.limits)) if self.models.reads_text else outputs
         specs += look_up_specs(self.limits) if look_up else ()
         specs += forced_specs(self.limits) if forced_drafts else ()
