@@ -162,7 +162,7 @@ def relax(
     logits, best = processed.logits[:, :-1], columns.best(probs)[1][..., 0]
     weights = portable_exp(logits - columns.best(logits)[0])  # 1 for the most probable
     of_draft = columns.pick(weights, batch.drafts.clamp(min=0)[..., None])
-    above, total = columns.total(torch.stack([(weights > of_draft).to(torch.int64), to_units(weights)], -2).sum(-1)).unbind(-1)  # [B, K] each
+    above, total = columns.total(torch.stack([(weights > of_draft).to(torch.int64), to_units(weights)], -2).sum(-1)).unbind(-1)  # [B, K]
     is_close = (above < top_n) & ((1 - of_draft[..., 0]) / from_units(total) <= delta) & (of_draft[..., 0] > 0)
     is_accepted = is_close & processed.finite[:, :-1] & may_accept(processed.status, batch.column(Column.DRAFT_COUNT))
     relaxed, leading = top_n > 0, is_accepted.to(torch.int64).cumprod(1)

@@ -53,19 +53,9 @@ def named_spans(activities: Sequence[Activity], stage_of: Mapping[int, str], sid
     CUDA runs branches of a graph on internal streams, so the stream of a node is the one of its stage in the recording, and main if that is
     unknown. Other work is on the main stream if nodes ran on its stream too.
     """
-<<<<<<< HEAD
     found = NamedSpans()
     graph_streams = {activity.stream for activity in activities if activity.node is not None}
-    inside = [activity for activity in activities if activity.node is not None and activity.round != OUTSIDE]
-||||||| 4e1ad97c
-    found = Named()
-    of_graphs = {activity.stream for activity in activities if activity.node is not None}
-    inside = [activity for activity in activities if activity.node is not None and activity.round != OUTSIDE]
-=======
-    found = Named()
-    graphs = {activity.stream for activity in activities if activity.node is not None}
     inside = [activity for activity in activities if activity.node is not None and activity.round != NO_ROUND]
->>>>>>> n2
     names = dict(stage_of)
     streams: dict[int, str] = {}
     if not all(activity.node in names for activity in inside):
@@ -74,13 +64,8 @@ def named_spans(activities: Sequence[Activity], stage_of: Mapping[int, str], sid
     stream_of = sidecar.stream_of
     for activity in activities:
         if activity.node is None:
-<<<<<<< HEAD
-            span = Span(MAIN if activity.stream in graph_streams else SIDE, BETWEEN, "stage", OUTSIDE, activity.start_ns, activity.end_ns)
-||||||| 4e1ad97c
-            span = Span(MAIN if activity.stream in of_graphs else SIDE, BETWEEN, "stage", OUTSIDE, activity.start_ns, activity.end_ns)
-=======
-            span = Span(MAIN if activity.stream in graphs else SIDE, BETWEEN_ROUNDS, "stage", NO_ROUND, activity.start_ns, activity.end_ns)
->>>>>>> n2
+            name, stream = BETWEEN_ROUNDS, MAIN if activity.stream in graph_streams else SIDE
+            span = Span(stream, name, "stage", NO_ROUND, activity.start_ns, activity.end_ns)
         else:
             name = names.get(activity.node, UNKNOWN)
             stream = streams.get(activity.node) or stream_of.get(name, MAIN)
