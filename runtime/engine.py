@@ -95,7 +95,7 @@ class Engine(EngineCore, BoundToProcess):
         implementation: "native" for the families of docs/models.md; "transformers" for a folder of any causal language model of that
         package (`pip install 'stepgraph[transformers]'`); "auto" is "native" where it implements the model's config.
         progress: print the memory required, and show a progress bar. record: the file that `stepgraph replay` reads.
-        tensor_parallel: the number of processes, each with a part of every layer; this call starts them.
+        tensor_parallel: the number of processes, each with a part of every layer; this call starts them, unless torchrun did.
         ValueError for a wrong file, field or tensor. Downloads nothing and runs no code of the folder.
         """
         options: dict[str, Any] = {"dtype": dtype, "weights": weights, "feature_layers": feature_layers, "implementation": implementation}

@@ -72,7 +72,7 @@ def _device(name: str, document: Mapping[str, Any], others: Mapping[str, tuple[s
         f"**{document['device']}**, driver {document['driver']}, CUDA {document['cuda']}, Python {document['python']}, {versions}; "
         f"{document['date'][:10]}, commit {document['commit']} ([tools/results/{name}](tools/results/{name})): "
         f"{passed} of {len(document['checks'])} checks passed{'; ' + ', '.join(bad) if bad else ''}{link}. "
-        "How it was run, and what it led to: [tools/results/NOTES.md](tools/results/NOTES.md)."
+        "How it was run, and the changes after it: [tools/results/NOTES.md](tools/results/NOTES.md)."
     )
     yield ""
     yield from _table(("goal", "expected", "found", ""), (_goal(goal) for goal in document["goals"]))

@@ -19,7 +19,7 @@ from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model_call import ModelInput
 from stepgraph.sampling.kernels.operation import ContiguousFloats, DenseFloats, StridedLongs, empty_of, operation
 
-Adapted = Callable[[str, Tensor, Tensor], Tensor]  # the name of a weight, its input and its product -> the result
+ProductHook = Callable[[str, Tensor, Tensor], Tensor]  # the name of a weight, its input and its product -> the result
 
 
 class LoraWeight(NamedTuple):

@@ -166,7 +166,7 @@ class TapeBackend:
         self._device = self._workers.get(_DEVICE)
         self._last_copy: threading.Event | None = None  # at the end of the last copy_aside; refers to no backend, which would then live on
         self._finalizer = weakref.finalize(self, stop_workers, self._workers)
-        self._finalizer.atexit = False  # player._end_threads stops and joins the workers
+        self._finalizer.atexit = False  # at exit `close_at_exit` stops and joins each worker
 
     def capture(
         self, step: Step, buffers: StaticBuffers, *, check: CaptureCheck = "once", between: Between = None, generators: Generators = ()

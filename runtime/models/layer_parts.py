@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from stepgraph.graphs.layers.dense import activate_and_mul, linear, rms_norm
 from stepgraph.graphs.layers.experts import choose_experts, choose_grouped_experts, combine_experts, expert_linear
 from stepgraph.graphs.layers.huge_pages import empty_weight
-from stepgraph.graphs.layers.lora import Adapted
+from stepgraph.graphs.layers.lora import ProductHook
 from stepgraph.runtime.models.llama_config import ExpertsConfig, LatentConfig, LlamaConfig
 
 _EPSILON = 1e-6  # of both norms of latent attention; the config's value is for other norms
@@ -46,7 +46,7 @@ class ExpertMlp(nn.Module):
             self.shared_gate_up = empty_weight(like, 2 * experts.shared_size, config.hidden_size)
             self.shared_down = empty_weight(like, config.hidden_size, experts.shared_size)
 
-    def forward(self, states: Tensor, product_hook: Adapted) -> Tensor:
+    def forward(self, states: Tensor, product_hook: ProductHook) -> Tensor:
         count = self.experts.num_experts
         weights, expert_ids = self._choose(states)
         gated = activate_and_mul(expert_linear(states, expert_ids, self.gate_up, count, self.gate_up_bias), self.activation)
@@ -82,7 +82,7 @@ class LatentProjection(nn.Module):
         self.register_buffer("columns", _head_columns(latent, heads, like.device), persistent=False)
         self.columns: Tensor
 
-    def forward(self, qkv: Tensor, product_hook: Adapted) -> Tensor:
+    def forward(self, qkv: Tensor, product_hook: ProductHook) -> Tensor:
         """[N, 3 * heads * size]: queries, keys and values, the rotated elements of each head first, as `rotate` expects them."""
         query, state, rotated = qkv.split(self.sizes, 1)
         if self.query_norm is not None:

@@ -16,7 +16,7 @@ from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.layers.dense import Residual, activate_and_mul, add_rms_norm, embed_tokens, linear, rms_norm
 from stepgraph.graphs.layers.huge_pages import empty_weight
-from stepgraph.graphs.layers.lora import Adapted, add_lora
+from stepgraph.graphs.layers.lora import ProductHook, add_lora
 from stepgraph.graphs.layers.slot_mapping import rope_and_write_kv, rope_angles
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import cache_specs
@@ -117,7 +117,7 @@ class Llama(LlamaBase):
         features = [layer_inputs[layer] for layer in self.feature_layers]
         return ModelOutput(hidden, torch.cat(features, -1).view(*shape, -1) if features else hidden)
 
-    def product_hook(self, index: int, inputs: ModelInput, buffers: StaticBuffers) -> Adapted:
+    def product_hook(self, index: int, inputs: ModelInput, buffers: StaticBuffers) -> ProductHook:
         """A function of each product of a layer: it adds LoRA adapters."""
         prefix = f"{self.name}_{index}_"
         return unchanged if inputs.lora_slots is None else lambda name, x, product: add_lora(prefix + name, x, product, inputs, buffers)
@@ -170,12 +170,12 @@ class LlamaLayer(nn.Module):
         keys: Tensor,
         values: Tensor,
         next_norm: Tensor,
-        product_hook: Adapted = unchanged,
+        product_hook: ProductHook = unchanged,
     ) -> Residual:
         """normed: the input of attention. next_norm: the weight of the norm after this layer, whose output is returned as `normed`."""
         return self.finish(states, self.attend(normed, rotation, inputs, keys, values, product_hook), next_norm, product_hook)
 
-    def finish(self, states: Tensor, attended: Tensor, next_norm: Tensor, product_hook: Adapted = unchanged) -> Residual:
+    def finish(self, states: Tensor, attended: Tensor, next_norm: Tensor, product_hook: ProductHook = unchanged) -> Residual:
         """The residual connection around attention, the MLP and its residual connection."""
         scales = self.config.norm_epsilon, self.config.norm_offset
         if self.attention_output_norm is not None:
@@ -186,12 +186,12 @@ class LlamaLayer(nn.Module):
             update = rms_norm(update, self.mlp_output_norm, *scales)
         return add_rms_norm(states, update, next_norm, *scales)
 
-    def mlp(self, normed: Tensor, product_hook: Adapted) -> Tensor:
+    def mlp(self, normed: Tensor, product_hook: ProductHook) -> Tensor:
         gated = activate_and_mul(product_hook("gate_up", normed, linear(normed, self.gate_up)), self.config.activation)
         return product_hook("down", gated, linear(gated, self.down))
 
     def attend(
-        self, states: Tensor, rotation: Rotation, inputs: ModelInput, keys: Tensor, values: Tensor, product_hook: Adapted = unchanged
+        self, states: Tensor, rotation: Rotation, inputs: ModelInput, keys: Tensor, values: Tensor, product_hook: ProductHook = unchanged
     ) -> Tensor:
         """The attention output of normalised states."""
         config, heads, kv_heads, size = self.config, self.config.num_heads, self.config.num_kv_heads, self.config.head_size

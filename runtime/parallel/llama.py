@@ -13,7 +13,7 @@ from torch import Tensor
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.layers.dense import Residual
 from stepgraph.graphs.layers.huge_pages import empty_weight
-from stepgraph.graphs.layers.lora import Adapted
+from stepgraph.graphs.layers.lora import ProductHook
 from stepgraph.graphs.layers.parallel import RankGroups, sum_over_ranks
 from stepgraph.graphs.layers.quantised import Grouped, pack
 from stepgraph.graphs.layers.vocabulary_shard import VocabularyShard, rank_slice
@@ -44,7 +44,7 @@ class ShardedLayer(LlamaLayer):
         sums, between = self._groups.sums, self.attention_output_norm is not None or self.experts is not None or self.config.norm_offset
         return None if sums is None or between else sums.fused_add_rms_norm
 
-    def finish(self, states: Tensor, attended: Tensor, next_norm: Tensor, product_hook: Adapted = unchanged) -> Residual:
+    def finish(self, states: Tensor, attended: Tensor, next_norm: Tensor, product_hook: ProductHook = unchanged) -> Residual:
         if (fused := self.fused) is None:
             return super().finish(states, attended, next_norm, product_hook)
         states, normed = fused(states, attended, self.mlp_norm, self.config.norm_epsilon)
@@ -62,7 +62,7 @@ class ShardedLayers(Llama):
             if layer.experts is not None:  # every rank has some rows of each expert, and the whole router
                 layer.experts.register_forward_hook(lambda module, inputs, found: sum_over_ranks.out(found, ranks.groups.current))
 
-    def product_hook(self, index: int, inputs: ModelInput, buffers: StaticBuffers) -> Adapted:
+    def product_hook(self, index: int, inputs: ModelInput, buffers: StaticBuffers) -> ProductHook:
         layer = self.layers[index]
         assert isinstance(layer, ShardedLayer)
         return self._summed if layer.fused is None else unchanged

@@ -106,7 +106,7 @@ def test_rows_with_different_draft_limits_keep_the_distribution() -> None:
     assert float(least_chance(law).min()) > RARE
 
 
-Judge = Callable[..., tuple[Tensor, Tensor]]
+Verify = Callable[..., tuple[Tensor, Tensor]]
 
 
 class TestControls:
@@ -114,29 +114,29 @@ class TestControls:
 
     SETTINGS = (of(), of(good=False), of(masked=True, top_k=3), of(temperature=0.0))
 
-    def check_detected(self, monkeypatch: pytest.MonkeyPatch, wrong: Callable[[Judge], Judge]) -> None:
+    def check_detected(self, monkeypatch: pytest.MonkeyPatch, wrong: Callable[[Verify], Verify]) -> None:
         run_references(monkeypatch)
         monkeypatch.setattr(rejection, "exact_rejection", wrong(rejection.exact_rejection))
         assert (least_chance(ProposedLaw(2, self.SETTINGS)) < RARE).tolist() == [True, True, True, False]
 
     def test_draft_verified_as_uniformly_sampled(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def wrong(real: Judge) -> Judge:
+        def wrong(real: Verify) -> Verify:
             return lambda probs, draft_probs, *others: real(probs, torch.full_like(draft_probs, 1 / TOKENS), *others)
 
         self.check_detected(monkeypatch, wrong)
 
     def test_draft_verified_as_sampled_from_the_target(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def wrong(real: Judge) -> Judge:
+        def wrong(real: Verify) -> Verify:
             return lambda probs, draft_probs, *others: real(probs, probs[:, :-1].contiguous(), *others)
 
         self.check_detected(monkeypatch, wrong)
 
     def test_replacement_that_may_equal_the_rejected_draft(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def wrong(real: Judge) -> Judge:
-            def judge(probs: Tensor, draft_probs: Tensor, finite: Tensor, drafts: Tensor, count: Tensor, *others: Any) -> Any:
+        def wrong(real: Verify) -> Verify:
+            def verify(probs: Tensor, draft_probs: Tensor, finite: Tensor, drafts: Tensor, count: Tensor, *others: Any) -> Any:
                 _, held = real(probs, draft_probs, finite, drafts, count, *others)
                 return real(probs, draft_probs, finite, drafts, held, *others)  # as if there were no further drafts
 
-            return judge
+            return verify
 
         self.check_detected(monkeypatch, wrong)

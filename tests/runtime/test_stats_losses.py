@@ -43,11 +43,11 @@ def test_loss_of_each_kind_of_round(arguments: Any, loss: LossCause | None) -> N
     assert loss_cause(requested, result) == loss
 
 
-class Judge:
+class LossOracle:
     """Reads the drafts before each round, and determines the loss with its own matcher."""
 
     def __init__(self, engine: Engine) -> None:
-        self.engine, self.seen, self.judged = engine, dict[int, tuple[int, list[int]]](), list[LossCause | None]()
+        self.engine, self.seen, self.expected_causes = engine, dict[int, tuple[int, list[int]]](), list[LossCause | None]()
         self.real_launch, self.real_record = engine._in_flight.launch, engine._scheduler.record
         vars(engine._in_flight)["launch"], vars(engine._scheduler)["record"] = self.launch, self.record
 
@@ -75,7 +75,7 @@ class Judge:
             else:
                 expected = self.undrafted(job.constraint, offered)
         assert loss_cause(job.num_speculative_tokens, result) == expected, f"{offered} of {drafts}, {accepted} held, then {tokens}"
-        self.judged.append(expected)
+        self.expected_causes.append(expected)
         return event
 
     def undrafted(self, constraint: Constraint | None, offered: int) -> LossCause:
@@ -108,13 +108,13 @@ class Judge:
 def test_losses_agree_with_an_independent_matcher(drafter: str, draft_masks: bool, forced: bool, causes: set[LossCause | None]) -> None:
     setup = Setup(3, draft_masks, drafter, rounds_in_flight=1, asynchronous=False, forced_drafts=forced, eager=True)
     with make_engine(setup) as engine:
-        judge = Judge(engine)
+        oracle = LossOracle(engine)
         tokens = run(engine)
         drafting = engine.stats().drafting
         counted = {loss: getattr(drafting, loss.value) for loss in LossCause}
-        assert (drafting.full, drafting.rounds) == (judge.judged.count(None), len(judge.judged))
-        assert counted == {loss: judge.judged.count(loss) for loss in LossCause}
-        assert set(judge.judged) == causes, "every cause occurs"
+        assert (drafting.full, drafting.rounds) == (oracle.expected_causes.count(None), len(oracle.expected_causes))
+        assert counted == {loss: oracle.expected_causes.count(loss) for loss in LossCause}
+        assert set(oracle.expected_causes) == causes, "every cause occurs"
         assert engine.stats().tokens == tokens
         check_invariants(engine.stats())
 

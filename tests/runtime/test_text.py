@@ -40,14 +40,14 @@ def folder_of(tmp_path: Path, kind: str = "byte level", **fields: Any) -> Path:
     return tmp_path
 
 
-def judge(folder: Path, **options: str) -> Any:
+def hf_tokenizer(folder: Path, **options: str) -> Any:
     return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, **options)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in TOKENIZERS if kind != "unigram"])
 def test_encode_agrees_with_transformers_and_decodes_back(tmp_path: Path, kind: str) -> None:
     codec = TextCodec.open(folder_of(tmp_path, kind))
-    tokenizer = judge(tmp_path)
+    tokenizer = hf_tokenizer(tmp_path)
     for text in TEXTS:
         ids = codec.encode(text)
         assert ids == tokenizer(text)["input_ids"]
@@ -59,7 +59,7 @@ def test_encode_agrees_with_transformers_and_decodes_back(tmp_path: Path, kind: 
 @pytest.mark.parametrize("tools", [None, TOOLS])
 def test_chat_agrees_with_transformers(tmp_path: Path, name: str, tools: Any) -> None:
     codec = TextCodec.open(folder_of(tmp_path, chat_template=TEMPLATES[name]))
-    tokenizer = judge(tmp_path)
+    tokenizer = hf_tokenizer(tmp_path)
     for answer in (True, False):
         expected = tokenizer.apply_chat_template(MESSAGES, tools=tools, add_generation_prompt=answer, tokenize=True)
         assert codec.chat(MESSAGES, tools, answer) == list(expected["input_ids"])
@@ -222,7 +222,7 @@ def test_other_gguf_tokenizers_are_read_by_transformers(tmp_path: Path, monkeypa
 def test_real_gguf_agrees_with_transformers() -> None:
     """Except for blanks before digits: the file makes digits single tokens, which transformers ignores."""
     path = gguf_path()
-    codec, tokenizer = TextCodec.open(path), judge(path.parent, gguf_file=path.name)
+    codec, tokenizer = TextCodec.open(path), hf_tokenizer(path.parent, gguf_file=path.name)
     texts = [text for text in (Path(__file__).parent.parent.parent / "README.md").read_text(encoding="utf-8").split("\n\n") if text]
     assert [codec.encode(text) for text in texts] == [tokenizer(text)["input_ids"] for text in texts]
     assert codec.chat(MESSAGES) == list(tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, tokenize=True)["input_ids"])

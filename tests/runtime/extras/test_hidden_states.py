@@ -80,11 +80,11 @@ def test_saved_states_equal_one_pass_over_the_text(tmp_path: Path, k: int, switc
     texts = {tuple(text.token_ids.tolist()): text for text in saved}
     assert {(*job.prompt_ids, *job.tokens) for job in jobs} == set(texts)
     assert saved.lengths == [len(text.token_ids) for text in saved]
-    judged = hf_model("smollm2").model
+    reference = hf_model("smollm2").model
     for job in jobs:
         text = texts[tuple([*job.prompt_ids, *job.tokens])]
         with torch.no_grad():
-            expected = judged(text.token_ids[None, :-1], output_hidden_states=True).hidden_states
+            expected = reference(text.token_ids[None, :-1], output_hidden_states=True).hidden_states
         assert text.prompt_length == len(job.prompt_ids)
         torch.testing.assert_close(text.features, torch.cat([expected[layer][0] for layer in FEATURE_LAYERS], -1), rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(text.hidden, expected[-1][0], rtol=1e-4, atol=1e-4)

@@ -41,7 +41,7 @@ def gguf_path() -> Path:
 
 
 @pytest.fixture(scope="module")
-def judged() -> tuple[Any, list[list[int]]]:
+def reference() -> tuple[Any, list[list[int]]]:
     """The model as loaded by transformers, and prompts in its chat format."""
     path = gguf_path()
     options = {"gguf_file": path.name, "local_files_only": True}
@@ -62,9 +62,9 @@ def decode(engine: Engine, prompts: list[list[int]], **options: Any) -> list[Any
 
 
 @pytest.mark.parametrize("k", [0, 3])
-def test_greedy_tokens_equal_a_computation_without_cache(judged: tuple[Any, list[list[int]]], k: int) -> None:
+def test_greedy_tokens_equal_a_computation_without_cache(reference: tuple[Any, list[list[int]]], k: int) -> None:
     """Each token is the most likely one in a single pass over the whole text without a cache."""
-    model, prompts = judged
+    model, prompts = reference
     checkpoint = open_checkpoint(gguf_path(), torch.float32)
     target = checkpoint.load("cpu")
     config = EngineConfig(max_rows=5, num_speculative_tokens=k, draft_length=k, max_length=288, greedy_only=True, buckets=(5,))
@@ -92,9 +92,9 @@ REPEATED = """def read_rows(path):
 """
 
 
-def test_look_up_drafts_copied_code(judged: tuple[Any, list[list[int]]]) -> None:
+def test_look_up_drafts_copied_code(reference: tuple[Any, list[list[int]]]) -> None:
     """Code repeated with a changed name: look-up gives several tokens per round and does not change the text."""
-    model, _ = judged
+    model, _ = reference
     checkpoint = open_checkpoint(gguf_path(), torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(gguf_path().parent, gguf_file=gguf_path().name, local_files_only=True)
     question = f"Repeat this code exactly, but rename rows to people:\n{REPEATED}"
@@ -113,15 +113,15 @@ def test_look_up_drafts_copied_code(judged: tuple[Any, list[list[int]]]) -> None
 
 def test_vocabulary_equals_transformers() -> None:
     path = gguf_path()
-    judge = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
     table = Vocabulary.from_gguf(path)
-    assert differences(table, lambda ids: str(judge.decode(ids, clean_up_tokenization_spaces=False))) == 0
-    other = Vocabulary.from_tokenizer(judge)
+    assert differences(table, lambda ids: str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))) == 0
+    other = Vocabulary.from_tokenizer(tokenizer)
     assert (table.tokens, table.stop_token_ids, table.non_text_ids) == (other.tokens, other.stop_token_ids, other.non_text_ids)
 
 
-def test_texts_obey_their_grammar(judged: tuple[Any, list[list[int]]]) -> None:
-    _, prompts = judged
+def test_texts_obey_their_grammar(reference: tuple[Any, list[list[int]]]) -> None:
+    _, prompts = reference
     with Engine.from_pretrained(
         gguf_path(), config=EngineConfig(max_rows=2, num_speculative_tokens=0, max_length=256, greedy_only=True)
     ) as engine:

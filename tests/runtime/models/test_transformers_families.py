@@ -66,7 +66,7 @@ VARIES = ("Mixtral", "Qwen3Moe", "GptOss", "Olmoe", "DeepseekV3", "Glm4Moe")
 
 
 @functools.cache
-def judge(family: str) -> Any:
+def family_model(family: str) -> Any:
     """A model with random weights whose products keep the magnitude of their input."""
     kind = getattr(transformers, f"{family}ForCausalLM")
     torch.manual_seed(len(family))
@@ -90,7 +90,9 @@ def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def chosen(family: str, vocabulary: Vocabulary, prompt: list[int], tokens: list[int], constraint: Constraint | None = None) -> list[int]:
     """What greedy decoding chooses after the prompt and each prefix of `tokens`, from one pass over the whole text."""
     with torch.no_grad():
-        logits = judge(family)(torch.tensor([prompt + tokens]), use_cache=False).logits[0, len(prompt) - 1 : -1, : len(vocabulary.tokens)]
+        logits = family_model(family)(torch.tensor([prompt + tokens]), use_cache=False).logits[
+            0, len(prompt) - 1 : -1, : len(vocabulary.tokens)
+        ]
     if constraint is not None:
         matcher, masks = GrammarCompiler(vocabulary).compile(constraint).matcher(), torch.zeros(1, vocabulary.mask_words, dtype=torch.int32)
         for position, token in enumerate(tokens):
@@ -104,7 +106,7 @@ def chosen(family: str, vocabulary: Vocabulary, prompt: list[int], tokens: list[
 @pytest.mark.parametrize("family", FAMILIES)
 def test_texts_equal_eager_transformers(family: str, parent: Path) -> None:
     """Prompts in chunks, a batch of three, look-up drafts, with and without a grammar."""
-    folder = save(judge(family), parent / family)
+    folder = save(family_model(family), parent / family)
     with Engine.from_pretrained(folder, "ngram", config=CONFIG, implementation="transformers") as engine:
         vocabulary = open_target(folder).vocabulary
         accepted = 0
@@ -120,7 +122,7 @@ def test_texts_equal_eager_transformers(family: str, parent: Path) -> None:
 def test_bits_are_independent_of_chunking_and_batch(family: str, parent: Path) -> None:
     """Not for models with experts, whose products are not those of nn.Linear."""
     folder = parent / family
-    model = open_transformers(folder if folder.exists() else save(judge(family), folder)).load("cpu")
+    model = open_transformers(folder if folder.exists() else save(family_model(family), folder)).load("cpu")
     assert model.batch_invariant == (family not in VARIES)
     if not model.batch_invariant:
         return
@@ -144,7 +146,7 @@ def test_bits_are_independent_of_chunking_and_batch(family: str, parent: Path) -
 )
 def test_equivalent_modules_are_replaced(family: str, layers: int, attentions: int, mlps: int, parent: Path) -> None:
     folder = parent / family
-    model = open_transformers(folder if folder.exists() else save(judge(family), folder)).load("cpu")
+    model = open_transformers(folder if folder.exists() else save(family_model(family), folder)).load("cpu")
     found = [type(module) for module in model.modules()]
     assert [found.count(kind) for kind in (Layer, Attention, GatedMlp)] == [layers, attentions, mlps]
 
@@ -152,7 +154,7 @@ def test_equivalent_modules_are_replaced(family: str, layers: int, attentions: i
 @pytest.mark.parametrize("family", ["Gemma2", "Olmoe"])
 def test_a_family_drafts_for_another(family: str, parent: Path) -> None:
     """Most drafts of a model with the same weights are accepted, few of another model."""
-    folders = [save(judge(each), parent / f"{each} of {family}") for each in (family, "Granite")]
+    folders = [save(family_model(each), parent / f"{each} of {family}") for each in (family, "Granite")]
     for folder, right in zip(folders, (True, False), strict=True):
         with Engine.from_pretrained(folders[0], folder, config=CONFIG) as engine:
             assert sum(" of transformers" in note for note in engine.capture().notes) == 2

@@ -84,15 +84,15 @@ def test_logits_equal_transformers_at_every_step(family: str, implementation: st
     opened_draft.check()
     draft = opened_draft.load(opened.load("cpu"), "cpu")
     assert isinstance(draft, Mtp if implementation == NATIVE else TransformersMtp)
-    judge = type(open_transformers(folder).meta_model).from_pretrained(folder)
+    hf_model = type(open_transformers(folder).meta_model).from_pretrained(folder)
     drafts = DRAFTS if count == 1 else DRAFTS[:, :1]
     with torch.no_grad():
-        features = judge.model(tokens, use_cache=False).last_hidden_state[:, :-1]
+        features = hf_model.model(tokens, use_cache=False).last_hidden_state[:, :-1]
         drafting = CachedDraft(draft, HIDDEN, k=drafts.shape[1] + 1)
         logits, last = drafting.read(tokens, features, 9)
         chain = drafting.draft(tokens.shape[1], drafts, last)
         for row in range(2):
-            whole, *after = reference(folder, judge, features[row], tokens[row].tolist(), drafts[row].tolist())
+            whole, *after = reference(folder, hf_model, features[row], tokens[row].tolist(), drafts[row].tolist())
             torch.testing.assert_close(logits[row, 1:], whole, rtol=1e-4, atol=1e-4)
             torch.testing.assert_close(torch.stack([each[row] for each in chain]), torch.stack(after), rtol=1e-4, atol=1e-4)
 

@@ -62,10 +62,10 @@ def test_process_equals_plain_functions(constrained: bool, own: int) -> None:
             masked[shut] = -math.inf
         settings = RowSettings._make([*(table[case.rows] for table in case.settings[:-1]), case.settings.generated])
         logits = processors.apply_settings(masked, settings, case.before, case.first, case.ids)
-        judged = processors.mark_dead_ends(status, masked.amax(-1).isfinite(), logits)
+        expected = processors.mark_dead_ends(status, masked.amax(-1).isfinite(), logits)
         found = kernels.process(*case)
         torch.testing.assert_close(found.logits, logits, rtol=0, atol=0, equal_nan=True)
-        assert torch.equal(found.finite, judged.finite) and torch.equal(found.status, judged.status)
+        assert torch.equal(found.finite, expected.finite) and torch.equal(found.status, expected.status)
 
 
 def test_arguments_of_wrong_shapes_are_refused() -> None:

@@ -112,7 +112,7 @@ def test_interrupted_collection_resumes(tmp_path: Path) -> None:
         assert torch.equal(one.features, two.features) and torch.equal(one.hidden, two.hidden) and one.prompt_length == 1
 
 
-class Lesson(NamedTuple):
+class TrainingCase(NamedTuple):
     """Training data: answers of a tiny target whose next token is often the successor of the last."""
 
     checkpoint: Checkpoint
@@ -130,19 +130,19 @@ class Lesson(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def lesson(tmp_path_factory: pytest.TempPathFactory) -> Lesson:
+def case(tmp_path_factory: pytest.TempPathFactory) -> TrainingCase:
     checkpoint = open_checkpoint(folder_of("llama-3.1", lean=True))
     folder = tmp_path_factory.mktemp("states")
     made = torch.Generator().manual_seed(0)
     prompts = dict.fromkeys(tuple(torch.randint(4, 100, (6,), generator=made).tolist()) for _ in range(70))
-    return Lesson(checkpoint, save_answers(checkpoint.load("cpu", (0, 2, 4)), checkpoint.vocabulary, prompts, 20, 0.0, folder))
+    return TrainingCase(checkpoint, save_answers(checkpoint.load("cpu", (0, 2, 4)), checkpoint.vocabulary, prompts, 20, 0.0, folder))
 
 
 @pytest.mark.parametrize(("kind", "margin"), [("eagle3", 0.25), pytest.param("mtp", 1.0, marks=pytest.mark.soak)])
-def test_training_raises_acceptance(lesson: Lesson, tmp_path: Path, kind: str, margin: float) -> None:
+def test_training_raises_acceptance(case: TrainingCase, tmp_path: Path, kind: str, margin: float) -> None:
     """Measured in the engine on held-out texts; `margin` in tokens per round."""
-    trainer = lesson.trainer(kind)
-    target, vocabulary, prompts = trainer.head.target, lesson.checkpoint.vocabulary, trainer.data.prompts(8, 64)
+    trainer = case.trainer(kind)
+    target, vocabulary, prompts = trainer.head.target, case.checkpoint.vocabulary, trainer.data.prompts(8, 64)
     before = measure(target, trainer.head.drafter(), vocabulary, prompts, 3, 16)
     assert trainer.train(tmp_path / "checkpoint.safetensors", every=1000)
     after = measure(target, trainer.head.drafter(), vocabulary, prompts, 3, 24)
@@ -154,13 +154,13 @@ def test_training_raises_acceptance(lesson: Lesson, tmp_path: Path, kind: str, m
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_resume_is_bit_exact(lesson: Lesson, tmp_path: Path, dtype: str) -> None:
+def test_resume_is_bit_exact(case: TrainingCase, tmp_path: Path, dtype: str) -> None:
     checkpoint = tmp_path / "checkpoint.safetensors"
     options: dict[str, Any] = {"steps": 7, "dtype": dtype, "draft_vocab": 100, "kind": "eagle3"}
-    whole = lesson.trainer(**options)
+    whole = case.trainer(**options)
     assert whole.train(tmp_path / "other.safetensors", every=2)
     for stop in (0, 3, 4, 7):
-        part = lesson.trainer(**options)
+        part = case.trainer(**options)
         if checkpoint.exists():
             part.resume(checkpoint)
         assert part.train(checkpoint, every=1000, stop=lambda part=part, stop=stop: part.step >= stop) == (stop == 7)  # type: ignore[misc]
@@ -169,7 +169,7 @@ def test_resume_is_bit_exact(lesson: Lesson, tmp_path: Path, dtype: str) -> None
     assert all(torch.equal(parameter, theirs[name]) for name, parameter in ours.items())
     saved, others = load_file(checkpoint), load_file(tmp_path / "other.safetensors")
     assert saved.keys() == others.keys() and all(torch.equal(tensor, others[name]) for name, tensor in saved.items())
-    other = lesson.trainer(**{**options, "seed": 1})
+    other = case.trainer(**{**options, "seed": 1})
     with pytest.raises(ValueError, match=r"checkpoint.safetensors: belongs to another plan: seed 0 -> 1; expected the same flags"):
         other.resume(checkpoint)
     checkpoint.write_bytes(checkpoint.read_bytes()[:1000])
@@ -177,14 +177,14 @@ def test_resume_is_bit_exact(lesson: Lesson, tmp_path: Path, dtype: str) -> None
         whole.resume(checkpoint)
 
 
-def test_loss_counts_answer_tokens_only(lesson: Lesson) -> None:
+def test_loss_counts_answer_tokens_only(case: TrainingCase) -> None:
     """Every position of a batch against the texts: input token, predicted state, and whether it belongs to an answer."""
-    trainer = lesson.trainer("eagle3")
+    trainer = case.trainer("eagle3")
     indices = trainer.data.training[:5]
     batch = trainer.data.batch(indices)
     start = first = grown = 0
     for number, index in enumerate(indices):
-        text = lesson.states[index]
+        text = case.states[index]
         ids = text.token_ids.tolist()
         begin = batch.chain_starts[number]
         for pair in range(len(ids) - 2):
@@ -199,27 +199,27 @@ def test_loss_counts_answer_tokens_only(lesson: Lesson) -> None:
                     assert int(batch.tokens[step][chain if step else start + pair]) == ids[pair + 1 + step]
                     assert torch.equal(batch.hidden[batch.label_indices[step][chain]], text.hidden[foreseen])
         start, first, grown = start + len(ids) - 2, first + len(ids) - 1, grown + len(ids) - 2 - begin
-    assert batch.lengths == tuple(lesson.states.lengths[index] - 2 for index in indices) and len(batch.hidden) == first
+    assert batch.lengths == tuple(case.states.lengths[index] - 2 for index in indices) and len(batch.hidden) == first
     assert len(batch.loss_masks[0]) == len(batch.label_indices[2]) == len(batch.tokens[1]) == grown < start
     assert not set(trainer.data.training) & set(trainer.data.held_out)
 
 
-def test_the_loss_is_cross_entropy_against_the_targets_distribution(lesson: Lesson) -> None:
+def test_the_loss_is_cross_entropy_against_the_targets_distribution(case: TrainingCase) -> None:
     """Reference in float64, position by position, over the whole vocabulary."""
-    trainer = lesson.trainer("eagle3", draft_vocab=100)
+    trainer = case.trainer("eagle3", draft_vocab=100)
     head, batch = trainer.head, trainer.data.batch(trainer.data.training[:3])
     proposed = head.d2t.tolist()
     with torch.no_grad():
-        judged = trainer.compute_loss(batch)
+        found = trainer.compute_loss(batch)
         embedded = [embed(head.target, tokens) for tokens in batch.tokens]
         outputs = [hidden @ head.rows.T for hidden in unroll(head.trainable, batch.features, embedded, batch.lengths, batch.chain_starts)]
-        targets = head.target.logits(batch.hidden)[:, : len(lesson.checkpoint.vocabulary.tokens)].double().softmax(-1)
+        targets = head.target.logits(batch.hidden)[:, : len(case.checkpoint.vocabulary.tokens)].double().softmax(-1)
     for step in range(3):
         lost, hits, positions = 0.0, 0, batch.loss_masks[step].nonzero().flatten().tolist()
         for index in positions:
             target, output = targets[batch.label_indices[step][index]], outputs[step][index].double().log_softmax(-1)
             lost -= sum(float(target[token] * output[index]) for index, token in enumerate(proposed))
             hits += proposed[int(output.argmax())] == int(target.argmax())
-        assert float(judged.losses[step]) == pytest.approx(lost / len(positions), rel=1e-4)
-        assert float(judged.hits[step]) == pytest.approx(hits / len(positions))
-    assert float(judged.loss) == pytest.approx(sum(0.8**step * float(judged.losses[step]) for step in range(3)) / (1 + 0.8 + 0.64))
+        assert float(found.losses[step]) == pytest.approx(lost / len(positions), rel=1e-4)
+        assert float(found.hits[step]) == pytest.approx(hits / len(positions))
+    assert float(found.loss) == pytest.approx(sum(0.8**step * float(found.losses[step]) for step in range(3)) / (1 + 0.8 + 0.64))

@@ -65,7 +65,7 @@ def test_random_texts_satisfy_their_schemas(part: int) -> None:
     schemas: list[Any] = [group.schema for group in groups() if isinstance(group.schema, dict) and group.file != "pattern"]
     others = [*(case[0] for case in VALID), *SHAPES, *COMBINED * 3]
     schemas += [schema for schema in others if not schema.keys() & {"pattern", "nullable"}]  # nullable is a keyword of OpenAPI
-    random, judged = Random(17), 0
+    random, num_compared = Random(17), 0
     for schema in schemas[part::3]:
         try:
             matcher = matcher_of(Constraint.json_schema(schema))
@@ -77,14 +77,14 @@ def test_random_texts_satisfy_their_schemas(part: int) -> None:
             text = walked(matcher, random)
             if text is not None and not re.search(rb"[eE][+-]?\d{5}", text):  # Decimal has no larger exponents
                 validator.validate(json.loads(text, parse_float=Decimal))
-                judged += 1
-    assert judged > 133  # of more than 400 in the three parts
+                num_compared += 1
+    assert num_compared > 133  # of more than 400 in the three parts
 
 
 @needs_c
 def test_language_is_that_of_the_automaton() -> None:
     """Texts of the automaton and mutations of them: a letter left out, doubled or replaced."""
-    random, judged = Random(5), 0
+    random, num_compared = Random(5), 0
     automata = GrammarCompiler(BYTES, max_threads=1, backend="automaton")
     strings: list[Any] = [{**STRING, "format": name} for name in ("date", "ipv6", "email", "uri")]
     strings += [{**STRING, "pattern": pattern} for pattern in ("^(ab|c)*d$", "a.*b$", "(?!a)[ab]{2}", '"')]
@@ -104,9 +104,9 @@ def test_language_is_that_of_the_automaton() -> None:
                     at = random.randrange(len(changed))
                     changed[at : at + 1] = random.choice([b"", changed[at : at + 1] * 2, bytes([random.choice(text)])])
                     for tried in (text, bytes(changed)):
-                        judged += 1
+                        num_compared += 1
                         assert takes_bytes(theirs, tried) == takes_bytes(ours, tried), (schema, tried)
-    assert judged > 1000
+    assert num_compared > 1000
 
 
 def takes_bytes(compiled: CompiledConstraint, text: bytes) -> bool:

@@ -44,7 +44,7 @@ REFUSED = {entry["name"]: entry for entry in WRITTEN if "refused" in entry}
 SOURCES = Path(reader.__file__).parent
 
 
-def judge(schema: Any) -> Any:
+def validator_of(schema: Any) -> Any:
     found = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
     exact = json.loads(json.dumps(schema, default=float), parse_float=Decimal)
     return found(exact, format_checker=found.FORMAT_CHECKER)
@@ -86,7 +86,7 @@ def test_each_keyword_and_draft_has_a_schema() -> None:
 @pytest.mark.parametrize("name", ENFORCED)
 def test_instances_are_accepted_as_by_jsonschema(name: str) -> None:
     schema, tests = ENFORCED[name]["schema"], ENFORCED[name]["tests"]
-    compiled, validator = compiled_of(schema, objects="standard"), judge(schema)
+    compiled, validator = compiled_of(schema, objects="standard"), validator_of(schema)
     for test in tests:
         assert validator.is_valid(test["data"]) == test["valid"], test
         value = json.loads(json.dumps(test["data"], default=float))
@@ -117,7 +117,7 @@ def test_random_texts_are_valid(objects: Any, walks: int, positions: int) -> Non
     draw, words, finished, walked = random.Random(11), torch.zeros(1, BYTES.mask_words, dtype=torch.int32), 0, 0
     for name, entry in ENFORCED.items():
         text = schema_grammar(entry["schema"], Options(objects=objects))
-        grammar, validator = COMPILER.compile(Constraint.ebnf(text)), judge(entry["schema"])
+        grammar, validator = COMPILER.compile(Constraint.ebnf(text)), validator_of(entry["schema"])
         for _ in range(walks):
             found = walk(grammar.matcher(), draw, words)
             walked += MAX_WALK if found is None else len(found) + 1
