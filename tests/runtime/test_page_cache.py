@@ -41,7 +41,7 @@ def test_second_request_reuses_the_prefix(draft: str) -> None:
         assert engine.stats().reused_tokens == sum(cached)
 
 
-class Vouched(ToyTarget):
+class WritingTarget(ToyTarget):
     """Attention has no keys if all positions of a call are inert."""
 
     def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:
@@ -51,7 +51,7 @@ class Vouched(ToyTarget):
 
 def test_prefill_past_a_shared_prefix_with_chunks_of_one_token() -> None:
     """After shared pages, a draft's first chunk has at least two positions, since the first is not written."""
-    target = Vouched(VOCABULARY.logits_width, seed=3, biases={STOP: 2.0})  # otherwise as TARGET
+    target = WritingTarget(VOCABULARY.logits_width, seed=3, biases={STOP: 2.0})  # otherwise as TARGET
     config = replace(CONFIG, greedy_only=True, prefill_chunk=1)
     with Engine(target, ToyDraft(target), vocabulary=VOCABULARY, config=config, backend=TapeBackend()) as engine:
         engine.capture()
