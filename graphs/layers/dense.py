@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from stepgraph.graphs.layers.quantised import quantised_product, quantised_rows
+from stepgraph.graphs.layers.quantised import MAX_INNER, quantised_product, quantised_rows
 from stepgraph.graphs.layers.reference import matrix_product, sigmoid
 from stepgraph.sampling.kernels.c_kernel import same_float_type
 from stepgraph.sampling.kernels.operation import ContiguousFloats, empty_as, empty_of, operation
@@ -19,7 +19,7 @@ from stepgraph.sampling.kernels.operation import ContiguousFloats, empty_as, emp
 def _c_supports_product(states: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     others = [each for each in (weight, bias) if each is not None]
     dense = states.dim() == 2 and states.stride(-1) == 1 and all(each.is_contiguous() for each in others)
-    return dense and same_float_type(states, *others)
+    return dense and states.shape[1] <= MAX_INNER and same_float_type(states, *others)
 
 
 @operation(lambda states, weight, *_: empty_of((len(states), len(weight)), states), triton=True, c=True, supports=_c_supports_product)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.buffers import StaticBuffers
+from stepgraph.graphs.layers.quantised import MAX_INNER
 from stepgraph.graphs.layers.reference import MIN_PRODUCT_ROWS
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model_call import ModelInput
@@ -48,7 +49,11 @@ def lora_specs(weights: Mapping[str, LoraWeight], limits: Limits, dtype: torch.d
         yield BufferSpec(f"{name}_up", (slots, *weight.up_shape(rank)), dtype)
 
 
-@operation(lambda states, _, weights, *__: empty_of((len(states), weights.shape[1]), states), triton=True, c=True)
+def _c_supports(states: Tensor, *_: object) -> bool:
+    return states.shape[1] <= MAX_INNER
+
+
+@operation(lambda states, _, weights, *__: empty_of((len(states), weights.shape[1]), states), triton=True, c=True, supports=_c_supports)
 def slot_product(states: DenseFloats, slots: StridedLongs, weights: ContiguousFloats, base: ContiguousFloats | None = None) -> Tensor:
     """Products with one of several weights: [N, in] by [slots, out, in] -> [N, out], plus `base` [N, out].
 

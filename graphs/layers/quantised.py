@@ -18,6 +18,7 @@ from stepgraph.sampling.kernels.operation import ContiguousFloats, DenseFloats, 
 
 TILE = 16  # columns
 _MAX_BLOCKS = 1024  # as in quantised.h
+MAX_INNER = 1 << 16  # STATE_BYTES of kernels.h, in float32
 
 
 class QuantKind(NamedTuple):
@@ -159,7 +160,8 @@ def unpack(packed: Tensor) -> Tensor:
 
 
 def c_supports_weight(weight: Tensor) -> bool:
-    return weight.dtype is torch.uint8 and weight.is_contiguous() and weight.shape[1] * kind_of(weight).together <= _MAX_BLOCKS
+    fits = weight.dtype is torch.uint8 and weight.is_contiguous()
+    return fits and weight.shape[1] * kind_of(weight).together <= _MAX_BLOCKS and inner_size(weight) <= MAX_INNER
 
 
 def _c_supports(states: Tensor, weight: Tensor, *_: object) -> bool:

@@ -4,7 +4,13 @@
 
 #include "native.h"
 
-enum { MAX_HEAD_SIZE = 256 };
+enum { MAX_HEAD_SIZE = 256, STATE_BYTES = 1 << 18 }; /* STATE_BYTES: of converted states, on the stack; see MAX_INNER in quantised.py */
+
+/* How many of up to `rows` rows with `bytes` of converted states are converted at once. */
+INLINED int64_t fitting_rows(int64_t rows, int64_t bytes) {
+    while (rows * bytes > STATE_BYTES) rows--;
+    return rows;
+}
 
 typedef struct {
     const void *states, *weight, *bias; /* [rows, inner], rows `step` elements apart; [outer, inner]; [outer] or NULL */
@@ -13,7 +19,9 @@ typedef struct {
     int64_t rows, inner, outer, step, bfloat16;
 } product_call;
 
-void product_by_pairs(const product_call *call, int64_t first, int64_t end); /* bfloat16, columns [first, end) */
+/* Blocks of columns, with vectors of 64 bytes and by pairs of bfloat16. */
+void product_by_wide_vectors(const void *call, int64_t first, int64_t last);
+void product_by_pairs(const void *call, int64_t first, int64_t last);
 
 /* Calls `run` for the rows of each expert, up to GATHERED_ROWS of them at once, adjacent: a weight is read once for all. places: the output
    row of each. args: states [choices / per_state, inner]; experts [choices]; weights of all experts, one after the other; experts;
@@ -118,14 +126,30 @@ INLINED float power_of_e(float x) {
     return sum;
 }
 
+/* LANES float32 numbers: one vector in files for processors with vectors of 64 bytes, which define WIDE_VECTORS, and two in others. GCC
+   keeps vectors that are wider than a register in memory. */
+#ifdef WIDE_VECTORS
+enum { PARTS = 1 };
+#else
+enum { PARTS = 2 };
+#endif
+typedef float part __attribute__((vector_size(LANES / PARTS * 4), aligned(2)));
+typedef int32_t int_part __attribute__((vector_size(LANES / PARTS * 4), aligned(2)));
+typedef uint32_t word_part __attribute__((vector_size(LANES / PARTS * 4), aligned(2)));
+typedef uint16_t half_part __attribute__((vector_size(LANES / PARTS * 2), aligned(2)));
+
 #ifdef __clang__
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
-#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (ints){__VA_ARGS__})
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (int_part){__VA_ARGS__})
 #endif
 
-/* Writes the sum of each of sixteen vectors to a lane of the first. Each step adds the halves of two vectors. */
-INLINED void sum_lanes(lanes *sums) {
+/* The sum of the parts of LANES numbers. */
+INLINED part joined(const part parts[PARTS]) { return PARTS == 1 ? parts[0] : parts[0] + parts[PARTS - 1]; }
+
+/* Writes the sum of each of sixteen vectors to the first LANES numbers. Each step adds the halves of two vectors. */
+INLINED void sum_lanes(part sums[LANES]) {
+#ifdef WIDE_VECTORS
     for (int i = 0; i < 8; i++)
         sums[i] = SHUFFLE(sums[i], sums[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
                   SHUFFLE(sums[i], sums[i + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
@@ -137,4 +161,15 @@ INLINED void sum_lanes(lanes *sums) {
                   SHUFFLE(sums[i], sums[i + 2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
     sums[0] = SHUFFLE(sums[0], sums[1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
               SHUFFLE(sums[0], sums[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+#else
+    for (int i = 0; i < 8; i++)
+        sums[i] = SHUFFLE(sums[i], sums[i + 8], 0, 1, 2, 3, 8, 9, 10, 11) + SHUFFLE(sums[i], sums[i + 8], 4, 5, 6, 7, 12, 13, 14, 15);
+    for (int i = 0; i < 4; i++)
+        sums[i] = SHUFFLE(sums[i], sums[i + 4], 0, 1, 8, 9, 4, 5, 12, 13) + SHUFFLE(sums[i], sums[i + 4], 2, 3, 10, 11, 6, 7, 14, 15);
+    for (int i = 0; i < 2; i++)
+        sums[i] = SHUFFLE(sums[i], sums[i + 2], 0, 8, 2, 10, 4, 12, 6, 14) + SHUFFLE(sums[i], sums[i + 2], 1, 9, 3, 11, 5, 13, 7, 15);
+    part even = sums[0], odd = sums[1];
+    sums[0] = SHUFFLE(even, odd, 0, 8, 1, 9, 2, 10, 3, 11);
+    sums[1] = SHUFFLE(even, odd, 4, 12, 5, 13, 6, 14, 7, 15);
+#endif
 }

@@ -1,26 +1,17 @@
-/* Products of states and weights: by pairs of bfloat16 where the processor has the instruction. */
+/* Products of states and weights: with wide vectors, and by pairs of bfloat16, where the processor has them. */
 
 #include "product.h"
 
-enum { COLUMNS = 64 };
-
-/* Blocks [block, last) of columns. */
-static FOR_EACH_PROCESSOR void run_columns(const void *context, int64_t block, int64_t last) {
-    const product_call *call = context;
-    for (; block < last; block++) {
-        int64_t first = block * COLUMNS, end = first + COLUMNS < call->outer ? first + COLUMNS : call->outer;
-#ifdef HAS_DOT_PRODUCTS
-        if (call->bfloat16 && __builtin_cpu_supports("avx512bf16")) product_by_pairs(call, first, end);
-        else
-#endif
-        if (call->bfloat16) columns(call, first, end, 1);
-        else columns(call, first, end, 0);
-    }
-}
+static FOR_NARROW_VECTORS void run_columns(const void *call, int64_t block, int64_t last) { column_blocks(call, block, last); }
 
 static void all_columns(const product_call *call) {
     int64_t bytes = call->outer * call->inner * (call->bfloat16 ? 2 : 4);
-    divide_work(run_columns, call, (call->outer + COLUMNS - 1) / COLUMNS, bytes);
+    range_work run = run_columns;
+#ifdef HAS_WIDE_VECTORS
+    if (__builtin_cpu_supports("avx512bw")) run = product_by_wide_vectors;
+    if (call->bfloat16 && __builtin_cpu_supports("avx512bf16")) run = product_by_pairs;
+#endif
+    divide_work(run, call, (call->outer + COLUMNS - 1) / COLUMNS, bytes);
 }
 
 EXPORTED int stepgraph_product(const argument *args) {

@@ -1,56 +1,51 @@
 /* Products of states and quantised weights, and rows of quantised weights as numbers. */
 
 #define EVERY_HEIGHT 0
+#define STATE_SIZE 4 /* bytes: float32 */
 #include "quantised.h"
 
 /* Fields as float32. The bits of float8_e4m3fn are placed as those of a float32, whose exponent is then 120 too small. */
-INLINED void numbers_of(words fields, int zero, lanes *to) {
-    if (zero == FLOAT8) {
-        lanes found = (lanes)((fields & 0x7f) << 20) * 0x1p120f;
-        *to = (lanes)((words)found | (fields & 0x80) << 24);
-    } else
-        *to = __builtin_convertvector((ints)fields - zero, lanes);
-}
-
-/* Fields `at` and `at` + 16 of every word. */
-INLINED void fields(words raw, int at, int bits, int zero, lanes pair[2]) {
-    numbers_of(raw >> at & ((1u << bits) - 1), zero, pair);
-    numbers_of(raw >> (at + 16) & ((1u << bits) - 1), zero, pair + 1);
+INLINED part numbers_of(word_part fields, int zero) {
+    if (zero != FLOAT8) return __builtin_convertvector((int_part)fields - zero, part);
+    part found = (part)((fields & 0x7f) << 20) * 0x1p120f;
+    return (part)((word_part)found | (fields & 0x80) << 24);
 }
 
 INLINED void add_block(
-    lanes *parts, const char *states, int64_t row_bytes, const char *from, int64_t apart, int tall, int wide, int bits, int zero, int64_t bfloat16) {
+    part (*parts)[PARTS], const char *states, int64_t row_bytes, const char *from, int64_t apart, int tall, int wide, int bits, int zero) {
     (void)apart, (void)wide; /* wide is 1 */
 #pragma GCC unroll 16
     for (int pair = 0; pair < indices_per_step(bits) / 2; pair++) {
-        lanes both[2];
-        fields(*(const words *)(from + pair * bits / 16 * 64), pair * bits % 16, bits, zero, both);
-#pragma GCC unroll 8
-        for (int row = 0; row < tall; row++) {
-            parts[row] += both[0] * number(states + row * row_bytes, 2 * pair, bfloat16);
-            parts[row] += both[1] * number(states + row * row_bytes, 2 * pair + 1, bfloat16);
+        int at = pair * bits % 16; /* fields `at` and `at` + 16 of every word */
+#pragma GCC unroll 2
+        for (int one = 0; one < PARTS; one++) {
+            word_part raw = ((const word_part *)(from + pair * bits / 16 * 64))[one];
+            part even = numbers_of(raw >> at & ((1u << bits) - 1), zero), odd = numbers_of(raw >> (at + 16) & ((1u << bits) - 1), zero);
+#pragma GCC unroll 4
+            for (int row = 0; row < tall; row++) {
+                const float *two = (const float *)(states + row * row_bytes) + 2 * pair;
+                parts[row][one] += even * two[0];
+                parts[row][one] += odd * two[1];
+            }
         }
     }
-}
-
-INLINED void in_numbers(const quantised_call *call, int64_t first, int64_t end, int bits, int zero) {
-    quantised_call same = *call;
-    same.bfloat16 = 1; /* a constant in each of the two calls */
-    if (call->bfloat16) tiles_of(&same, first, end, bits, zero);
-    same.bfloat16 = 0;
-    if (!call->bfloat16) tiles_of(&same, first, end, bits, zero);
 }
 
 /* Sums the states of every block of a row. MAX_BLOCKS is a multiple of LANES. */
 INLINED void sum_states(const quantised_call *call, int64_t row, float *totals) {
     int64_t group = call->kind.group;
     for (int64_t block = 0; block < call->blocks; block += LANES) {
-        lanes parts[LANES] = {0}, taken;
-        for (int64_t one = 0; one < LANES && block + one < call->blocks; one++)
-            for (int64_t i = 0; i < group; i += LANES, parts[one] += taken)
-                read_numbers((float *)&taken, call->states, row * call->step + (block + one) * group + i, LANES, call->bfloat16);
-        sum_lanes(parts);
-        memcpy(totals + block, parts, sizeof *parts);
+        part sums[LANES] = {{0}};
+        for (int64_t one = 0; one < LANES && block + one < call->blocks; one++) {
+            part parts[PARTS] = {{0}}, taken[PARTS];
+            for (int64_t i = 0; i < group; i += LANES) {
+                read_numbers((float *)taken, call->states, row * call->step + (block + one) * group + i, LANES, call->bfloat16);
+                for (int half = 0; half < PARTS; half++) parts[half] += taken[half];
+            }
+            sums[one] = joined(parts);
+        }
+        sum_lanes(sums);
+        memcpy(totals + block, sums, LANES * sizeof *totals);
     }
 }
 
@@ -61,23 +56,32 @@ INLINED quantised_kind kind_of(const argument *weight) {
     return KINDS[index];
 }
 
-static FOR_EACH_PROCESSOR void run_tiles(const void *context, int64_t first, int64_t end) {
-    const quantised_call *call = context;
-#ifdef HAS_DOT_PRODUCTS
-    if (call->bfloat16 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi")) {
-        quantised_by_pairs(call, first, end);
-        return;
-    }
-#endif
-    FOR_FIELDS(in_numbers, call, first, end);
+static FOR_EACH_PROCESSOR void run_tiles(const void *call, int64_t first, int64_t end) {
+    FOR_FIELDS(tiles_of, (const quantised_call *)call, first, end);
 }
 
-/* At most GATHERED_ROWS rows. */
-static FOR_EACH_PROCESSOR void rows_at_once(quantised_call call) {
-    float totals[GATHERED_ROWS][MAX_BLOCKS];
-    call.totals = totals;
-    for (int64_t one = 0; call.kind.ranged && one < call.rows; one++) sum_states(&call, one, totals[one]);
-    divide_work(run_tiles, &call, call.tiles, call.tiles * call.blocks * block_bytes(call.kind));
+/* All rows, at most GATHERED_ROWS of them at once. */
+static FOR_EACH_PROCESSOR void all_rows(quantised_call call) {
+    float totals[GATHERED_ROWS][MAX_BLOCKS], converted[STATE_BYTES / 4];
+    int64_t inner = call.blocks * call.kind.group, size = call.bfloat16 ? 2 : 4, left = call.rows;
+    range_work run = run_tiles;
+#ifdef HAS_WIDE_VECTORS
+    if (call.bfloat16 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi")) run = quantised_by_pairs;
+#endif
+    for (call.totals = totals; left; left -= call.rows) {
+        call.rows = fitting_rows(left < GATHERED_ROWS ? left : GATHERED_ROWS, run == run_tiles ? inner * 4 : 0);
+        for (int64_t one = 0; call.kind.ranged && one < call.rows; one++) sum_states(&call, one, totals[one]);
+        quantised_call some = call;
+        if (run == run_tiles) {
+            for (int64_t one = 0; one < call.rows; one++)
+                read_numbers(converted + one * inner, call.states, one * call.step, inner, call.bfloat16);
+            some.states = (const char *)converted, some.step = inner;
+        }
+        divide_work(run, &some, call.tiles, call.tiles * call.blocks * block_bytes(call.kind));
+        call.states += call.rows * call.step * size;
+        if (call.places) call.places += call.rows;
+        else call.output += call.rows * call.tiles * LANES * size;
+    }
 }
 
 static quantised_call call_of(const argument *states, const argument *weight) {
@@ -89,16 +93,9 @@ static quantised_call call_of(const argument *states, const argument *weight) {
 }
 
 EXPORTED int stepgraph_quantised_product(const argument *args) {
-    const argument *states = args;
-    quantised_call call = call_of(states, args + 1);
-    int64_t number_bytes = call.bfloat16 ? 2 : 4;
-    call.bias = args[2].data;
-    for (int64_t row = 0; row < states->size[0]; row += GATHERED_ROWS) {
-        call.states = (const char *)states->data + row * call.step * number_bytes;
-        call.output = (char *)args[3].data + row * call.tiles * LANES * number_bytes;
-        call.rows = states->size[0] - row < GATHERED_ROWS ? states->size[0] - row : GATHERED_ROWS;
-        rows_at_once(call);
-    }
+    quantised_call call = call_of(args, args + 1);
+    call.states = args->data, call.rows = args->size[0], call.bias = args[2].data, call.output = args[3].data;
+    all_rows(call);
     return 0;
 }
 
@@ -108,7 +105,7 @@ static void rows_of_expert(const argument *args, int64_t expert, const char *gat
     call.weight += expert * call.tiles * call.blocks * block_bytes(call.kind);
     call.bias = args[4].data ? (const char *)args[4].data + expert * call.tiles * LANES * (call.bfloat16 ? 2 : 4) : NULL;
     call.states = gathered, call.step = args->size[1], call.rows = rows, call.output = args[5].data, call.places = places;
-    rows_at_once(call);
+    all_rows(call);
 }
 
 EXPORTED int stepgraph_quantised_expert_product(const argument *args) { return each_expert(args, rows_of_expert); }
@@ -126,17 +123,16 @@ EXPORTED FOR_EACH_PROCESSOR int stepgraph_quantised_rows(const argument *args) {
         const char *block = (const char *)weight->data + column / LANES * blocks * bytes;
         for (int64_t index = 0; index < blocks; index++, block += bytes) {
             const char *scales = block + word_bytes(kind);
-            lanes scale, minimum = {0};
-            read_scales(&scale, scales, kind.wide);
-            if (kind.ranged) read_scales(&minimum, scales + scale_bytes(kind), kind.wide);
+            part scale[PARTS], minimum[PARTS] = {{0}};
+            read_scales(scale, scales, kind.wide);
+            if (kind.ranged) read_scales(minimum, scales + scale_bytes(kind), kind.wide);
             float found[MAX_GROUP];
             for (int at = 0; at < kind.group; at++) {
                 int pair = at / 2 % (16 / bits);
                 uint32_t word;
                 memcpy(&word, block + (at / (32 / bits) * LANES + lane) * 4, sizeof word);
-                lanes value;
-                numbers_of((words){0} + (word >> (at % 2 * 16 + pair * bits) & ((1u << bits) - 1)), kind.zero, &value);
-                found[at] = scale[lane] * value[0] + minimum[lane];
+                part value = numbers_of((word_part){0} + (word >> (at % 2 * 16 + pair * bits) & ((1u << bits) - 1)), kind.zero);
+                found[at] = ((float *)scale)[lane] * value[0] + ((float *)minimum)[lane];
             }
             write_numbers(output->data, (i * blocks + index) * kind.group, found, kind.group, output->bfloat16);
         }

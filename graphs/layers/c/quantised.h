@@ -36,25 +36,27 @@ typedef struct {
     quantised_kind kind;
 } quantised_call;
 
-void quantised_by_pairs(const quantised_call *call, int64_t first, int64_t end); /* tiles; states in bfloat16 */
+void quantised_by_pairs(const void *call, int64_t first, int64_t end); /* tiles; states in bfloat16 */
 
 INLINED int64_t word_bytes(quantised_kind kind) { return kind.bits * kind.group * LANES / 8; }
 INLINED int64_t scale_bytes(quantised_kind kind) { return LANES * (kind.wide ? 4 : 2); }
 INLINED int64_t block_bytes(quantised_kind kind) { return word_bytes(kind) + (1 + kind.ranged) * scale_bytes(kind); }
 
 /* Scales or minimums. The bits of a finite float16 are placed as those of a float32, whose exponent is then 112 too small; exact. */
-INLINED void read_scales(lanes *to, const char *from, int wide_ones) {
-    if (wide_ones) {
-        *to = *(const lanes *)from;
-        return;
-    }
+INLINED void read_scales(part to[PARTS], const char *from, int wide_ones) {
+    for (int one = 0; one < PARTS; one++) {
+        if (wide_ones) {
+            to[one] = ((const part *)from)[one];
+            continue;
+        }
 #ifdef FROM_FLOAT16
-    *to = FROM_FLOAT16(from);
+        to[one] = FROM_FLOAT16(from);
 #else
-    words wide = __builtin_convertvector(*(const halves *)from, words);
-    lanes found = (lanes)((wide & 0x7fff) << 13) * 0x1p112f;
-    *to = (lanes)((words)found | (wide & 0x8000) << 16);
+        word_part wide = __builtin_convertvector(((const half_part *)from)[one], word_part);
+        part found = (part)((wide & 0x7fff) << 13) * 0x1p112f;
+        to[one] = (part)((word_part)found | (wide & 0x8000) << 16);
 #endif
+    }
 }
 
 /* Inner indices per call of add_block: as many as the smallest group with fields of this size has. */
@@ -62,32 +64,34 @@ INLINED int indices_per_step(int bits) { return bits == 8 ? 16 : 32; }
 
 /* Adds the products with part of a block of `wide` tiles, `apart` bytes apart. Defined by the file that includes this one. */
 INLINED void add_block(
-    lanes *parts, const char *states, int64_t row_bytes, const char *from, int64_t apart, int tall, int wide, int bits, int zero, int64_t bfloat16);
+    part (*parts)[PARTS], const char *states, int64_t row_bytes, const char *from, int64_t apart, int tall, int wide, int bits, int zero);
 
 /* `tall` rows by the columns of `wide` tiles. `bits` and `zero` are the kind's, as constants. */
 INLINED void tiles_of_rows(const quantised_call *call, int64_t row, int64_t tile, int tall, int wide, int bits, int zero) {
-    int64_t number_bytes = call->bfloat16 ? 2 : 4, scaled = scale_bytes(call->kind), words_end = word_bytes(call->kind);
+    int64_t scaled = scale_bytes(call->kind), words_end = word_bytes(call->kind);
     int64_t bytes = block_bytes(call->kind), parts_bytes = bits * indices_per_step(bits) * LANES / 8, apart = call->blocks * bytes;
-    const char *states = call->states + row * call->step * number_bytes, *block = call->weight + tile * apart;
+    const char *states = call->states + row * call->step * STATE_SIZE, *block = call->weight + tile * apart;
     const char *next = block + (wide > 1 ? 4 * apart : PREFETCH_BYTES); /* with several tiles farther ahead, into the L2 cache */
-    lanes sums[8] = {0};
+    part sums[8][PARTS] = {{{0}}};
     for (int64_t index = 0; index < call->blocks; index++, block += bytes, next += wide * bytes) {
         if (row == 0)
             for (int64_t line = 0; line < wide * bytes; line += 64) {
                 if (wide > 1) __builtin_prefetch(next + line, 0, 2);
                 else __builtin_prefetch(next + line);
             }
-        lanes parts[8] = {0};
-        for (int64_t at = 0; at < words_end; at += parts_bytes, states += indices_per_step(bits) * number_bytes)
-            add_block(parts, states, call->step * number_bytes, block + at, apart, tall, wide, bits, zero, call->bfloat16);
+        part parts[8][PARTS] = {{{0}}};
+        for (int64_t at = 0; at < words_end; at += parts_bytes, states += indices_per_step(bits) * STATE_SIZE)
+            add_block(parts, states, call->step * STATE_SIZE, block + at, apart, tall, wide, bits, zero);
 #pragma GCC unroll 8
         for (int one = 0; one < tall * wide; one++) {
             const char *scales = block + one % wide * apart + words_end;
-            lanes scale, minimum;
-            read_scales(&scale, scales, call->kind.wide);
-            if (call->kind.ranged) read_scales(&minimum, scales + scaled, call->kind.wide);
-            sums[one] += parts[one] * scale;
-            if (call->kind.ranged) sums[one] += minimum * call->totals[row + one / wide][index];
+            part scale[PARTS], minimum[PARTS];
+            read_scales(scale, scales, call->kind.wide);
+            if (call->kind.ranged) read_scales(minimum, scales + scaled, call->kind.wide);
+            for (int half = 0; half < PARTS; half++) {
+                sums[one][half] += parts[one][half] * scale[half];
+                if (call->kind.ranged) sums[one][half] += minimum[half] * call->totals[row + one / wide][index];
+            }
         }
     }
     for (int one = 0; one < tall * wide; one++) {
@@ -99,18 +103,19 @@ INLINED void tiles_of_rows(const quantised_call *call, int64_t row, int64_t tile
     }
 }
 
-/* All rows use the same tile in turn: the first of them reads it from memory. Where EVERY_HEIGHT is 0, rows are grouped by eight, four, two
-   and one, to halve the time to compile. Otherwise up to four rows use two tiles of 4-bit fields: sums of one row depend on each other. */
+/* All rows use the same tile in turn: the first of them reads it from memory. Where EVERY_HEIGHT is 0, rows are grouped by four, two and one:
+   registers of 32 bytes have room for the sums of four. Otherwise up to four rows use two tiles of 4-bit fields: sums of one row depend on
+   each other. */
 INLINED void tiles_of(const quantised_call *call, int64_t tile, int64_t end, int bits, int zero) {
 #define TAKE(tall, wide) case tall: tiles_of_rows(call, row, tile, tall, wide, bits, zero); break;
     for (int64_t wide = EVERY_HEIGHT && bits == 4 && call->rows <= 4 ? 2 : 1; tile < end; tile += wide) {
         if (tile + wide > end) wide = 1;
         for (int64_t row = 0, tall; row < call->rows; row += tall) {
             tall = call->rows - row < 8 ? call->rows - row : 8;
-            if (!EVERY_HEIGHT) tall = tall == 8 ? 8 : tall >= 4 ? 4 : tall >= 2 ? 2 : 1;
+            if (!EVERY_HEIGHT) tall = tall >= 4 ? 4 : tall >= 2 ? 2 : 1;
             if (EVERY_HEIGHT && wide > 1) switch (tall) { TAKE(1, 2) TAKE(2, 2) TAKE(3, 2) TAKE(4, 2) }
             else if (EVERY_HEIGHT) switch (tall) { TAKE(1, 1) TAKE(2, 1) TAKE(3, 1) TAKE(4, 1) TAKE(5, 1) TAKE(6, 1) TAKE(7, 1) TAKE(8, 1) }
-            else switch (tall) { TAKE(1, 1) TAKE(2, 1) TAKE(4, 1) TAKE(8, 1) }
+            else switch (tall) { TAKE(1, 1) TAKE(2, 1) TAKE(4, 1) }
         }
     }
 }

@@ -1,9 +1,10 @@
 /* Products of bfloat16 states and quantised weights by the instruction that adds up pairs of bfloat16, where processor and compiler have
    it. The fields are exact in bfloat16. */
 
+#define WIDE_VECTORS
 #include "kernels.h"
 
-#ifdef HAS_DOT_PRODUCTS
+#ifdef HAS_WIDE_VECTORS
 /* The values of a 4-bit field in bfloat16, unchanged and minus 8. Five bits select an entry, the highest of which belongs to the next
    field. LOWS, HIGHS: the two bytes of the bfloat16 of an 8-bit field minus 128, first of negative numbers, then of the others. */
 static uint16_t FROM_ZERO[32], CENTRED[32];
@@ -21,7 +22,8 @@ static __attribute__((constructor)) void fill_tables(void) { /* above the pragma
 #include <immintrin.h>
 
 #define EVERY_HEIGHT 1
-#define FROM_FLOAT16(from) ((lanes)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(from))))
+#define STATE_SIZE 2 /* bytes: bfloat16 */
+#define FROM_FLOAT16(from) ((part)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(from))))
 #include "quantised.h"
 
 /* An 8-bit field minus 128 as float32: the field becomes the lowest bits of 2^23, from which 2^23 + 128 is subtracted. */
@@ -61,8 +63,7 @@ INLINED __m512i from_float8_fields(__m512i raw, unsigned field) {
 }
 
 INLINED void add_block(
-    lanes *parts, const char *states, int64_t row_bytes, const char *from, int64_t apart, int tall, int wide, int bits, int zero, int64_t bfloat16) {
-    (void)bfloat16;
+    part (*parts)[PARTS], const char *states, int64_t row_bytes, const char *from, int64_t apart, int tall, int wide, int bits, int zero) {
     __m512i low = _mm512_loadu_si512(zero == 8 ? CENTRED : FROM_ZERO);
 #pragma GCC unroll 16
     for (int pair = 0; pair < indices_per_step(bits) / 2; pair++) {
@@ -80,14 +81,10 @@ INLINED void add_block(
             int32_t two;
             memcpy(&two, states + one / wide * row_bytes + pair * 4, sizeof two);
             __m512bh left = (__m512bh)_mm512_set1_epi32(two);
-            parts[one] = (lanes)_mm512_dpbf16_ps((__m512)parts[one], left, (__m512bh)right[one % wide]);
+            *parts[one] = (part)_mm512_dpbf16_ps((__m512)*parts[one], left, (__m512bh)right[one % wide]);
         }
     }
 }
 
-void quantised_by_pairs(const quantised_call *call, int64_t first, int64_t end) {
-    quantised_call same = *call;
-    same.bfloat16 = 1;
-    FOR_FIELDS(tiles_of, &same, first, end);
-}
+void quantised_by_pairs(const void *call, int64_t first, int64_t end) { FOR_FIELDS(tiles_of, (const quantised_call *)call, first, end); }
 #endif

@@ -27,9 +27,11 @@ enum { FINISH_RUNNING = 1, FINISH_STOP, FINISH_LENGTH, FINISH_COMPLETE, FINISH_D
 /* One library for every processor: the dynamic loader selects the widest version that the processor supports. */
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
 #define FOR_EACH_PROCESSOR __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#define HAS_DOT_PRODUCTS
+#define FOR_NARROW_VECTORS __attribute__((target_clones("arch=x86-64-v3", "default"))) /* others have a file of their own */
+#define HAS_WIDE_VECTORS
 #else
 #define FOR_EACH_PROCESSOR
+#define FOR_NARROW_VECTORS
 #endif
 #define EXPORTED __attribute__((visibility("default")))
 #define INLINED static inline __attribute__((always_inline))
