@@ -5,7 +5,7 @@
 
 #include <stdatomic.h>
 
-enum { TILE = 64, BLOCK = 32, PART = LANES / PARTS };
+enum { TILE = 64, BLOCK = 32 };
 
 typedef struct {
     const void *query, *keys, *values;         /* [batch, count, heads, size]; [slots, kv_heads, size] of one layer */

@@ -4,6 +4,7 @@
 
 #include "native.h"
 
+enum { LANES = 16, PARTS = LANES / PART }; /* sums and columns of packed weights come in LANES, held in one or two vectors */
 enum { MAX_HEAD_SIZE = 256, STATE_BYTES = 1 << 18 }; /* STATE_BYTES: of converted states, on the stack; see MAX_INNER in quantised.py */
 
 /* How many of up to `rows` rows with `bytes` of converted states are converted at once. */
@@ -125,18 +126,6 @@ INLINED float power_of_e(float x) {
     memcpy(&sum, &bits, sizeof bits);
     return sum;
 }
-
-/* LANES float32 numbers: one vector in files for processors with vectors of 64 bytes, which define WIDE_VECTORS, and two in others. GCC
-   keeps vectors that are wider than a register in memory. */
-#ifdef WIDE_VECTORS
-enum { PARTS = 1 };
-#else
-enum { PARTS = 2 };
-#endif
-typedef float part __attribute__((vector_size(LANES / PARTS * 4), aligned(2)));
-typedef int32_t int_part __attribute__((vector_size(LANES / PARTS * 4), aligned(2)));
-typedef uint32_t word_part __attribute__((vector_size(LANES / PARTS * 4), aligned(2)));
-typedef uint16_t half_part __attribute__((vector_size(LANES / PARTS * 2), aligned(2)));
 
 #ifdef __clang__
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)

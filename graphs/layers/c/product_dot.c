@@ -1,11 +1,11 @@
 /* The same products by the instruction that adds up pairs of bfloat16, where processor and compiler have it. */
 
+#define WIDE_VECTORS
 #include "native.h"
 
 #ifdef HAS_WIDE_VECTORS
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512bf16,fma")
 #include <immintrin.h>
-#define WIDE_VECTORS
 #define DOT_PRODUCTS
 #include "product.h"
 

@@ -3,39 +3,44 @@
 
 #include "lanes.h"
 
-enum { BUCKETS = 2048, NEITHER = -1 };
+enum { BUCKETS = 2048, NEITHER = -1, MOST_ADDED = 2047 * PART }; /* MOST_ADDED: sums of so many units fit int32 */
 enum { TEMPERATURE, TOP_K, TOP_P, MIN_P };
 enum { PURPOSE_ACCEPT = 2, PURPOSE_TARGET };
 static const float LOWEST = -86.0f;
 static const uint64_t GOLDEN = 0x9E3779B97F4A7C15u;
 
-INLINED lanes portable_exp(lanes values) {
-    ints below = values < LOWEST;
-    lanes bounded = select_lanes(below, (lanes){0} + LOWEST, values), shifted = bounded * 1.4426950408889634f + 0.5f;
-    ints power = __builtin_convertvector(shifted, ints);
-    power += __builtin_convertvector(power, lanes) > shifted; /* rounds down: true is -1 */
-    lanes whole = __builtin_convertvector(power, lanes);
-    lanes rest = (bounded - whole * 0.693359375f) - whole * -0.00021219444005471377f;
-    lanes series = rest * 0.0013933652080595493f + 0.008363181725144386f;
+INLINED part portable_exp(part values) {
+    int_part below = values < LOWEST;
+    part bounded = select_lanes(below, (part){0} + LOWEST, values), shifted = bounded * 1.4426950408889634f + 0.5f;
+    int_part power = __builtin_convertvector(shifted, int_part);
+    power += __builtin_convertvector(power, part) > shifted; /* rounds down: true is -1 */
+    part whole = __builtin_convertvector(power, part);
+    part rest = (bounded - whole * 0.693359375f) - whole * -0.00021219444005471377f;
+    part series = rest * 0.0013933652080595493f + 0.008363181725144386f;
     series = series * rest + 0.04166646674275398f;
     series = series * rest + 0.16666576266288757f;
     series = series * rest + 0.5f;
-    lanes scale = (lanes)((power + 127) << 23);
-    return select_lanes(below, (lanes){0}, (series * rest * rest + rest + 1.0f) * scale);
+    part scale = (part)((power + 127) << 23);
+    return select_lanes(below, (part){0}, (series * rest * rest + rest + 1.0f) * scale);
 }
 
-/* The weights of at least `least`, counted or in units. */
+/* The weights of at least `least`, counted or in units of 2^-40. Weights are at most 1; their units are added up in two halves of 20 bits. */
 INLINED int64_t total(const float *weights, int64_t count, float least, int counted) {
-    longs sums = {0};
-    ints found = {0};
-    for (int64_t i = 0; i < count; i += LANES) {
-        lanes values = load_lanes(weights, i, count, -1.0f, 0);
-        ints in_range = values >= least;
-        if (counted) found -= in_range;
-        else sums += __builtin_convertvector(select_lanes(in_range, values, (lanes){0}) * 0x1p40f, longs);
-    }
     int64_t sum = 0;
-    for (int lane = 0; lane < LANES; lane++) sum += sums[lane] + found[lane];
+    for (int64_t i = 0; i < count;) {
+        int64_t end = count - i < MOST_ADDED ? count : i + MOST_ADDED;
+        int_part found = {0}, high = {0}, low = {0};
+        for (; i < end; i += PART) {
+            part values = load_lanes(weights, i, count, -1.0f, 0);
+            int_part in_range = values >= least;
+            part units = select_lanes(in_range, values, (part){0}) * 0x1p20f;
+            int_part whole = __builtin_convertvector(units, int_part);
+            found -= in_range;
+            high += whole;
+            low += __builtin_convertvector((units - __builtin_convertvector(whole, part)) * 0x1p20f, int_part);
+        }
+        for (int lane = 0; lane < PART; lane++) sum += counted ? found[lane] : ((int64_t)high[lane] << 20) + low[lane];
+    }
     return sum;
 }
 
@@ -51,12 +56,12 @@ INLINED float threshold(const float *weights, int64_t count, float least, double
     for (int shift = 19; shift >= 0; shift = shift == 19 ? 8 : shift == 8 ? 0 : -1) {
         uint32_t first_bucket = lowest >> shift, bucket = (beyond - 1 - (lowest >> shift << shift)) >> shift;
         int64_t amounts[BUCKETS] = {0};
-        for (int64_t first = 0; first < count; first += LANES) {
-            lanes values = load_lanes(weights, first, count, 0.0f, 0);
-            words bits = (words)values;
-            ints in_range = bits - lowest < beyond - lowest;
+        for (int64_t first = 0; first < count; first += PART) {
+            part values = load_lanes(weights, first, count, 0.0f, 0);
+            word_part bits = (word_part)values;
+            int_part in_range = bits - lowest < beyond - lowest;
             if (!any(in_range)) continue;
-            for (int lane = 0; lane < LANES; lane++)
+            for (int lane = 0; lane < PART; lane++)
                 if (in_range[lane]) amounts[(bits[lane] >> shift) - first_bucket] += counted ? 1 : (int64_t)(values[lane] * 0x1p40f);
         }
         while ((double)(above + amounts[bucket]) < enough) {
@@ -84,7 +89,7 @@ INLINED int distribute(const void *logits, const float *params, float *probabili
             }
         return isfinite(best);
     }
-    for (int64_t i = 0; i < count; i += LANES)
+    for (int64_t i = 0; i < count; i += PART)
         store_lanes(probabilities, i, count, portable_exp((load_lanes(logits, i, count, -INFINITY, bfloat16) - best) / temperature));
     if (params[TOP_K] > 0) {
         int64_t last = (int64_t)params[TOP_K] - 1;
@@ -99,9 +104,9 @@ INLINED int distribute(const void *logits, const float *params, float *probabili
         sum = total(probabilities, count, least, 0);
     }
     float scale = (float)sum * 0x1p-40f;
-    for (int64_t i = 0; i < count; i += LANES) {
-        lanes values = load_lanes(probabilities, i, count, 0.0f, 0);
-        store_lanes(probabilities, i, count, select_lanes(values >= least, values / scale, (lanes){0}));
+    for (int64_t i = 0; i < count; i += PART) {
+        part values = load_lanes(probabilities, i, count, 0.0f, 0);
+        store_lanes(probabilities, i, count, select_lanes(values >= least, values / scale, (part){0}));
     }
     return 1;
 }
@@ -152,14 +157,14 @@ INLINED float residual_at(const residual *from, int64_t token) {
 INLINED int64_t race_winner(const residual *from, int64_t count, const int64_t *ids, uint64_t key) {
     float most = 0.0f;
     int64_t winner = 0;
-    for (int64_t first = 0; first < count; first += LANES) {
-        int64_t end = first + LANES < count ? first + LANES : count;
-        float weights[LANES] = {0}, numbers[LANES];
+    for (int64_t first = 0; first < count; first += PART) {
+        int64_t end = first + PART < count ? first + PART : count;
+        float weights[PART] = {0}, numbers[PART];
         int32_t any = 0;
         for (int64_t i = first; i < end; i++) weights[i - first] = residual_at(from, i);
-        for (int lane = 0; lane < LANES; lane++) any |= weights[lane] > 0;
+        for (int lane = 0; lane < PART; lane++) any |= weights[lane] > 0;
         if (!any) continue;
-        for (int lane = 0; lane < LANES; lane++) {
+        for (int lane = 0; lane < PART; lane++) {
             int64_t at = first + lane < count ? first + lane : first;
             numbers[lane] = uniform(mix(key + (uint64_t)(ids ? ids[at] : at) * GOLDEN));
         }

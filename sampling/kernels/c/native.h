@@ -36,12 +36,17 @@ enum { FINISH_RUNNING = 1, FINISH_STOP, FINISH_LENGTH, FINISH_COMPLETE, FINISH_D
 #define EXPORTED __attribute__((visibility("default")))
 #define INLINED static inline __attribute__((always_inline))
 
-/* Vectors of sixteen elements, at any even address. */
-enum { LANES = 16 };
-typedef float lanes __attribute__((vector_size(LANES * 4), aligned(2)));
-typedef int32_t ints __attribute__((vector_size(LANES * 4), aligned(2)));
-typedef uint32_t words __attribute__((vector_size(LANES * 4), aligned(2)));
-typedef uint16_t halves __attribute__((vector_size(LANES * 2), aligned(2)));
+/* Vectors of PART elements, at any even address: of 64 bytes in files for processors that have them, which define WIDE_VECTORS, otherwise of
+   32 bytes. GCC keeps vectors that are wider than a register in memory. */
+#ifdef WIDE_VECTORS
+enum { PART = 16 };
+#else
+enum { PART = 8 };
+#endif
+typedef float part __attribute__((vector_size(PART * 4), aligned(2)));
+typedef int32_t int_part __attribute__((vector_size(PART * 4), aligned(2)));
+typedef uint32_t word_part __attribute__((vector_size(PART * 4), aligned(2)));
+typedef uint16_t half_part __attribute__((vector_size(PART * 2), aligned(2)));
 
 /* A negative index counts from the end, as in torch; -1 if it lies outside of [0, size). */
 INLINED int64_t index_in(int64_t index, int64_t size) {
