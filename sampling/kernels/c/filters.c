@@ -6,7 +6,7 @@
 enum { BUCKETS = 2048, NEITHER = -1, MOST_ADDED = 2047 * PART }; /* MOST_ADDED: sums of so many units fit int32 */
 enum { TEMPERATURE, TOP_K, TOP_P, MIN_P };
 enum { PURPOSE_ACCEPT = 2, PURPOSE_TARGET };
-static const float LOWEST = -86.0f;
+static const float LOWEST = -86.0f; /* MIN_LOG_WEIGHT of sampler.py */
 static const uint64_t GOLDEN = 0x9E3779B97F4A7C15u;
 
 INLINED part portable_exp(part values) {

@@ -26,6 +26,7 @@ from stepgraph.graphs.layers.dense import (
     rms_norm,
 )
 from stepgraph.graphs.layers.lora import slot_product
+from stepgraph.graphs.layers.quantised import MAX_INNER
 from stepgraph.graphs.layers.slot_mapping import rope_and_write_kv
 from stepgraph.graphs.model import AttentionShape
 from stepgraph.sampling import native
@@ -156,10 +157,18 @@ def test_products_are_correct_and_independent_of_the_batch(inner: int, outer: in
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_eight_wide_rows_have_the_bits_of_single_rows(dtype: torch.dtype) -> None:
-    """With eight rows, weights of more than 2 KiB per column are read in another order."""
-    states, weight = random(8, 1100, dtype=dtype), random(70, 1100, dtype=dtype, seed=1)
-    assert torch.equal(product(states, weight), torch.cat([product(row[None], weight) for row in states]))
+@pytest.mark.parametrize(("inner", "outer"), [(1100, 70), (20_000, 5), (MAX_INNER, 5)])
+def test_eight_wide_rows_have_the_bits_of_single_rows(inner: int, outer: int, dtype: torch.dtype) -> None:
+    """With eight rows, weights of more than 2 KiB per column are read in another order. Few rows of large states are converted at once."""
+    states, weight = random(8, inner, dtype=dtype), random(outer, inner, dtype=dtype, seed=1)
+    found = product(states, weight)
+    assert torch.equal(found, torch.cat([product(row[None], weight) for row in states]))
+    expected, size = states.double() @ weight.double().T, states.double().abs() @ weight.double().abs().T
+    bound = inner * 2**-24 * size + (2**-8 * expected.abs() if dtype is torch.bfloat16 else 0)
+    assert bool(((found.double() - expected).abs() <= bound).all())
+    large = torch.zeros(1, MAX_INNER + 1, dtype=dtype)
+    assert product.prepare(large, large, None, large[:, :1]) is None
+    assert slot_product.prepare(large, torch.tensor([0]), large[None], None, large[:, :1]) is None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
