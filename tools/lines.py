@@ -30,7 +30,7 @@ BUDGETS = {
     # from 15,993: weights of GGUF files read without dequantising them (72), checks of what models and functions of users return
     # from 16,057: DeepSeek-V3 and GLM-4.5 natively, with MTP modules and FP8 folders (about 260)
     # from 16,326: steps of ranks in shared memory (81), ranks on GPUs with norms in their sums (about 100), quantised draft heads (64)
-    # lowered from 16,575: small modules are merged into those that use them; from 16,360: an account of draft lengths for batches with grammars
+    # lowered from 16,575: small modules are in those that use them; from 16,360: an account of draft lengths for batches with grammars
     # from 16,369: the choice of products is noted, draft lengths are charged with what the draft model does later (29)
     # from 16,414: a first account for batches in which drafts double the time
     # lowered from 16,421: small modules are with their users, checks are tables, preemption is a step of the scheduler
@@ -57,7 +57,7 @@ BUDGETS = {
     # from 11,977: a proposed chain is chosen by one program instead of eight for each draft, and a look-up on a GPU is one instead of
     # fifty (190): 0.5 to 1 ms of a round of 16 ms on two cores; histories, flags and origins of drafts by the programs that choose them
     # (47): 53 of 442 nodes of a round with look-up; lowered from 12,214: masks of host nodes are in their rows only
-    # from 12,171: packed products with the Triton of torch 2.8 (3); lowered from 12,174: arguments by annotations, launches that pass them on
+    # from 12,171: packed products with torch 2.8 (3); lowered from 12,174: arguments by annotations, launches that pass them on
     # from 11,600: vectors that registers hold also without AVX-512 (131), where products and attention take 0.1 to 0.9 of the time
     "graphs": 11_731,
     # raised from 17,265: constraints are checked when they are submitted, masks are filled by their changes, chains in one host node;
