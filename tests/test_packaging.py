@@ -142,8 +142,8 @@ def setup_fields(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return given
 
 
-# Data-flow warnings need the optimiser, which takes half a minute. The last warning is about vectors that no register holds: products,
-# attention and filters that keep sums in memory took two to eleven times as long.
+# Data-flow warnings need the optimiser, which takes half a minute. The last warning is about vectors that no register holds: with sums
+# in memory products, attention and filters took up to eleven times as long.
 VECTORS = ("-O1", "-march=x86-64-v3", "-Wno-unknown-warning-option", "-Wvector-operation-performance")
 CASES = {("-O0",): pytest.mark.slow, ("-O1",): pytest.mark.soak, VECTORS: pytest.mark.slow}
 
