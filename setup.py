@@ -7,6 +7,7 @@ choices on the CPU run in torch.
 from __future__ import annotations
 
 import os
+from concurrent.futures import Future, ThreadPoolExecutor
 from glob import glob
 from pathlib import Path
 
@@ -21,13 +22,22 @@ class BuildBeside(build_ext):
     """A rebuilt library replaces the old one atomically: a process that has the old one open keeps it, and none opens a partial file."""
 
     def build_extension(self, ext: Extension) -> None:
-        compile_one = self.compiler._compile
+        """As the base class, with a process for each file, as many at once as there are processors."""
+        compile_one, compile_all, jobs = self.compiler._compile, self.compiler.compile, list[Future[None]]()
 
         def compile_source(obj: str, source: str, suffix: str, cc: object, extra: list[str], pp: object) -> None:
-            compile_one(obj, source, suffix, cc, ["-std=c++17" if suffix == ".cpp" else "-std=c11", *extra], pp)
+            standard = "-std=c++17" if suffix == ".cpp" else "-std=c11"
+            jobs.append(pool.submit(compile_one, obj, source, suffix, cc, [standard, *extra], pp))
 
-        self.compiler._compile = compile_source
-        super().build_extension(ext)
+        def compile_sources(*args: object, **options: object) -> list[str]:
+            objects: list[str] = compile_all(*args, **options)
+            for job in jobs:
+                job.result()
+            return objects
+
+        self.compiler._compile, self.compiler.compile = compile_source, compile_sources
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            super().build_extension(ext)
 
     def copy_file(self, infile: str, outfile: str, *others: object, **options: object) -> tuple[str, bool]:  # type: ignore[override]
         beside = f"{outfile}.{os.getpid()}"  # others may build at the same time
