@@ -36,7 +36,7 @@ def small_operation(name: str, values: Mapping[str, Any], target: Tensor) -> Run
     values: the arguments by the names of the schema.
     """
     name = name.removeprefix("aten::")
-    fits = 0 < target.numel() <= MAX_ELEMENTS and target.dim() <= _DIMENSIONS
+    fits = 0 < target.numel() <= MAX_ELEMENTS and target.dim() <= _DIMENSIONS and not target.is_neg()
     if target.device.type != "cpu" or not fits or kernel("small_operation") is None:
         return None
     if name in _CONSTANTS:
@@ -69,7 +69,7 @@ def _arithmetic(name: str, values: Mapping[str, Any], target: Tensor) -> Run | N
         last = values["dim"] in (-1, first.dim() - 1) and first.dtype is target.dtype is torch.int64
         return _small_call(name, target, first) if last else None
     if name == "sum":
-        if not values.get("dim") or target.dtype is not torch.int64 or not first.numel():
+        if not values.get("dim") or target.dtype is not torch.int64 or not first.numel() or not 0 < first.dim() <= _DIMENSIONS:
             return None
         places = target if values.get("keepdim") else _unsqueeze(target, values["dim"], first.dim())
         return _small_call(name, places.expand(first.shape), first)
@@ -86,21 +86,21 @@ def _indexing(name: str, values: Mapping[str, Any], target: Tensor) -> Run | Non
     if name == "index_put_":
         indices, source = values["indices"], values["values"]
         fits = len(indices) == target.dim() == 2 and all(each is not None and each.dtype is torch.int64 for each in indices)
-        if not fits or values["accumulate"] or source.dtype is not target.dtype:
+        if not fits or values["accumulate"] or source.dtype is not target.dtype or not all(map(_is_plain, (source, *indices))):
             return None
-        shape = torch.broadcast_shapes(*(each.shape for each in indices))
+        shape = torch.broadcast_shapes((1, 1), *(each.shape for each in indices))
         return _small_call(
             "scatter", target[:1, :1].expand(shape), *(each.expand(shape) for each in (source, *indices)), indexed=target, wraparound=True
         )
     if name == "index_copy_":
         index, source = values["index"], values["source"]
-        if values["dim"] != 0 or source.dtype is not target.dtype or not _is_plain(source):
+        if values["dim"] != 0 or source.dtype is not target.dtype or not source.dim() or not _is_plain(source):
             return None
         place = target[:1].expand(source.shape)
         return _small_call("scatter", place, source, _add_dims(index, source.dim()).expand(source.shape), indexed=target[..., None])
     if name == "gather":
         table, dim, index = values["self"], values["dim"] % max(target.dim(), 1), values["index"]
-        if not _is_plain(table):
+        if not target.dim() or not _is_plain(table):
             return None
         cut = table[tuple(slice(1 if each == dim else size) for each, size in enumerate(target.shape))]
         return _small_call("gather", target, cut, index, indexed=table.movedim(dim, 0)[..., None])
@@ -127,7 +127,7 @@ def _concatenation(target: Tensor, tensors: Sequence[Tensor], dim: int) -> Run |
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    return tensor.element_size() <= 8 and not tensor.is_complex() and tensor.dim() <= _DIMENSIONS
+    return tensor.element_size() <= 8 and not tensor.is_complex() and not tensor.is_neg() and tensor.dim() <= _DIMENSIONS
 
 
 def _unsqueeze(target: Tensor, dims: Sequence[int], count: int) -> Tensor:

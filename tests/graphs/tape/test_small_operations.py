@@ -17,6 +17,7 @@ from tests.helpers.c_library import needs_c
 pytestmark = needs_c
 aten = torch.ops.aten
 WHOLE = (torch.int64, torch.int32, torch.bool)
+ROWS = torch.tensor([1])
 Arguments = tuple[Any, ...]
 Make = Callable[[random.Random], Arguments]
 
@@ -76,6 +77,12 @@ def placed(rng: random.Random) -> Arguments:
     return numbers(rng, (5, 4), torch.int32), [torch.tensor(rng.sample(range(5), 3))[:, None], columns], numbers(rng, (3, 1), torch.int32)
 
 
+def placed_elements(rng: random.Random) -> Arguments:
+    """One-dimensional indices; values for each, or one for all."""
+    values = numbers(rng, (3,) if rng.random() < 0.5 else (1,), torch.int32)
+    return numbers(rng, (5, 4), torch.int32), [torch.tensor(rng.sample(range(5), 3)), torch.tensor(rng.sample(range(-4, 4), 3))], values
+
+
 def reduced(rng: random.Random) -> Arguments:
     shape = shape_of(rng)
     return numbers(rng, shape), rng.sample(range(-len(shape), 0), rng.randint(1, len(shape))), rng.random() < 0.5
@@ -101,6 +108,7 @@ CASES: dict[str, tuple[Any, Make]] = {
     "gather": (aten.gather, gathered),
     "index_copy_": (aten.index_copy_, copied_rows),
     "index_put_": (aten.index_put_, placed),
+    "index_put_ of elements": (aten.index_put_, placed_elements),
 }
 
 
@@ -165,6 +173,13 @@ def test_results_are_those_of_torch(name: str) -> None:
         (aten.mul, (torch.ones(MAX_ELEMENTS + 1, dtype=torch.int64), 2)),
         (aten.mul, (torch.ones(1, 1, 1, 1, 2, dtype=torch.int64), 2)),
         (aten.neg, (torch.ones(3, dtype=torch.int64),)),
+        (aten.copy_, (torch.ones(3), torch.ones(3, dtype=torch.complex64).conj().imag)),
+        (aten.copy_, (torch.ones(3, dtype=torch.complex64).conj().imag, torch.ones(3))),
+        (aten.sum, (torch.ones(1, 1, 1, 1, 2, dtype=torch.int64), [0])),
+        (aten.sum, (torch.tensor(1), [0])),
+        (aten.gather, (torch.tensor(1.0), 0, torch.tensor(0))),
+        (aten.index_copy_, (torch.ones(3), 0, torch.tensor(1), torch.tensor(2.0))),
+        (aten.index_put_, (torch.ones(3, 2, dtype=torch.complex128), [ROWS, ROWS], torch.ones(1, dtype=torch.complex128))),
     ],
 )
 def test_other_operations_run_in_torch(packet: Any, arguments: Arguments) -> None:
