@@ -74,6 +74,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 16}),
     "qwen3-moe": ("Qwen3Moe", {**_EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [1], "head_dim": 24, "attention_bias": True}),
     "qwen3-moe, shares as they are": ("Qwen3Moe", {**_EXPERTS, "decoder_sparse_step": 2}),
+    "qwen3-moe, all layers slide": ("Qwen3Moe", {**_EXPERTS, "use_sliding_window": True, "sliding_window": 16}),
     "gpt-oss": ("GptOss", {**_SLIDING, **_YARN, "num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 24, "pad_token_id": 0}),
     "deepseek-v3": (
         "DeepseekV3",

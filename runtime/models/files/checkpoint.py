@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -88,6 +89,10 @@ def open_checkpoint(path: str | Path, dtype: torch.dtype | None = None, weights:
     if path.suffix == ".gguf" and path.is_file():
         source = gguf = GgufSource(path)
         config = read_config(gguf.config)
+        rope, count = replace(config.rope, divisors=tuple(gguf.rope_divisors)), config.head_size // 2
+        if rope.divisors and (len(rope.divisors) != count or not all(0 < each < math.inf for each in rope.divisors)):
+            raise ValueError(f"{path}: rope_freqs.weight: got {gguf.rope_divisors!r:.200}, expected {count} numbers above 0")
+        config = replace(config, rope=rope)
         table = table_of_gguf_metadata(gguf.metadata, path, config.vocab_size)
     elif path.is_dir():
         fields = read_json(path / "config.json")

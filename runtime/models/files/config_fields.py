@@ -201,7 +201,7 @@ def _windows(config: Mapping[str, Any], architecture: str, layers: int) -> tuple
     kinds = config.get("layer_types")
     if kinds is None:
         if architecture.startswith("Qwen") and flag_field(config, "use_sliding_window"):
-            first = count_field(config, "max_window_layers", 4096, least=0, default=layers)
+            first = 0 if architecture == QWEN_EXPERTS else count_field(config, "max_window_layers", 4096, least=0, default=28)
         else:
             first = 0 if architecture in ("MistralForCausalLM", PHI, MIXTRAL) and config.get("sliding_window") is not None else layers
         sliding: Sequence[bool] = [layer >= first for layer in range(layers)]

@@ -41,7 +41,7 @@ _CONFIG_KEYS = {
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
 }
-_TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head", "rope_freqs": "rope_freqs"}
 _LAYER_NAMES = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -55,6 +55,7 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_ROPE_DIVISORS = "rope_freqs.weight"
 _EXPERT_TENSORS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")  # [experts, out, in]
 _EACH_EXPERT = "<expert>"
 
@@ -86,7 +87,7 @@ class GgufSource:
             except ValueError:
                 raise ValueError(f"{path}: {stored_name}: got tensor type {tensor.kind}, which is unknown") from None
             values_per_block, block_bytes = GGML_QUANT_SIZES[kind]
-            if not tensor.shape or tensor.shape[-1] % values_per_block:
+            if not tensor.shape or 0 in tensor.shape or tensor.shape[-1] % values_per_block:
                 raise ValueError(
                     f"{path}: {stored_name}: got shape {tensor.shape}, expected rows of a multiple of {values_per_block} values"
                 )
@@ -101,6 +102,8 @@ class GgufSource:
                 self._rows[part_name] = part.reshape(-1, rows[-1])
                 self.tensors[part_name] = StoredTensor(shape, kind.name, kind.name in ("F32", "F16", "BF16", *BLOCK_LAYOUTS))
         self.config = self._read_config(header.tensors)
+        self.rope_divisors = self.read(_ROPE_DIVISORS).tolist() if _ROPE_DIVISORS in self.tensors else []  # of Llama 3.1 and later
+        self.tensors.pop(_ROPE_DIVISORS, None)
 
     def read(self, name: str) -> Tensor:
         import gguf
@@ -139,7 +142,7 @@ class GgufSource:
     def _read_config(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         metadata = self.metadata
         kind = metadata.get("general.architecture")
-        if kind not in ARCHITECTURES:
+        if not isinstance(kind, str) or kind not in ARCHITECTURES:
             raise ValueError(f"{self._path}: general.architecture: got {kind!r:.100}, expected one of {', '.join(ARCHITECTURES)}")
         scaling = metadata.get(f"{kind}.rope.scaling.type")
         if scaling not in (None, "none"):

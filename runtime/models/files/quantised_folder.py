@@ -148,7 +148,7 @@ class QuantisedSource:
     def _find_fp8(self, stored: str) -> str:
         """The name of the weight if `stored` is one of this scheme, otherwise empty. Its other tensors are removed from `tensors`."""
         tensor = self._source.tensors[stored]
-        if tensor.kind != "F8_E4M3":
+        if tensor.kind != "F8_E4M3" or len(tensor.shape) != 2:  # the check of shapes names others
             return ""
         module, (rows, inner) = stored.removesuffix(".weight"), tensor.shape
         scales = [self.tensors[name].shape for suffix in _FP8_SCALES if (name := f"{module}.{suffix}") in self.tensors]
@@ -178,6 +178,8 @@ class QuantisedSource:
         if f"{module}.{scales}" not in self.tensors:
             raise ValueError(f"{module}.{scales} is missing, expected it with {stored}")
         sizes, fields = self._source.tensors[stored].shape, 32 // scheme.bits
+        if len(sizes) != 2 or 0 in sizes:
+            raise ValueError(f"{stored}: got shape {sizes}, expected two dimensions above 0")
         first, second = (size * fields if dim == packed_dim else size for dim, size in enumerate(sizes))
         rows, inner = (second, first) if row_dim else (first, second)
         group = inner if scheme.group_size == -1 else scheme.group_size
@@ -185,6 +187,12 @@ class QuantisedSource:
         if self.tensors[f"{module}.{scales}"].shape != shape or inner % group:
             found = self.tensors[f"{module}.{scales}"].shape
             raise ValueError(f"{module}.{scales}: got shape {found}, expected {shape} for {stored} and groups of {group}")
+        zeros, zeros_shape = f"{module}.{others[0]}", (shape[0], -(-rows // fields)) if row_dim else (-(-rows // fields), shape[1])
+        expected = {stored: ("I32", sizes)} | ({zeros: ("I32", zeros_shape)} if row_dim or zeros in self.tensors else {})
+        for name, wanted in (expected if row_dim else expected | {f"{module}.weight_shape": ("I64", (2,))}).items():
+            found_type = self._source.tensors.get(name, StoredTensor((), "no tensor", False))
+            if (found_type.kind, found_type.shape) != wanted:
+                raise ValueError(f"{name}: got {found_type.kind} {found_type.shape}, expected {wanted[0]} {wanted[1]} for {stored}")
         kind = "INT4" if group % _FP8_BLOCK else "INT4_128"
         if scheme.bits == 8:
             narrow = self.tensors[f"{module}.{scales}"].kind == "F16" and f"{module}.{others[0]}" not in self.tensors

@@ -271,6 +271,8 @@ class StoredModel:
             if isinstance(stored, Tensor):
                 part = target.of(model)
                 part.copy_(stored.view(part.shape))
+                if part.dtype is torch.float16:  # which has no numbers above 65,504
+                    require_finite(self.path, f"{name} in float16", part)
                 continue
             packed_weight, start = model.get_parameter(target.parameter)[target.tiles], 0
             for rows in stored:

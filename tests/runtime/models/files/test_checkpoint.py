@@ -20,7 +20,7 @@ from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.files.config_fields import read_config
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.sampling.grammar.tokenizers.table import decode_byte_letters, token_decoder
-from tests.helpers.families import CachedModel, count_refused_damaged, folder_of, hf_model, save
+from tests.helpers.families import BASE, CachedModel, count_refused_damaged, folder_of, hf_model, random_model, save
 
 FAMILY = "llama-3.1"
 TOKENS = torch.arange(40)[None]
@@ -329,3 +329,13 @@ def test_known_unused_tensors_are_accepted(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
 def test_random_damage_raises_value_errors_only(folder: Path, name: str) -> None:
     assert count_refused_damaged(folder / name, (folder / name).read_bytes(), 4000, folder) > 20
+
+
+def test_a_weight_that_float16_cannot_hold_is_refused(tmp_path: Path) -> None:
+    model = random_model("Llama", BASE, seed=3)
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight[0, 0] = 1e5
+    save(model, tmp_path)
+    open_checkpoint(tmp_path, torch.float32).load("cpu")
+    with pytest.raises(ValueError, match="down_proj.weight in float16 holds NaN or infinity"):
+        open_checkpoint(tmp_path, torch.float16).load("cpu")

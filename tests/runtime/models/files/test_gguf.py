@@ -28,8 +28,14 @@ TOKENS = torch.arange(40)[None]
 TEXTS = ["<s>", "<|im_start|>", "</s>", "<call>", *(f"t{index}" for index in range(4, 159)), "\u0120a"]
 
 
-def write(path: Path, family: str, kind: str, quantise: Kind | Callable[[str], Kind] | None = None, model: Any = None) -> Path:
+def write(
+    path: Path, family: str, kind: str, quantise: Kind | Callable[[str], Kind] | None = None, model: Any = None, more: Any = None
+) -> Path:
+    """more: further tensors, by name."""
+
     def add_tokens(writer: gguf.GGUFWriter) -> None:
+        for name, tensor in (more or {}).items():
+            writer.add_tensor(name, tensor)
         writer.add_tokenizer_model("gpt2")
         writer.add_token_list(TEXTS)
         writer.add_token_types([3, 3, 3, 4, *[1] * (len(TEXTS) - 4)])
@@ -59,6 +65,18 @@ def expected(family: str) -> Tensor:
 def test_gguf_logits_equal_the_source_model(tmp_path: Path, family: str, kind: str) -> None:
     found, answer = logits_of(write(tmp_path / "model.gguf", family, kind)), expected(family)
     assert float((found - answer).abs().max() / answer.abs().max()) < 1e-4
+
+
+def test_gguf_with_scaled_frequencies_of_llama_3_equals_the_source_model(tmp_path: Path) -> None:
+    """llama.cpp stores the divisors of the frequencies as a tensor."""
+    model = hf_model("llama-3.1")
+    base = model.config.rope_parameters["rope_theta"] ** -(torch.arange(0, 16, 2) / 16)
+    divisors = (base / model.model.rotary_emb.inv_freq).numpy()
+    found = logits_of(write(tmp_path / "model.gguf", "llama-3.1", "llama", more={"rope_freqs.weight": divisors}))
+    assert divisors.max() > 4 and float((found - expected("llama-3.1")).abs().max() / expected("llama-3.1").abs().max()) < 1e-4
+    for wrong, message in ((divisors[:3], "expected 8 numbers above 0"), (-divisors, r"got \[-1.0.*expected 8 numbers above 0")):
+        with pytest.raises(ValueError, match=f"rope_freqs.weight: .*{message}"):
+            open_checkpoint(write(tmp_path / "model.gguf", "llama-3.1", "llama", more={"rope_freqs.weight": wrong}))
 
 
 @pytest.mark.parametrize(("kind", "tolerance"), [(Kind.Q8_0, 0.05), (Kind.Q4_1, 0.5), (Kind.BF16, 0.05), (Kind.F16, 0.01)])
@@ -296,6 +314,7 @@ def test_a_big_endian_file_is_refused(tmp_path: Path) -> None:
         (struct.pack("<Q13sIIQ", 13, b"output.weight", 0, 0, 0), r"got shape \(\), expected rows"),
         (struct.pack("<Q13sIQIQ", 13, b"output.weight", 1, 32, 0, 1 << 40), "output.weight ends at byte"),
         (struct.pack("<Q13sIQIQ", 13, b"output.weight", 1, 1 << 60, 0, 0), "output.weight ends at byte"),
+        (struct.pack("<Q13sIQQIQ", 13, b"output.weight", 2, 32, 0, 0, 0), r"got shape \(0, 32\), expected rows"),
     ],
 )
 def test_wrong_tensor_tables_are_refused(tmp_path: Path, table: bytes, message: str) -> None:
@@ -309,11 +328,15 @@ def test_wrong_tensor_tables_are_refused(tmp_path: Path, table: bytes, message: 
     ("kind", "entry", "message"),
     [
         ("gemma", None, "general.architecture: got 'gemma', expected one of llama, qwen2, qwen3"),
+        (["llama"], None, r"general.architecture: got \['llama'\], expected one of llama, qwen2, qwen3"),
         ("llama", ("llama.rope.scaling.type", "yarn"), "llama.rope.scaling.type: got 'yarn', expected none"),
     ],
 )
-def test_unsupported_gguf_models_are_refused(tmp_path: Path, kind: str, entry: tuple[str, str] | None, message: str) -> None:
-    writer = gguf.GGUFWriter(tmp_path / "other.gguf", kind)
+def test_unsupported_gguf_models_are_refused(tmp_path: Path, kind: Any, entry: tuple[str, str] | None, message: str) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "other.gguf", kind if isinstance(kind, str) else "")
+    if not isinstance(kind, str):
+        writer.kv_data[0].clear()
+        writer.add_array("general.architecture", kind)
     if entry:
         writer.add_string(*entry)
     writer.write_header_to_file()
