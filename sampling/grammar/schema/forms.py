@@ -155,7 +155,8 @@ def of_one_type(form: Form) -> Form:
     for field in fields(Form):
         if getattr(form, field.name) == getattr(ANY_VALUE, field.name):
             others[field.name] = getattr(NO_VALUE, field.name)
-    return replace(form, **others) if len(others) == len(fields(Form)) - 1 else form  # type: ignore[arg-type]
+    found = replace(form, **others)  # type: ignore[arg-type]
+    return found if len(others) == len(fields(Form)) - 1 and found != NO_VALUE else form
 
 
 def join(*forms: Form) -> Form:

@@ -15,6 +15,7 @@ from typing import Literal
 from stepgraph.sampling.grammar.constraints.charset import ALL_CHARS, CharSet, union
 
 SURROGATES = 0xD800, 0xDFFF
+MAX_STARTS = 8  # of `^` at one place of a pattern
 MAX_LENGTH_CASES = 8  # alternatives, one for each length, into which `of_length` may split a term
 START, END = 0x110000, 0x110001  # marks before the first and after the last character, matched by `^` and `$` of a pattern
 Kind = Literal["chars", "words", "cat", "alt", "and", "not", "repeat", "end", "multiple", "named"]
@@ -54,7 +55,7 @@ class Term:
             case "repeat":
                 return not self.values[0] or nullable[0]
             case "end":
-                return any(term.nullable for term in _marked(self.parts[0], END))
+                return any(term.nullable for term in _ended(self.parts[0]))
             case "multiple":
                 multiple, decimals, rest, seen = self.values
                 assert isinstance(multiple, int) and isinstance(decimals, int) and isinstance(rest, int) and isinstance(seen, int)
@@ -300,14 +301,16 @@ MARKED_TEXT = _term("repeat", (ANY_MARKED,), (0, None))
 
 
 def unmarked(term: Term) -> Term:
-    """The texts that are in the language if START is prepended once or several times, and END is appended."""
-    return either(*(_term("end", (found,), ()) for found in _marked(term, START)))
+    """The texts that are in the language if START is prepended MAX_STARTS times, and END is appended once or several times."""
+    for _ in range(MAX_STARTS):
+        term = term.after(START)
+    return _term("end", (term,), ())
 
 
-def _marked(term: Term, mark: int) -> dict[Term, None]:
-    """The terms after the mark, once or several times."""
+def _ended(term: Term) -> dict[Term, None]:
+    """The terms after END, once or several times."""
     found = dict[Term, None]()
-    while (term := term.after(mark)) not in found and term is not NOTHING:
+    while (term := term.after(END)) not in found and term is not NOTHING:
         found[term] = None
     return found
 

@@ -366,13 +366,16 @@ class Normaliser:
             for item in form.objects:
                 rest = KeyClass(complement(item.evaluated), value)
                 rule = Object(others=tuple(keys for keys in (rest, KeyClass(item.evaluated, TRUE, True)) if not is_empty(keys.names)))
-                met = meet_objects(item, rule, self.simplify)
+                impossible = replace(item, witnesses=(KeyClass(ANY_TEXT, NEVER),)) if several else None  # marks the result as a part
+                met = meet_objects(item, rule, self.simplify) or impossible
                 alternatives += [replace(met, evaluated=ANY_TEXT, is_subset=item.is_subset or several)] if met else []
             return replace(form, objects=tuple(alternatives))
+        several = several or has_contains
         for array in form.arrays:
             if array.evaluated is not None:
                 limit = Array(tuple(TRUE for _ in range(array.evaluated)), value)
-                met_array = meet_arrays(array, limit, self.simplify)
+                no_array = replace(array, contains=(Contains(NEVER, 1, None),)) if several else None
+                met_array = meet_arrays(array, limit, self.simplify) or no_array
                 alternatives += [replace(met_array, evaluated=None, is_subset=array.is_subset or several)] if met_array else []
             else:
                 alternatives.append(array)
@@ -380,7 +383,7 @@ class Normaliser:
 
 
 def _object_requiring(names: list[str]) -> Object:
-    return Object(required=frozenset(names), declared=tuple((name, TRUE) for name in names))
+    return Object(required=frozenset(names), declared=tuple((name, TRUE) for name in dict.fromkeys(names)))
 
 
 def text_keyword(node: Node) -> str:

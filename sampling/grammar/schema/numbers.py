@@ -18,6 +18,7 @@ MAX_LISTED = 1_000  # multiples that are listed instead of an automaton
 _ZERO, _DIGIT, _NONZERO_DIGIT = words(["0"]), chars(charset((48, 57))), chars(charset((49, 57)))
 _DIGITS = repeat(_DIGIT, 0, None)
 _FRACTION = either(EPSILON, cat(words(["."]), repeat(_DIGIT, 1, None)))
+_ZEROS = either(EPSILON, cat(words(["."]), repeat(_ZERO, 1, None)))  # with which a whole number may end
 _WHOLE = either(_ZERO, cat(_NONZERO_DIGIT, _DIGITS))
 _UNSIGNED = cat(_WHOLE, _FRACTION)
 _EXPONENT = either(EPSILON, cat(words("eE"), either(EPSILON, words("+-")), repeat(_DIGIT, 1, None)))
@@ -131,7 +132,7 @@ class Numbers:
             found = both(found, complement(_at_least(self.high, not self.high_open)))
         if self.multiple is not None and self.multiple != 1:
             found = both(found, language.multiple_of(*_scaled(self.multiple)))
-        return both(found, *(complement(language.multiple_of(*_scaled(other))) for other in self.not_multiples))
+        return both(found, *(complement(cat(language.multiple_of(*_scaled(other)), _ZEROS)) for other in self.not_multiples))
 
 
 def _least_common(first: Fraction, second: Fraction) -> Fraction:

@@ -80,7 +80,7 @@ def search(pattern: str) -> Term:
 @functools.lru_cache(maxsize=256)
 def full(pattern: str) -> Term:
     """The texts that the pattern matches from their start to their end."""
-    return either(*(_anchored([_STARTS, *sequence, _ENDS]) for sequence in parse_pattern(pattern)))
+    return either(*(_anchored([*sequence, _STARTS, _ENDS]) for sequence in parse_pattern(pattern)))
 
 
 def _searched(sequences: list[Pieces]) -> Term:
@@ -94,13 +94,14 @@ def _searched(sequences: list[Pieces]) -> Term:
 def _anchored(sequence: Pieces) -> Term:
     """The texts of a sequence in which START and END are the ends of the text. START and END inside the sequence need terms with marks."""
     inner = list(sequence)
-    while inner[:1] in ([START], [_STARTS]):
+    while inner[:1] == [START]:
         del inner[0]
-    while inner[-1:] in ([END], [_ENDS]):
+    while inner[-1:] in ([END], [_STARTS], [_ENDS]):
         del inner[-1]
     if not any(map(_has_mark, inner)):
         return _term(inner, EPSILON, ANY_TEXT)
-    return language.unmarked(_term([_ANYTHING_MARKED if item is _ANYTHING else item for item in sequence], EPSILON, MARKED_TEXT))
+    last = [_ANYTHING_MARKED if item is _ANYTHING else item for item in sequence[-1:]]
+    return language.unmarked(_term([*sequence[:-1], *last], EPSILON, MARKED_TEXT))
 
 
 def _has_mark(item: Item) -> bool:
@@ -116,12 +117,14 @@ def _has_look(item: Item) -> bool:
 
 
 def _term(sequence: Pieces, following: Term, anything: Term) -> Term:
-    """The texts of a sequence, followed by those of `following`: a look-ahead restricts all that follows it."""
+    """The texts of a sequence, followed by those of `following`: a look-ahead restricts all that follows it. `^` takes one START, any
+    other item skips those before it."""
+    skipped = EPSILON if anything is ANY_TEXT else language.repeat(chars(((START, START),)), 0, None)
     for item in reversed(sequence):
         if isinstance(item, int):
-            following = cat(chars(((item, item),)), following)
+            following = cat(EPSILON if item == START else skipped, chars(((item, item),)), following)
         elif isinstance(item, LookAhead):
-            ahead = cat(either(*(_term(inner, EPSILON, anything) for inner in item.alternatives)), anything)
+            ahead = either(*(_term(inner, anything, anything) for inner in item.alternatives))
             following = both(language.complement(ahead) if item.negative else ahead, following)
         elif isinstance(item, Group):
             has_look = _has_look(item)
@@ -136,7 +139,7 @@ def _term(sequence: Pieces, following: Term, anything: Term) -> Term:
             else:
                 following = cat(language.repeat(_term([item.item], EPSILON, anything), item.low, item.high), following)
         else:
-            following = cat(chars(item), following)
+            following = cat(skipped, chars(item), following)
     return following
 
 

@@ -138,7 +138,7 @@ class Document:
 
     def constant(self, value: Any, where: str) -> Node:
         """A schema of this value only. The value is at `where` or inside the value there."""
-        key = f"= {json.dumps(value, default=str, sort_keys=True)}"
+        key = f"= {value!r}"
         if key not in self._nodes:
             self._nodes[key] = Node({"const": value}, where, "", len(self._nodes), {"const": value})
         return self._nodes[key]

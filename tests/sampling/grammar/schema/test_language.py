@@ -47,6 +47,8 @@ def accepts(term: Term, text: str) -> bool:
 
 PATTERNS = ["a*b", "^a|b$", "(a|b1)+", "^(?:a|b){2,3}$", "a{2}", "[^a]b", "\\d", "^$", "", "(^a|1$)b?"]
 PATTERNS += ["^(?!ab).*1", "a(?=1)", "b(?!1)", "a??b+?"]
+PATTERNS += [r"(?!1)^\w+$", "(?!.*a1)^b.*$", "(?!^)b", r"(?=.*1)^\w+$", "(?=^.{3,}$)(?=.*1)(?=.*[a-z]).*$", "(?=^a)ab"]
+PATTERNS += ["^(?!a(?=b)).*$", "^(?!.*1(?!a$)).*$", "^(?!.*a(?!b)).*$", "^(?=a(?=b)).*$"]
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
