@@ -315,7 +315,7 @@ class Engine(EngineCore, BoundToProcess):
                     yield piece
             if job.error:
                 raise RuntimeError(f"Engine.stream_text(): {job.error}")
-            if rest := stream.finish():
+            if rest := stream.push(job.tokens[known:]) + stream.finish():
                 yield rest
         finally:
             self.cancel(job)

@@ -131,8 +131,9 @@ class Scheduler:
                         self._recorder.write("admit", job=request.job.id)
                     if first.claim:
                         self._grammars.admit(request, first.claim.result())
-                    request.job.queue_seconds = time.perf_counter() - request.job.submitted_at
-                    self.counters.queue_seconds.add(request.job.queue_seconds)
+                    if request.job.queue_seconds is None:  # otherwise it continues after a preemption
+                        request.job.queue_seconds = time.perf_counter() - request.job.submitted_at
+                        self.counters.queue_seconds.add(request.job.queue_seconds)
                 else:
                     break
                 waiting.popleft()

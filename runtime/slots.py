@@ -53,9 +53,7 @@ class RowTable:
         cached = self._find(job)
         self.page_cache.acquire(cached)
         private = self.page_cache.allocate(count - len(cached))
-        if private is None:
-            self.page_cache.release(cached)
-            return None
+        assert private is not None, "has_room counts the same pages"
         self.most_used_pages = max(self.most_used_pages, self._limits.num_pages - self.page_cache.num_free)
         row, pages = heapq.heappop(self._free_rows), [*(page.page for page in cached), *private]
         stops = job.text_stream() if job.sampling.stop else None
@@ -64,8 +62,9 @@ class RowTable:
         return ActiveRequest(job, row, pages, matcher, not job.sampling.plain, cached, stop_stream=stops)
 
     def has_room(self, job: Job) -> bool:
-        """Whether a row and enough pages are free, assuming that all full pages of the job are found."""
-        return bool(self._free_rows) and self._num_pages(job) - len(job.context_ids) // self._limits.page_size <= self.page_cache.num_free
+        """Whether a row and enough pages are free. Cached pages without a holder are among the free ones."""
+        held = sum(page.ref_count > 0 for page in self._find(job)) if self._free_rows else 0
+        return bool(self._free_rows) and self._num_pages(job) - held <= self.page_cache.num_free
 
     def _num_pages(self, job: Job) -> int:
         return -(-(len(job.prompt_ids) + job.max_new_tokens) // self._limits.page_size)

@@ -118,6 +118,9 @@ def test_streamed_text_is_the_text_of_the_job() -> None:
     pieces = list(engine.stream_text("Ada is 36", max_new_tokens=40))
     assert "".join(pieces) == engine.generate("Ada is 36", max_new_tokens=40).text
     assert len(pieces) > 4
+    stream = engine.stream_text("Ada is 36", max_new_tokens=40)
+    engine.generate("Bob is 40", max_new_tokens=60)
+    assert "".join(stream) == "".join(pieces), "steps of another call decode it"
     for _ in engine.stream_text("Ada is 36", max_new_tokens=40):
         break
     engine.step()

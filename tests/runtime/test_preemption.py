@@ -133,6 +133,22 @@ def test_a_request_takes_the_row_at_once_and_the_other_continues_after_it() -> N
         assert slow.tokens == expected.tokens and slow.num_preemptions == 1
 
 
+@pytest.mark.parametrize("prompt", [4, 32])
+def test_a_request_takes_pages_at_once_however_much_of_its_prompt_could_be_cached(prompt: int) -> None:
+    with make_engine(replace(PLAIN, num_pages=12), preemption=True) as engine:  # of eight tokens
+        slow = engine.submit([9] * 8, max_new_tokens=64, sampling=SamplingParams(ignore_eos=True))  # nine pages
+        while len(slow.tokens) < 5:
+            engine.step()
+        queue_seconds = slow.queue_seconds
+        urgent = engine.submit([index + 3 for index in range(prompt)], max_new_tokens=40 - prompt, priority=-1)  # five pages
+        while not urgent.finished:
+            engine.step()
+        assert not slow.finished and slow.num_preemptions == 1
+        for _ in engine.stream():
+            pass
+        assert slow.queue_seconds == queue_seconds and engine.stats().queue_seconds.count == 2, "it was queued once"
+
+
 def test_without_preemption_and_with_draws_that_depend_on_rounds_a_request_keeps_its_row() -> None:
     drafted = {"sampling": SAMPLED, "max_new_tokens": 20}
     for preemption, ask in ((False, {"max_new_tokens": 20}), (True, drafted)):
