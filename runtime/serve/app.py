@@ -131,7 +131,9 @@ class App:
         key = self._authorize(request)
         body = await read_json(request, self.bounds)
         chat = request.scope["path"] == "/v1/chat/completions"
-        parsed = parse_request(body, chat, self._codec, self._names, self.serving.max_length, self._chosen_format)
+        arguments = body, chat, self._codec, self._names, self.serving.max_length, self._chosen_format
+        in_thread = "tools" in body  # an analysis of their schemas can take seconds
+        parsed = await asyncio.to_thread(parse_request, *arguments) if in_thread else parse_request(*arguments)
         parsed.options["cache_salt"] = parsed.options["tenant"] = key  # callers with different keys share no cached prefixes
         if self.shutting_down:
             raise HttpError(503, "the server is shutting down")
@@ -189,15 +191,14 @@ class Answer:
         await json_response(self._envelope | {"choices": choices, "usage": usage_of(replies)})(scope, receive, send)
 
     async def _send_stream(self, events: EventStream) -> None:
-        offsets, begun = [0] * len(self._replies), set[int]()  # characters sent so far, and choices that have begun
+        begun = set[int]()  # choices that have begun
 
         async def send(reply: Reply, delta: Delta, reason: str | None) -> None:
-            choice: dict[str, Any] = {"index": reply.index, "logprobs": reply.take_logprobs(offsets[reply.index]), "finish_reason": reason}
+            choice: dict[str, Any] = {"index": reply.index, "logprobs": reply.take_logprobs(), "finish_reason": reason}
             if reply.index not in begun:
                 begun.add(reply.index)
                 delta = {"role": "assistant", **(delta or {"content": ""})}
             choice |= {"delta": delta} if self._request.chat else {"text": delta.get("content", "")}
-            offsets[reply.index] += len(delta.get("content", ""))
             await events.event(compact_json(self._envelope | {"choices": [choice]}))
 
         try:

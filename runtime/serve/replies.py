@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ class Reply:
         self.ids: list[int] = []
         self.reasoning_tokens = 0
         self._logprobs: list[tuple[int, TokenLogprob]] = []  # of tokens that no delta has reported yet
+        self._offset = 0  # characters of the tokens that deltas have reported
 
     @property
     def stopped(self) -> bool:
@@ -73,12 +75,12 @@ class Reply:
 
     @property
     def reason(self) -> str:
-        if self.job is not None and self.job.finish_reason == FinishReason.LENGTH and not self.stopped:
+        if not self.stopped and (self.over_budget or (self.job is not None and self.job.finish_reason == FinishReason.LENGTH)):
             return "length"
         return "tool_calls" if self._call_parser.calls and not self._call_parser.at_stop_text else "stop"
 
-    def take_logprobs(self, offset: int = 0) -> dict[str, Any] | None:
-        """Log-probabilities of the tokens since the last call, in the endpoint's form. offset: characters of the answer before them."""
+    def take_logprobs(self) -> dict[str, Any] | None:
+        """Log-probabilities of the tokens since the last call, in the endpoint's form."""
         if not self.request.logprobs:
             return None
         taken, self._logprobs = self._logprobs, []
@@ -89,7 +91,7 @@ class Reply:
             ]
             return {"content": content, "refusal": None}
         texts, values = [self._token_text(token) for token, _ in taken], [found.raw for _, found in taken]
-        offsets = [offset + sum(map(len, texts[:index])) for index in range(len(texts))]
+        *offsets, self._offset = itertools.accumulate(map(len, texts), initial=self._offset)
         # among tokens with equal texts, the most probable
         top = [{self._token_text(other): value for other, value in reversed(found.top_raw)} for _, found in taken]
         asked = self.request.options["sampling"].top_logprobs
@@ -138,5 +140,5 @@ def usage_of(replies: Sequence[Reply]) -> dict[str, Any]:
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "completion_tokens_details": {"reasoning_tokens": sum(reply.reasoning_tokens for reply in replies)},
-        "prompt_tokens_details": {"cached_tokens": replies[0].job.num_cached_tokens if replies[0].job else 0},
+        "prompt_tokens_details": {"cached_tokens": min(prompt, replies[0].job.num_cached_tokens) if replies[0].job else 0},
     }

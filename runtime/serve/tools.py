@@ -39,6 +39,7 @@ class ToolUse:
         return {name: text_parameters(schema) for name, schema in self.functions.items()} if self.call_format.style == "qwen_xml" else {}
 
     def constraint(self) -> Constraint:
+        _ = self.texts  # an error is raised here, before the request has a place in the queue
         return Constraint.structural_tag(self.call_format.structural_tag(self.functions, self.required, self.parallel))
 
     def prompt_ids(self, codec: TextCodec, messages: Sequence[Message], variables: Mapping[str, Any]) -> list[int]:

@@ -49,6 +49,16 @@ def test_a_budget_ends_the_reasoning_and_the_grammar_follows(server: RunningServ
         assert answer.usage.completion_tokens_details.reasoning_tokens == 10
 
 
+def test_an_answer_that_ends_within_its_reasoning_has_reached_its_length(server: RunningServer) -> None:
+    """The text that closes the reasoning does not fit into 8 or 16 tokens."""
+    request: Any = {"model": "toy", "messages": CHAT, "temperature": 0}
+    with server.client as client:
+        for budget, most in ((5, 4), (5, 8), (5, 16), (5, 17), (60, 120)):
+            answer = client.chat.completions.create(**request, max_tokens=most, extra_body={"thinking_token_budget": budget, **ON})
+            assert answer.choices[0].finish_reason == "length"
+            assert answer.usage.prompt_tokens_details.cached_tokens <= answer.usage.prompt_tokens
+
+
 def test_reasoning_can_be_switched_off_and_calls_follow_it(server: RunningServer) -> None:
     request: Any = {"model": "toy", "messages": CHAT, "temperature": 0, "max_tokens": 300}
     with server.client as client:

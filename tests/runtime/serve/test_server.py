@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -123,11 +124,14 @@ def test_completion_of_text_or_ids_ends_at_a_stop_text(server: RunningServer) ->
         index = text.find(stop)
         before = server.count("cancelled")
         for stream in (False, True):
-            answer: Any = client.completions.create(prompt="abc", stop=["never there", stop], stream=stream, logprobs=0, **request)
+            stops = ["never there", *(f"{text[at]}\0" for at in (3, 6)), stop]  # some begin with a character of the answer
+            answer: Any = client.completions.create(prompt="abc", stop=stops, stream=stream, logprobs=0, **request)
             choices = [chunk.choices[0] for chunk in answer] if stream else [answer.choices[0]]
             assert ("".join(choice.text for choice in choices), choices[-1].finish_reason) == (text[:index], "stop")
             tokens = [token for choice in choices if choice.logprobs for token in choice.logprobs.tokens]
             assert index < len(tokens) < 40
+            offsets = [offset for choice in choices if choice.logprobs for offset in choice.logprobs.text_offset]
+            assert offsets == list(itertools.accumulate(map(len, tokens[:-1]), initial=0))
     waited(lambda: server.count("cancelled") == before + 2, "the rest of a stopped text is decoded")
 
 
@@ -177,6 +181,28 @@ def test_a_required_tool_is_called(server: RunningServer, stream: bool) -> None:
         assert free.choices[0].finish_reason in ("length", "stop") and free.choices[0].message.tool_calls is None
         plain = client.chat.completions.create(tool_choice="none", max_tokens=9, **request)
         assert free.usage is not None and plain.usage is not None and plain.usage.prompt_tokens < free.usage.prompt_tokens
+
+
+def test_tools_that_a_format_cannot_express_are_refused_and_free_their_place() -> None:
+    def ask(schema: Any) -> Any:
+        tools: Any = [{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", **schema}}}]
+        with found.client as client:
+            return client.chat.completions.create(model="toy", messages=CHAT, tools=tools, max_tokens=4)
+
+    slow = {"properties": {"a": {"type": "string", "pattern": "^(a{1,30}){1,30}$"}}}
+    with engine_of() as engine, running(engine, Bounds(), tool_format="qwen3-coder") as found:
+        refused_schemas: Any = ({"minProperties": 2}, {"properties": {"a<": {}}}, {"minProperties": 2}, {"minProperties": 2})
+        for schema in refused_schemas:
+            with pytest.raises(openai.BadRequestError, match="tools: #: properties: ") as refused:
+                ask(schema)
+            assert refused.value.param == "tools"
+        analysis, answered = threading.Thread(target=ask, args=(slow,)), 0
+        analysis.start()
+        while analysis.is_alive():
+            assert found.statuses(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", end=False) == [200]
+            answered += 1
+        assert answered > 3, "an analysis of seconds delays no other request"
+        assert ask({}).choices[0].finish_reason in ("length", "stop")
 
 
 def test_several_calls_may_be_required_and_the_last_may_be_cut_short(server: RunningServer) -> None:
