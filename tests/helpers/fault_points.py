@@ -122,10 +122,10 @@ def ring_full(engine: Engine, fault: Fault) -> Iterator[None]:
 
 @contextlib.contextmanager
 def pages_empty(engine: Engine, fault: Fault) -> Iterator[None]:
-    prefixes = engine._scheduler.rows.page_cache
-    original = prefixes.allocate
+    rows = engine._scheduler.rows
+    original = rows.has_room
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefixes, "allocate", lambda count: None if fault.due() else original(count))
+        patch.setattr(rows, "has_room", lambda job: not fault.due() and original(job))
         yield
 
 

@@ -337,5 +337,5 @@ def test_a_weight_that_float16_cannot_hold_is_refused(tmp_path: Path) -> None:
         model.model.layers[0].mlp.down_proj.weight[0, 0] = 1e5
     save(model, tmp_path)
     open_checkpoint(tmp_path, torch.float32).load("cpu")
-    with pytest.raises(ValueError, match="down_proj.weight in float16 holds NaN or infinity"):
+    with pytest.raises(ValueError, match=r"down_proj.weight in float16 holds NaN or infinity"):
         open_checkpoint(tmp_path, torch.float16).load("cpu")
