@@ -274,9 +274,10 @@ class GrammarWriter:
         return self._strings[text]
 
     def form(self, part: Expr) -> Form:
-        """The form of an expression. If types are implied, a form that restricts only one type has only that type."""
+        """The form of an expression. If types are implied, a form that restricts only one type, not by `not`, has only that type."""
         form = self._normaliser.form(part)
-        return of_one_type(form) if self._implies_types else form
+        negated = len(part) == 1 and (not part[0].positive or part[0].node.keywords.keys() == {"not"})
+        return of_one_type(form) if self._implies_types and not negated else form
 
     def is_satisfiable(self, part: Expr) -> bool:
         if part not in self._nonempty:

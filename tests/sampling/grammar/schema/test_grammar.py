@@ -263,6 +263,8 @@ def test_closed_schema_of_one_type_is_written_for_that_type() -> None:
         ({"type": ["object", "null"], "properties": {"a": {}}}, "closed", [True, False, False]),
         ({"description": "anything"}, "closed", [True, True, True]),
         ({"not": {"type": "null"}}, "closed", [True, True, True]),
+        ({"not": {"type": "integer"}}, "closed", [True, True, False]),
+        ({"not": {"type": "object", "properties": {"a": {"type": "string"}}}}, "closed", [False, True, True]),
     ):
         matcher = matcher_of(schema, objects=objects)
         assert [accepts(matcher, text) for text in ("{}", "[1]", "3")] == taken, schema
