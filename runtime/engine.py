@@ -267,7 +267,9 @@ class Engine(EngineCore, BoundToProcess):
     @checked_keywords(REQUEST_NAMES, RequestOptions.__annotations__)
     def stream_text(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Iterator[str]:
         """Submit a request, and step and yield its text piece by piece. RuntimeError if it fails. Leaving early cancels it."""
-        return self._text_pieces(self.submit(prompt, **options))
+        pieces = self._text_pieces(self.submit(prompt, **options))
+        next(pieces)  # a generator that has not started would not cancel the request when it is dropped
+        return pieces
 
     def stats(self) -> EngineStats:
         """Counters and gauges at one moment. From any thread, at any time, also after close()."""
@@ -308,6 +310,7 @@ class Engine(EngineCore, BoundToProcess):
     def _text_pieces(self, job: Job) -> Iterator[str]:
         stream, known = job.text_stream(), 0
         try:
+            yield ""
             while not job.finished:
                 self.step()
                 piece, known = stream.push(job.tokens[known:]), len(job.tokens)

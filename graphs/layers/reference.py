@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-MIN_PRODUCT_ROWS = 4  # in a matrix product on the CPU: with fewer rows, MKL and oneDNN sum in another order
+MIN_PRODUCT_ROWS = 16  # in a matrix product on the CPU: with fewer rows, MKL and oneDNN sum in another order, on some processors
 
 
 def matrix_product(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, NoReturn
 
 from stepgraph.runtime.serve.calls import ChosenFormat
@@ -307,5 +308,5 @@ def _logprobs(fields: Mapping[str, Any], chat: bool) -> tuple[bool, int]:
 
 
 def _clipped(value: Any) -> str:
-    text = json.dumps(value)
+    text = "".join(islice(json.JSONEncoder().iterencode(value), 61))  # of a deep value only what is shown, since the depth is limited
     return text if len(text) <= 60 else text[:60] + "..."

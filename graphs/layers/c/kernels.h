@@ -20,9 +20,12 @@ typedef struct {
     int64_t rows, inner, outer, step, bfloat16;
 } product_call;
 
-/* Blocks of columns, with vectors of 64 bytes and by pairs of bfloat16. */
+/* Blocks of COLUMNS columns, with vectors of 64 bytes, by pairs of bfloat16 and by tiles. */
+enum { COLUMNS = 64 };
 void product_by_wide_vectors(const void *call, int64_t first, int64_t last);
 void product_by_pairs(const void *call, int64_t first, int64_t last);
+void product_by_tiles(const void *call, int64_t first, int64_t last);
+int has_tiles_for(int64_t inner);
 
 /* Calls `run` for the rows of each expert, up to GATHERED_ROWS of them at once, adjacent: a weight is read once for all. places: the output
    row of each. args: states [choices / per_state, inner]; experts [choices]; weights of all experts, one after the other; experts;

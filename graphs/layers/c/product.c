@@ -10,6 +10,7 @@ static void all_columns(const product_call *call) {
 #ifdef HAS_WIDE_VECTORS
     if (__builtin_cpu_supports("avx512bw")) run = product_by_wide_vectors;
     if (call->bfloat16 && __builtin_cpu_supports("avx512bf16")) run = product_by_pairs;
+    if (call->bfloat16 && has_tiles_for(call->inner)) run = product_by_tiles;
 #endif
     divide_work(run, call, (call->outer + COLUMNS - 1) / COLUMNS, bytes);
 }

@@ -3,7 +3,7 @@
 
 #include "kernels.h"
 
-enum { MAX_ROWS = 8, COLUMNS = 64 };
+enum { MAX_ROWS = 8 };
 
 #ifdef DOT_PRODUCTS
 enum { WIDENED = 1 }; /* how many bytes of prepared states there are for each byte of bfloat16 */
