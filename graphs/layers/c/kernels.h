@@ -27,6 +27,14 @@ void product_by_pairs(const void *call, int64_t first, int64_t last);
 void product_by_tiles(const void *call, int64_t first, int64_t last);
 int has_tiles_for(int64_t inner);
 
+/* The operand of `ldtilecfg`: the shapes of matrix tiles. */
+typedef struct {
+    uint8_t palette, start, reserved[14];
+    uint16_t bytes[16];
+    uint8_t rows[16];
+} tile_shapes;
+#define TILES_READ_MEMORY() __asm__ volatile("" ::: "memory") /* GCC 12 moves stores across the loads of tiles */
+
 /* Calls `run` for the rows of each expert, up to GATHERED_ROWS of them at once, adjacent: a weight is read once for all. places: the output
    row of each. args: states [choices / per_state, inner]; experts [choices]; weights of all experts, one after the other; experts;
    biases [experts * outer] or NULL; output [choices, outer]. Returns 1 if there is no such expert. */

@@ -12,7 +12,7 @@
 #include <unistd.h>
 
 enum { SIDE = 16, TILE_BYTES = 1024, CHUNK = 32, WIDTH = 2 * SIDE }; /* CHUNK: inner indices of a tile; WIDTH: columns at a time */
-enum { PACKED_BYTES = 1 << 19, WEIGHT_BYTES = 1 << 19 }; /* of states, on the stack; of weights that stay in the cache for all rows */
+enum { PACKED_BYTES = 1 << 19, WEIGHT_BYTES = 1 << 19 }; /* of states; of weights that stay in the cache for all rows */
 
 static int allowed;
 
@@ -33,8 +33,6 @@ int has_tiles_for(int64_t inner) {
 
 #pragma GCC target("avx512f,avx512bw,avx512vl,amx-tile,amx-bf16")
 #include <immintrin.h>
-
-#define STORES_DONE() __asm__ volatile("" ::: "memory") /* GCC 12 moves stores across the loads of tiles */
 
 /* Swaps rows and columns of 16 x 16 words. Each step swaps the halves beside the diagonal of all squares of its size. */
 INLINED void transpose(word_part words[SIDE]) {
@@ -97,7 +95,7 @@ INLINED void tiles(const product_call *call, const char *states, int64_t row, in
             memset(copied, 0, sizeof copied);
             for (int64_t one = 0; one < WIDTH && column + one < call->outer; one++)
                 memcpy(copied[one], weight + one * line, left < CHUNK * 2 ? (size_t)left : CHUNK * 2);
-            STORES_DONE();
+            TILES_READ_MEMORY();
             from = copied[0], apart = CHUNK * 2;
         }
         if (next) {
@@ -128,13 +126,9 @@ INLINED void tiles(const product_call *call, const char *states, int64_t row, in
 }
 
 void product_by_tiles(const void *context, int64_t block, int64_t last) {
-    static const struct {
-        uint8_t palette, start, reserved[14];
-        uint16_t bytes[16];
-        uint8_t rows[16];
-    } ALL_TILES = {.palette = 1, .bytes = {64, 64, 64, 64, 64, 64, 64, 64}, .rows = {SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE}};
+    static const tile_shapes ALL_TILES = {.palette = 1, .bytes = {64, 64, 64, 64, 64, 64, 64, 64}, .rows = {16, 16, 16, 16, 16, 16, 16, 16}};
     const product_call *call = context;
-    _Alignas(64) char packed[PACKED_BYTES];
+    static _Thread_local _Alignas(64) char packed[PACKED_BYTES];
     int64_t line = call->inner * 2, half = packed_bytes(call->inner), most = 2 * half <= PACKED_BYTES ? 2 * SIDE : SIDE;
     int64_t end = last * COLUMNS < call->outer ? last * COLUMNS : call->outer, together = WEIGHT_BYTES / (line * WIDTH + 1) + 1;
     if (call->rows <= most) together = end;
@@ -145,7 +139,7 @@ void product_by_tiles(const void *context, int64_t block, int64_t last) {
             const uint16_t *states = (const uint16_t *)call->states + row * call->step;
             pack(packed, states, rows, call->step, call->inner);
             if (rows > SIDE) pack(packed + half, states + SIDE * call->step, rows - SIDE, call->step, call->inner);
-            STORES_DONE();
+            TILES_READ_MEMORY();
             for (int64_t column = first; column < end && column < first + together * WIDTH; column += WIDTH)
                 tiles(call, packed, row, rows, column, row ? NULL : (const char *)call->weight + (column + WIDTH) * line);
         }

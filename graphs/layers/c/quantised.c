@@ -67,6 +67,7 @@ static FOR_EACH_PROCESSOR void all_rows(quantised_call call) {
     range_work run = run_tiles;
 #ifdef HAS_WIDE_VECTORS
     if (call.bfloat16 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi")) run = quantised_by_pairs;
+    if (run == quantised_by_pairs && call.kind.group >= 32 && has_tiles_for(0)) run = quantised_by_matrix_tiles;
 #endif
     for (call.totals = totals; left; left -= call.rows) {
         call.rows = fitting_rows(left < GATHERED_ROWS ? left : GATHERED_ROWS, run == run_tiles ? inner * 4 : 0);

@@ -36,7 +36,9 @@ typedef struct {
     quantised_kind kind;
 } quantised_call;
 
-void quantised_by_pairs(const void *call, int64_t first, int64_t end); /* tiles; states in bfloat16 */
+/* Tiles; states in bfloat16. By matrix tiles: at most 16 rows, of groups of 32 and more. */
+void quantised_by_pairs(const void *call, int64_t first, int64_t end);
+void quantised_by_matrix_tiles(const void *call, int64_t first, int64_t end);
 
 INLINED int64_t word_bytes(quantised_kind kind) { return kind.bits * kind.group * LANES / 8; }
 INLINED int64_t scale_bytes(quantised_kind kind) { return LANES * (kind.wide ? 4 : 2); }
@@ -66,6 +68,14 @@ INLINED int indices_per_step(int bits) { return bits == 8 ? 16 : 32; }
 INLINED void add_block(
     part (*parts)[PARTS], const char *states, int64_t row_bytes, const char *from, int64_t apart, int tall, int wide, int bits, int zero);
 
+/* Writes the sums of a row and the columns of a tile to the output, with the bias. */
+INLINED void write_sums(const quantised_call *call, int64_t row, int64_t tile, float sums[LANES]) {
+    int64_t place = call->places ? call->places[row] : row;
+    if (call->bias)
+        for (int lane = 0; lane < LANES; lane++) sums[lane] += number(call->bias, tile * LANES + lane, call->bfloat16);
+    write_numbers(call->output, (place * call->tiles + tile) * LANES, sums, LANES, call->bfloat16);
+}
+
 /* `tall` rows by the columns of `wide` tiles. `bits` and `zero` are the kind's, as constants. */
 INLINED void tiles_of_rows(const quantised_call *call, int64_t row, int64_t tile, int tall, int wide, int bits, int zero) {
     int64_t scaled = scale_bytes(call->kind), words_end = word_bytes(call->kind);
@@ -94,13 +104,7 @@ INLINED void tiles_of_rows(const quantised_call *call, int64_t row, int64_t tile
             }
         }
     }
-    for (int one = 0; one < tall * wide; one++) {
-        float *found = (float *)(sums + one);
-        int64_t column = tile + one % wide, place = call->places ? call->places[row + one / wide] : row + one / wide;
-        if (call->bias)
-            for (int lane = 0; lane < LANES; lane++) found[lane] += number(call->bias, column * LANES + lane, call->bfloat16);
-        write_numbers(call->output, (place * call->tiles + column) * LANES, found, LANES, call->bfloat16);
-    }
+    for (int one = 0; one < tall * wide; one++) write_sums(call, row + one / wide, tile + one % wide, (float *)(sums + one));
 }
 
 /* All rows use the same tile in turn: the first of them reads it from memory. Where EVERY_HEIGHT is 0, rows are grouped by four, two and one:

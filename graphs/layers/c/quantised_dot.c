@@ -18,7 +18,7 @@ static __attribute__((constructor)) void fill_tables(void) { /* above the pragma
     }
 }
 
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512bf16,avx512vbmi,fma,f16c")
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512bf16,avx512vbmi,fma,f16c,amx-tile,amx-bf16")
 #include <immintrin.h>
 
 #define EVERY_HEIGHT 1
@@ -62,20 +62,22 @@ INLINED __m512i from_float8_fields(__m512i raw, unsigned field) {
     return _mm512_or_si512(found, _mm512_and_si512(_mm512_slli_epi16(shifted, 8), _mm512_set1_epi16((short)0x8000)));
 }
 
+/* Fields of a pair of inner indices of 16 columns in bfloat16. few: for few rows. */
+INLINED __m512i pair_of(const char *from, int pair, int bits, int zero, int few) {
+    __m512i raw = _mm512_loadu_si512(from + pair * bits / 16 * 64);
+    unsigned field = (unsigned)(pair * bits % 16);
+    if (zero == FLOAT8) return from_float8_fields(raw, field);
+    if (bits == 8) return few ? from_tables(raw, field) : from_bytes(raw, field);
+    return _mm512_permutexvar_epi16(_mm512_srli_epi16(raw, field), _mm512_loadu_si512(zero == 8 ? CENTRED : FROM_ZERO));
+}
+
 INLINED void add_block(
     part (*parts)[PARTS], const char *states, int64_t row_bytes, const char *from, int64_t apart, int tall, int wide, int bits, int zero) {
-    __m512i low = _mm512_loadu_si512(zero == 8 ? CENTRED : FROM_ZERO);
 #pragma GCC unroll 16
     for (int pair = 0; pair < indices_per_step(bits) / 2; pair++) {
-        unsigned field = (unsigned)(pair * bits % 16);
         __m512i right[2];
 #pragma GCC unroll 2
-        for (int side = 0; side < wide; side++) {
-            __m512i raw = _mm512_loadu_si512(from + side * apart + pair * bits / 16 * 64);
-            right[side] = zero == FLOAT8 ? from_float8_fields(raw, field)
-                          : bits == 8    ? (tall > 4 ? from_bytes(raw, field) : from_tables(raw, field))
-                                         : _mm512_permutexvar_epi16(_mm512_srli_epi16(raw, field), low);
-        }
+        for (int side = 0; side < wide; side++) right[side] = pair_of(from + side * apart, pair, bits, zero, tall <= 4);
 #pragma GCC unroll 8
         for (int one = 0; one < tall * wide; one++) {
             int32_t two;
@@ -87,4 +89,53 @@ INLINED void add_block(
 }
 
 void quantised_by_pairs(const void *call, int64_t first, int64_t end) { FOR_FIELDS(tiles_of, (const quantised_call *)call, first, end); }
+
+/* All rows by the fields of 16 columns, 32 inner indices at a time; each block has sums of its own. A tile is loaded from memory only after
+   all earlier stores, so that several blocks are unpacked, then multiplied, then scaled. */
+INLINED void matrix_tiles_of(const quantised_call *call, int64_t tile, int64_t end, int bits, int zero) {
+    enum { TOGETHER = 8 };
+    tile_shapes shapes = {.palette = 1, .bytes = {64, 64, 64}, .rows = {(uint8_t)call->rows, (uint8_t)call->rows, 16}};
+    _tile_loadconfig(&shapes);
+    for (; tile < end; tile++) {
+        int64_t bytes = block_bytes(call->kind), words = word_bytes(call->kind), scaled = scale_bytes(call->kind), count = call->kind.group / 32;
+        const char *states = call->states, *block = call->weight + tile * call->blocks * bytes;
+        part sums[LANES] = {{0}};
+        for (int64_t index = 0, blocks; index < call->blocks; index += blocks, block += blocks * bytes) {
+            __m512i pairs[TOGETHER][16];
+            part found[TOGETHER][LANES];
+            blocks = call->blocks - index < TOGETHER / count ? call->blocks - index : TOGETHER / count;
+            for (int64_t one = 0; one < blocks * count; one++) {
+                const char *from = block + one / count * bytes + one % count * 64 * bits;
+                for (int64_t line = 0; line <= bits; line++) __builtin_prefetch(from + PREFETCH_BYTES + line * 64);
+#pragma GCC unroll 16
+                for (int pair = 0; pair < 16; pair++) pairs[one][pair] = pair_of(from, pair, bits, zero, 0);
+            }
+            TILES_READ_MEMORY();
+            for (int64_t one = 0; one < blocks * count; one++, states += 64) {
+                if (one % count == 0) _tile_zero(0);
+                _tile_loadd(1, states, call->step * 2);
+                _tile_loadd(2, pairs[one], 64);
+                _tile_dpbf16ps(0, 1, 2);
+                if (one % count == count - 1) _tile_stored(0, found[one / count], 64);
+            }
+            TILES_READ_MEMORY();
+            for (int64_t one = 0; one < blocks; one++) {
+                const char *scales = block + one * bytes + words;
+                part scale, minimum;
+                read_scales(&scale, scales, call->kind.wide);
+                if (call->kind.ranged) read_scales(&minimum, scales + scaled, call->kind.wide);
+                for (int64_t row = 0; row < call->rows; row++) {
+                    sums[row] += found[one][row] * scale;
+                    if (call->kind.ranged) sums[row] += minimum * call->totals[row][index + one];
+                }
+            }
+        }
+        for (int64_t row = 0; row < call->rows; row++) write_sums(call, row, tile, (float *)(sums + row));
+    }
+    _tile_release();
+}
+
+void quantised_by_matrix_tiles(const void *call, int64_t first, int64_t end) {
+    FOR_FIELDS(matrix_tiles_of, (const quantised_call *)call, first, end);
+}
 #endif
