@@ -53,7 +53,8 @@ class BufferSpec:
     def allocate(self, device: torch.device) -> Tensor:
         pinned = self.memory == "pinned"
         place, pin = torch.device("cpu") if pinned else device, pinned and device.type == "cuda"
-        return torch.full(self.shape, self.fill, dtype=self.dtype, device=place, pin_memory=pin)
+        with torch.inference_mode(False):  # buffers are also written outside of a mode of the caller
+            return torch.full(self.shape, self.fill, dtype=self.dtype, device=place, pin_memory=pin)
 
 
 class UnknownBufferError(ValueError, AttributeError, KeyError):

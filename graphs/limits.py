@@ -10,6 +10,7 @@ from stepgraph.sampling.params import MAX_TOP_LOGPROBS
 
 KV_CACHE_DTYPES = ("auto", FLOAT8)
 UNTIL_EVENT = "until_event"
+MAX_DRAFTS = 8  # per round
 MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 1024, 32
 ROUNDS_PER_LAUNCH = Check(lambda value: value == UNTIL_EVENT or (is_int(value) and value == 1), f"1 or {UNTIL_EVENT!r}")
 
@@ -39,7 +40,7 @@ class Limits:
     max_lora_rank: int = 16
 
     def __post_init__(self) -> None:
-        special = {"num_speculative_tokens": whole(0, 8), "feature_size": whole(0), "rounds_per_launch": ROUNDS_PER_LAUNCH}
+        special = {"num_speculative_tokens": whole(0, MAX_DRAFTS), "feature_size": whole(0), "rounds_per_launch": ROUNDS_PER_LAUNCH}
         special |= {"kv_cache_dtype": one_of(KV_CACHE_DTYPES), "max_top_logprobs": whole(0, MAX_TOP_LOGPROBS), "max_loras": whole(0)}
         special |= {"max_bad_words": whole(0, MAX_BAD_WORDS), "max_bad_word_tokens": whole(2, MAX_BAD_WORD_TOKENS)}
         check_fields(self, {field.name: special.get(field.name, whole(1)) for field in fields(self)})

@@ -64,7 +64,7 @@ class Calibration:
     def _time_round(self, key: GraphKey) -> float:
         """The time of a round of inert rows."""
         graph, published = self._graphs[key], self._buffers.round_counters[Counter.PUBLISHED :]
-        return self._min_seconds(graph.replay, lambda: self._backend.run(lambda: published.sub_(1)))
+        return self._min_seconds(lambda: graph.replay(is_round=False), lambda: self._backend.run(lambda: published.sub_(1)))
 
     def _min_seconds(self, work: Callable[[], object], after: Callable[[], object] = lambda: None) -> float:
         seconds, before = list[float](), dict(vars(self._backend.stats))

@@ -15,6 +15,7 @@ from stepgraph.graphs.capture import Backend, Event
 from stepgraph.graphs.graph_key import FULL, FULL_LENGTH, Drafting, GraphKey
 from stepgraph.graphs.graph_set import GraphSet
 from stepgraph.graphs.limits import Limits
+from stepgraph.graphs.round_specs import MAX_SKIPPED
 from stepgraph.graphs.row_layout import ResultLayout, ResultRecord
 from stepgraph.runtime.calibration import Calibration
 from stepgraph.runtime.draft_length import DraftLengthChooser
@@ -140,6 +141,9 @@ class InFlight:
         for index, request, result in self._results(launched, slot):
             if self._hidden_states:
                 self._hidden_states.tokens_emitted(request.job, slot, index, result.emitted)
+            if self._catch_up:
+                is_modelled = launched.launch[-1].length and launched.launch[-1].model
+                request.num_skipped = 0 if is_modelled else min(request.num_skipped + result.emitted, MAX_SKIPPED)
             results.append((request, result))
             yield request, result
         if self._chooser:

@@ -14,7 +14,8 @@ from stepgraph.runtime.scheduler import LossCause
 from stepgraph.runtime.stats import EngineStats, Histogram
 
 _LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
-_RESERVED = frozenset({"le", "cause", "position", "reason", "rows", "constrained", "sampled", "device", "lane"})
+_GRAPH_LABELS = ("rows", "constrained", "sampled", "device", "draft_length", "draft_model")
+_RESERVED = frozenset({"le", "cause", "position", "reason", "lane", *_GRAPH_LABELS})
 
 Labels = Mapping[str, object]
 Sample = tuple[Labels, float]

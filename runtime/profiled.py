@@ -31,6 +31,8 @@ from stepgraph.graphs.row_layout import ResultRecord
 from stepgraph.runtime.in_flight import InFlight
 from stepgraph.runtime.request import ActiveRequest
 
+MAX_ROUNDS = 1_000_000  # of a range: the log of host nodes takes about 200 bytes per round
+
 ROUNDS_VARIABLE, FILE_VARIABLE, TOOL_VARIABLE = "STEPGRAPH_PROFILE_ROUNDS", "STEPGRAPH_PROFILE_FILE", "STEPGRAPH_PROFILE_WITH"
 _first_engine = threading.Lock()  # acquired by the engine that is profiled
 
@@ -48,8 +50,10 @@ def read_range(environment: Mapping[str, str]) -> ProfileRange | None:
     if not rounds:
         return None
     match = re.fullmatch(r"(\d+)-(\d+)", rounds)
-    if match is None or int(match[1]) >= int(match[2]):
-        raise ValueError(f"{ROUNDS_VARIABLE}: got {rounds!r}, expected FIRST-LAST with LAST > FIRST, such as 20-40")
+    if match is None or not int(match[1]) < int(match[2]) < int(match[1]) + MAX_ROUNDS:
+        raise ValueError(
+            f"{ROUNDS_VARIABLE}: got {rounds!r}, expected FIRST-LAST with LAST > FIRST, such as 20-40, of at most {MAX_ROUNDS} rounds"
+        )
     if tool not in ("trace", "nsys"):
         raise ValueError(f"{TOOL_VARIABLE}: got {tool!r}, expected 'trace' or 'nsys'")
     path = Path(environment.get(FILE_VARIABLE) or "stepgraph.rounds.json")

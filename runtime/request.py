@@ -181,7 +181,12 @@ class Job:
             raise ValueError(
                 f"Job.parsed: the output is incomplete, finish_reason is {self.finish_reason}{self.error and ': ' + self.error}"
             )
-        return self.parse(self.text)
+        text, marker, ids = self.text, self.constraint and self.constraint.marker, (*self.resume_from, *self.tokens)
+        if isinstance(marker, tuple) and self.vocabulary:  # the text does not show where token ids are
+            ends = (end for end in range(len(marker), len(ids)) if ids[end - len(marker) : end] == marker)
+            stream = TextStream(self.vocabulary, self.sampling.stop)
+            text = stream.push(ids[next(ends, len(ids)) :]) + stream.finish()
+        return self.parse(text)
 
     @property
     def cache_key(self) -> tuple[str, int]:
@@ -208,6 +213,7 @@ class ActiveRequest:
     matcher: MatcherRow | None  # of a grammar on the host
     sampled: bool  # needs more than a masked argmax
     cached_pages: list[CachedPage]  # of its first pages: those it found published, then those it published
+    num_skipped: int = 0  # last tokens, at most, that the draft model has not processed
     arena_block: ArenaBlock | None = None  # of a grammar on the device
     prefill_started: bool = False
     num_prefilled: int = 0  # prompt tokens whose cache entries are launched

@@ -95,7 +95,7 @@ class RowTable:
             self.page_cache.unpublish(request.cached_pages)
         elif request.decoding:
             history = (*request.job.context_ids, *request.job.tokens[request.job.num_tokens_at_preemption :])
-            self._publish(request, history, len(history) - 1)
+            self._publish(request, history, len(history) - 1 - request.num_skipped)
         cached = [page.page for page in request.cached_pages]
         self.page_cache.free([page for index, page in enumerate(request.pages) if cached[index : index + 1] != [page]])
         self.page_cache.release(request.cached_pages)

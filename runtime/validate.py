@@ -163,7 +163,7 @@ class RequestValidator:
     def _check_resumed(self, job: Job) -> None:
         """ValueError if the output has ended, or if its next tokens depend on where the rounds of the earlier request began."""
         ids, sampling, temperature = job.resume_from, job.sampling, f"resume_from and sampling.temperature={job.sampling.temperature:g}"
-        if sampling.relaxed_top_n:
+        if sampling.relaxed_top_n and job.num_speculative_tokens:
             raise ValueError(
                 f"sampling.relaxed_top_n: got {sampling.relaxed_top_n} with resume_from, expected 0: tokens depend on the drafts"
             )

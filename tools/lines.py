@@ -33,8 +33,8 @@ BUDGETS = {
     # lowered from 16,575: small modules are in those that use them; from 16,360: an account of draft lengths for batches with grammars
     # from 16,369: the choice of products is noted, draft lengths are charged with what the draft model does later (29)
     # from 16,414: a first account for batches; lowered from 16,421: small modules are with their users, checks are tables
-    # from 15,816: all tensors of quantised folders are checked (12), frequencies in GGUF files (7), tools are analysed in a thread
-    "runtime": 15_838,
+    # from 15,816: tensors of quantised folders are checked, tools analysed in a thread; from 15,838: pages with the draft's entries (11), labels
+    "runtime": 15_870,
     # raised from 7,588: products with quantised weights (376), batch and result rings inside the graph (180), a prompt chunk is a graph,
     # rounds without the draft model; from 8,372: soft-caps and sinks of attention, memory shared by tapes, and the headers of fifteen
     # modules that were split off files of the decode ring (about 180); from 8,889: four more kinds of quantised weights, copies on a
@@ -58,8 +58,8 @@ BUDGETS = {
     # fifty (190): 0.5 to 1 ms of a round of 16 ms on two cores; histories, flags and origins of drafts by the programs that choose them
     # (47): 53 of 442 nodes of a round with look-up; lowered from 12,214: masks of host nodes are in their rows only
     # from 12,171: packed products with torch 2.8 (3); lowered from 12,174: arguments by annotations, launches that pass them on
-    # from 11,600: vectors that registers hold also without AVX-512 (131), where products and attention take 0.1 to 0.9 of the time
-    "graphs": 11_731,
+    # from 11,600: vectors in registers without AVX-512 (131), 0.1 to 0.9 of the time; from 11,731: matrix tiles (217), 0.3 to 0.6 of the time
+    "graphs": 11_957,
     # raised from 17,265: constraints are checked when they are submitted, masks are filled by their changes, chains in one host node;
     # from 17,422: forced tokens found by kernels (560), likeliest tokens (160), libraries chosen by measured cost; from 18,332: automaton
     # states share mask rows; lowered from 18,391: the implementation of `advance_fill` in Python is a test's; from 18,288:
@@ -79,8 +79,8 @@ BUDGETS = {
     # before the interpreter, which one run in ten of a short program aborted
     # from 20,668: times on the device, for two probes; masks of an automaton (20), for an eighth off compiling; leap seconds, by calls (51)
     # lowered from 20,754: plain tokens have trees of their own, so that masks take no lists of suffixes; one table of numbered rows
-    # from 19,764: sums of weights in halves of 20 bits (10); from 19,774: `^` beside look-aheads (8), parts of languages in negations
-    "sampling": 19_786,
+    # from 19,764: sums of weights in halves (10), `^` beside look-aheads (8); from 19,786: patterns of Python (25), limits of the worker (5)
+    "sampling": 19_835,
     # raised from 14,438: percentiles of masks in bench_schemas, likeliest tokens in gpu_check; from 14,568: bench_weights, first_hour;
     # from 14,837: bytes of launches and occupancy (about 220), Triton caches in packs (about 110); from 15,185: two graphs simulated, and
     # fills of several libraries in one record; from 15,291: install_torch; from 15,347: reasons of budgets;
@@ -124,8 +124,8 @@ BUDGETS = {
     # from 56,041: lengths that contend (15), a thread that ends after its engine (21), an exact count of kernels (5), calls without waits
     # from 56,084: the probe of packed weights (129), costs of skipped tokens (13), hidden host work (10); leap seconds (30)
     # from 56,268: proposed chains (87), histories and flags of drafts (48), a first account (13),
-    # hosts without a compiler and drafts that nothing hides (6); from 56,400: malformed files, tapes, patterns and requests (122)
-    "tests": 56_522,
+    # hosts without a compiler and drafts that nothing hides (6); from 56,400: malformed files and requests (122); from 56,522: more (308)
+    "tests": 56_830,
 }
 # raised from 6,198: grammars are followed by kernels now, so the list has their files, those of the other Triton programs, and the choice
 # of the draft length, but not the host link; lowered from 7,056: code that a steady round does not run is in other modules, and it reads
@@ -133,8 +133,8 @@ BUDGETS = {
 # loads of attention (85 lines); lowered from 5,583: capture and end of an engine, and streams of a backend, have other modules;
 # raised from 5,470: an account of draft lengths for batches with grammars; from 5,479: one reduction for each turn of crossing tokens;
 # from 5,489: choices of draft lengths that hold for several rounds; lowered from 5,497: flags of drafts are written by the programs;
-# from 5,486: a first account for batches; from 5,493: a request that continues after a preemption was queued once
-DECODE_RING_BUDGET = 5_494
+# from 5,486: a first account for batches; from 5,493: queue times; from 5,494: markers of ids, pages with the draft's entries
+DECODE_RING_BUDGET = 5_504
 # From traces of a steady constrained round with the default settings (tests/test_architecture.py compares them with this list). The host's
 # part is `Engine.step`. The device's part is the recorded step; for an operation, its declaration and its Triton program. Files of the CPU
 # are replaced: graphs/tape and the eager context by graphs/cuda, the toy models by Llama with an EAGLE-3 head.

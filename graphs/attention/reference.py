@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from stepgraph.graphs.attention.float8 import from_entries
-from stepgraph.graphs.layers.reference import MIN_PRODUCT_ROWS
+from stepgraph.graphs.layers.reference import PRODUCT_ROWS
 from stepgraph.graphs.model_call import ModelInput
 from stepgraph.sampling.kernels.operation import Contiguous, Longs, empty_as, operation
 
@@ -47,7 +47,7 @@ def reference_attention(
     value = torch.where(is_entry[..., None, None], from_entries(values[entries]), 0.0).transpose(1, 2)
 
     groups = heads // kv_heads
-    rows = max(groups * count, MIN_PRODUCT_ROWS)
+    rows = max(groups * count, PRODUCT_ROWS)
     packed = query.view(batch, count, kv_heads, groups, size).permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, groups * count, size)
     packed = functional.pad(packed.float() * scale, (0, 0, 0, rows - groups * count))
     scores = (packed @ key.transpose(2, 3))[:, :, : groups * count].view(batch, kv_heads, groups, count, -1)

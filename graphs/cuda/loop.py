@@ -130,7 +130,7 @@ class LoopGraph:
         body = params.conditional.phGraph_out[0]
         driver.cuGraphAddChildGraphNode(byref(child), body, None, 0, step)
         pointers = (c_uint64(tensor.data_ptr()) for tensor in (until, self._count, self._rounds_host))
-        values = (handle, *pointers, c_uint(limit))
+        values = (handle, *pointers, c_uint(min(limit, 2**32 - 1)))
         addresses = (c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         kernel = KernelParams(func=_loop_kernel(driver, context), shape=(1, 1, 1, 1, 1, 1, 0), kernel_params=ctypes.addressof(addresses))
         driver.cuGraphAddKernelNode_v2(byref(c_void_p()), body, byref(child), 1, byref(kernel))

@@ -15,7 +15,7 @@ from torch import Tensor
 from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.layers.quantised import MAX_INNER
-from stepgraph.graphs.layers.reference import MIN_PRODUCT_ROWS
+from stepgraph.graphs.layers.reference import PRODUCT_ROWS
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model_call import ModelInput
 from stepgraph.sampling.kernels.operation import ContiguousFloats, DenseFloats, StridedLongs, empty_of, operation
@@ -61,7 +61,7 @@ def slot_product(states: DenseFloats, slots: StridedLongs, weights: ContiguousFl
     """
     states = states.view(len(slots), -1, states.shape[1])
     count = states.shape[1]
-    states = torch.nn.functional.pad(states, (0, 0, 0, max(0, MIN_PRODUCT_ROWS - count)))
+    states = torch.nn.functional.pad(states, (0, 0, 0, max(0, PRODUCT_ROWS - count)))
     result = torch.bmm(states, weights[slots].mT)[:, :count].reshape(-1, weights.shape[1])
     return result if base is None else base + result
 

@@ -6,18 +6,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-MIN_PRODUCT_ROWS = 16  # in a matrix product on the CPU: with fewer rows, MKL and oneDNN sum in another order, on some processors
+PRODUCT_ROWS = 16  # of a matrix product on the CPU: MKL and oneDNN sum in an order that depends on the number of rows
 
 
 def matrix_product(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`linear`. MKL also sums in another order with one column, and with rows that are not multiples of 16 bytes."""
+    """`linear`, by blocks of rows. MKL also sums in another order with one column, and with rows that are not multiples of 16 bytes."""
     rows, columns, extra = len(states), len(weight), -states.shape[1] % 4
     if states.device.type == "cpu":
-        if extra or rows < MIN_PRODUCT_ROWS:
-            states, weight = functional.pad(states, (0, extra, 0, max(0, MIN_PRODUCT_ROWS - rows))), functional.pad(weight, (0, extra))
+        states = functional.pad(states, (0, extra, 0, -rows % PRODUCT_ROWS))
+        weight = functional.pad(weight, (0, extra)) if extra else weight
         if columns == 1:
             weight, bias = weight.expand(2, -1), None if bias is None else bias.expand(2)
-    return functional.linear(states, weight, bias)[:rows, :columns]
+        return torch.cat([functional.linear(part, weight, bias) for part in states.split(PRODUCT_ROWS)])[:rows, :columns]
+    return functional.linear(states, weight, bias)
 
 
 def sigmoid(values: Tensor) -> Tensor:

@@ -103,7 +103,7 @@ class VocabularyShard(VocabColumns):
         least = self._largest_reaching(weights, torch.ones_like(weights, dtype=torch.int64), top_k.to(torch.float64))
         least = torch.maximum(torch.where(top_k > 0, least, 0.0), weighed.min_p)
         amounts = to_units(torch.where(weights >= least, weights, 0.0))
-        enough = top_p.to(torch.float64) * self.total(amounts.sum(-1, keepdim=True)).to(torch.float64)
+        enough = (top_p.to(torch.float64) * self.total(amounts.sum(-1, keepdim=True)).to(torch.float64)).clamp(min=1)  # top_p may be 0
         return torch.where(top_p < 1, torch.maximum(least, self._largest_reaching(weights, amounts, enough)), least)
 
     def most_probable(self, logits: Tensor, mask: GrammarMask | None, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -26,7 +26,7 @@ _SYNCS: dict[Any, str] = {
     getattr(Tensor, name): name
     for name in (
         "item", "tolist", "cpu", "numpy", "is_nonzero", "__array__", "__bool__", "__int__", "__float__", "__complex__",
-        "__index__", "__contains__", "__repr__", "__format__", "__reduce_ex__",
+        "__index__", "__contains__", "__repr__", "__format__", "__reduce_ex__", "apply_", "map_", "map2_",
     )
 } | {torch.equal: "torch.equal", torch.allclose: "torch.allclose", torch.is_nonzero: "torch.is_nonzero"}  # fmt: skip
 _POINTERS: dict[Any, str] = {getattr(Tensor, name): name for name in ("data_ptr", "storage", "untyped_storage", "__dlpack__")} | {

@@ -43,6 +43,8 @@ def small_operation(name: str, values: Mapping[str, Any], target: Tensor) -> Run
         return _small_call("copy", target, target.clone()) if target.dtype in _INTEGERS else None
     if name in _COPIES:
         source = values["src"] if name == "copy_" else values["self"]
+        if not isinstance(source, Tensor):  # a number, within vmap
+            return None
         same = source.dtype is target.dtype or (source.dtype in _INTEGERS and target.dtype in _INTEGERS[1:])
         return _small_call("copy", target, source) if same and _is_plain(source) else None
     if name == "cat":
@@ -76,9 +78,14 @@ def _arithmetic(name: str, values: Mapping[str, Any], target: Tensor) -> Run | N
     integers = target.dtype is torch.bool if name in _COMPARISONS else target.dtype is not torch.bool or name.startswith("bitwise")
     if name not in _COMPARISONS | _ARITHMETIC or not integers or values.get("alpha", 1) != 1:
         return None
-    if isinstance(other, int) or (isinstance(other, Tensor) and other.dtype in _INTEGERS):
-        return _small_call(name, target, first, other)
-    return None
+    if not isinstance(other, int) and not (isinstance(other, Tensor) and other.dtype in _INTEGERS):
+        return None
+    has_wide = torch.int64 in (
+        target.dtype,
+        first.dtype,
+        getattr(other, "dtype", None),
+    )  # a tensor without dimensions does not promote others
+    return None if has_wide and torch.result_type(first, other) is not torch.int64 else _small_call(name, target, first, other)
 
 
 def _indexing(name: str, values: Mapping[str, Any], target: Tensor) -> Run | None:
@@ -94,13 +101,13 @@ def _indexing(name: str, values: Mapping[str, Any], target: Tensor) -> Run | Non
         )
     if name == "index_copy_":
         index, source = values["index"], values["source"]
-        if values["dim"] != 0 or source.dtype is not target.dtype or not source.dim() or not _is_plain(source):
+        if values["dim"] != 0 or source.dtype is not target.dtype or not source.dim() or not target.dim() or not _is_plain(source):
             return None
         place = target[:1].expand(source.shape)
         return _small_call("scatter", place, source, _add_dims(index, source.dim()).expand(source.shape), indexed=target[..., None])
     if name == "gather":
         table, dim, index = values["self"], values["dim"] % max(target.dim(), 1), values["index"]
-        if not target.dim() or not _is_plain(table):
+        if not target.dim() or not table.dim() or not _is_plain(table):
             return None
         cut = table[tuple(slice(1 if each == dim else size) for each, size in enumerate(target.shape))]
         return _small_call("gather", target, cut, index, indexed=table.movedim(dim, 0)[..., None])

@@ -34,11 +34,12 @@ def _checked(schema: dict[str, Any], objects: Any) -> dict[str, Any]:
     return {"enforced": report.enforced, "backend": report.backend, "reason": report.reason, "objects": objects, "parts": rows}
 
 
-def _row(part: Unsupported, schema: dict[str, Any], result: str) -> dict[str, Any]:
+def _row(part: Unsupported, schema: dict[str, Any] | bool, result: str) -> dict[str, Any]:
     """A row of the table. The value has its own column, so the reason does not repeat it."""
     reason, suggestion = part.split
     suggestion = suggestion or ("nothing to do" if result == "narrowed" else "remove it, and check it in the finished text")
-    value = None if part.where == "#" and part.keyword not in schema else value_of(schema, part)  # None: the whole document
+    is_whole = part.where == "#" and (isinstance(schema, bool) or part.keyword not in schema)  # the part is the whole document
+    value = None if is_whole else value_of(schema, part)
     reason = reason.removeprefix(f"got {clip_json(value)}").removeprefix(", which ").removeprefix(": ") or "is not accepted"
     return dict(zip(COLUMNS, (part.where, part.keyword, value, result, reason, suggestion), strict=True))
 

@@ -22,12 +22,12 @@ def load(
     options: argparse.Namespace, config: EngineConfig, progress: bool, vocabulary: Callable[[Vocabulary], Vocabulary] | None = None
 ) -> Loaded:
     """The models of --model and --draft. vocabulary: maps the vocabulary in the files to the engine's."""
-    dtype = getattr(torch, options.dtype) if options.dtype else None
+    dtype, draft = getattr(torch, options.dtype) if options.dtype else None, "auto" if options.draft is None else options.draft
     loading_options: dict[str, Any] = {"weights": options.weights, "implementation": options.implementation}
     if (size := getattr(options, "tensor_parallel", 1)) > 1:
         more = {} if vocabulary is None else {"vocabulary": vocabulary}
-        return load_part(options.model, options.draft or "auto", config, size, dtype=dtype, progress=progress, **loading_options, **more)
-    loaded = load_models(options.model, options.draft or "auto", config, dtype=dtype, progress=progress, **loading_options)
+        return load_part(options.model, draft, config, size, dtype=dtype, progress=progress, **loading_options, **more)
+    loaded = load_models(options.model, draft, config, dtype=dtype, progress=progress, **loading_options)
     return loaded if vocabulary is None else loaded._replace(vocabulary=vocabulary(loaded.vocabulary))
 
 

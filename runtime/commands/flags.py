@@ -241,7 +241,7 @@ def check_serve(options: argparse.Namespace) -> None:
     least, most = options.replicas or (1, 1)
     if not 1 <= least <= most <= 1000:
         raise ValueError(f"--replicas: got {least}-{most}, expected numbers from 1 to 1000, the least first")
-    options.lora_modules = _parse_lora_modules(options.lora_modules, options.name or Path(options.model).name)
+    options.lora_modules = _parse_lora_modules(options.lora_modules, options.name or Path(options.model).absolute().name)
     lines = [] if options.api_keys is None else read_file("--api-keys", options.api_keys, "the path of a file").split()
     if options.api_keys is not None and not lines:
         raise ValueError(f"--api-keys: got {clip_repr(options.api_keys)} without a key, expected one key per line")

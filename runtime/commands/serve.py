@@ -121,7 +121,7 @@ async def serve(serving: Serving, options: argparse.Namespace) -> None:
             connections=options.max_connections,
             waiting=options.max_queued,
         )
-        app = App(serving, options.name or Path(options.model).name, bounds, options.api_keys, options.tool_format)
+        app = App(serving, options.name or Path(options.model).absolute().name, bounds, options.api_keys, options.tool_format)
         print_address(listener, options)
         await app.serve(listener, drain, stop_now, options.grace)
 

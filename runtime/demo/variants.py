@@ -155,7 +155,7 @@ class Scenario:
 
     @property
     def constraint(self) -> Constraint | None:
-        return Constraint.json_schema(self.schema) if self.schema else None
+        return None if self.schema is None else Constraint.json_schema(self.schema)
 
 
 SCENARIOS = (

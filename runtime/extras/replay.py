@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stepgraph.graphs.graph_key import Drafting
+from stepgraph.graphs.graph_key import FULL_LENGTH, Drafting
+from stepgraph.graphs.limits import MAX_DRAFTS
 from stepgraph.graphs.model import TargetModel
 from stepgraph.runtime.check_models import Drafter, resolve_drafter
 from stepgraph.runtime.config import EngineConfig
@@ -66,6 +67,8 @@ class RecordedRun:
             self.by_id[event["job"]].admission = int(event["step"]), self.num_admits
             self.num_admits += 1
         elif kind == "round":
+            if not FULL_LENGTH <= int(event["drafts"]) <= MAX_DRAFTS:
+                raise ValueError(f"drafts: got {event['drafts']!r:.40}, expected {FULL_LENGTH} to {MAX_DRAFTS}")
             self.draftings[int(event["step"])] = Drafting(int(event["drafts"]), bool(event.get("model", True)))
         elif kind == "refused":
             self.by_id.pop(event["job"], None)
@@ -274,7 +277,7 @@ def _check_fingerprints(run: RecordedRun, models: Mapping[str, Mapping[str, Any]
 
 
 def _model_text(fingerprint: Mapping[str, Any] | None) -> str:
-    if fingerprint is None:
-        return "none"
-    name, tensors, digest = (clip_name(fingerprint[key]) for key in ("class", "tensors", "fingerprint"))
+    if not isinstance(fingerprint, Mapping):
+        return "none" if fingerprint is None else clip_repr(fingerprint)
+    name, tensors, digest = (clip_name(fingerprint.get(key)) for key in ("class", "tensors", "fingerprint"))
     return f"{name} of {tensors} tensors, fingerprint {digest}"

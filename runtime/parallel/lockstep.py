@@ -50,6 +50,10 @@ class LockstepQueue(RequestQueue):
         self.ranks.note((job.prompt_ids, options, job.stop_ids, bool(queued.error)))
         self.admissible.add(job.id)
 
+    @property
+    def full(self) -> bool:
+        return self.published_turn is None and super().full  # the first rank has accepted the request
+
     def _turn_of(self, job: Job) -> int:
         return super()._turn_of(job) if self.published_turn is None else self.published_turn
 

@@ -6,6 +6,7 @@ Also the number of replicas that Ray Serve runs: by running and queued requests,
 from __future__ import annotations
 
 import collections
+import contextlib
 import hashlib
 import math
 import random
@@ -40,7 +41,8 @@ def page_hashes(prompt_ids: Sequence[int], page_size: int, salt: Iterable[str]) 
     state = hashlib.blake2b(repr((page_size, *salt)).encode(), digest_size=8)
     found = []
     for start in range(0, min(len(prompt_ids) // page_size, MAX_PAGES) * page_size, page_size):
-        state.update(array("q", prompt_ids[start : start + page_size]).tobytes())
+        with contextlib.suppress(TypeError, OverflowError):  # of values that are no token ids, which the replica refuses
+            state.update(array("q", prompt_ids[start : start + page_size]).tobytes())
         found.append(state.digest())
     return tuple(found)
 

@@ -21,7 +21,7 @@ from stepgraph.runtime.replicas.router import page_hashes
 from stepgraph.runtime.request import FinishReason, StepEvent, TokenLogprob
 from stepgraph.runtime.request_queue import QueueFullError
 from stepgraph.runtime.serve.serving import AnswerError
-from stepgraph.sampling.fields import check_value, number, one_of, whole
+from stepgraph.sampling.fields import check_value, instance_of, number, one_of, whole
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
 from stepgraph.sampling.params import SamplingParams
 
@@ -96,6 +96,7 @@ class ResumedStream:
         """on_end: called once, at the end of a stream that was opened."""
         self._call, self._info, self._resume, self._counts, self._started = call, info, resume, counts, time.perf_counter()
         sampling: SamplingParams = options.get("sampling") or SamplingParams()
+        check_value("sampling", sampling, instance_of(SamplingParams, "SamplingParams"))
         if not sampling.greedy and sampling.seed is None:  # a seed drawn by the replica could not be repeated
             sampling = replace(sampling, seed=secrets.randbits(63))
         drafts = options.get("num_speculative_tokens")
@@ -207,6 +208,8 @@ class ResumedStream:
             self._fail(f"replica {job.replicas[-1]} computed other tokens than {job.replicas[-2]}")
         del skip[:count]
         self._counts.skipped += count
+        if skip and part.reason not in (None, FinishReason.ERROR, FinishReason.CANCELLED):
+            self._fail(f"replica {job.replicas[-1]} ended the answer earlier than {job.replicas[-2]}")
         if part.reason == FinishReason.CANCELLED:  # by a replica that shuts down
             raise ReplicaLost("the replica was shut down", job.replicas[-1])
         tokens, logprobs = tuple(part.tokens[count:]), tuple(part.logprobs[count:])

@@ -54,9 +54,11 @@ class Vocabulary:
         width = len(tokens) if logits_width is None else logits_width
         if not is_int(width) or width < len(tokens):
             raise ValueError(f"Vocabulary.logits_width: got {clip_repr(width)}, expected an int >= {len(tokens)}, the number of tokens")
+        check_value("Vocabulary.stop_token_ids", stop_token_ids, TOKEN_IDS)
+        check_value("Vocabulary.control_token_ids", control_token_ids, TOKEN_IDS)
+        stop_token_ids, control_token_ids = tuple(stop_token_ids), tuple(control_token_ids)  # also of iterators
         for name, ids in (("stop_token_ids", stop_token_ids), ("control_token_ids", control_token_ids)):
-            check_value(f"Vocabulary.{name}", ids, TOKEN_IDS)
-            if name == "stop_token_ids" and len(tuple(ids)) == 0:
+            if name == "stop_token_ids" and not ids:
                 raise ValueError("Vocabulary.stop_token_ids: got none, expected at least one: a constrained text ends with a stop token")
             for token_id in ids:
                 if not is_int(token_id) or not 0 <= token_id < len(tokens):

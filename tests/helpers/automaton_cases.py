@@ -78,6 +78,7 @@ CONSTRAINTS = {
     "right recursion": Constraint.ebnf('root ::= "a" root | "b"'),
     "left recursion": Constraint.ebnf('root ::= root "a" | "b"'),
     "brackets": Constraint.ebnf('root ::= "(" root ")" | "[" list "]" | "a"\nlist ::= root | root "," list'),
+    "left recursion with a bracket of its own": Constraint.ebnf('root ::= root "+" "x" | "(" root ")" | "x"'),
     "expression": Constraint.ebnf('root ::= term | root "+" term\nterm ::= "(" root ")" | [0-9]+ | "(" ")"'),
     "recursion after a bracket": Constraint.ebnf('root ::= "[" root "]" root | "(" root ")" | "[]" | "a"'),
     "recursion before a bracket": Constraint.ebnf('root ::= root "[" list "]" | "a"\nlist ::= root | root "," list'),

@@ -337,6 +337,15 @@ def test_submit_and_cancel_from_many_threads() -> None:
         assert job.finish_reason == FinishReason.CANCELLED or job.tokens == expected
 
 
+@pytest.mark.parametrize("eager", [False, True])
+def test_an_engine_made_in_inference_mode_works_within_and_outside_of_it(eager: bool) -> None:
+    with torch.inference_mode():
+        engine = make_engine(Setup(k=2, max_rows=1, buckets=(1,), eager=eager))
+        within = engine.generate([1, 2, 3], max_new_tokens=12)
+    with engine:
+        assert engine.generate([1, 2, 3], max_new_tokens=12).tokens == within.tokens == plain([1, 2, 3], 12).tokens
+
+
 def test_schema_constrained_output_matches_the_schema() -> None:
     import json
 

@@ -18,6 +18,9 @@ from typing_extensions import Required
 from stepgraph import AsyncEngine, Constraint, Engine, EngineConfig, FinishReason, Job, SamplingParams, Vocabulary
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.runtime.text import TextCodec, TextStream
+from stepgraph.sampling.grammar import GrammarCompiler
+from stepgraph.sampling.grammar.constraints.python_types import typed_constraint
+from tests.helpers.schema_cases import BYTES, takes
 
 VOCABULARY = Vocabulary.printable()
 CODEC = TextCodec.of_bytes(VOCABULARY)
@@ -65,6 +68,16 @@ class Color(enum.Enum):
 
 def add(left: Literal[1, 2], right: Literal[3, 4]) -> int:
     return left + right
+
+
+def load(model_name: Literal["a", "b"]) -> str:
+    return model_name
+
+
+def hidden(_x: int) -> None: ...
+
+
+def configured(model_config: int) -> None: ...
 
 
 def test_a_text_prompt_is_its_token_ids() -> None:
@@ -125,6 +138,9 @@ def test_streamed_text_is_the_text_of_the_job() -> None:
         break
     engine.step()
     assert not engine.has_work, "a stream that is left cancels its job"
+    engine.stream_text("Ada is 36", max_new_tokens=40)
+    engine.step()
+    assert not engine.has_work, "also one that is dropped before its first piece"
 
 
 def test_text_streamed_by_the_async_engine() -> None:
@@ -225,9 +241,11 @@ def test_a_text_stream_holds_back_a_possible_start_of_a_stop_string() -> None:
         (list[Color], lambda value: all(color in Color for color in value)),
         (re.compile("a{2,5}b"), lambda value: isinstance(value, re.Match)),
         (add, lambda value: value() in (4, 5, 6)),
+        (load, lambda value: value() in ("a", "b")),
         (Constraint.json_schema({"type": "boolean"}), lambda value: value in (True, False)),
         (Constraint.choice(["left", "right"]), lambda value: value in ("left", "right")),
         (Constraint.json_schema({"type": "boolean"}).after("="), lambda value: value in (True, False)),
+        (Constraint.json_schema({"type": "boolean"}).after(CODEC.encode("="), limit=5), lambda value: value in (True, False)),
     ],
     ids=lambda value: getattr(value, "__name__", "") if not isinstance(value, Constraint) else value.kind,
 )
@@ -236,6 +254,12 @@ def test_the_parsed_value_has_the_type_of_the_constraint(constraint: object, che
     sampling = SamplingParams(logit_bias={token: 100 for token in CODEC.encode("=")}) if getattr(constraint, "marker", None) else None
     job = engine.generate("Ada", constraint=constraint, sampling=sampling, max_new_tokens=120)
     assert check(job.parsed), job.text
+
+
+@pytest.mark.parametrize(("pattern", "text"), [(r"\D\D", "\x05૦"), (r"\s\S", "\ufeff\x1c"), (r"[a\W]", "é")])
+def test_a_text_that_only_javascript_reads_as_a_match_is_parsed(pattern: str, text: str) -> None:
+    typed = typed_constraint(re.compile(pattern))
+    assert takes(GrammarCompiler(BYTES, 1).compile(typed.constraint), text) and typed.parse(text).group() == text
 
 
 def test_an_incomplete_output_has_no_parsed_value() -> None:
@@ -260,7 +284,11 @@ def test_a_compiled_grammar_is_accepted_as_a_constraint() -> None:
         ({"constraint": {"type": "object"}}, "constraint: got {'type': 'object'}, expected a Constraint"),
         ({"constraint": re.compile("a", re.IGNORECASE)}, "constraint: got a pattern with re.IGNORECASE"),
         ({"constraint": re.compile(b"a")}, "constraint: got a pattern of bytes"),
+        ({"constraint": re.compile("a{,3}")}, "constraint: got 'a{,3}', expected counts such as {0,3}"),
+        ({"constraint": re.compile("[^]a]")}, "constraint: got '[^]a]', expected counts such as {0,3}, and \\] at the start of a class"),
         ({"constraint": lambda x: x}, "constraint: the parameter x of <lambda> has no type"),
+        ({"constraint": hidden}, "constraint: the parameter _x of hidden has a reserved name"),
+        ({"constraint": configured}, "constraint: the parameter model_config of configured has a reserved name"),
         ({"constraint": Callable[[], int]}, "constraint: .* has no JSON schema"),
         ({"sampling": SamplingParams(stop="x"), "prompt": [1]}, ""),
     ],

@@ -164,6 +164,8 @@ def test_large_and_small_values() -> None:
     [
         ({"le": "1"}, r"labels: got the name 'le'"),
         ({"cause": "x"}, "labels: got the name 'cause'"),
+        ({"draft_length": "x"}, "labels: got the name 'draft_length'"),
+        ({"draft_model": "x"}, "labels: got the name 'draft_model'"),
         ({"a-b": "x"}, "labels: got the name 'a-b', expected letters, digits and _"),
         ({"1a": "x"}, "labels: got the name '1a'"),
         ({"__name": "x"}, "labels: got the name '__name'"),

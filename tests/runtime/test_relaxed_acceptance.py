@@ -118,3 +118,10 @@ def test_relaxed_acceptance_is_refused_with_greedy_only_and_resume_from() -> Non
     expected = r"sampling.relaxed_top_n: got 3 with resume_from, expected 0"
     with make_engine(BASE, relaxed_acceptance=True) as engine, pytest.raises(ValueError, match=expected):
         engine.submit([1], sampling=replace(GREEDY, relaxed_top_n=3), resume_from=[4], max_new_tokens=9)
+
+
+def test_a_request_without_drafts_is_resumed_under_relaxed_acceptance() -> None:
+    options: dict[str, Any] = {"sampling": replace(GREEDY, relaxed_top_n=3, ignore_eos=True), "num_speculative_tokens": 0}
+    with make_engine(BASE, relaxed_acceptance=True) as engine:
+        whole = engine.generate([1], max_new_tokens=20, **options)
+        assert engine.generate([1], max_new_tokens=20, resume_from=whole.tokens[:4], **options).tokens == whole.tokens[4:]

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from stepgraph import Constraint, Engine, Job
+from stepgraph import Constraint, Engine, Job, SamplingParams
 from stepgraph.graphs import TapeBackend
+from stepgraph.graphs.graph_key import PLAIN, Drafting
 from stepgraph.graphs.model import DraftModel
 from stepgraph.runtime.models.eagle3 import Eagle3
 from stepgraph.runtime.models.llama import Llama
@@ -26,6 +27,7 @@ from tests.helpers.prefix_engines import (
     NoSharedWrites,
     ask,
     finish,
+    make_engine,
     rounds_of,
     small_llama,
     watched_engine,
@@ -146,3 +148,21 @@ def test_trained_heads_draft_the_same_after_a_reused_prefix(head: str) -> None:
             assert watch.writes > 0 and (engine.stats().reused_tokens >= 20) == reuse
     assert drafts[0] == drafts[1] and len({tuple(chain) for chain in drafts[0]}) > 3
     assert all(torch.equal(*pair) for pair in zip(*entries, strict=True)) and len(entries[0]) == 5
+
+
+@pytest.mark.parametrize("draft", ["at its token", "one ahead", "two ahead"])
+def test_pages_with_tokens_that_the_draft_model_skipped_are_not_shared(draft: str) -> None:
+    """Every other request has no drafts. Sampled tokens of the others depend on their drafts, which one wrong entry changes."""
+    found: list[list[list[int]]] = []
+    for reuse in (False, True):
+        with make_engine(draft, asynchronous=False, eager=True, greedy_only=False, draft_length="auto", prefix_reuse=reuse) as engine:
+            prompt, lengths = SYSTEM[:9], engine._parts.draft_lengths
+            assert lengths is not None
+            found.append([])
+            for index in range(4):
+                lengths.fixed_drafting = Drafting(K) if index % 2 else PLAIN
+                job = engine.generate(prompt, max_new_tokens=8, sampling=SamplingParams(seed=index, ignore_eos=True))
+                found[-1].append(job.tokens)
+                assert (job.num_cached_tokens > 0) == (reuse and index > 0)
+                prompt = [*prompt, *job.tokens, index]
+    assert found[0] == found[1]

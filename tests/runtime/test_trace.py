@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from stepgraph import Constraint, Engine, EngineConfig
+from stepgraph import Constraint, Engine, EngineConfig, SamplingParams
 from stepgraph.graphs import TapeBackend
 from stepgraph.graphs.context import MAIN
 from stepgraph.graphs.spans import BETWEEN_ROUNDS, LAUNCHING_THREAD, NO_ROUND, Span
@@ -26,11 +26,12 @@ ROUNDS, SIDE = 5, "side"
 ASK: dict[str, Any] = {"constraint": Constraint.regex("[a-z]{50,60}"), "max_new_tokens": 50}
 
 
-def small_engine(backend: TapeBackend | None = None, drafter: str = "fair", **others: Any) -> Engine:
+def small_engine(backend: TapeBackend | None = None, drafter: str = "fair", capture: bool = True, **others: Any) -> Engine:
     sizes: dict[str, Any] = {"max_rows": 1, "num_speculative_tokens": 3, "draft_length": 3, "max_length": 96, "page_size": 8}
-    config = EngineConfig(**sizes, greedy_only=True, compile_isolation="none", backend="tape", grammar_lane="host", **others)
+    config = EngineConfig(**sizes | others, greedy_only=True, compile_isolation="none", backend="tape", grammar_lane="host")
     engine = Engine(TARGET, DRAFTERS[drafter](), vocabulary=VOCABULARY, config=config, backend=backend)
-    engine.capture()
+    if capture:
+        engine.capture()
     return engine
 
 
@@ -70,6 +71,17 @@ def test_trace_has_the_requested_number_of_rounds(traced: Traced) -> None:
     assert traced.timeline.rounds == tuple(range(traced.first_round, traced.first_round + ROUNDS))
     launches = [span for span in traced.timeline.spans if span.kind == "launch"]
     assert [span.round for span in launches] == list(traced.timeline.rounds)
+
+
+def test_a_trace_during_calibration_has_rounds_of_requests_only() -> None:
+    """Without a capture, the first round of each kind follows measurements of every draft length."""
+    with small_engine(capture=False, draft_length="auto") as engine, engine.trace(rounds=ROUNDS) as trace:
+        engine.generate([1, 2, 3], max_new_tokens=40, sampling=SamplingParams(ignore_eos=True))
+    timeline = trace.timeline
+    assert timeline.rounds == tuple(range(ROUNDS)) and [each.round for each in timeline.lengths] == [*timeline.rounds]
+    for each in timeline.lengths:
+        names = {span.name for span in of_round(timeline, each.round, MAIN, "stage")}
+        assert sum(name.startswith("choose_draft ") for name in names) == each.drafts, names
 
 
 def test_spans_of_one_stream_do_not_overlap(traced: Traced) -> None:

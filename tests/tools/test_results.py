@@ -265,7 +265,7 @@ def test_documents_quote_the_latest_records() -> None:
     assert [(name, text) for name, text in quoted() if text not in texts[name]] == []
     compared = (
         *("adaptive", "demo", "legality", "automata", "maskbench", "soak", "twographs", "fills", "masks", "schedules", "fuzz"),
-        *("examples", "quantised", "weights", "acceptance", "capture", "formats", "packed", "hidden"),
+        *("examples", "quantised", "weights", "acceptance", "capture", "formats", "packed", "hidden", "tiles"),
     )
     linked = {path.name for path in RECORDS if "mode" not in json.loads(path.read_text(encoding="utf-8"))}
     linked = {name for name in linked if any(f"/{name}" in text for text in texts.values())}

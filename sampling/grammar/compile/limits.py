@@ -55,7 +55,7 @@ class GrammarLimits:
 
     max_chars: int = 120_000  # of a pattern, grammar or list of choices
     max_schema_chars: int = 600_000  # of a schema, or of all tags of a constraint
-    max_nesting: int = 200  # brackets open at once in a pattern or grammar; schemas: 64 levels
+    max_nesting: int = 200  # brackets open at once in a pattern or grammar; schemas: 400 levels
     compile_seconds: float = 30.0  # wall-clock time of one compile in the worker
     compile_bytes: int = 1024 * MIB  # address space that one compile may add to that of the idle worker
     result_bytes: int = 64 * MIB  # of a compiled grammar that the worker returns

@@ -176,17 +176,20 @@ def main() -> None:
     limits, libraries = options["limits"], Libraries(options, tables)
     gc.freeze()
     gc.set_threshold(100_000)  # with the default threshold, collections take a third of the time to read a schema
-    compile_bytes, idle_bytes = limits["compile_bytes"], _memory_bytes()
+    compile_bytes, idle_bytes, at_start = limits["compile_bytes"], _memory_bytes(), resource.getrlimit(resource.RLIMIT_AS)
     send(connection, DONE, False)
     while True:
         try:
             (name, *arguments), _ = receive(stream)
         except EOFError:
             return
+        resource.setrlimit(resource.RLIMIT_AS, at_start)  # that of the last call may be too small to load a library
         if libraries.prepare(name):
             idle_bytes = _memory_bytes()
         if idle_bytes:
-            resource.setrlimit(resource.RLIMIT_AS, (idle_bytes + compile_bytes, resource.getrlimit(resource.RLIMIT_AS)[1]))
+            most = idle_bytes + compile_bytes
+            most = most if at_start[1] == resource.RLIM_INFINITY else min(most, at_start[1])
+            resource.setrlimit(resource.RLIMIT_AS, (most, at_start[1]))
         signal.setitimer(signal.ITIMER_REAL, limits["compile_seconds"])  # SIGALRM ends this process even without the parent
         status, result = _run_call(getattr(libraries, name), arguments, limits["result_bytes"])
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -7,8 +7,9 @@ it is determined by compiling it.
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
@@ -31,7 +32,8 @@ _FORMATS = {  # the fields of response_format by its type
     "structural_tag": {"type", "triggers", "structures"},
 }
 _STRING = instance_of(str, "a string")
-_NON_BLANK = Check(lambda value: isinstance(value, str) and bool(value.strip()), "a non-blank string")
+_GRAMMAR = Check(lambda value: isinstance(value, str) and bool(value.strip()) and "\0" not in value, "a non-blank string without NUL")
+_RULE_NAME = Check(lambda value: isinstance(value, str) and bool(re.fullmatch(r"[\w.-]+", value, re.ASCII)), "the name of a rule")
 _FIELD_CHECKS = {
     "kind": one_of(get_args(ConstraintKind)),
     "backend": one_of(get_args(BackendChoice)),
@@ -188,15 +190,15 @@ class Constraint:
         for index, option in enumerate(options):
             check_value(f"Constraint.choice[{index}]", option, _NON_EMPTY)
             _check_surrogates(f"Constraint.choice[{index}]", option)
-        return cls("choice", json.dumps(list(dict.fromkeys(options))), backend=backend)
+        return cls("choice", json.dumps(list(dict.fromkeys(options)), ensure_ascii=False), backend=backend)
 
     @classmethod
     def ebnf(cls, grammar: str, root: str = "root") -> Constraint:
         """A text of a grammar in the GBNF notation of llama.cpp: `root ::= "a" | "b" root`. Enforced by an automaton or xgrammar."""
-        for name, value in (("grammar", grammar), ("root", root)):
-            check_value(f"Constraint.ebnf.{name}", value, _NON_BLANK)
-            _check_surrogates(f"Constraint.ebnf.{name}", value)
-        return cls("ebnf", json.dumps([root, grammar]))
+        check_value("Constraint.ebnf.grammar", grammar, _GRAMMAR)
+        check_value("Constraint.ebnf.root", root, _RULE_NAME)
+        _check_surrogates("Constraint.ebnf.grammar", grammar)
+        return cls("ebnf", json.dumps([root, grammar], ensure_ascii=False))
 
     @classmethod
     def lark(cls, grammar: str) -> Constraint:
@@ -204,7 +206,7 @@ class Constraint:
 
         These are errors: tokens by name or number; `stop=` and `max_tokens=`, which cannot be rolled back with drafts (`suffix=` can);
         and `~` not preceded by `&`, which allows bytes that are not text."""
-        check_value("Constraint.lark.grammar", grammar, _NON_BLANK)
+        check_value("Constraint.lark.grammar", grammar, _GRAMMAR)
         return cls("lark", grammar)
 
     @classmethod
@@ -226,7 +228,8 @@ class Constraint:
 
         limit: number of tokens before the marker (a reasoning budget) after which only tokens that continue the marker are legal."""
         try:
-            return replace(self, marker=marker if isinstance(marker, str) else tuple(marker), marker_limit=limit)
+            ids: Any = marker if isinstance(marker, (str, bytes, Set, Mapping)) else tuple(marker)  # the last three are refused below
+            return replace(self, marker=ids, marker_limit=limit)
         except TypeError:
             raise ValueError(f"Constraint.marker: got {clip_repr(marker)}, expected a text or token ids, at least one") from None
 
@@ -244,8 +247,9 @@ def _canonical_json(value: Any, name: str) -> str:
         if chars <= MAX_JSON_CHARS:
             text = value if isinstance(value, str) else json.dumps(value, allow_nan=False)
             parsed = json.loads(text, object_pairs_hook=reject_repeated_keys, parse_constant=reject_constant)
-            _check_surrogates("a string", json.dumps(parsed, ensure_ascii=False))
-            return json.dumps(parsed, separators=(",", ":"), allow_nan=False)  # allow_nan: 1e999 is parsed as infinity
+            canonical = json.dumps(parsed, separators=(",", ":"), allow_nan=False, ensure_ascii=False)  # 1e999 is parsed as infinity
+            _check_surrogates("a string", canonical)
+            return canonical
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{name}: got a schema that is not JSON ({error}), expected a JSON object") from error
     raise ValueError(f"{name}: got {chars} characters{'' if isinstance(value, str) else ' or more'}, expected at most {MAX_JSON_CHARS}")

@@ -18,11 +18,15 @@ from typing_extensions import NotRequired, Required, TypedDict
 
 from stepgraph.sampling.fields import clip_repr
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
+from stepgraph.sampling.grammar.schema.patterns import CLASS_ESCAPES
 
 ACCEPTED = (
     "a Constraint (Constraint.json_schema, .regex, .choice, ...), a compiled constraint, a type (pydantic model, dataclass, TypedDict, "
     "enum, Literal, ...), a pattern or a function"
 )
+_CLASS_OR_ESCAPE = re.compile(r"\[(?:\\.|[^\]\\])*\]|\\.", re.DOTALL)
+# A count without its lower bound, and `]` at the start of a class: Python and JavaScript read these differently.
+_READ_DIFFERENTLY = re.compile(rf"(?:{_CLASS_OR_ESCAPE.pattern}|[^\\\[])*?(?:\{{,[0-9]*\}}|\[\^?\])", re.DOTALL)
 _KEYWORD_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -65,7 +69,23 @@ def _pattern(pattern: re.Pattern[Any]) -> TypedConstraint:
     if not isinstance(pattern.pattern, str) or pattern.flags != re.UNICODE:
         got = "a pattern of bytes" if isinstance(pattern.pattern, bytes) else f"a pattern with {re.RegexFlag(pattern.flags)!s}"
         raise ValueError(f"constraint: got {got}, expected a pattern of text without flags")
-    return TypedConstraint(Constraint.regex(pattern.pattern), pattern.fullmatch)
+    if _READ_DIFFERENTLY.match(pattern.pattern):
+        raise ValueError(f"constraint: got {clip_repr(pattern.pattern)}, expected counts such as {{0,3}}, and \\] at the start of a class")
+    as_enforced = re.compile(_CLASS_OR_ESCAPE.sub(_as_in_javascript, pattern.pattern))
+    return TypedConstraint(Constraint.regex(pattern.pattern), lambda text: pattern.fullmatch(text) or as_enforced.fullmatch(text))
+
+
+def _as_in_javascript(piece: re.Match[str]) -> str:
+    """A class or an escape of a pattern with the characters of \\d, \\D, \\w, \\W, \\s and \\S written out."""
+
+    def ranges(escape: re.Match[str]) -> str:
+        chars = CLASS_ESCAPES.get(escape[0][1], ())
+        return "".join(f"\\U{first:08x}-\\U{last:08x}" for first, last in chars) or escape[0]
+
+    text = piece[0]
+    if text[0] == "[":
+        return re.sub(r"(?s)\\.", ranges, text)
+    return f"[{ranges(piece)}]" if text[1] in CLASS_ESCAPES else text
 
 
 def _json_type(value: Any) -> TypedConstraint:
@@ -108,9 +128,12 @@ def _function(function: Callable[..., Any]) -> TypedConstraint:
     with _type_errors(function):
         parameters = inspect.signature(function).parameters.values()
         hints = get_type_hints(function, include_extras=True)
+    reserved = {attribute for attribute in dir(pydantic.BaseModel) if attribute.startswith("model_")}
     for parameter in parameters:
-        if parameter.kind not in _KEYWORD_KINDS or parameter.name not in hints:
-            why = "no type" if parameter.kind in _KEYWORD_KINDS else f"the kind {parameter.kind.description}"
+        is_keyword = parameter.kind in _KEYWORD_KINDS
+        is_reserved = parameter.name.startswith("_") or parameter.name in reserved
+        if not is_keyword or parameter.name not in hints or is_reserved:
+            why = "a reserved name" if is_reserved else "no type" if is_keyword else f"the kind {parameter.kind.description}"
             raise ValueError(f"constraint: the parameter {parameter.name} of {name} has {why}, expected an annotated keyword parameter")
     fields: dict[str, Any] = {
         parameter.name: (hints[parameter.name], ... if parameter.default is parameter.empty else parameter.default)

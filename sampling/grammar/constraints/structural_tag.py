@@ -60,8 +60,9 @@ def checked_tag(value: Any, name: str) -> dict[str, Any]:
 
 def _check_triggers(triggers: list[str], structures: list[dict[str, Any]], opening: str, name: str) -> None:
     for trigger in triggers:
-        if not (opening or any(tag["begin"].startswith(trigger) for tag in structures)):
-            raise ValueError(f"{name}: got {clip_repr(trigger)}, expected the beginning of a structure's begin")
+        if not (opening.startswith(trigger) if opening else any(tag["begin"].startswith(trigger) for tag in structures)):
+            expected = "the opening" if opening else "a structure's begin"
+            raise ValueError(f"{name}: got {clip_repr(trigger)}, expected the beginning of {expected}")
         if any(other != trigger and trigger in other for other in triggers):
             raise ValueError(f"{name}: got {clip_repr(trigger)} inside another trigger, expected triggers without others in them")
 
@@ -80,7 +81,7 @@ def _check_structure(tag: Any, triggers: list[str], name: str) -> None:
 def tag_groups(payload: str) -> list[TagGroup]:
     """The tags of a constraint's payload, by trigger."""
     value = parse_json(payload)
-    opening, groups = value.get("opening", ""), []
+    opening, separator, groups = value.get("opening", ""), value.get("separator"), []
     for trigger in value["triggers"] or [""]:
         trigger_chars = 0 if opening else len(trigger)
         tags = tuple(
@@ -88,5 +89,6 @@ def tag_groups(payload: str) -> list[TagGroup]:
             for tag in value["structures"]
             if opening or tag["begin"].startswith(trigger)
         )
-        groups.append(TagGroup(trigger, opening[len(trigger) :], tags, value.get("separator"), value.get("closing", "")))
+        between = separator if opening or separator is None else separator + trigger  # before each further tag, which is cut as the first
+        groups.append(TagGroup(trigger, opening[len(trigger) :], tags, between, value.get("closing", "")))
     return groups

@@ -37,10 +37,15 @@ class TokenizerWrapper:
         raise RuntimeError("no grammar names tokens, so no text is tokenized")
 
 
+MAX_TOKEN_BYTES = 1024  # of a token: with longer ones the library panics
+
+
 class LLGuidance:
     """Makes matchers over one vocabulary."""
 
     def __init__(self, tokens: list[bytes], stop_token_ids: Sequence[int], non_text_ids: Sequence[int], fuel: Mapping[str, int]) -> None:
+        if (longest := max(map(len, tokens))) > MAX_TOKEN_BYTES:
+            raise ValueError(f"Vocabulary.tokens: got a token of {longest} bytes, expected at most {MAX_TOKEN_BYTES} for llguidance")
         wrapper = TokenizerWrapper(tokens, stop_token_ids[0], non_text_ids)
         self._tokenizer = llguidance.LLTokenizer(wrapper, eos_token=list(stop_token_ids))  # type: ignore[arg-type]
         # The limits on counted work are reached before the time limit, so that the same text is rejected on every machine.

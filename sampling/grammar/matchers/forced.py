@@ -114,7 +114,7 @@ def first_slot(key: int, slots: int) -> int:
 
 
 def _hash_slots(token_of: Mapping[bytes, int]) -> npt.NDArray[np.int64]:
-    text, lengths = np.frombuffer(b"".join(token_of), np.uint8), np.array([*map(len, token_of)])
+    text, lengths = np.frombuffer(b"".join(token_of), np.uint8), np.array([*map(len, token_of)], np.int64)
     starts, powers = np.cumsum(lengths) - lengths, np.full(lengths.max(initial=1), KEY_FACTOR, np.uint64).cumprod(dtype=np.uint64)
     weighted = (text.astype(np.uint64) + np.uint64(1)) * powers[np.arange(len(text)) - np.repeat(starts, lengths)]
     keys = np.add.reduceat(weighted, starts).view(np.int64).tolist() if token_of else []

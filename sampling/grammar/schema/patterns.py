@@ -17,10 +17,10 @@ MAX_COUNT = 100_000
 MAX_CHECKED_CHARS = 2_000  # characters of a pattern that `check_pattern` reads
 _DIGITS, _WORD = charset((48, 57)), charset((48, 57), (65, 90), (97, 122), "_")
 _SPACE = charset("\t\n\v\f\r \u00a0\u1680", (0x2000, 0x200A), "\u2028\u2029\u202f\u205f\u3000\ufeff")
-_CLASS_ESCAPES = {"d": _DIGITS, "D": complement(_DIGITS), "w": _WORD, "W": complement(_WORD), "s": _SPACE, "S": complement(_SPACE)}
+CLASS_ESCAPES = {"d": _DIGITS, "D": complement(_DIGITS), "w": _WORD, "W": complement(_WORD), "s": _SPACE, "S": complement(_SPACE)}
 _CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "0": "\0"}
 _DOT = complement(charset("\n\r\u2028\u2029"))
-_COUNT = re.compile(r"\{(\d+)(,?)(\d*)\}")
+_COUNT = re.compile(r"\{([0-9]+)(,?)([0-9]*)\}")
 _ESCAPE = re.compile(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]+)\}|c([a-zA-Z])|([pP])\{(?:\w+=)?(\w+)\}", re.DOTALL)
 _PROPERTY = re.compile(r"\\[pP]\{")
 _LOW_HALF = re.compile(r"\\u([dD][c-fC-F][0-9a-fA-F]{2})")
@@ -262,8 +262,8 @@ class _Parser:
         name = self._pattern[self._position - 1 : self._position]
         if in_set and name == "b":
             return charset("\b")
-        if name in _CLASS_ESCAPES:
-            return _CLASS_ESCAPES[name]
+        if name in CLASS_ESCAPES:
+            return CLASS_ESCAPES[name]
         if found := _ESCAPE.match(self._pattern, self._position - 1):
             self._position = found.end()
             if found[5]:

@@ -204,6 +204,8 @@ def table_of_ranks(ranks: Any, special_tokens: Mapping[str, int] | None, logits_
     for token, rank in ranks_by_token.items():
         if not isinstance(token, bytes):
             raise ValueError(f"{where}: got the token {token!r:.60}, expected bytes")
+        if is_int(rank) and rank in table.tokens:
+            raise ValueError(f"{where}: got the rank {rank} for {table.tokens[rank]!r:.60} and {token!r:.60}, expected one token per rank")
         table.add(rank, token)
     for name, token_id in (special_tokens or {}).items():
         if not isinstance(name, str) or any("\ud800" <= letter <= "\udfff" for letter in name):

@@ -86,7 +86,7 @@ def token_decoder(decoder: object, pre_tokenizer: object, where: str) -> TokenDe
         return decode_byte_letters
     if not steps:
         raise ValueError(f"{where}: decoder: got none, which joins tokens with spaces, {_EXPECTED}")
-    if kinds.count("ByteLevel") and set(kinds) <= {"ByteLevel", "Fuse"}:
+    if kinds[:1] == ["ByteLevel"] and all(kind == "Fuse" for kind in kinds[1:]):
         return decode_byte_letters
     replacements, byte_fallback, fused = list[tuple[str, str]](), False, False
     for step, kind in zip(steps, kinds, strict=True):

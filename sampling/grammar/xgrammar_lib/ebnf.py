@@ -26,7 +26,7 @@ from stepgraph.sampling.grammar.schema.parameters import parameters_grammar
 from stepgraph.sampling.grammar.schema.reader import parse_json
 from stepgraph.sampling.grammar.schema.spelling import literal
 
-_LITERAL_OR_CLASS = re.compile(r'"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]')  # a literal or a class of the printed grammar
+_LITERAL_OR_CLASS = re.compile(r'"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]|#[^\n]*')  # a literal, a class or a comment
 _MAYBE_NON_ASCII = re.compile(r"[^\x00-\x7f]|\\[uUx]")  # if found, a grammar may have a class beyond ASCII
 
 
@@ -49,7 +49,7 @@ def ebnf_text(core: Any, kind: str, payload: str, options: Options) -> tuple[str
     """The constraint in the library's notation, and the name of its root rule."""
     if kind == "ebnf":
         root, grammar = json.loads(payload)
-        return _with_safe_classes(core, grammar, root)
+        return _with_safe_classes(core, grammar, root), root
     if kind == "regex":
         return f"root ::= {pattern_to_ebnf(payload)}", "root"
     if kind == "choice":
@@ -83,14 +83,13 @@ def _tags_grammar(payload: str, options: Options) -> str:
     return "\n".join([*rules, f"root ::= {free if groups[0].trigger else 'group_0'}"])
 
 
-def _with_safe_classes(core: Any, text: str, root: str) -> tuple[str, str]:
-    """A user's grammar with its classes beyond ASCII in the form that the library reads correctly, see `charset.xgrammar_safe_class`, and
-    the name of its root rule; both are unchanged if there is no such class."""
-    if "[" not in text or not _MAYBE_NON_ASCII.search(text):
-        return text, root
-    printed = str(core.Grammar.from_ebnf(text, root).to_string())
-    changed = _LITERAL_OR_CLASS.sub(_safe_token, printed)
-    return (text, root) if changed == printed else (changed, "root")  # the library prints the root rule under this name
+def _with_safe_classes(core: Any, text: str, root: str) -> str:
+    """A user's grammar with its classes beyond ASCII in the form that the library reads correctly, see `charset.xgrammar_safe_class`."""
+    if not _MAYBE_NON_ASCII.search(text):
+        return text
+    text = EBNF_CHAR.sub(_fixed_width, text)
+    core.Grammar.from_ebnf(text, root)  # raises the library's error for the user's own text
+    return _LITERAL_OR_CLASS.sub(_safe_token, text)
 
 
 def _safe_token(token: re.Match[str]) -> str:
@@ -98,12 +97,12 @@ def _safe_token(token: re.Match[str]) -> str:
     negated = text.startswith("[^")
     chars = class_members(text[1 + negated : -1]) if text[0] == "[" else ()
     if not chars or chars[-1][1] <= LAST_ASCII:
-        return EBNF_CHAR.sub(_fixed_width, text)
+        return text
     return xgrammar_safe_class(complement(chars) if negated else chars)
 
 
 def _fixed_width(char: re.Match[str]) -> str:
-    """The library prints two digits after `\\x` but reads as many as follow."""
+    """The notation has two digits after `\\x`; the library reads as many as follow."""
     return f"\\U{int(char[3], 16):08x}" if char[3] else char.group()
 
 
@@ -168,7 +167,7 @@ class _SerialisedGrammar:
             alternative.num_bytes += len(content)
         elif kind == _CLASS:
             negated, *ends = content
-            alternative.num_bytes += 1 if negated else len(chr(min(ends)).encode(errors="surrogatepass"))
+            alternative.num_bytes += 1 if negated else len(chr(min(ends, default=0)).encode(errors="surrogatepass"))
         elif kind == _RULE:
             alternative.parts[content[0]] = alternative.parts.get(content[0], 0) + 1
         elif kind == _REPEAT and content[1]:

@@ -129,7 +129,7 @@ def _listed_range(row, sums, width):
         low = tl.maximum(low, _last_enough(from_bucket, tl.load(row + _TOP_K).to(tl.float64)) << _EXPONENT)
     elif tl.load(row + _MIN_P) <= 0:
         units = tl.load(sums + _BUCKETS + tl.arange(0, _UNIT_BUCKETS))
-        bucket = _last_enough(units, tl.load(row + _TOP_P).to(tl.float64) * _at(units, 0).to(tl.float64))
+        bucket = _last_enough(units, tl.maximum(tl.load(row + _TOP_P).to(tl.float64) * _at(units, 0).to(tl.float64), 1.0))
         low = tl.maximum(_unit_edge(bucket), 1)
         end, above = _unit_edge(bucket + 1), _at(units, bucket + 1)  # after the last bucket: an edge above every weight, and 0
     return low, end, above
@@ -278,7 +278,7 @@ def find_least(
             if limits_head:
                 kept_units = tl.max(_sums_from(listed, last, max_listed, low + tl.arange(0, 1), False, TILE, TILES, WINDOW), 0)
             if top_p < 1:
-                target = top_p.to(tl.float64) * kept_units.to(tl.float64)
+                target = tl.maximum(top_p.to(tl.float64) * kept_units.to(tl.float64), 1.0)  # top_p may be 0 in float32
                 low = tl.maximum(low, _least_enough(listed, last, max_listed, above, target, False, BITS, TILE, TILES, WINDOW))
                 kept_units = above + tl.max(_sums_from(listed, last, max_listed, low + tl.arange(0, 1), False, TILE, TILES, WINDOW), 0)
         tl.store(found + line * 2, low.to(tl.int64))

@@ -37,6 +37,7 @@ from tests.helpers.torch_threads import torch_threads
 
 pytestmark = pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
 DTYPES = (torch.float32, torch.bfloat16)
+HAS_TILES = sys.platform == "linux" and "amx_bf16" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -139,7 +140,7 @@ def test_slot_outside_of_the_cache_is_refused_before_any_write(slot: int) -> Non
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("inner", "outer"), [(576, 200), (37, 70), (80, 33), (5, 1)])
+@pytest.mark.parametrize(("inner", "outer"), [(576, 200), (37, 70), (80, 33), (100, 48), (5, 1)])
 def test_products_are_correct_and_independent_of_the_batch(inner: int, outer: int, dtype: torch.dtype) -> None:
     """Strided rows, few and many."""
     states, weight = random(73, 2 * inner, dtype=dtype)[:, :inner], random(outer, inner, dtype=dtype, seed=1)
@@ -151,18 +152,24 @@ def test_products_are_correct_and_independent_of_the_batch(inner: int, outer: in
         expected = torch.nn.functional.linear(states.double(), weight.double(), None if bias is None else bias.double())
         near = 1e-5 if dtype is torch.float32 else 8e-3
         torch.testing.assert_close(output.double(), expected, rtol=near, atol=near)
-        for count in (1, 2, 3, 4, 5, 6, 7, 8, 9, 12):
+        for count in (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 31, 32, 33, 40):
             assert torch.equal(product(states[:count], weight, bias), output[:count])
         assert torch.equal(product(states[72:], weight, bias), output[72:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("inner", "outer"), [(1100, 70), (20_000, 5), (MAX_INNER, 5)])
-def test_eight_wide_rows_have_the_bits_of_single_rows(inner: int, outer: int, dtype: torch.dtype) -> None:
-    """With eight rows, weights of more than 2 KiB per column are read in another order. Few rows of large states are converted at once."""
-    states, weight = random(8, inner, dtype=dtype), random(outer, inner, dtype=dtype, seed=1)
+@pytest.mark.parametrize(
+    ("rows", "inner", "outer"), [(8, 1100, 70), (8, 20_000, 5), (8, MAX_INNER, 5), (40, 8_200, 50), (33, 16_384, 20), (33, 16_390, 20)]
+)
+def test_wide_rows_have_the_bits_of_single_rows(rows: int, inner: int, outer: int, dtype: torch.dtype) -> None:
+    """With eight rows, weights of more than 2 KiB per column are read in another order. Few rows of large states are converted at once.
+
+    Matrix tiles take 32 rows at once, above 8,192 numbers 16 rows, and above 16,384 none.
+    """
+    states, weight = random(rows, inner, dtype=dtype), random(outer, inner, dtype=dtype, seed=1)
     found = product(states, weight)
     assert torch.equal(found, torch.cat([product(row[None], weight) for row in states]))
+    assert torch.equal(found[:17], product(states[:17], weight))
     expected, size = states.double() @ weight.double().T, states.double().abs() @ weight.double().abs().T
     bound = inner * 2**-24 * size + (2**-8 * expected.abs() if dtype is torch.bfloat16 else 0)
     assert bool(((found.double() - expected).abs() <= bound).all())
@@ -212,13 +219,30 @@ def num_threads() -> int:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_products_use_the_threads_of_torch_and_have_the_same_bits_with_any_number(dtype: torch.dtype) -> None:
     weight, bias = random(1001, 576, dtype=dtype), random(1001, dtype=dtype, seed=1)
-    states = [random(rows, 576, dtype=dtype, seed=2) for rows in (1, 2, 5, 8, 19)]
+    states = [random(rows, 576, dtype=dtype, seed=2) for rows in (1, 2, 5, 8, 16, 19, 40)]
     alone = [product(each, weight, bias) for each in states]
     before = num_threads()
+    found = dict[int, list[Tensor]]()
     for count in (3, 2, 4, 1):
         with torch_threads(count):
-            assert all(torch.equal(product(each, weight, bias), expected) for each, expected in zip(states, alone, strict=True))
+            found[count] = [product(each, weight, bias) for each in states]
             assert num_threads() == before + count - 1
+    assert all(torch.equal(*pair) for each in found.values() for pair in zip(each, alone, strict=True))
+
+
+@pytest.mark.skipif(not HAS_TILES, reason="the processor has no matrix tiles")
+def test_products_by_matrix_tiles_need_little_stack() -> None:
+    states, weight, found = random(40, 8192, dtype=torch.bfloat16), random(70, 8192, dtype=torch.bfloat16, seed=1), list[Tensor]()
+    child, expected = os.fork(), product(states, weight)
+    if not child:
+        try:
+            threading.stack_size(128 << 10)
+            caller = threading.Thread(target=lambda: found.append(product(states, weight)))
+            caller.start()
+            caller.join()
+        finally:
+            os._exit(0 if found and torch.equal(found[0], expected) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_products_of_two_callers_at_the_same_time_are_correct() -> None:

@@ -59,19 +59,20 @@ def test_the_common_kind_holds_weights_of_every_integer_kind(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("outer", "inner"), [(80, 640), (16, 16_384)])
 @every_kind
-def test_quantised_products_are_correct_and_independent_of_the_batch(kind: QuantKind, dtype: torch.dtype) -> None:
-    packed, reference = made(kind, 80, 640)
+def test_quantised_products_are_correct_and_independent_of_the_batch(kind: QuantKind, outer: int, inner: int, dtype: torch.dtype) -> None:
+    packed, reference = made(kind, outer, inner)
     given = torch.Generator().manual_seed(1)
-    states = torch.randn(21, 1280, generator=given).to(dtype)[:, :640]
-    for bias in (None, torch.randn(80, generator=given).to(dtype)):
+    states = torch.randn(41, 2 * inner, generator=given).to(dtype)[:, :inner]
+    for bias in (None, torch.randn(outer, generator=given).to(dtype)):
         found = quantised_product(states, packed, bias)
         expected = torch.nn.functional.linear(states.double(), reference.double(), None if bias is None else bias.double())
-        # Float32 sums of 640 products in another order, rounded to the dtype at the end.
+        # Float32 sums of `inner` products in another order, rounded to the dtype at the end.
         size = states.double().abs() @ reference.double().abs().T
-        bound = 640 * 2**-24 * size + (2**-8 * expected.abs() if dtype is torch.bfloat16 else 0)
+        bound = inner * 2**-24 * size + (2**-8 * expected.abs() if dtype is torch.bfloat16 else 0)
         assert bool(((found.double() - expected).abs() <= bound).all())
-        for rows in range(1, 18):
+        for rows in (*range(1, 18), 31, 32, 33, 40):
             assert torch.equal(quantised_product(states[:rows], packed, bias), found[:rows])
             assert torch.equal(quantised_product(states[-rows:], packed, bias), found[-rows:])
 

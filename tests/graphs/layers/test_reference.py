@@ -18,7 +18,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("inner", "outer"), [(64, 8), (64, 1), (8, 1), (21, 3), (22, 8), (5, 1), (600, 130)])
+@pytest.mark.parametrize(("inner", "outer"), [(64, 8), (64, 1), (8, 1), (21, 3), (22, 8), (5, 1), (600, 130), (512, 512), (576, 1536)])
 def test_products_are_correct_and_independent_of_the_batch(inner: int, outer: int, dtype: torch.dtype) -> None:
     states, weight = random(70, inner).to(dtype), random(outer, inner, seed=1).mul(inner**-0.5).to(dtype)
     near = 1e-5 if dtype is torch.float32 else 0.02

@@ -30,6 +30,7 @@ ROWS = [
     [1.0, 1, 1e-6, 0],
     [2.0, 2**24, 0.999, 1.0],
     [0.3, 700, 0.3, 0],
+    [1.0, 0, 1e-50, 0],  # top_p is 0 in float32
 ]
 BATCH = len(ROWS)
 Found = dict[str, Tensor]

@@ -246,6 +246,16 @@ def multinomial(b: StaticBuffers) -> object:
 
 
 @illegal("host-sync")
+def applied(b: StaticBuffers) -> None:
+    b.x.apply_(lambda value: value + 1)  # illegal
+
+
+@illegal("host-sync")
+def mapped(b: StaticBuffers) -> None:
+    b.x.map_(b.y, lambda value, other: value * other)  # illegal
+
+
+@illegal("host-sync")
 def swallowed(b: StaticBuffers) -> None:
     with contextlib.suppress(RuntimeError):
         b.x.sum().item()  # illegal
@@ -844,6 +854,26 @@ def arithmetic(b: StaticBuffers) -> None:
     b.x.copy_(1 - b.x / 3 + 2**b.y - (b.x > 0).float() * torch.maximum(b.x, b.y).clamp(min=-1).rsqrt().nan_to_num())
     b.x.addcmul_(b.y, b.y, value=0.5).lerp_(b.y, 0.25)
     b.index.copy_((b.index * 5 + 3) // 2 % 4 << 1 ^ 1 & 3)
+
+
+@legal
+def integers_of_two_widths(b: StaticBuffers) -> None:
+    large = b.count << 30
+    torch.add(large, large, out=b.index[:1])
+    b.index[2:3].copy_(b.count < (b.index[1] << 32))
+    b.index[3:].copy_(b.count + (b.index[1] << 32))
+
+
+@legal
+def tensors_without_dimensions(b: StaticBuffers) -> None:
+    first = torch.zeros_like(b.index)
+    b.x[0, :4].copy_(b.y[0, 0].gather(0, first))
+    b.x[1, 1].index_copy_(0, first[:1], b.y[1, 2:3])
+
+
+@legal
+def vectorised(b: StaticBuffers) -> None:
+    b.x[0].copy_(torch.vmap(lambda value: value * 2)(b.x[0]))
 
 
 @legal

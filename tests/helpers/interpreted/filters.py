@@ -96,6 +96,8 @@ def test_settings_at_their_limits() -> None:
     logits = padded(6, 1, 50)
     probs = compare(logits, [[1.0, 50, 1, 0], [1.0, 2**24, 1, 0], [1.0, 49, 1, 0], [1.0, 0, 1e-6, 0], [1.0, 1, 1, 0], [1.0, 0, 1, 1.0]])
     assert (probs > 0).sum(-1).flatten().tolist() == [50, 50, 49, 1, 1, 1]
+    none = compare(logits[:4], [[1.0, 0, 1e-50, 0], [1.0, 5, 0, 0], [1.0, 0, 0, 0.01], [2.0, 5, 0, 0.01]])
+    assert torch.equal(none.argmax(-1), logits[:4].argmax(-1)) and bool((none.amax(-1) == 1).all()), "1e-50 is 0 in float32"
     logits[0, 0, :4] = torch.tensor([3e38, 3e38, -3e38, -INF])
     hot = compare(logits[:3], [[0.01, 0, 1, 0], [1e-40, 0, 0.9, 0], [3.4e38, 0, 1, 0]])
     assert (hot > 0).sum(-1).flatten().tolist() == [2, 1, 50], "no temperature makes a finite logit infinite"

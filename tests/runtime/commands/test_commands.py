@@ -24,6 +24,8 @@ from stepgraph.runtime.commands.flags import COMMANDS, STEP_EXAMPLE
 from stepgraph.runtime.commands.generate import constraint_of
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.files.weights import SafetensorsSource
+from stepgraph.runtime.serve import app
+from stepgraph.runtime.serve.serving import Serving
 from stepgraph.runtime.text import TextCodec
 from stepgraph.sampling import native
 from tests.helpers.command_models import doctor_answers, model_folder, recordings
@@ -129,6 +131,24 @@ def test_serve_reports_an_unusable_address_before_it_opens_a_model(capsys: pytes
             code, out, errors = run(f"serve nowhere {flags}", capsys)
             expected = rf"stepgraph serve: --host, --port: got {got}, expected an address of this machine and a free port\n"
             assert (code, out) == (2, "") and re.fullmatch(expected, errors), errors
+
+
+def test_a_served_model_is_named_after_its_folder(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = list[str]()
+
+    class NamedApp(app.App):
+        def __init__(self, serving: Serving, name: str, *others: Any) -> None:
+            super().__init__(serving, name, *others)
+            names.append(name)
+
+    monkeypatch.setattr(app, "App", NamedApp)
+    monkeypatch.setattr(serve, "print_address", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.chdir(folder / "model")
+    assert run("serve . --port 0 --eager", capsys)[0] == 0 and names == [Path.cwd().name]
+    errors = run(f"serve . --port 0 --lora-modules {names[0]}=x", capsys)[2]
+    assert f"expected NAME=FOLDER with a name that neither the model ({names[0]}) nor another adapter has" in errors
 
 
 @pytest.mark.parametrize(
@@ -289,6 +309,7 @@ def test_an_answer_cut_short_of_its_schema_fails(capsys: pytest.CaptureFixture[s
         ("generate model hi --draft-length longest", "draft_length: got 'longest', expected 'auto', or an integer"),
         ("inspect nowhere", "MODEL: got 'nowhere', which does not exist, expected a local folder"),
         ("generate model hi --draft nobody", "got 'nobody'"),
+        ("generate model hi --draft ''", "draft: got '', expected a path"),
         ("generate model hi --implementation transformers --weights quantised", "weights: got 'quantised' with implementation="),
         ("generate model hi --threads 0", "--threads: got 0, expected a whole number from 1 to"),
         ("generate model --token-ids 1,2 --system x", "--token-ids: got it with --chat or --system"),
@@ -449,6 +470,7 @@ def test_baked_in_state_is_found_only_with_between(capsys: pytest.CaptureFixture
             "1 part is refused",
         ),
         ({"type": "object", "minProperties": {"a" * 99: "\x1b"}}, 1, [["#", "minProperties", "...", "use an integer in 0.."]], "refused"),
+        (False, 1, [["#", "schema", "", "refused", "got false: no value satisfies it", "change one of its parts"]], "1 part is refused"),
     ],
 )
 def test_check_schema_results_and_exit_codes(
@@ -464,7 +486,7 @@ def test_check_schema_results_and_exit_codes(
         assert all(word in line for word in words), line
     document = json.loads(run("check-schema schema.json --objects standard --json", capsys)[1])
     assert document["enforced"] is (code == 0) and len(document["parts"]) == len(cells)
-    assert all(part["value"] is not None and part["suggestion"] for part in document["parts"])
+    assert all((part["value"] is None) == (schema is False) and part["suggestion"] for part in document["parts"])
 
 
 def test_replay_results_and_exit_codes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,7 @@ from stepgraph.runtime import cli
 from stepgraph.runtime.commands import demo, terminal
 from stepgraph.runtime.commands.flags import COMMANDS
 from stepgraph.runtime.demo import pair
-from stepgraph.runtime.demo.variants import SCENARIOS, Case, Pair, Variant, toy_pair
+from stepgraph.runtime.demo.variants import SCENARIOS, Case, Pair, Scenario, Variant, toy_pair
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.runtime.text import TextCodec
 from stepgraph.sampling.native import why_not
@@ -45,6 +45,11 @@ def test_demo_prints_answers_table_and_timeline(
     assert [line[:22].strip() for line in table[1:5]] == ["plain", "plain + grammar", "speculative", "speculative + grammar"]
     assert re.search(r"6 rounds of .* ms", out) and not errors, "no bars in a pipe"
     assert json.loads((tmp_path / "shown" / demo.TRACE_FILE).read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize("schema", [{}, False])
+def test_a_scenario_with_an_empty_or_false_schema_has_a_constraint(schema: Any) -> None:
+    assert Scenario("x", "y", schema=schema).constraint == Constraint.json_schema(schema)
 
 
 def test_demo_answers_a_given_prompt_as_json(capsys: Captured) -> None:

@@ -280,6 +280,10 @@ def test_replay_with_another_model_raises(tmp_path: Path) -> None:
     pair = toy_pair()
     with pytest.raises(ValueError, match=r"fingerprint \w{16}, expected the recorded ToyDraft of \d tensors, fingerprint \w{16}"):
         replay(run, pair.target, pair.draft, pair.vocabulary)
+    for role, text in (("extra", "x"), ("target", 5), ("target", {})):
+        header = run.header | {"models": run.header["models"] | {role: text}}
+        with pytest.raises(ValueError, match=rf"run\.jsonl: {role}: got .*, expected the recorded "):
+            replay(replace(run, header=header), TARGET, DRAFT, VOCABULARY)
 
 
 def test_invalid_recordings_raise(tmp_path: Path) -> None:
@@ -291,6 +295,8 @@ def test_invalid_recordings_raise(tmp_path: Path) -> None:
         ":1: config: ": good[0].replace('"max_rows":2', '"max_rows":0'),
         ":2: JSONDecodeError": good[0] + "nonsense\n",
         ":2: KeyError: 7": good[0] + '{"kind":"tokens","step":1,"job":7,"tokens":[1]}\n',
+        ":2: ValueError: drafts: got 99, expected -1 to 8": good[0] + '{"kind":"round","step":1,"drafts":99}\n',
+        ":2: ValueError: drafts: got -3, expected -1 to 8": good[0] + '{"kind":"round","step":1,"drafts":-3}\n',
         ":2: ValueError: SamplingParams.top_p": "".join(good).replace('"top_p":1.0', '"top_p":3.0'),
         ":2: ValueError: prompt_ids: got 'ab', expected a list of token ids": re.sub(r'("prompt_ids":)\[.*?\]', r'\1"ab"', "".join(good)),
         ":3: ValueError: kind: got 'fly'": "".join(good[:2]) + '{"kind":"fly"}\n',

@@ -26,6 +26,13 @@ def test_tenants_with_different_salts_share_no_hash(other: Any) -> None:
     assert not {*page_hashes(IDS, 16, ("a",))} & {*page_hashes(IDS, 16, other)}
 
 
+@pytest.mark.parametrize("value", [2**70, None, 1.5, "a"])
+def test_pages_of_values_that_are_no_token_ids_have_hashes(value: Any) -> None:
+    """The replica refuses them."""
+    hashes = page_hashes([*IDS[:16], *[value] * 16], 16, ())
+    assert len(hashes) == 2 and hashes[0] == page_hashes(IDS, 16, ())[0]
+
+
 def test_a_request_goes_to_the_replica_that_holds_most_of_its_prefix() -> None:
     router, loads = PrefixRouter(), {"a": 0, "b": 0, "c": 0}
     router.note(page_hashes(IDS[:32], 16, ()), "a")

@@ -17,7 +17,7 @@ from stepgraph.runtime.replicas.replica import AnswerPart, Refusal, ReplicaReque
 from stepgraph.runtime.replicas.streams import Counts, ReplicaLost, ResumedStream, Resumption
 from stepgraph.runtime.request_queue import QueueFullError
 from stepgraph.runtime.serve.serving import AnswerError
-from tests.helpers.toy_engines import CONSTRAINTS, STOP, Setup, shared_engine
+from tests.helpers.toy_engines import CONSTRAINTS, STOP, Setup, make_engine, shared_engine
 
 PROMPT, TOKENS = [49, 65, 16, 66, 71, 26, 54, 7, 61, 46, 72], 24
 PLAIN, DRAFTED = (Setup(k=k, greedy_only=False, buckets=(4,)) for k in (0, 3))
@@ -126,6 +126,15 @@ def test_sampled_requests_have_no_drafts_if_draft_lengths_vary() -> None:
         assert "num_speculative_tokens" not in kept.replicas.asks[0].options
 
 
+def test_a_stream_continues_under_relaxed_acceptance_if_draft_lengths_vary() -> None:
+    """Without drafts, so that relaxed acceptance has no effect."""
+    relaxed = SamplingParams(temperature=0, relaxed_top_n=8, relaxed_delta=0.5, ignore_eos=True)
+    with make_engine(DRAFTED, relaxed_acceptance=True) as engine:
+        found = run(engine, [4], info={"fixed_drafts": False}, sampling=relaxed, max_new_tokens=TOKENS)
+        assert found.tokens == engine.generate(PROMPT, sampling=relaxed, max_new_tokens=TOKENS, num_speculative_tokens=0).tokens
+    assert found.stream.job.replicas == ["a", "b"] and found.counts.continued == 1
+
+
 def test_equal_tokens_are_promised_only_of_models_that_declare_it(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = shared_engine(DRAFTED)
     assert info_of(engine, "a").exact and info_of(engine, "a").fixed_drafts
@@ -165,14 +174,22 @@ def test_streams_are_not_continued_where_equal_tokens_are_not_promised(policy: s
     assert run(engine, [0], Resumption(policy), info={"exact": exact}, **options).tokens == whole  # nothing was delivered
 
 
-def test_a_replica_that_computes_other_tokens_is_detected() -> None:
-    """A planted error: the second replica changes its tokens."""
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda part: part._replace(tokens=tuple(token ^ 1 for token in part.tokens)), "computed other tokens than a"),
+        (lambda part: part._replace(tokens=part.tokens[:1], reason=FinishReason.STOP), "ended the answer earlier than a"),
+    ],
+    ids=["other tokens", "earlier end"],
+)
+def test_a_replica_that_computes_another_answer_is_detected(change: Callable[[Tokens], Tokens], message: str) -> None:
+    """A planted error of the second replica."""
 
     def planted(part: AnswerPart) -> AnswerPart:
-        return part._replace(tokens=tuple(token ^ 1 for token in part.tokens)) if isinstance(part, Tokens) else part
+        return change(part) if isinstance(part, Tokens) else part
 
     engine = shared_engine(DRAFTED)
-    with pytest.raises(AnswerError, match="replica b computed other tokens than a"):
+    with pytest.raises(AnswerError, match=f"replica b {message}"):
         run(engine, [5], sampling=replace(SAMPLED, ignore_eos=True), max_new_tokens=TOKENS, other={"change": planted})
 
 
@@ -220,6 +237,8 @@ def test_wrong_requests_are_refused_by_the_replica() -> None:
     engine = shared_engine(PLAIN)
     with pytest.raises(ValueError, match=r"max_new_tokens: got 0, expected"):
         run(engine, [], max_new_tokens=0)
+    with pytest.raises(ValueError, match=r"sampling: got 5, expected SamplingParams"):
+        run(engine, [], sampling=5)
     found = run(engine, [], constraint=Constraint.regex("[a-c]{3}"), max_new_tokens=TOKENS)
     assert len(found.tokens) >= 1 and found.stream.job.finish_reason in ("stop", "constraint_complete")
 

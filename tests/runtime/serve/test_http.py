@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -48,6 +49,9 @@ def test_bad_requests_get_an_error_status(server: RunningServer) -> None:
         assert status(b"POST", b"/v1/completions", fields) == 400
     for body in (b"", b"[1]", b"{", b"NaN", b"[" * 90000, b'{"prompt": "\\ud800"}', b"\xff\xfe", b"1" * 9000):
         assert status(b"POST", b"/v1/completions", b"Content-Length: %d\r\n" % len(body), body) == 400, body[:40]
+    for depth in range(900, sys.getrecursionlimit()):  # the depth at which values can be read and not written
+        body = b'{"prompt": "x", "user": %b}' % (b"[" * depth + b"]" * depth)
+        assert status(b"POST", b"/v1/completions", b"Content-Length: %d\r\n" % len(body), body) == 400, depth
     with socket.create_connection(("127.0.0.1", server.port), timeout=SECONDS) as wire:
         wire.sendall(POST + b"Expect: 100-continue\r\nConnection: close\r\nContent-Length: 2\r\n\r\n")
         assert wire.recv(100).startswith(b"HTTP/1.1 100 Continue\r\n")

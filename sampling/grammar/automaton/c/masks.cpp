@@ -756,7 +756,8 @@ private:
             return;
         }
         const WalkState &step = walk_states[(size_t)to];
-        bool is_plain = PARTS[&trie - vocabulary.tries.data()].is_plain && node.height <= step.surely;
+        bool is_inside = (trie.bytes[(size_t)node.first_child] & 0xC0) == 0x80; // a character: `surely` counts from the end of one
+        bool is_plain = PARTS[&trie - vocabulary.tries.data()].is_plain && !is_inside && node.height <= step.surely;
         if (is_plain || (node.height <= step.closed && !(node.groups & ~step.groups))) {
             followed = std::max(followed, size + node.height);
             return set_range(node.below_token, node.end_token);
@@ -770,7 +771,7 @@ private:
     void add_row(int32_t base) {
         const int32_t *plain = base == -1 ? nullptr : vocabulary.plain.data() + (size_t)(-2 - base) * (size_t)vocabulary.words;
         row.move_to(packed);
-        bool any_text = base != -1;
+        bool any_text = plain && std::any_of(plain, plain + vocabulary.words, [](int32_t word) { return word != 0; });
         size_t kept = 0;
         for (size_t at = 0; at < packed.size(); at += 2) { // drop words that equal the base
             int32_t word = packed[at], before = plain ? plain[word] : 0, bits = packed[at + 1] | before;

@@ -364,7 +364,7 @@ public:
 
 private:
     int32_t state(int32_t loop) {
-        if ((int64_t)nfa.states.size() >= limits.states * NFA_STATES_PER_STATE) exceeded("states", limits.states);
+        if ((int64_t)nfa.states.size() / NFA_STATES_PER_STATE >= limits.states) exceeded("states", limits.states);
         if (calls == Calls::FEW && nfa.states.size() >= FEW_STATES) throw ManyCopies("its rules are used in many places");
         nfa.states.emplace_back();
         nfa.states.back().loop = loop;
@@ -515,6 +515,7 @@ private:
 
     // A left-linear component has one state per rule, which means that the rule is complete.
     int32_t left_rule(int32_t number, int32_t continuation, const std::set<int32_t> &component) {
+        enter();
         int32_t start = state_before(continuation);
         memo.state(~number, continuation) = start;
         std::map<int32_t, int32_t> complete;
@@ -523,7 +524,7 @@ private:
         for (int32_t member : component)
             graph.each_alternative(graph.grammar.bodies[member], [&](int32_t alternative) {
                 View at = graph.view(alternative);
-                Ints parts = at.kind == SEQUENCE ? Ints(at.data, at.data + at.size) : Ints{alternative};
+                Ints parts = at.kind == SEQUENCE && !called.count(alternative) ? Ints(at.data, at.data + at.size) : Ints{alternative};
                 int32_t from = start, to = complete[member];
                 size_t first = 0;
                 if (!parts.empty()) {
@@ -536,7 +537,12 @@ private:
                 for (size_t part = parts.size(); part-- > first;) to = expression(parts[part], to, false);
                 follow(from, to);
             });
+        depth--;
         return start;
+    }
+
+    void enter() {
+        if (++depth > MAX_DEPTH) throw Unfit("its rules are nested more than " + std::to_string(MAX_DEPTH) + " deep");
     }
 
     int32_t expression(int32_t number, int32_t continuation, bool as_automaton) {
@@ -544,7 +550,7 @@ private:
         View at = graph.view(number);
         if (at.kind == RULE) return rule(at.data[0], continuation);
         return once(number, continuation, [&] {
-            if (++depth > MAX_DEPTH) throw Unfit("its rules are nested more than " + std::to_string(MAX_DEPTH) + " deep");
+            enter();
             int32_t start = build(at, number, continuation);
             depth--;
             return start;
@@ -569,7 +575,9 @@ private:
         case CHOICES: return choices(at, continuation);
         case REPEAT:
             return repeat([&, repeated](int32_t after) { return rule(repeated, after); }, shortest[repeated], number, at.data[1], at.data[2], continuation);
-        case TAGS: return tags(at, continuation);
+        case TAGS:
+            if (!at.data[at.size - 2] || graph.view(at.data[at.size - 1]).size) throw Unfit("its tags do not repeat or exclude texts");
+            return tags(at, continuation);
         default: throw Unfit("it has a regular expression or refers to token ids");
         }
     }

@@ -25,6 +25,7 @@ from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammarMatcher
 from tests.helpers.automaton_cases import CONSTRAINTS, VOCABULARY
 from tests.helpers.automaton_reference import MOVE_INTS, ReferenceAutomaton
 from tests.helpers.c_library import needs_c
+from tests.helpers.grammar_texts import fill_mask
 
 pytestmark = needs_c
 
@@ -228,6 +229,9 @@ def test_strings_are_called_if_copies_of_them_exceed_a_limit() -> None:
         assert all(matcher.accept_token(byte) for matcher in matchers)
 
 
+TAGS = 'root ::= TagDispatch(("<t>", tag), loop_after_dispatch={}, excludes={})\ntag ::= "a"'
+
+
 @pytest.mark.parametrize(
     ("constraint", "limits", "reason"),
     [
@@ -240,6 +244,8 @@ def test_strings_are_called_if_copies_of_them_exceed_a_limit() -> None:
             "begin a nested part or continue, with the same text",
         ),
         (Constraint.ebnf('root ::= root "[" root "]" root | "a"'), {}, "recursion that is not enclosed in literal text"),
+        (Constraint.ebnf(TAGS.format("false", "()")), {}, "its tags do not repeat or exclude texts"),
+        (Constraint.ebnf(TAGS.format("true", '("zz")')), {}, "its tags do not repeat or exclude texts"),
         (Constraint.ebnf("root ::= " + "[a]*" * 9000), {}, "GrammarLimits.automaton_bytes: got a grammar that takes more"),
         (CONSTRAINTS["schema"], {"automaton_states": 50}, "GrammarLimits.automaton_states: .* at most 50"),
         (CONSTRAINTS["schema"], {"automaton_bytes": 500}, "GrammarLimits.automaton_bytes: .* at most 500"),
@@ -250,6 +256,11 @@ def test_grammar_without_an_automaton_is_refused_with_the_reason(constraint: Con
     compiler = GrammarCompiler(VOCABULARY, backend="automaton", limits=GrammarLimits(**limits))
     with pytest.raises(ValueError, match=reason):
         compiler.compile(constraint)
+
+
+def test_the_largest_number_of_states_is_not_exceeded() -> None:
+    compiler = GrammarCompiler(VOCABULARY, backend="automaton", limits=GrammarLimits(automaton_states=1 << 62))
+    assert compiler.compile(CONSTRAINTS["schema"]).nbytes == automaton("schema").nbytes
 
 
 def test_the_worker_returns_the_same_image() -> None:
@@ -285,6 +296,30 @@ def test_tokens_are_found_once_for_similar_states(pattern: str, steps: int) -> N
         found = np.flatnonzero(np.unpackbits(row.numpy().view(np.uint8), bitorder="little")).tolist()
         expected = [token_id for token_id, token in enumerate(ALL_TEXTS) if reference.walk(place, token) is not None]
         assert found == expected + [len(ALL_TEXTS)] * reference.accepts(place)
+
+
+ARROW = "→".encode()
+OF_ARROWS = Vocabulary([b"x", ARROW, ARROW + b"a", b"a", b"y", b"1", b""], [6])
+OF_PAIRS = Vocabulary([b"aa", b"ab", b'"', b"<s>"], [3])
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "constraint", "status"),
+    [
+        (
+            OF_ARROWS,
+            Constraint.structural_tag({"triggers": ["x→"], "structures": [{"begin": "x→y", "schema": {"enum": [1]}, "end": ""}]}),
+            MaskStatus.OK,
+        ),
+        (OF_PAIRS, Constraint.regex(r'[^"\\\x00-\x1f]{3}'), MaskStatus.DEAD_END),
+        (OF_PAIRS, Constraint.regex(r'[^"\\\x00-\x1f]{1,3}'), MaskStatus.COMPLETE),
+    ],
+)
+def test_masks_after_the_first_token_equal_those_of_xgrammar(vocabulary: Vocabulary, constraint: Constraint, status: MaskStatus) -> None:
+    matchers = [GrammarCompiler(vocabulary, 1, name).compile(constraint).matcher() for name in ("automaton", "xgrammar")]
+    assert all(matcher.accept_token(0) for matcher in matchers)
+    ours, library = (fill_mask(matcher, vocabulary.mask_words) for matcher in matchers)
+    assert ours == library and ours[0] == status
 
 
 def test_nbytes_is_the_size_of_the_image() -> None:

@@ -25,6 +25,7 @@ from tests.sampling.grammar.compile.test_compiler import GREEDY, SLOW
 AUTO = GrammarCompiler(BYTES, max_threads=1)
 COMBINED: dict[str, Any] = {"allOf": [{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}, {"required": ["b"]}]}
 NEITHER = {"type": "object", "properties": {"a/b": {"type": "array", "uniqueItems": True}}, "patternProperties": {"(?<=a)": {}}}
+ONE_TAG = Constraint.ebnf('root ::= TagDispatch(("<", tag), loop_after_dispatch=false, excludes=())\ntag ::= "a"')
 
 
 @needs_c
@@ -38,6 +39,7 @@ def test_auto_chooses_an_automaton_without_a_reason() -> None:
     [
         (Constraint.regex("[ab]*a[ab]{40}"), {}, "GrammarLimits.automaton_states: got a grammar that takes more, expected at most 200000"),
         (Constraint.ebnf('root ::= root "+" root | "a"'), {}, "it has a recursion that is not enclosed in literal text"),
+        (ONE_TAG, {}, "its tags do not repeat or exclude texts"),
         (Constraint.json_schema(COMBINED["allOf"][0]), {"automaton_bytes": 100}, "GrammarLimits.automaton_bytes: got a grammar that takes"),
     ],
 )
@@ -204,6 +206,14 @@ def test_structural_tags_in_free_text_enforce_their_schemas(backend: BackendChoi
 
 
 @pytest.mark.parametrize("backend", EACH_BACKEND)
+def test_each_tag_of_a_list_without_an_opening_has_its_whole_begin(backend: BackendChoice) -> None:
+    tag = {"triggers": ["<f="], "structures": [{"begin": "<f=a>", "schema": {"const": 1}, "end": "</f>"}], "separator": ",", "closing": "]"}
+    compiled = AUTO.compile(Constraint.structural_tag(tag, backend=backend))
+    assert takes(compiled, "x<f=a>1</f>]") and takes(compiled, "<f=a>1</f>,<f=a>1</f>,<f=a>1</f>]")
+    assert not takes(compiled, "<f=a>1</f>,a>1</f>]")
+
+
+@pytest.mark.parametrize("backend", EACH_BACKEND)
 def test_corrections_of_json_grammars_apply_inside_tags(backend: BackendChoice) -> None:
     string = {"type": "string", "maxLength": 2}
     structures = [{"begin": f"<{name}>", "schema": string, "end": f"</{name}>"} for name in ("root", "basic_string", "a")]
@@ -272,6 +282,7 @@ TAG = {"begin": "<a>", "schema": {}, "end": ""}
         ({"triggers": ["<b"], "structures": [TAG]}, ".structures[0].begin"),
         ({"triggers": ["<", "["], "structures": [TAG]}, ".triggers"),
         ({"triggers": ["<", "<a"], "structures": [TAG]}, ".triggers"),
+        ({"triggers": ["<", "["], "structures": [TAG], "opening": "<["}, ".triggers"),
         ({"triggers": ["<"], "structures": [{**TAG, "schema": True}]}, ".structures[0].schema"),
         ({"triggers": ["<"], "structures": [{**TAG, "end": None}]}, ".structures[0].end"),
     ],

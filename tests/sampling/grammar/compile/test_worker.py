@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import xgrammar
@@ -129,3 +130,17 @@ def test_kill_before_the_process_exists_cancels_the_compile(worker: CompileWorke
         worker.call(*A)
     worker.begin_compile()
     assert worker.call(*A)
+
+
+def test_a_lower_limit_of_the_process_is_kept(worker: CompileWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limited = tmp_path / "python"
+    limited.write_text(f'#!/bin/sh\nulimit -v 1000000\nexec {sys.executable} "$@"\n', encoding="utf-8")
+    limited.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(limited))
+    assert worker.call(*A)
+
+
+def test_a_library_is_loaded_without_the_limit_of_the_previous_call() -> None:
+    worker = CompileWorker(PRINTABLE, GrammarLimits(compile_bytes=4 * MIB), 1)
+    assert worker.call(*A) and worker.call("lark", "lark", 'start: "a"', {}) and worker.processes_started == 1
+    worker.close()

@@ -154,6 +154,7 @@ def test_deep_nesting_raises() -> None:
         (Constraint.ebnf("root ::= "), "constraint ebnf: .*Expect element"),
         (Constraint.ebnf('rule ::= "a"'), 'constraint ebnf: .*"root" is not defined'),
         (Constraint.ebnf("root ::= root"), "constraint ebnf: .*no text"),
+        (Constraint.ebnf("root ::= []"), "constraint ebnf: .*no text"),
         (Constraint.regex("é" * 3 + "\u4e00"), None),
         (Constraint.regex("\u4e00"), "constraint regex: .*no text of this vocabulary"),
     ],
@@ -177,6 +178,11 @@ def test_compile_error_has_the_reason(constraint: Constraint, message: str | Non
         lambda: Constraint.regex("a" * 2_000_000),
         lambda: Constraint.ebnf(""),
         lambda: Constraint.ebnf('root ::= "a"', root=""),
+        lambda: Constraint.ebnf('root ::= "a"', root='a | "z"'),
+        lambda: Constraint.ebnf('root ::= "a\0b"'),
+        lambda: Constraint.lark('start: "a\0b"'),
+        lambda: Constraint.regex("a").after(b"</think>"),
+        lambda: Constraint.regex("a").after({1, 2}),  # type: ignore[arg-type]
         lambda: Constraint.json_schema([]),  # type: ignore[arg-type]
         lambda: Constraint.json_schema("[]"),
         lambda: Constraint.json_schema("{"),
@@ -191,6 +197,11 @@ def test_compile_error_has_the_reason(constraint: Constraint, message: str | Non
 def test_malformed_constraints_raise(build: Any) -> None:
     with pytest.raises(ValueError, match=r"^Constraint\..*: got .*, expected "):
         build()
+
+
+@pytest.mark.parametrize("constraint", [Constraint.choice(["漢" * 25_000]), Constraint.json_schema({"const": "漢" * 150_000})])
+def test_a_character_counts_once_for_the_limits(constraint: Constraint) -> None:
+    COMPILER.check(constraint)
 
 
 def test_schema_equals_its_text_but_not_another_property_order() -> None:

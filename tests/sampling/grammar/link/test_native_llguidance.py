@@ -287,6 +287,6 @@ def test_c_and_python_use_the_same_vocabulary() -> None:
 def test_a_grammar_with_a_nul_is_rejected() -> None:
     """A C string ends there."""
     with pytest.raises(ValueError, match="#: lark: contains a NUL character; write"):
-        LLGUIDANCE_COMPILER.compile(Constraint.lark('start: "a\0b"'))
+        LLGUIDANCE_COMPILER.compile(replace(NESTED, payload='start: "a\0b"'))
     grammar = LLGUIDANCE_COMPILER.compile(Constraint.lark("start: /a\\x00b/ | /c/")).grammar
     assert cast(LLGuidanceGrammar, grammar).native is not None

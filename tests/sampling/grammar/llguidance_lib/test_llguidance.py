@@ -275,6 +275,12 @@ def test_lark_grammar_keeps_options_and_checks_schemas() -> None:
             COMPILER.compile(Constraint.lark(text))
 
 
+def test_a_token_that_the_library_cannot_hold_is_refused() -> None:
+    compiler = GrammarCompiler(Vocabulary([b"a", b"b" * 1100, b""], [2]), max_threads=1)
+    with pytest.raises(ValueError, match=r"Vocabulary\.tokens: got a token of 1100 bytes, expected at most 1024 for llguidance"):
+        compiler.check(Constraint.lark('start: "a"'))
+
+
 def test_error_of_the_c_api_has_the_librarys_message() -> None:
     tokenizer = LLGuidanceTokenizer(llguidance_api(), PRINTABLE)
     with pytest.raises(ValueError, match='unknown name: "nothing"'):

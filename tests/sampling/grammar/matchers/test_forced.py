@@ -275,3 +275,4 @@ def test_a_matcher_out_of_fuel_forces_nothing() -> None:
 def test_text_with_a_byte_that_no_token_has_is_not_split() -> None:
     table = TokenLookup(Vocabulary([b"a", b"ab", b"b", b""], stop_token_ids=[3]))
     assert table.split(b"aba") == [1, 0] and table.split(b"abc") == []
+    assert TokenLookup(Vocabulary([b"</s>"], stop_token_ids=[0])).split(b"a") == []

@@ -160,6 +160,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"decoder": {"type": "CTC"}}, "decoder: got 'CTC'"),
     ({"decoder": {"type": "Sequence", "decoders": [{"type": "Fuse"}, {"type": "ByteFallback"}]}}, "decoder: got 'ByteFallback'"),
     ({"decoder": {"type": "Sequence", "decoders": [{"type": "Strip"}, {"type": "Fuse"}]}}, "decoder: got 'Strip'"),
+    ({"decoder": {"type": "Sequence", "decoders": [{"type": "Fuse"}, {"type": "ByteLevel"}]}}, "decoder: got 'ByteLevel'"),
+    ({"decoder": {"type": "Sequence", "decoders": [{"type": "ByteLevel"}, {"type": []}]}}, r"got 'ByteLevel' in \['ByteLevel', \[\]\]"),
     ({"decoder": {"type": "Sequence", "decoders": [{"type": "Replace"}]}}, "decoder: Replace: got the pattern None, expected a String"),
     ({"decoder": {"type": "Replace", "pattern": {"Regex": "a+"}, "content": ""}}, "Replace: got the pattern {'Regex': 'a\\+'}"),
     ({"decoder": None, "pre_tokenizer": {"type": "Whitespace"}}, "decoder: got none, which joins tokens with spaces, expected ByteLevel"),
@@ -190,6 +192,8 @@ def test_unsupported_objects_files_and_widths_raise(tmp_path: Path) -> None:
         Vocabulary.from_tiktoken(3)
     with pytest.raises(ValueError, match="from_tiktoken: got the token 'a', expected bytes"):
         Vocabulary.from_tiktoken({"a": 0})
+    with pytest.raises(ValueError, match="from_tiktoken: got the rank 0 for b'a' and b'b', expected one token per rank"):
+        Vocabulary.from_tiktoken({b"a": 0, b"b": 0})
     with pytest.raises(ValueError, match="special token '<x>' has the id 5, also that of b'"):
         Vocabulary.from_tiktoken(RANKS, {"<x>": 5})
     with pytest.raises(ValueError, match=r"gone.tiktoken: No such file"):
