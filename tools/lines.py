@@ -33,7 +33,7 @@ BUDGETS = {
     # lowered from 16,575: small modules are in those that use them; from 16,360: an account of draft lengths for batches with grammars
     # from 16,369: the choice of products is noted, draft lengths are charged with what the draft model does later (29)
     # from 16,414: a first account for batches; lowered from 16,421: small modules are with their users, checks are tables
-    # from 15,816: tensors of quantised folders are checked, tools analysed in a thread; from 15,838: pages with the draft's entries (11), labels
+    # from 15,816: quantised folders are checked, tools analysed in a thread; from 15,838: pages with the draft's entries (11), labels
     "runtime": 15_870,
     # raised from 7,588: products with quantised weights (376), batch and result rings inside the graph (180), a prompt chunk is a graph,
     # rounds without the draft model; from 8,372: soft-caps and sinks of attention, memory shared by tapes, and the headers of fifteen
@@ -58,7 +58,7 @@ BUDGETS = {
     # fifty (190): 0.5 to 1 ms of a round of 16 ms on two cores; histories, flags and origins of drafts by the programs that choose them
     # (47): 53 of 442 nodes of a round with look-up; lowered from 12,214: masks of host nodes are in their rows only
     # from 12,171: packed products with torch 2.8 (3); lowered from 12,174: arguments by annotations, launches that pass them on
-    # from 11,600: vectors in registers without AVX-512 (131), 0.1 to 0.9 of the time; from 11,731: matrix tiles (217), 0.3 to 0.6 of the time
+    # from 11,600: vectors in registers without AVX-512 (131), 0.1 to 0.9 of the time; then 11,731: matrix tiles (217), 0.3 to 0.6 of the time
     "graphs": 11_957,
     # raised from 17,265: constraints are checked when they are submitted, masks are filled by their changes, chains in one host node;
     # from 17,422: forced tokens found by kernels (560), likeliest tokens (160), libraries chosen by measured cost; from 18,332: automaton
@@ -79,7 +79,7 @@ BUDGETS = {
     # before the interpreter, which one run in ten of a short program aborted
     # from 20,668: times on the device, for two probes; masks of an automaton (20), for an eighth off compiling; leap seconds, by calls (51)
     # lowered from 20,754: plain tokens have trees of their own, so that masks take no lists of suffixes; one table of numbered rows
-    # from 19,764: sums of weights in halves (10), `^` beside look-aheads (8); from 19,786: patterns of Python (25), limits of the worker (5)
+    # from 19,764: sums of weights in halves (10), `^` beside look-aheads (8); from 19,786: patterns of Python (25), limits (5)
     "sampling": 19_835,
     # raised from 14,438: percentiles of masks in bench_schemas, likeliest tokens in gpu_check; from 14,568: bench_weights, first_hour;
     # from 14,837: bytes of launches and occupancy (about 220), Triton caches in packs (about 110); from 15,185: two graphs simulated, and
