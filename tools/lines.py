@@ -58,7 +58,7 @@ BUDGETS = {
     # fifty (190): 0.5 to 1 ms of a round of 16 ms on two cores; histories, flags and origins of drafts by the programs that choose them
     # (47): 53 of 442 nodes of a round with look-up; lowered from 12,214: masks of host nodes are in their rows only
     # from 12,171: packed products with torch 2.8 (3); lowered from 12,174: arguments by annotations, launches that pass them on
-    # from 11,600: vectors in registers without AVX-512 (131), 0.1 to 0.9 of the time; then 11,731: matrix tiles (217), 0.3 to 0.6 of the time
+    # from 11,600: vectors without AVX-512 (131), 0.1 to 0.9 of the time; then 11,731: matrix tiles (217), 0.3 to 0.6 of the time
     "graphs": 11_957,
     # raised from 17,265: constraints are checked when they are submitted, masks are filled by their changes, chains in one host node;
     # from 17,422: forced tokens found by kernels (560), likeliest tokens (160), libraries chosen by measured cost; from 18,332: automaton
