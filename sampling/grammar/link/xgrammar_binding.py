@@ -52,9 +52,8 @@ def versions_are_tested() -> bool:
 
 def check_versions() -> None:
     version = importlib.metadata.version("xgrammar")
-    numbers = re.match(r"0\.2\.(\d+)", version)
-    if numbers is None or int(numbers.group(1)) < 8:
-        raise Unavailable(f"xgrammar: got {version}, expected 0.2.8 or a later 0.2")
+    if not re.match(r"0\.2\.8(?!\d)", version):
+        raise Unavailable(f"xgrammar: got {version}, expected 0.2.8")
 
 
 def _loaded_tvm_ffi() -> ctypes.CDLL:

@@ -94,8 +94,8 @@ def test_a_file_that_is_not_a_library_is_reported(tmp_path: Path) -> None:
 
 DIFFERENCES: list[tuple[Any, str, Any, str]] = [
     (native, "EXPECTED_LAYOUT", (2,), r"_native.*so was built from other sources; install stepgraph again"),
-    (importlib.metadata, "version", lambda name: "0.3.0", "xgrammar: got 0.3.0, expected 0.2.8 or a later 0.2"),
-    (importlib.metadata, "version", lambda name: "0.2.7", "xgrammar: got 0.2.7, expected 0.2.8 or a later 0.2"),
+    (importlib.metadata, "version", lambda name: "0.2.9", "xgrammar: got 0.2.9, expected 0.2.8"),
+    (importlib.metadata, "version", lambda name: "0.2.7", "xgrammar: got 0.2.7, expected 0.2.8"),
     (xgrammar_binding, "TVM_VERSION", (9, 9), r"tvm-ffi: got 0\.1\.\d+, expected 9\.9"),
     (xgrammar_binding, "MATCHER_TYPE_KEY", "xgrammar.Matcher", "xgrammar's matcher type: got 'xgrammar.tvm_ffi_binding.GrammarMatcher'"),
     (xgrammar_binding, "SIGNATURES", {"accept_tokens": ("bool",)}, "xgrammar's matcher has no method 'accept_tokens'"),
