@@ -164,7 +164,7 @@ def _version_numbers(version: str) -> tuple[int, ...]:
 
 
 def requirement(name: str) -> str:
-    """The versions that stepgraph's package metadata accepts, such as `>=0.2.8,<0.2.9`; empty without a range."""
+    """The versions that stepgraph's package metadata accepts, such as `>=0.2.8,<0.2.10`; empty without a range."""
     for line in importlib.metadata.requires("stepgraph") or ():
         found = re.fullmatch(r"([\w.-]+)([^;]*)(;.*)?", line)
         if found and found[1] == name and 'extra == "test"' not in line:

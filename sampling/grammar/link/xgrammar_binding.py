@@ -26,7 +26,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {  # result type, then argument types
 }
 SYMBOLS = {"call": "TVMFFIFunctionCall", "take_error": "TVMFFIErrorMoveFromRaised", "release": "TVMFFIObjectDecRef"}
 TVM_VERSION = (0, 1)
-TESTED_VERSIONS = {"xgrammar": "0.2.8", "apache-tvm-ffi": "0.1.15.post2"}
+TESTED_VERSIONS = {"xgrammar": ("0.2.8", "0.2.9"), "apache-tvm-ffi": ("0.1.15.post2",)}
 TVM_FUNCTION = 68  # type index of function objects
 
 
@@ -47,13 +47,13 @@ class XGrammarBinding:
 
 def versions_are_tested() -> bool:
     """Whether the installed versions are those that the tests bind, so that a later binding succeeds."""
-    return tuple(map(importlib.metadata.version, TESTED_VERSIONS)) == tuple(TESTED_VERSIONS.values())
+    return all(importlib.metadata.version(name) in tested for name, tested in TESTED_VERSIONS.items())
 
 
 def check_versions() -> None:
     version = importlib.metadata.version("xgrammar")
-    if not re.match(r"0\.2\.8(?!\d)", version):
-        raise Unavailable(f"xgrammar: got {version}, expected 0.2.8")
+    if not re.match(r"0\.2\.[89](?!\d)", version):
+        raise Unavailable(f"xgrammar: got {version}, expected 0.2.8 or 0.2.9")
 
 
 def _loaded_tvm_ffi() -> ctypes.CDLL:
@@ -90,7 +90,8 @@ def _method(info: Any, name: str) -> Any:
         raise Unavailable(f"xgrammar's matcher has no method {name!r}")
     try:
         schema = json.loads(found[0].metadata["type_schema"])
-        signature = tuple(argument["type"] for argument in schema["args"])
+        named = schema.get("named_args")  # from 0.2.9 on
+        signature = tuple(argument["type"] for argument in ([*named["return"], *named["params"]] if named else schema["args"]))
         kind = _type_index(found[0].func.__chandle__())
     except Exception as error:
         raise Unavailable(f"xgrammar's {name} has no readable signature: {error!r}") from error

@@ -21,7 +21,7 @@ from stepgraph.sampling.native import Unavailable
 from tests.helpers.command_models import doctor_answers
 
 FIRST = json.dumps(["torch_build", {"cuda": "", "devices": [], "threads": "1"}])
-VERSIONS = {"0.2.8": "ok", "0.2.8+cu1": "ok", "0.2.7": "too old", "0.2.10": "too new", "0.10": "too new", "": "missing"}
+VERSIONS = {"0.2.8": "ok", "0.2.9+cu1": "ok", "0.2.7": "too old", "0.2.10": "too new", "0.10": "too new", "": "missing"}
 
 
 def test_doctor_checks_every_part(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,7 +64,7 @@ def test_versions_are_compared_as_numbers(monkeypatch: pytest.MonkeyPatch, versi
     monkeypatch.setattr(importlib.metadata, "version", version_of)
     found = doctor.package("xgrammar", "lost", "mend", True)
     assert found.state == state
-    assert version in found.found and (state == "ok" or "expected xgrammar>=0.2.8,<0.2.9" in found.found)
+    assert version in found.found and (state == "ok" or "expected xgrammar>=0.2.8,<0.2.10" in found.found)
 
 
 @pytest.mark.parametrize("editable", [True, False])
