@@ -80,11 +80,8 @@ def _arithmetic(name: str, values: Mapping[str, Any], target: Tensor) -> Run | N
         return None
     if not isinstance(other, int) and not (isinstance(other, Tensor) and other.dtype in _INTEGERS):
         return None
-    has_wide = torch.int64 in (
-        target.dtype,
-        first.dtype,
-        getattr(other, "dtype", None),
-    )  # a tensor without dimensions does not promote others
+    # The calls compute in int64. torch may compute in a narrower type beside one: a tensor without dimensions does not promote others.
+    has_wide = torch.int64 in (target.dtype, first.dtype, getattr(other, "dtype", None))
     return None if has_wide and torch.result_type(first, other) is not torch.int64 else _small_call(name, target, first, other)
 
 
