@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend
-from stepgraph.graphs.graph_key import GraphKey
+from stepgraph.graphs.graph_key import PLAIN, GraphKey
 from stepgraph.graphs.graph_set import GraphSet
 from stepgraph.graphs.round_specs import Counter
 from stepgraph.runtime.draft_length import DraftLengthChooser
@@ -58,23 +58,27 @@ class Calibration:
 
     def _catch_up_seconds(self, rows: int) -> float:
         assert self._catch_up is not None
-        catch_up = functools.partial(self._catch_up, rows)
-        return self._min_seconds(lambda: self._backend.run(catch_up))
+        catch_up, plain = functools.partial(self._catch_up, rows), self._graphs.key_for(rows, False, False, False, PLAIN)
+        return self._min_seconds(lambda: self._backend.run(catch_up), lambda: self._replay(plain))  # which replaces the contents of caches
 
     def _time_round(self, key: GraphKey) -> float:
         """The time of a round of inert rows."""
-        graph, published = self._graphs[key], self._buffers.round_counters[Counter.PUBLISHED :]
-        return self._min_seconds(lambda: graph.replay(is_round=False), lambda: self._backend.run(lambda: published.sub_(1)))
+        return self._min_seconds(lambda: self._replay(key))
 
-    def _min_seconds(self, work: Callable[[], object], after: Callable[[], object] = lambda: None) -> float:
-        seconds, before = list[float](), dict(vars(self._backend.stats))
+    def _replay(self, key: GraphKey) -> None:
+        self._graphs[key].replay(is_round=False)
+        self._backend.run(lambda: self._buffers.round_counters[Counter.PUBLISHED :].sub_(1))
+
+    def _min_seconds(self, work: Callable[[], object], prepare: Callable[[], object] = lambda: None) -> float:
+        seconds, counts = list[float](), dict(vars(self._backend.stats))
         for _ in range(REPLAYS_PER_MEASUREMENT):
             self._backend.event().wait()
             self._buffers.batch_rows_ring_host.fill_(self._dummy_row)  # every launched round has read its batch
+            prepare()
+            self._backend.event().wait()
             begin = self._chooser.clock()
             work()
             self._backend.event().wait()
             seconds.append(self._chooser.clock() - begin)
-            after()
-        vars(self._backend.stats).update(before)  # statistics do not count these rounds
+        vars(self._backend.stats).update(counts)  # statistics do not count these rounds
         return min(seconds)

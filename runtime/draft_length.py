@@ -143,10 +143,15 @@ class DraftPolicy:
         return {model: Acceptance(self._longest, prior) for model, prior in self._acceptance_of_all[constrained].items()}
 
     def choose(
-        self, rows: Sequence[tuple[Acceptances, int]], costs: Costs, choices: Sequence[Drafting] = (), constrained: bool = False
+        self,
+        rows: Sequence[tuple[Acceptances, int]],
+        costs: Costs,
+        choices: Sequence[Drafting] = (),
+        constrained: bool = False,
+        catch_up: float = 0.0,
     ) -> Drafting:
         """The drafting of the next round, which is in flight until `add`. rows: acceptance and most drafts of each. choices: draftings for
-        this round; empty: all. constrained: with grammars."""
+        this round; empty: all. constrained: with grammars. catch_up: seconds before a round with the model, not in the costs."""
         self._rounds += 1
         if self._repeats and rows == self._rows and self._last in (choices or self._choices):
             self._repeats -= 1
@@ -154,8 +159,10 @@ class DraftPolicy:
             plain, before = costs[PLAIN], self._last
             min_rounds = 1 if before.length else DRAFT_RUN  # a run starts only if the account can pay it
             budget = self.account(constrained, costs) - sum(risk for kind, risk in self._at_risk if kind == constrained)
-            affordable = {each: costs[each] for each in choices or self._choices if min_rounds * (costs[each] - plain) <= max(0.0, budget)}
+            first = {each: catch_up if each.length and each.model else 0.0 for each in choices or self._choices}
+            affordable = {each: costs[each] for each in first if min_rounds * (costs[each] - plain) + first[each] <= max(0.0, budget)}
             self._last = self._best(rows, affordable) if len(affordable) > 1 else PLAIN
+            self._accounts[constrained] -= first[self._last]
             self._streak = self._streak if self._last == before and rows == self._rows else 0
             self._rows, self._risk_seconds = rows, costs[self._last] - plain
             max_rounds = budget / self._risk_seconds if self._risk_seconds > 0 else DRAFT_RUN
@@ -204,6 +211,9 @@ class DraftPolicy:
                 return each
         keeps = self._last in rates and rates[best] < rates[self._last] * (1 + HYSTERESIS)
         return self._last if keeps else best
+
+
+CATCH_UP_WEIGHT = 0.1  # of the latest measurement of the draft model's time for skipped tokens
 
 
 class _Measured(NamedTuple):
@@ -258,6 +268,12 @@ class RoundCosts:
         for each in costs:
             costs[each] *= change if each == drafting else 1 if others else math.sqrt(change)
         self._bound_shorter(costs, drafting)
+
+    def add_catch_up(self, key: GraphKey, drafting: Drafting, seconds: float, context: int = 0) -> None:
+        """Add a round of `key` with this drafting, before which the draft model processed skipped tokens."""
+        before = self.catch_up_seconds.get(key.rows, 0.0)
+        found = seconds - self._measured_for(key, context).seconds[drafting] + self._later_seconds(key.rows, drafting)
+        self.catch_up_seconds[key.rows] = before + CATCH_UP_WEIGHT * (min(max(found, 0.0), 2 * before) - before)
 
     def _later_seconds(self, rows: int, drafting: Drafting) -> float:
         skipped = 0 if drafting.length and drafting.model else drafting.length + 1
@@ -324,7 +340,9 @@ class DraftLengthChooser:
         drafting = batch.required if self.fixed_drafting is None else _nearest(self.fixed_drafting, batch.choices)
         self._in_flight.append((batch, drafting is None))
         if drafting is None:
-            drafting = self._policy.choose(batch.rows, batch.costs, batch.choices, key.constrained)
+            unpaid = 1 - self._skipped_tokens / MAX_SKIPPED if self._skipped_tokens else 0.0  # the costs of rounds include the rest
+            catch_up = unpaid * self.costs.catch_up_seconds.get(key.rows, 0.0)
+            drafting = self._policy.choose(batch.rows, batch.costs, batch.choices, key.constrained, catch_up)
         if self._on_choice is not None:
             self._on_choice(drafting)
         if self.choice_log is not None:
@@ -338,8 +356,14 @@ class DraftLengthChooser:
         self._skipped_tokens = (0 if needed else self._skipped_tokens) + skips
         return needed
 
-    def round_ended(self, drafting: Drafting, results: Sequence[tuple[ActiveRequest, ResultRecord]], seconds: float | None) -> None:
-        """The oldest round has ended. seconds: its duration; None if unknown or if it includes other work."""
+    def round_ended(
+        self,
+        drafting: Drafting,
+        results: Sequence[tuple[ActiveRequest, ResultRecord]],
+        seconds: float | None,
+        caught_up: bool = False,
+    ) -> None:
+        """The oldest round has ended. seconds: its duration; None if unknown or if it includes other work. caught_up: see LaunchedRound."""
         (batch, policy_chose), outcomes = self._in_flight.popleft(), list[tuple[Acceptances, Counts]]()
         for request, result in results:
             if request in self._rows:
@@ -355,7 +379,7 @@ class DraftLengthChooser:
                     self._rows[request] = row, Drafting(most, drafting.model)
         if policy_chose:
             if seconds is not None:
-                self.costs.add(batch.key, drafting, seconds, batch.context)
+                (self.costs.add_catch_up if caught_up else self.costs.add)(batch.key, drafting, seconds, batch.context)
             self._policy.add(drafting, outcomes, batch.costs)
 
     def _batch_of(self, requests: tuple[ActiveRequest, ...], key: GraphKey) -> _Batch:

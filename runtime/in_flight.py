@@ -39,6 +39,7 @@ class LaunchedRound(NamedTuple):
     launched_at: float  # infinity after other work, which the device may still process
     launch: LaunchKind
     is_loop: bool = False
+    caught_up: bool = False  # whether the draft model first processed skipped tokens
 
 
 class InFlight:
@@ -92,15 +93,17 @@ class InFlight:
         launch, key = self._choose_graph(requests)
         self.rounds_by_launch[launch] = self.rounds_by_launch.get(launch, 0) + 1
         self._send_batch(slot, requests, key)
+        caught_up_at = 0.0
         if self._chooser and (catch_up := self._catch_up) and self._chooser.needs_catch_up(launch[-1]):
+            caught_up_at = self._now()
             self._backend.run(lambda: catch_up(key.rows))
-            self._other_work = True
         self._replay(key)
         logprobs = any(request.job.sampling.logprobs for request in requests)
         if self._hidden_states:
             self._hidden_states.round_launched(slot, len(requests))
-        launched_at, self._other_work = math.inf if self._other_work else self._now(), False
-        self.pending.append(LaunchedRound(self._backend.event(), number, requests, key, logprobs, launched_at, launch))
+        launched_at, self._other_work = math.inf if self._other_work else caught_up_at or self._now(), False
+        event = self._backend.event()
+        self.pending.append(LaunchedRound(event, number, requests, key, logprobs, launched_at, launch, caught_up=bool(caught_up_at)))
 
     def _choose_graph(self, requests: tuple[ActiveRequest, ...]) -> tuple[LaunchKind, GraphKey]:
         constrained, sampled = any(request.constrained for request in requests), any(request.sampled for request in requests)
@@ -147,7 +150,7 @@ class InFlight:
             results.append((request, result))
             yield request, result
         if self._chooser:
-            self._chooser.round_ended(launched.launch[-1], results, seconds)
+            self._chooser.round_ended(launched.launch[-1], results, seconds, launched.caught_up)
 
     def _results(self, launched: LaunchedRound, slot: int) -> Iterator[tuple[int, ActiveRequest, ResultRecord]]:
         """Batch index, request and result of each unfinished request of the launch. slot: of the result rings."""

@@ -13,6 +13,7 @@ lengths that are slower than nine tenths of the best one are left out.
 from __future__ import annotations
 
 import argparse
+import collections
 import json
 import math
 import statistics
@@ -147,16 +148,22 @@ class Bench:
         ]
         while any(not job.tokens and not job.finished for job in jobs):  # prompts are not measured: they cost all variants the same
             engine.step()
+        constrained = [job for job, req in zip(jobs, requests, strict=True) if req.constraint is not None]
+        mixed = 0 < len(constrained) < len(jobs)
         tokens, begin = sum(len(job.tokens) for job in jobs), time.process_time()
         for _ in engine.stream():
-            pass
-        seconds = time.process_time() - begin
+            if mixed and all(job.finished for job in constrained):
+                break  # the rest is no mixed batch, and no waiting request fills the rows
+        seconds, tokens = time.process_time() - begin, sum(len(job.tokens) for job in jobs) - tokens
+        for job in jobs:
+            engine.cancel(job)
+        collections.deque(engine.stream(), maxlen=0)
         self.chooser.fixed_drafting = None
         wrong = [job.error for job in jobs if job.error]
         assert not wrong, wrong
         rounds = {length: count - before.get(length, 0) for length, count in self._rounds().items()}
         return Sample(
-            sum(len(job.tokens) for job in jobs) - tokens,
+            tokens,
             sum(job.rounds for job in jobs),
             {length: count for length, count in sorted(rounds.items()) if count},
             seconds,

@@ -22,7 +22,18 @@ from stepgraph import Constraint, Engine, EngineConfig, Job, SamplingParams
 from stepgraph.graphs.graph_key import PLAIN, Drafting, GraphKey
 from stepgraph.graphs.tape.backend import Tape
 from stepgraph.runtime.calibration import REPLAYS_PER_MEASUREMENT
-from stepgraph.runtime.draft_length import DRAFT_RUN, SLACK, Acceptances, Costs, Counts, DraftPolicy, RoundCosts, counts_of, initial_account
+from stepgraph.runtime.draft_length import (
+    CATCH_UP_WEIGHT,
+    DRAFT_RUN,
+    SLACK,
+    Acceptances,
+    Costs,
+    Counts,
+    DraftPolicy,
+    RoundCosts,
+    counts_of,
+    initial_account,
+)
 from stepgraph.runtime.request import Origin
 from tests.helpers.c_library import needs_c
 from tests.helpers.toy_engines import DRAFTERS, TARGET, VOCABULARY, Setup, make_engine, plain
@@ -301,6 +312,19 @@ def test_costs_include_what_the_draft_model_does_later_for_skipped_tokens() -> N
     for _ in range(2):  # as predicted: nothing changes
         costs.add(key, Drafting(7, False), 5.0)
     assert costs.of(key)[Drafting(7, False)] == pytest.approx(5.8)
+    for seconds in (8.2, 8.2, 90.0):  # as predicted; then an interrupted one counts as twice the time
+        costs.add_catch_up(key, Drafting(7), seconds)
+        costs.add_catch_up(key, PLAIN, seconds - 1.0)
+    assert costs.catch_up_seconds[2] == pytest.approx(3.2 * (1 + CATCH_UP_WEIGHT) ** 2)
+
+
+def test_the_account_pays_for_skipped_tokens_before_a_run_of_drafts() -> None:
+    """The account has 18 seconds, of which a run may lose 10.8. The time for skipped tokens is lost however many drafts are accepted."""
+    costs = costs_of({0: 4.0, 3: 7.6})
+    for catch_up, choice, left in ((0.0, Drafting(3), 18.0), (7.0, Drafting(3), 11.0), (7.5, PLAIN, 18.0)):
+        policy = DraftPolicy([PLAIN, Drafting(3)])
+        assert policy.choose([(policy.row(), 3)], costs, catch_up=catch_up) == choice
+        assert policy.account(False, costs) == pytest.approx(left)
 
 
 @needs_c
@@ -318,7 +342,7 @@ def test_graphs_of_all_lengths_take_less_than_twice_those_of_one(
             assert len(reports) == (graphs if length == "auto" else 3)
             lengths = len(engine._parts.draft_lengths.choices) if engine._parts.draft_lengths else 0
     assert all(every < 2 * one for one, every in zip(*sizes, strict=True)), sizes
-    assert len(replays) == lengths * REPLAYS_PER_MEASUREMENT
+    assert len(replays) == (lengths + (drafter == "fair")) * REPLAYS_PER_MEASUREMENT, "one before each measurement of skipped tokens"
 
 
 def test_plain_cost_that_was_measured_too_high_is_corrected() -> None:
@@ -393,15 +417,16 @@ def test_rounds_with_host_grammars_beside_device_grammars_have_two_lengths() -> 
 
 
 def test_rounds_after_prompts_and_skipped_tokens_measure_no_cost() -> None:
-    """Their time includes that of other work."""
-    engine, measured = make_engine(Setup(k=3, max_rows=1, buckets=(1,)), draft_length="auto"), list[bool]()
+    """Their time includes that of other work; after skipped tokens it measures the time of these."""
+    engine, measured = make_engine(Setup(k=3, max_rows=1, buckets=(1,)), draft_length="auto"), list[tuple[bool, bool]]()
     chooser = engine._parts.draft_lengths
     assert chooser is not None
     engine.submit([5, 6, 7], max_new_tokens=30, sampling=IGNORE_EOS)
     for chooser.fixed_drafting in (PLAIN, PLAIN, Drafting(3), Drafting(3)):
         engine.step()
-        measured.append(math.isfinite(engine._in_flight.pending[-1].launched_at))
-    assert measured == [False, True, False, True]
+        launched = engine._in_flight.pending[-1]
+        measured.append((math.isfinite(launched.launched_at), launched.caught_up))
+    assert measured == [(False, False), (True, False), (True, True), (True, False)]
     engine.close()
 
 
