@@ -102,7 +102,9 @@ class Acceptance:
 
 
 Acceptances = Mapping[bool, Acceptance]  # acceptance of chains with (True) and without drafts of the model
+Rows = Sequence[tuple[Acceptances, int]]  # acceptance and most drafts of each
 Counts = Mapping[bool, tuple[int, int]]  # with the same keys: arguments of Acceptance.add
+Results = Sequence[tuple[ActiveRequest, ResultRecord]]
 NO_COUNTS: Counts = {True: (0, 0), False: (0, 0)}
 
 
@@ -136,22 +138,17 @@ class DraftPolicy:
         self._last, self._risk_seconds = PLAIN, 0.0  # the latest choice, and its seconds beyond plain
         self._streak = self._repeats = 0  # rounds that had the latest choice with the same requests, and further rounds that will have it
         self._rounds, self._latest_round = 0, dict.fromkeys(choices, 0)  # rounds so far, and the latest round of each choice
-        self._rows: Sequence[tuple[Acceptances, int]] = ()
+        self._rows: Rows = ()
 
     def row(self, constrained: bool = False) -> Acceptances:
         """The acceptance of a new row, with or without a grammar."""
         return {model: Acceptance(self._longest, prior) for model, prior in self._acceptance_of_all[constrained].items()}
 
     def choose(
-        self,
-        rows: Sequence[tuple[Acceptances, int]],
-        costs: Costs,
-        choices: Sequence[Drafting] = (),
-        constrained: bool = False,
-        catch_up: float = 0.0,
+        self, rows: Rows, costs: Costs, choices: Sequence[Drafting] = (), constrained: bool = False, catch_up: float = 0
     ) -> Drafting:
-        """The drafting of the next round, which is in flight until `add`. rows: acceptance and most drafts of each. choices: draftings for
-        this round; empty: all. constrained: with grammars. catch_up: seconds before a round with the model, not in the costs."""
+        """The drafting of the next round, which is in flight until `add`. choices: draftings for this round; empty: all. constrained: with
+        grammars. catch_up: seconds before a round with the model that are not in the costs."""
         self._rounds += 1
         if self._repeats and rows == self._rows and self._last in (choices or self._choices):
             self._repeats -= 1
@@ -196,7 +193,7 @@ class DraftPolicy:
             self._accounts[constrained] = initial_account(costs)
         return self._accounts[constrained]
 
-    def _best(self, rows: Sequence[tuple[Acceptances, int]], costs: Costs) -> Drafting:
+    def _best(self, rows: Rows, costs: Costs) -> Drafting:
         most = max((most for _, most in rows), default=0)
         longest = min((each.length for each in costs if each.length >= most), default=most)
         rates = {
@@ -211,9 +208,6 @@ class DraftPolicy:
                 return each
         keeps = self._last in rates and rates[best] < rates[self._last] * (1 + HYSTERESIS)
         return self._last if keeps else best
-
-
-CATCH_UP_WEIGHT = 0.1  # of the latest measurement of the draft model's time for skipped tokens
 
 
 class _Measured(NamedTuple):
@@ -271,9 +265,9 @@ class RoundCosts:
 
     def add_catch_up(self, key: GraphKey, drafting: Drafting, seconds: float, context: int = 0) -> None:
         """Add a round of `key` with this drafting, before which the draft model processed skipped tokens."""
-        before = self.catch_up_seconds.get(key.rows, 0.0)
-        found = seconds - self._measured_for(key, context).seconds[drafting] + self._later_seconds(key.rows, drafting)
-        self.catch_up_seconds[key.rows] = before + CATCH_UP_WEIGHT * (min(max(found, 0.0), 2 * before) - before)
+        before, round_seconds = self.catch_up_seconds.get(key.rows, 0.0), self._measured_for(key, context).seconds[drafting]
+        found = max(0.0, seconds - round_seconds + self._later_seconds(key.rows, drafting))
+        self.catch_up_seconds[key.rows] = before + 2 * self._weight * (min(found, 2 * before) - before)
 
     def _later_seconds(self, rows: int, drafting: Drafting) -> float:
         skipped = 0 if drafting.length and drafting.model else drafting.length + 1
@@ -306,7 +300,7 @@ class _Batch(NamedTuple):
     costs: Costs
     choices: Sequence[Drafting]  # draftings with graphs for such batches
     required: Drafting | None  # the drafting of every round; None if DraftPolicy chooses
-    rows: list[tuple[Acceptances, int]]  # acceptance and most drafts of each request
+    rows: Rows
 
 
 class DraftLengthChooser:
@@ -356,13 +350,7 @@ class DraftLengthChooser:
         self._skipped_tokens = (0 if needed else self._skipped_tokens) + skips
         return needed
 
-    def round_ended(
-        self,
-        drafting: Drafting,
-        results: Sequence[tuple[ActiveRequest, ResultRecord]],
-        seconds: float | None,
-        caught_up: bool = False,
-    ) -> None:
+    def round_ended(self, drafting: Drafting, results: Results, seconds: float | None, caught_up: bool = False) -> None:
         """The oldest round has ended. seconds: its duration; None if unknown or if it includes other work. caught_up: see LaunchedRound."""
         (batch, policy_chose), outcomes = self._in_flight.popleft(), list[tuple[Acceptances, Counts]]()
         for request, result in results:

@@ -10,9 +10,8 @@ import functools
 import importlib
 import inspect
 import typing
-from collections.abc import Callable, Mapping, Sequence
-from types import UnionType
-from typing import Annotated, Any, Generic, NamedTuple, ParamSpec, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from torch._ops import OpOverload
 from stepgraph.sampling import native
 from stepgraph.sampling.kernels import triton as programs
 from stepgraph.sampling.kernels.c_kernel import FLOATS, PackedCall, Run, pack_argument
+from stepgraph.sampling.kernels.signature import ArgumentForm, form_of, schema_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -43,13 +43,6 @@ Ints = Annotated[Tensor, Tensor.contiguous, (torch.int32,)]
 Longs = Annotated[Tensor, Tensor.contiguous, (torch.int64,)]
 StridedLongs = Annotated[Tensor, None, (torch.int64,)]
 Flags = Annotated[Tensor, Tensor.contiguous, (torch.bool,)]
-
-
-class ArgumentForm(NamedTuple):
-    """The layout and the types that an annotation requires of an argument."""
-
-    arrange: Callable[[Tensor], Tensor] | None = None
-    types: tuple[torch.dtype, ...] = ()
 
 
 def empty_as(tensor: Tensor, *_: object) -> Tensor:
@@ -89,11 +82,11 @@ class Operation(Generic[P, R]):
         self._outputs = outputs
         self._names = tuple(parameters)
         self._defaults = {name: parameter.default for name, parameter in parameters.items() if parameter.default is not parameter.empty}
-        forms = [_form_of(hints[name]) for name in parameters]
+        forms = [form_of(hints[name]) for name in parameters]
         self._argument_forms = [(place, form) for place, form in enumerate(forms) if form != ArgumentForm()]
         self._arrange = tuple(None if name in writes else form.arrange for name, form in zip(parameters, forms, strict=True))
         # torch.library.custom_op would add wrappers that cost more than most kernels, and import the compiler at the first call
-        _LIBRARY.define(_schema(self.name, hints, writes))
+        _LIBRARY.define(schema_of(self.name, hints, writes))
         _LIBRARY.impl(self.name, self._on_cpu, "CPU")
         _LIBRARY.impl(self.name, self._on_cuda, "CUDA")
         torch.library.register_fake(f"stepgraph::{self.name}", lambda *_: None, lib=_LIBRARY)  # the caller allocates the outputs
@@ -194,31 +187,3 @@ def _needs_gradient(inputs: Sequence[Any]) -> bool:
 
 def _tensors(returned: Any) -> tuple[Tensor | None, ...]:
     return () if returned is None else (returned,) if isinstance(returned, Tensor) else tuple(returned)
-
-
-def _form_of(hint: Any) -> ArgumentForm:
-    """The form in Annotated[Tensor, arrange, types], also in a union with None."""
-    annotated = (part for part in (hint, *typing.get_args(hint)) if typing.get_origin(part) is Annotated)
-    return next((ArgumentForm(*typing.get_args(part)[1:]) for part in annotated), ArgumentForm())
-
-
-def _schema(name: str, hints: Mapping[str, Any], writes: Sequence[str]) -> str:
-    """The schema of an operation with these type hints: its arguments, some of them written, then the outputs that the caller allocates."""
-    inputs = [f"{_schema_type(hint, each if each in writes else '')} {each}" for each, hint in hints.items() if each != "return"]
-    outputs = [f"Tensor(out{index}!) out{index}" for index in range(_count_tensors(hints["return"]))]
-    return f"{name}({', '.join([*inputs, *outputs])}) -> ()"
-
-
-def _schema_type(hint: Any, alias: str) -> str:
-    """A type in a schema; `alias` names the memory of a tensor that is written."""
-    parts = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, UnionType) else (hint,)
-    (plain,) = (part for part in parts if part is not type(None))
-    base = typing.get_args(plain)[0] if typing.get_origin(plain) is Annotated else plain
-    kind = {Tensor: "Tensor", float: "float", torch.dtype: "ScalarType"}.get(base, "int")
-    return (f"{kind}({alias}!)" if alias else kind) + "?" * (type(None) in parts)
-
-
-def _count_tensors(returned: Any) -> int:
-    if returned is type(None):
-        return 0
-    return 1 if returned is Tensor else len(getattr(returned, "_fields", typing.get_args(returned)))

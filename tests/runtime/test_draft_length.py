@@ -23,7 +23,6 @@ from stepgraph.graphs.graph_key import PLAIN, Drafting, GraphKey
 from stepgraph.graphs.tape.backend import Tape
 from stepgraph.runtime.calibration import REPLAYS_PER_MEASUREMENT
 from stepgraph.runtime.draft_length import (
-    CATCH_UP_WEIGHT,
     DRAFT_RUN,
     SLACK,
     Acceptances,
@@ -315,7 +314,7 @@ def test_costs_include_what_the_draft_model_does_later_for_skipped_tokens() -> N
     for seconds in (8.2, 8.2, 90.0):  # as predicted; then an interrupted one counts as twice the time
         costs.add_catch_up(key, Drafting(7), seconds)
         costs.add_catch_up(key, PLAIN, seconds - 1.0)
-    assert costs.catch_up_seconds[2] == pytest.approx(3.2 * (1 + CATCH_UP_WEIGHT) ** 2)
+    assert costs.catch_up_seconds[2] == pytest.approx(3.2 * 1.1**2)
 
 
 def test_the_account_pays_for_skipped_tokens_before_a_run_of_drafts() -> None:
