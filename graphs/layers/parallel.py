@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,7 +18,8 @@ from stepgraph.graphs.layers.dense import Residual
 from stepgraph.sampling.kernels.operation import operation
 
 # An operation's schema has numbers and tensors, so it names a group by its index here.
-_GROUPS: list[tuple[dist.ProcessGroup, float]] = []
+_GROUPS: dict[int, tuple[dist.ProcessGroup, float]] = {}
+_INDICES = itertools.count()
 _SUMS: dict[int, AllReduce] = {}  # by group index, where an implementation was chosen
 
 
@@ -65,8 +67,16 @@ def set_sums(groups: RankGroups, sums: Sequence[AllReduce]) -> None:
 
 def register_group(group: dist.ProcessGroup, seconds: float) -> int:
     """Register a group whose sums fail after `seconds`. Returns its index for `sum_over_ranks`."""
-    _GROUPS.append((group, seconds))
-    return len(_GROUPS) - 1
+    index = next(_INDICES)
+    _GROUPS[index] = group, seconds
+    return index
+
+
+def forget_groups(groups: RankGroups) -> None:
+    """Free the threads and descriptors of these groups."""
+    for index in (groups.graph, groups.eager):
+        _GROUPS.pop(index, None)
+        _SUMS.pop(index, None)
 
 
 def gather(group: dist.ProcessGroup, values: Tensor, seconds: float) -> Tensor:

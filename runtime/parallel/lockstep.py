@@ -71,6 +71,13 @@ class LockstepScheduler(Scheduler):
         super().__init__(queue, *parts)
         self._ranks, self._admissible, self._published, self._steps = ranks, queue.admissible, set[int](), 0
 
+    @property
+    def runnable(self) -> bool:
+        """Also with requests to publish, so that all ranks compile their grammars at the same time."""
+        with self._queue.lock:
+            is_new = any(queued.job.id not in self._published for queued in self._queue.waiting)
+        return (self._ranks.writer is not None and is_new) or super().runnable
+
     def pop_cancelled(self) -> list[tuple[Job, ActiveRequest | None]]:
         cancelled = super().pop_cancelled()
         if self._ranks.writer:
@@ -103,7 +110,7 @@ class LockstepScheduler(Scheduler):
             waiting = list(self._queue.waiting)
         submitted = [queued for queued in waiting if queued.job.id not in self._published]
         known = [job_id for job_id in cancelled if job_id in self._published]
-        ready = [queued for queued in waiting if queued.ready and queued.job.id not in self._admissible]
+        ready = [queued for queued in waiting if queued.ready and queued.job.id not in self._admissible | self._queue.cancelled.keys()]
         self._published.update(queued.job.id for queued in submitted)
         self._admissible.update(queued.job.id for queued in ready)
         self._ranks.publish(

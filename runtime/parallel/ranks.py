@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stepgraph.graphs.layers.parallel import RankGroups, gather, register_group
+from stepgraph.graphs.layers.parallel import RankGroups, forget_groups, gather, register_group
 from stepgraph.graphs.layers.rank_sums import choose_sums
 
 TIMEOUT_SECONDS = 60.0  # where EngineConfig.round_timeout_seconds is None
@@ -58,6 +58,7 @@ class Ranks:
         self._graph, self._eager, self._control = graph, eager, _ = groups
         self.rank, self.size, self.timeout_seconds, self.rank0_decides = rank, graph.size(), seconds, rank0_decides
         self.groups, self._notes = RankGroups(register_group(graph, seconds), register_group(eager, seconds)), hashlib.sha256()
+        weakref.finalize(self, forget_groups, self.groups).atexit = False
         self.writer: MessageWriter | None = None
         self.processes = list[subprocess.Popen[bytes]]()
         self.close: Callable[[], object] = lambda: None

@@ -144,7 +144,7 @@ class ResumedStream:
                                 return
                     raise ReplicaLost("the stream ended without a finish reason", *job.replicas[-1:])
                 except ReplicaLost as error:
-                    num_lost = 1 if len(job.tokens) > num_known else num_lost + (not isinstance(error, IdentityMismatch))
+                    num_lost = 0 if len(job.tokens) > num_known else num_lost + (not isinstance(error, IdentityMismatch))
                     self._check(error, num_lost)
                     self._avoid |= {*error.args[1:]}
                 self._counts.retried += not job.tokens
@@ -174,7 +174,7 @@ class ResumedStream:
         job, options = self.job, self._request.options
         skip = list(job.tokens) if self._recomputes_tokens else []  # tokens that the replica computes again
         if job.tokens and not self._recomputes_tokens:
-            options = options | {"resume_from": (*options.get("resume_from", ()), *job.tokens)}
+            options = options | {"resume_from": (*(options.get("resume_from") or ()), *job.tokens)}
         request = replace(self._request, options=options, avoid=frozenset(self._avoid), identity=self._identity if job.tokens else "")
         async with contextlib.aclosing(self._call(request)) as parts:
             async for part in parts:

@@ -259,9 +259,9 @@ class Answer:
                 async for event in stream:
                     for delta in reply.push(event):
                         yield delta
-                    self._check_end(stream.job, event)
                     if reply.stopped or reply.over_budget:
                         break
+                    self._check_end(stream.job, event)
             finally:  # at a stop text, or when the client disconnected; does not wait until the step in progress has ended
                 stream.cancel()
             room = request.options["max_new_tokens"] - reply.tokens - len(request.reasoning.closing_ids if request.reasoning else ())

@@ -15,7 +15,7 @@ from stepgraph.runtime.serve.reasoning import Reasoning, reasoning_of
 from stepgraph.runtime.serve.tools import ToolUse, tool_use
 from stepgraph.runtime.text import TextCodec
 from stepgraph.sampling.fields import BOOL, Check, instance_of, is_int, whole
-from stepgraph.sampling.grammar.constraints.constraint import Constraint
+from stepgraph.sampling.grammar.constraints.constraint import MAX_MARKER_LIMIT, Constraint
 from stepgraph.sampling.params import SamplingParams
 
 _SAMPLING_FIELDS = {  # field of the request: field of SamplingParams
@@ -48,7 +48,9 @@ MAX_PRIORITY = 1000
 _PRIORITY = whole(-MAX_PRIORITY, MAX_PRIORITY)._replace(
     expected=f"a whole number from -{MAX_PRIORITY} to {MAX_PRIORITY}; lower ones are answered first"
 )
-_BUDGET = whole(1)._replace(expected="a whole number >= 1; reasoning_effort 'none' switches reasoning off")
+_BUDGET = whole(1, MAX_MARKER_LIMIT)._replace(
+    expected=f"a whole number from 1 to {MAX_MARKER_LIMIT}; reasoning_effort 'none' switches reasoning off"
+)
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ class GenerationRequest:
         if sampling.seed is not None:
             options["sampling"] = replace(sampling, seed=(sampling.seed + index) % 2**63)
         options["max_new_tokens"] -= written
+        options["sampling"] = replace(options["sampling"], min_new_tokens=max(0, sampling.min_new_tokens - written))
         if self.reasoning is not None and constraint is not None:
             marker = self.reasoning.marker(self.constraint_field == "tools", self.tools is not None and self.tools.required, written > 0)
             options["constraint"] = constraint if marker is None else constraint.after(marker, limit=self.reasoning_limit)
@@ -128,6 +131,7 @@ def checked_model(name: Any, models: Sequence[str]) -> str:
 def request_error(error: ValueError | str, prompt_field: str = "messages", constraint_field: str = "response_format") -> HttpError:
     """The response to an error of the runtime, with the field name of the request body instead of the runtime's."""
     message = re.sub(r"^constraint \w+:", "constraint:", str(error))  # kinds of constraints have no name in requests
+    message = re.sub(r"EngineConfig\.\w+=", "", message.replace("max_new_tokens=", "max_tokens="))
     subject, _, reason = message.partition(":")
     subject = subject.removeprefix("SamplingParams.").removeprefix("sampling.")
     name = re.match(r"\w*", subject)

@@ -58,8 +58,9 @@ def reasoning_of(prompt_ids: Sequence[int], codec: TextCodec, variables: Mapping
 class ReasoningSplitter:
     """Splits text that arrives in pieces; holds back what may be the beginning of a marker, and blanks between reasoning and answer."""
 
-    def __init__(self, reasoning: Reasoning | None) -> None:
-        self.in_reasoning = reasoning is not None and reasoning.opened
+    def __init__(self, reasoning: Reasoning | None, to_marker: bool = False) -> None:
+        """to_marker: text without <think> is reasoning as well, up to </think>, where a constraint begins."""
+        self.in_reasoning, self._to_marker = reasoning is not None and reasoning.opened, to_marker
         self._may_open = reasoning is not None and not reasoning.opened
         self._pending, self._trim_blanks = "", False
 
@@ -70,7 +71,7 @@ class ReasoningSplitter:
             start = self._pending.lstrip()
             if THINK_BEGIN.startswith(start) and not ended:
                 return
-            self._may_open, self.in_reasoning = False, start.startswith(THINK_BEGIN)
+            self._may_open, self.in_reasoning = False, self._to_marker or start.startswith(THINK_BEGIN)
             self._pending = start.removeprefix(THINK_BEGIN) if self.in_reasoning else self._pending
         if self.in_reasoning:
             piece, found, rest = self._pending.partition(THINK_END)
@@ -122,5 +123,5 @@ class ChannelSplitter:
             self._in_header, self.in_reasoning = True, False
 
 
-def make_splitter(reasoning: Reasoning | None) -> ReasoningSplitter | ChannelSplitter:
-    return ChannelSplitter() if reasoning is not None and reasoning.in_channels else ReasoningSplitter(reasoning)
+def make_splitter(reasoning: Reasoning | None, to_marker: bool) -> ReasoningSplitter | ChannelSplitter:
+    return ChannelSplitter() if reasoning is not None and reasoning.in_channels else ReasoningSplitter(reasoning, to_marker)

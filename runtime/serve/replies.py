@@ -25,7 +25,8 @@ class Reply:
         only_calls = tools is not None and tools.required
         fmt, texts, parallel = (tools.call_format, tools.texts, tools.parallel) if tools is not None else (None, {}, True)
         self._call_parser = CallParser(() if only_calls else request.stops, fmt, texts, only_calls, parallel)
-        self._splitter = make_splitter(request.reasoning)
+        enforced = request.options["constraint"] is not None and (tools is None or only_calls)
+        self._splitter = make_splitter(request.reasoning, to_marker=enforced)
         self.ids: list[int] = []
         self.reasoning_tokens = 0
         self._logprobs: list[tuple[int, TokenLogprob]] = []  # of tokens that no delta has reported yet

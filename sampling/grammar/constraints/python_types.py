@@ -50,7 +50,7 @@ def typed_constraint(value: object) -> TypedConstraint:
     if isinstance(value, type) and issubclass(value, enum.Enum) and all(isinstance(member.value, str) for member in value):
         return TypedConstraint(Constraint.choice([member.value for member in value]), value)
     if get_origin(value) is Literal and all(isinstance(text, str) for text in get_args(value)):
-        return TypedConstraint(Constraint.choice(get_args(value)), str)
+        return TypedConstraint(Constraint.choice(get_args(value)), {str.__str__(text): text for text in get_args(value)}.__getitem__)
     if isinstance(value, type) or get_origin(value) is not None:
         return _json_type(value)
     if callable(value):

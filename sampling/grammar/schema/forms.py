@@ -168,8 +168,8 @@ def join(*forms: Form) -> Form:
             found.booleans | form.booleans,
             _absorbed((*found.numbers, *form.numbers), Numbers()),
             found.strings.join(form.strings),
-            _absorbed((*found.arrays, *form.arrays), Array()),
-            _absorbed((*found.objects, *form.objects), Object(), lambda item: item.closable),
+            _absorbed((*found.arrays, *form.arrays), Array(), lambda item: item.evaluated != 0),
+            _absorbed((*found.objects, *form.objects), Object(), lambda item: item.closable or item.evaluated is not NOTHING),
         )
     return found
 

@@ -102,7 +102,7 @@ def write_schema(normaliser: Normaliser, options: Options, prefix: str, writer_t
             writer = writer_type(normaliser, options, prefix, implies_types=False)
         writer.write(root)
     except RecursionError:
-        reject("#", "nesting", "is nested too deeply; write fewer levels")
+        reject("#", "nesting", "is nested too deeply, or has too long a pattern; write fewer levels or a shorter pattern")
     return writer
 
 

@@ -21,10 +21,9 @@ CLASS_ESCAPES = {"d": _DIGITS, "D": complement(_DIGITS), "w": _WORD, "W": comple
 _CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "0": "\0"}
 _DOT = complement(charset("\n\r\u2028\u2029"))
 _COUNT = re.compile(r"\{([0-9]+)(,?)([0-9]*)\}")
-_ESCAPE = re.compile(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]+)\}|c([a-zA-Z])|([pP])\{(?:\w+=)?(\w+)\}", re.DOTALL)
+_ESCAPE = re.compile(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]+)\}|c([a-zA-Z])|([pP])\{((?:\w+=)?\w+)\}", re.DOTALL)
 _PROPERTY = re.compile(r"\\[pP]\{")
 _LOW_HALF = re.compile(r"\\u([dD][c-fC-F][0-9a-fA-F]{2})")
-_SCRIPTS = {"Latin": "LATIN", "Greek": "GREEK", "Cyrillic": "CYRILLIC", "Han": "CJK", "Hebrew": "HEBREW", "Arabic": "ARABIC"}
 
 
 class PatternError(ValueError):
@@ -62,7 +61,10 @@ def check_pattern(pattern: str) -> None:
 
 def parse_pattern(pattern: str) -> list[Pieces]:
     """The alternatives of a pattern; PatternError."""
-    return _Parser(pattern).parsed()
+    try:
+        return _Parser(pattern).parsed()
+    except RecursionError:
+        raise PatternError("has too many groups inside each other, expected fewer") from None
 
 
 @functools.lru_cache(maxsize=256)
@@ -295,13 +297,10 @@ def _size(members: CharSet) -> int:
 
 @functools.lru_cache(maxsize=16)
 def _property(name: str) -> CharSet:
-    """The characters of a general category of Unicode, or of a script in _SCRIPTS, which is found by the names of the characters."""
+    """The characters of a general category of Unicode."""
+    name = re.sub("^(gc|General_Category)=", "", name)
     name = {"Letter": "L", "Number": "N", "Punctuation": "P", "Symbol": "S", "Mark": "M", "Separator": "Z"}.get(name, name)
-    if name not in _SCRIPTS and not re.fullmatch("[LMNPSZC][a-z]?", name):
+    if not re.fullmatch("[LMNPSZC][a-z]?", name):
         return ()
-    found = list[tuple[int, int]]()
-    for code in range(sys.maxunicode + 1):
-        char = chr(code)
-        if unicodedata.name(char, "").startswith(_SCRIPTS[name]) if name in _SCRIPTS else unicodedata.category(char).startswith(name):
-            found.append((code, code))
+    found = [(code, code) for code in range(sys.maxunicode + 1) if unicodedata.category(chr(code)).startswith(name)]
     return intersection(union(found), ALL_CHARS)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any, Literal, NoReturn
-from urllib.parse import unquote, urljoin
+from urllib.parse import unquote, urljoin, urlsplit
 
 from stepgraph.sampling.grammar.constraints.unsupported import Unsupported, UnsupportedError, reject
 from stepgraph.sampling.grammar.schema import patterns
@@ -33,6 +33,7 @@ MAX_CLIP_CHARS = 60  # characters of a value in a message
 _ENCODER = json.JSONEncoder(default=float)
 DRAFTS = {"3": 3, "4": 4, "6": 6, "7": 7, "2019-09": 8, "2020-12": 9}
 _FIRST_DRAFT = {
+    "multipleOf": 4,
     "contains": 6,
     "const": 6,
     "propertyNames": 6,
@@ -109,7 +110,11 @@ class Document:
             if identifier.startswith("#"):
                 self._pointers.setdefault(base.partition("#")[0] + identifier, where)
             else:
-                base = self._bases[where] = urljoin(base, identifier)
+                try:
+                    base = self._bases[where] = urljoin(base, identifier)
+                    urlsplit(base)
+                except ValueError:
+                    reject(where, name, f"got {clip_json(identifier)}, expected a URI reference")
                 self._pointers.setdefault(base.rstrip("#"), where)
         self._dynamic_anchors.update(["$recursiveRef"] * (value.get("$recursiveAnchor") is True))
         for name in ("$anchor", "$dynamicAnchor"):
@@ -138,6 +143,7 @@ class Document:
 
     def constant(self, value: Any, where: str) -> Node:
         """A schema of this value only. The value is at `where` or inside the value there."""
+        where = re.sub("/(const|enum)/const$", r"/\1", where)  # the parts of a constant have no places of their own
         key = f"= {value!r}"
         if key not in self._nodes:
             self._nodes[key] = Node({"const": value}, where, "", len(self._nodes), {"const": value})
@@ -176,13 +182,14 @@ class Document:
             return self._pointers[uri.rstrip("#")]
         base, _, fragment = uri.partition("#")
         start = "#" if base in ("", self._bases["#"].partition("#")[0]) else self._pointers.get(base)
+        fragment = unquote(fragment)  # before it is divided: RFC 6901
         if start is None or (fragment and not fragment.startswith("/")):
             return None
         value, where = self.node(start).schema, start
         for step in fragment.split("/")[1:]:
-            name = unquote(step).replace("~1", "/").replace("~0", "~")
+            name = step.replace("~1", "/").replace("~0", "~")
             try:
-                value = value[int(name)] if isinstance(value, list) else value[name]
+                value = value[int(name) if re.fullmatch("0|[1-9][0-9]*", name) else ""] if isinstance(value, list) else value[name]
             except (KeyError, IndexError, ValueError, TypeError):
                 return None
             where = pointer(where, name)

@@ -100,7 +100,11 @@ class LanguageWriter:
                 texts = [json.dumps(text, ensure_ascii=False)[1:-1] if in_string else text for text in texts_of(term)]
                 return _alternatives([literal(text) for text in texts])
             case "cat":
-                return " ".join(self._plain(part, in_string) for part in parts)
+                inside = list[Term]()
+                while term.kind == "cat":  # the second part of a long pattern is another one, thousands of times
+                    first, term = term.parts
+                    inside.append(first)
+                return " ".join(self._plain(part, in_string) for part in (*inside, term))
             case "alt":
                 return _alternatives([self._plain(part, in_string) for part in parts])
         return f"{self._grouped(parts[0], in_string)}{repeat_suffix(*repeat_bounds(term))}"

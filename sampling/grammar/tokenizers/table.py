@@ -90,9 +90,9 @@ def token_decoder(decoder: object, pre_tokenizer: object, where: str) -> TokenDe
         return decode_byte_letters
     replacements, byte_fallback, fused = list[tuple[str, str]](), False, False
     for step, kind in zip(steps, kinds, strict=True):
-        if kind == "Replace" and not fused:
+        if kind == "Replace" and not fused and not byte_fallback:
             replacements.append(_replacement(step, where))
-        elif kind == "Metaspace" and not fused and isinstance(step.get("replacement", SPACE_MARK), str):
+        elif kind == "Metaspace" and not fused and not byte_fallback and isinstance(step.get("replacement", SPACE_MARK), str):
             replacements.append((step.get("replacement", SPACE_MARK), " "))
         elif kind == "ByteFallback" and not fused:
             byte_fallback = True
