@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -82,8 +83,8 @@ DEFAULT_ACCEPT = AcceptOptions()
 
 def check_processors(processors: tuple[LogitsProcessor, ...], limits: Limits, backend: Backend, device: torch.device) -> None:
     """Records each function by itself. CaptureError, with rule, file and line, for one that cannot be part of a round."""
-    rows, positions, width = limits.max_rows, limits.positions, limits.num_tokens
-    for processor in processors:
+    rows, width = limits.max_rows, limits.num_tokens
+    for processor, positions in product(processors, {1, limits.positions}):  # without drafts, and with all
         specs = (
             BufferSpec("logits", (rows, positions, width), torch.float32),
             BufferSpec("arguments", (rows, processor.num_arguments), torch.float32),

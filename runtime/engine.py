@@ -267,6 +267,7 @@ class Engine(EngineCore, BoundToProcess):
     @checked_keywords(REQUEST_NAMES, RequestOptions.__annotations__)
     def stream_text(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Iterator[str]:
         """Submit a request, and step and yield its text piece by piece. RuntimeError if it fails. Leaving early cancels it."""
+        _ = self.vocabulary  # ValueError before the request is queued
         pieces = self._text_pieces(self.submit(prompt, **options))
         next(pieces)  # a generator that has not started would not cancel the request when it is dropped
         return pieces

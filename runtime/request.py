@@ -56,7 +56,7 @@ class TokenLogprob(NamedTuple):
     """Natural log-probabilities of an emitted token."""
 
     raw: float  # under the target's unprocessed logits
-    masked: float  # under the distribution it was sampled from, after masks, penalties, temperature and filters; 0.0 where greedy
+    masked: float  # under the distribution it was sampled from, after penalties, temperature and filters; greedy: 0, -inf if relaxed
     # With SamplingParams.top_logprobs, the most probable tokens and their log-probabilities, in descending order; fewer if fewer exist
     top_raw: tuple[tuple[int, float], ...] = ()
     top_masked: tuple[tuple[int, float], ...] = ()

@@ -43,7 +43,7 @@ class RequestQueue:
 
     def __init__(self, max_queued: int, compiler: GrammarCompiler | None, grammars: DeviceGrammars, recorder: Recorder | None) -> None:
         self._max_queued, self._compiler, self._grammars, self._recorder = max_queued, compiler, grammars, recorder
-        self.lock = threading.Lock()  # of this queue and of the scheduler
+        self.lock = threading.RLock()  # of this queue and of the scheduler; a dropped text stream cancels wherever it is collected
         self.wake = WakeSignal()
         self.unfinished: dict[int, QueuedRequest] = {}  # by job id
         self.waiting: collections.deque[QueuedRequest] = collections.deque()
@@ -146,7 +146,7 @@ class RequestQueue:
 
     def _detach(self) -> None:
         """Called in a fork: all jobs end with an error there."""
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         for queued in self.unfinished.values():
             queued.job.error, queued.job.finish_reason = FORKED_ERROR, FinishReason.ERROR
         self.unfinished = {}

@@ -104,10 +104,11 @@ class RowTable:
         """Full published pages before the last given token, which is an input of the first round."""
         sharing = self._sharing
         limit = len(job.context_ids) - max(1 + sharing.recompute_tail, sharing.lookahead)
-        return self.page_cache.find(job.cache_key, job.context_ids, min(limit, job.shareable_tokens)) if not sharing.why_off else []
+        limit = min(limit, job.shareable_tokens - sharing.lookahead)
+        return self.page_cache.find(job.cache_key, job.context_ids, limit) if not sharing.why_off else []
 
     def _publish(self, request: ActiveRequest, ids: Sequence[int], written: int) -> None:
         """Publish the full pages of a text. The entries of its first `written` tokens are launched, and token `written` is known."""
-        limit = min(written + 1 - max(1, self._sharing.lookahead), request.job.shareable_tokens)
+        limit = min(written + 1 - max(1, self._sharing.lookahead), request.job.shareable_tokens - self._sharing.lookahead)
         while not self._sharing.why_off and (len(request.cached_pages) + 1) * self._limits.page_size <= limit:
             self.page_cache.publish(request.job.cache_key, request.cached_pages, ids, request.pages[len(request.cached_pages)])

@@ -54,7 +54,7 @@ def read_entries(data: Path) -> Iterator[tuple[str, Any, list[dict[str, Any]]]]:
         lines = ((str(path.relative_to(data)), path.read_text(encoding="utf-8")) for path in sorted(data.rglob("*.json")))
     else:
         with (lzma.open if data.suffix == ".xz" else open)(data, "rt", encoding="utf-8") as file:
-            lines = enumerate(file.read().splitlines(), 1)  # type: ignore[assignment]
+            lines = enumerate(file.read().rstrip("\n").split("\n"), 1)  # type: ignore[assignment]
     for where, text in lines:
         entry = json.loads(text)
         yield entry.get("name", str(where)), entry["schema"], entry.get("tests", [])

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sqlite3
 import sys
 from pathlib import Path
 
@@ -49,10 +50,11 @@ def main(arguments: list[str] | None = None) -> int:
                 save_picture(profile, options.png)
         elif options.png:
             raise ValueError(f"--png: got {options.files[0]}, expected the profile: a report has no times to draw")
-    except (ValueError, RuntimeError, OSError) as error:
+        text = json.dumps(report, indent=2) if options.json else tables.text(report)
+    except (ValueError, RuntimeError, OSError, LookupError, sqlite3.Error) as error:
         print(f"nsys_report: {error}", file=sys.stderr)
         return BAD_INPUT
-    print(json.dumps(report, indent=2) if options.json else tables.text(report))
+    print(text)
     return 0
 
 

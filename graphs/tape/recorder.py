@@ -129,7 +129,8 @@ class Recorder(TorchDispatchMode):
         with self.unrecorded():
             name, site = signature(func).name, call_site()
             self._join_or_fail(name)
-            if signature(func).view and not self.records_leaves and args and self.memory.has(args[0]):
+            is_view = signature(func).view and not self.records_leaves and args and self.memory.has(args[0])
+            if is_view and not args[0].is_inference():  # of an inference tensor `to` and `reshape` arrive here, which may copy
                 self._add(Node("view", name.removeprefix("aten::"), self._stream, site))
                 return func(*args, **kwargs)
             call = OpCall(func, args, kwargs)
@@ -321,8 +322,8 @@ def record_perturbed(record: Callable[[], Recorder], buffers: StaticBuffers) -> 
 
 
 def _perturb(tensor: torch.Tensor) -> None:
-    if tensor.dtype == torch.bool:
-        tensor.logical_not_()
+    if tensor.element_size() == 1:  # torch does not multiply float8
+        tensor.view(torch.uint8).bitwise_xor_(1)
     elif tensor.is_floating_point() or tensor.is_complex():
         tensor.mul_(0.5).add_(0.25)
     else:

@@ -87,6 +87,8 @@ class OpCall:
         self.schema = signature(func)
         self.inputs = tensors_in([args, kwargs])
         self.targets = [tensor for name in self.schema.writes for tensor in tensors_in(self.values[name])]  # tensors that it writes
+        if self.schema.name == "aten::native_batch_norm" and self.values["training"]:  # its schema does not name what it writes
+            self.targets += tensors_in([self.values["running_mean"], self.values["running_var"]])
         self.operation = OPERATIONS.get(self.schema.name)
         self.native: Callable[[], object] | None = None  # the call in C, set by `run`
 

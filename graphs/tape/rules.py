@@ -136,6 +136,8 @@ class Rules:
             raise fail("host-sync", f"{name} copies a tensor's value to the host, which blocks until the device is done")
         if name in _SYNCING_OPS:
             raise fail("host-sync", f"{name} {_SYNCING_OPS[name]}")
+        if name == "aten::normal" and isinstance(call.values.get("std"), Tensor):
+            raise fail("host-sync", f"{name} checks `std` on the host; scale and shift randn instead")
         if name.startswith(_COLLECTIVES):
             raise fail("collective", f"{name} communicates with other processes, which a replay on the tape does not repeat")
         self._check_shape(call)

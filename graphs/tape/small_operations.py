@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stepgraph.graphs.buffers import storage_key
 from stepgraph.sampling.kernels.c_kernel import NONE, PackedCall, join_calls, pack_argument
 from stepgraph.sampling.native import kernel
 
@@ -46,7 +47,8 @@ def small_operation(name: str, values: Mapping[str, Any], target: Tensor) -> Run
         if not isinstance(source, Tensor):  # a number, within vmap
             return None
         same = source.dtype is target.dtype or (source.dtype in _INTEGERS and target.dtype in _INTEGERS[1:])
-        return _small_call("copy", target, source) if same and _is_plain(source) else None
+        overlaps = name == "copy_" and storage_key(source) == storage_key(target)  # torch copies element by element
+        return _small_call("copy", target, source) if same and not overlaps and _is_plain(source) else None
     if name == "cat":
         return _concatenation(target, values["tensors"], values["dim"])
     if name in ("index", "embedding", "gather", "index_copy_", "index_put_"):
@@ -64,7 +66,7 @@ def _arithmetic(name: str, values: Mapping[str, Any], target: Tensor) -> Run | N
     if name in ("clamp", "clamp_"):
         least, most = values.get("min"), values.get("max")
         bound = least if most is None else most
-        if not isinstance(bound, int) or None not in (least, most):
+        if not isinstance(bound, int) or bound.bit_length() > 31 or None not in (least, most):
             return None
         return _small_call("clamp_min" if most is None else "clamp_max", target, first, bound)
     if name == "cumprod":
@@ -78,11 +80,12 @@ def _arithmetic(name: str, values: Mapping[str, Any], target: Tensor) -> Run | N
     integers = target.dtype is torch.bool if name in _COMPARISONS else target.dtype is not torch.bool or name.startswith("bitwise")
     if name not in _COMPARISONS | _ARITHMETIC or not integers or values.get("alpha", 1) != 1:
         return None
-    if not isinstance(other, int) and not (isinstance(other, Tensor) and other.dtype in _INTEGERS):
+    if not (other.bit_length() < 32 if isinstance(other, int) else isinstance(other, Tensor) and other.dtype in _INTEGERS):
         return None
-    # The calls compute in int64. torch may compute in a narrower type beside one: a tensor without dimensions does not promote others.
-    has_wide = torch.int64 in (target.dtype, first.dtype, getattr(other, "dtype", None))
-    return None if has_wide and torch.result_type(first, other) is not torch.int64 else _small_call(name, target, first, other)
+    # The calls compute in int64. torch may compute in a narrower type: numbers and tensors without dimensions do not promote others.
+    has_wide, common = torch.int64 in (target.dtype, first.dtype, getattr(other, "dtype", None)), torch.result_type(first, other)
+    is_narrow = (has_wide and common is not torch.int64) or (name == "add" and common is torch.bool)
+    return None if is_narrow else _small_call(name, target, first, other)
 
 
 def _indexing(name: str, values: Mapping[str, Any], target: Tensor) -> Run | None:

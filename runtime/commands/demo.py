@@ -199,7 +199,7 @@ def table(cases: list[Case], rates: Mapping[str, Mapping[str, float]]) -> tuple[
             rows.append([case.variant.name, *map(str, cells)])
     base, fast = rates.get("plain + grammar"), rates.get("speculative + grammar")
     if base and fast:
-        ratios = [f"{fast[name] / base[name]:.2f}" if name in base else "" for name in scenarios]
+        ratios = [f"{fast[name] / base[name]:.2f}" if base.get(name) else "" for name in scenarios]
         rows.append(["speed-up", *ratios, *[""] * len(counts)])
     return ["tokens per second", *scenarios, *counts], rows
 

@@ -15,7 +15,7 @@ from stepgraph.runtime.demo.pair import DRAFTS
 from stepgraph.sampling.fields import clip_repr
 
 SAMPLING_FLAGS = {
-    "temperature": (float, "0 always chooses the most likely token (default: 0)"),
+    "temperature": (float, "0 always chooses the most likely token (default: 0, or 1 with --top-p, --top-k, --min-p or --seed)"),
     "top_p": (float, "sample from the most likely tokens with this total probability"),
     "top_k": (int, "sample from this many of the most likely tokens"),
     "min_p": (float, "drop tokens less likely than this fraction of the most likely one"),

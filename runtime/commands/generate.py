@@ -116,7 +116,7 @@ def _sampling_of(options: argparse.Namespace) -> SamplingParams:
     values: dict[str, Any] = {name: getattr(options, name) for name in SAMPLING_FLAGS if getattr(options, name) is not None}
     values |= {name: tuple(getattr(options, name)) for name in ("stop", "stop_token_ids") if getattr(options, name) is not None}
     try:
-        return SamplingParams(**{"temperature": 0.0, **values})
+        return SamplingParams(**values)
     except ValueError as error:
         field, message = str(error).removeprefix("SamplingParams.").split(":", 1)
         raise ValueError(f"--{field.split('[')[0].replace('_', '-')}:{message}") from None

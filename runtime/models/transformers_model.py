@@ -134,8 +134,10 @@ def _layers(decoder: nn.Module, config: Any) -> nn.ModuleList:
 class _PassThrough(nn.Module):
     """Replaces the decoder, so that the model's own forward computes logits from a hidden state."""
 
-    def forward(self, inputs_embeds: Tensor, **_: object) -> MoeModelOutputWithPast:
-        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
+    def forward(self, *_: object, inputs_embeds: Tensor, **__: object) -> MoeModelOutputWithPast:
+        output = MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
+        output.cross_attentions = None  # some families pass it on
+        return output
 
 
 class TransformersModel(nn.Module):

@@ -78,7 +78,7 @@ def _split_text(content: str, encoder: Encoder, max_tokens: int) -> Iterator[tup
 
 
 def _parse_lines(content: str, path: Path, encoder: Encoder) -> Iterator[tuple[str, Text]]:
-    for number, line in enumerate(content.splitlines(), 1):
+    for number, line in enumerate(content.split("\n"), 1):
         where = f"{path}:{number}"
         if not line.strip():
             continue

@@ -17,6 +17,7 @@ EXPORTED int stepgraph_attention(const argument *args) {
     };
     int64_t queries = call.count * (call.heads / call.kv_heads), bytes = 0; /* bytes: reading so many takes as long as the call */
     for (int64_t row = 0; row < call.batch; row++) bytes += (last_of(&call, row) + 1) * call.count * call.heads * call.size;
+    if (!queries) return 0;
     int64_t blocks = (queries + BLOCK - 1) / BLOCK;
     blocks *= queries > 3 && threads_for(bytes) > 1 ? 2 : 1; /* smaller blocks divide more evenly among threads */
     call.step = (queries + blocks - 1) / blocks;

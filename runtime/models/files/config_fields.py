@@ -108,9 +108,9 @@ def read_config(config: Mapping[str, Any]) -> LlamaConfig:
     windows = _windows(config, architecture, layers)
     rope, local_rope = _ropes(config, architecture, head_size if latent is None else latent.rotated_size)
     # Beyond the original length, longrope uses other divisors, which would change the cache entries of all tokens before.
-    positions = count_field(
-        config, _ORIGINAL_LENGTH if architecture == PHI and rope.divisors else "max_position_embeddings", 1 << 30, default=1 << 20
-    )
+    longrope = architecture == PHI and rope.divisors
+    limits = {**config, **(config.get("rope_parameters") or config.get("rope_scaling") or {})} if longrope else config
+    positions = count_field(limits, _ORIGINAL_LENGTH if longrope else "max_position_embeddings", 1 << 30, default=1 << 20)
     scale = number_field(config, "query_pre_attn_scalar", 0.0, 1e6, default=256.0) ** -0.5 if gemma else None
     if latent is not None:
         rope, scale = replace(rope, rotated_size=latent.rotated_size), _latent_scale(config, latent.size)
@@ -122,7 +122,7 @@ def read_config(config: Mapping[str, Any]) -> LlamaConfig:
         num_kv_heads=kv_heads,
         head_size=head_size,
         windows=windows,
-        norm_epsilon=number_field(config, "rms_norm_eps", 0.0, 1.0, default=1e-6),
+        norm_epsilon=number_field(config, "rms_norm_eps", 0.0, 1.0, default=1e-5 if architecture in (PHI, MIXTRAL, GPT_OSS, GLM) else 1e-6),
         rope=rope,
         local_rope=local_rope,
         qkv_bias=bias or architecture == "Qwen2ForCausalLM" or (glm and flag_field(config, "attention_bias")),
@@ -250,7 +250,9 @@ def _read_grouped_experts(config: Mapping[str, Any], layers: int) -> ExpertsConf
     if count % groups or count // groups < 2:
         raise ValueError(f"config.n_group: got {groups}, expected a divisor of {name}={count}, with two experts or more in a group")
     routing = Routing(
-        groups, count_field(config, "topk_group", groups), number_field(config, "routed_scaling_factor", 0.0, 1e6, default=1.0)
+        groups,
+        count_field(config, "topk_group", groups),
+        number_field(config, "routed_scaling_factor", 0.0, 1e6, default=2.5 if DEEPSEEK in config["architectures"] else 1.0),
     )
     return ExpertsConfig(
         count,
@@ -269,8 +271,10 @@ def _ropes(config: Mapping[str, Any], architecture: str, head_size: int) -> tupl
 
     Gemma 3 has two objects in `rope_parameters`, or `rope_local_base_freq` for layers with a window.
     """
-    fields = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    local, theta = None, 10_000.0
+    if (stated := config.get("rope_scaling")) and config.get("rope_parameters") not in (None, {}, stated):
+        raise ValueError(f"config.rope_scaling: got {stated!r:.200} beside rope_parameters, expected one of them")
+    fields = config.get("rope_parameters") or stated or {}
+    local, theta = None, 1_000_000.0 if architecture == MIXTRAL else 10_000.0
     if architecture == GEMMA and isinstance(fields, Mapping):
         stated, fields = fields.get("sliding_attention", {}), fields.get("full_attention", fields)
         local, theta = _rope({"rope_theta": config.get("rope_local_base_freq")}, stated, theta), 1_000_000.0
@@ -280,14 +284,14 @@ def _ropes(config: Mapping[str, Any], architecture: str, head_size: int) -> tupl
         return _partial_rope({"partial_rotary_factor": 1.0 if architecture == PHI else 0.5, **config, **fields}, head_size), None
     require_off(config, {"partial_rotary_factor": 1})
     theta = 150_000.0 if architecture == GPT_OSS else theta
-    return _rope({"head_size": head_size, **config}, fields, theta), local
+    return _rope({**config, "head_size": head_size}, fields, theta), local
 
 
 def _rope(config: Mapping[str, Any], fields: Any, default_theta: float) -> RopeConfig:
     if not isinstance(fields, Mapping):
         raise ValueError(f"config.rope_scaling: got {fields!r:.200}, expected an object")
     require_off(fields, {"partial_rotary_factor": 1})
-    theta = number_field({**config, **fields}, "rope_theta", 0.0, 1e12, default=default_theta)
+    theta = number_field({**config, **fields}, "rope_theta", 1.0, 1e12, default=default_theta)
     kind = fields.get("rope_type", fields.get("type", "default"))
     if kind == "default":
         return RopeConfig(theta)
@@ -345,6 +349,7 @@ def _partial_rope(config: Mapping[str, Any], head_size: int) -> RopeConfig:
     numbers = isinstance(divisors, list) and all(isinstance(each, (int, float)) and each > 0 for each in divisors)
     if not isinstance(divisors, list) or not numbers or len(divisors) != rotated // 2:
         raise ValueError(f"config.rope_scaling.short_factor: got {divisors!r:.200}, expected {rotated // 2} numbers above 0")
-    longer = max(1.0, count_field(config, "max_position_embeddings", 1 << 30) / original)
+    longer = number_field(config, "factor", 0.0, 1e6, default=count_field(config, "max_position_embeddings", 1 << 30) / original)
+    longer = max(1.0, longer)
     magnitude = number_field(config, "attention_factor", 0.0, 1e3, default=math.sqrt(1 + math.log(longer) / math.log(max(2, original))))
     return RopeConfig(theta, rotated_size=whole, divisors=tuple(divisors), magnitude=magnitude)

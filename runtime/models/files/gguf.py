@@ -102,7 +102,10 @@ class GgufSource:
                 self._rows[part_name] = part.reshape(-1, rows[-1])
                 self.tensors[part_name] = StoredTensor(shape, kind.name, kind.name in ("F32", "F16", "BF16", *BLOCK_LAYOUTS))
         self.config = self._read_config(header.tensors)
-        self.rope_divisors = self.read(_ROPE_DIVISORS).tolist() if _ROPE_DIVISORS in self.tensors else []  # of Llama 3.1 and later
+        divisors = self.tensors.get(_ROPE_DIVISORS)  # of Llama 3.1 and later
+        if divisors and not divisors.readable:
+            raise ValueError(f"{path}: rope_freqs.weight: got tensor type {divisors.kind}, expected F32, F16 or BF16")
+        self.rope_divisors = self.read(_ROPE_DIVISORS).tolist() if divisors else []
         self.tensors.pop(_ROPE_DIVISORS, None)
 
     def read(self, name: str) -> Tensor:
@@ -136,7 +139,8 @@ class GgufSource:
         num_heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
         if num_heads is not None and self.config["architectures"][0] in _ROTATED_PAIRS:
             # GGUF stores the two elements of a rotated pair next to each other; in the model they are half a head apart.
-            tensor = tensor.view(self.config[num_heads], -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+            heads = self.config[num_heads] or self.config["num_attention_heads"]
+            tensor = tensor.view(heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
         return tensor
 
     def _read_config(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,9 +148,9 @@ class GgufSource:
         kind = metadata.get("general.architecture")
         if not isinstance(kind, str) or kind not in ARCHITECTURES:
             raise ValueError(f"{self._path}: general.architecture: got {kind!r:.100}, expected one of {', '.join(ARCHITECTURES)}")
-        scaling = metadata.get(f"{kind}.rope.scaling.type")
-        if scaling not in (None, "none"):
-            raise ValueError(f"{self._path}: {kind}.rope.scaling.type: got {scaling!r:.100}, expected none")
+        for name, *off in (("scaling.type", None, "none"), ("scaling.factor", None, 0, 1), ("scale_linear", None, 0, 1)):
+            if (scaling := metadata.get(f"{kind}.rope.{name}")) not in off:
+                raise ValueError(f"{self._path}: {kind}.rope.{name}: got {scaling!r:.100}, expected {off[-1]}")
         embedding = tensors.get("token_embd.weight")
         fields = {ours: metadata.get(f"{kind}.{theirs}") for ours, theirs in _CONFIG_KEYS.items()}
         return fields | {

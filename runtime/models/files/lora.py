@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stepgraph.graphs.layers.lora import LoraWeight
 from stepgraph.runtime.models.files.quantised_folder import ConfigFields
-from stepgraph.runtime.models.files.weights import SafetensorsSource, check_stored, read_finite, read_json
+from stepgraph.runtime.models.files.weights import SafetensorsSource, check_stored, read_finite, read_json, require_finite
 from stepgraph.sampling.fields import is_int, is_number
 
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_[AB]\.weight")
@@ -66,7 +66,8 @@ def read_lora(folder: Path, weights: Mapping[str, LoraWeight], max_rank: int, dt
         down = _read(folder, source, f"base_model.model.{module}.lora_A.weight", (rank, weight.inner))
         up = _read(folder, source, f"base_model.model.{module}.lora_B.weight", (sizes[index], rank))
         content.down[column : column + rank] = down.to(dtype)
-        content.up[first : first + sizes[index], column : column + rank] = (up.float() * scale).to(dtype)
+        scaled = require_finite(folder, f"{module}.lora_B.weight times lora_alpha / r", (up.float() * scale).to(dtype))
+        content.up[first : first + sizes[index], column : column + rank] = scaled
     return contents
 
 

@@ -149,7 +149,10 @@ def _open_folder(folder: Path) -> OpenedTokenizer:
 def _folder_template(folder: Path, config: Mapping[str, Any], special: Mapping[str, str]) -> ChatTemplate | None:
     """The template in chat_template.jinja or in tokenizer_config.json, which holds one template or a list of named ones."""
     path = folder / "chat_template.jinja"
-    source: Any = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
+    try:
+        source: Any = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: got bytes that are not UTF-8: {error}") from None
     with_tools: Any = None
     if isinstance(source, list):
         named = {each["name"]: each.get("template") for each in source if isinstance(each, dict) and isinstance(each.get("name"), str)}
@@ -188,7 +191,7 @@ _PRE_TOKENIZERS = {  # by tokenizer.ggml.pre
 
 def _open_gguf(path: Path) -> OpenedTokenizer:
     metadata = read_gguf_header(path).metadata
-    texts = metadata.get("tokenizer.ggml.tokens") or []
+    table, texts = table_of_gguf_metadata(metadata, path, None), metadata["tokenizer.ggml.tokens"]
     ids = {name: metadata.get(f"tokenizer.ggml.{stored}_token_id") for name, stored in _SPECIAL_TOKENS.items()}
     special = {name: texts[index] for name, index in ids.items() if isinstance(index, int) and 0 <= index < len(texts)}
     byte_pairs = metadata.get("tokenizer.ggml.model") == "gpt2"
@@ -197,10 +200,10 @@ def _open_gguf(path: Path) -> OpenedTokenizer:
     adds_begin_id = metadata.get("tokenizer.ggml.add_bos_token", None if pre_tokenizer is None else pre_tokenizer.adds_begin_id)
     return OpenedTokenizer(
         _convert(path) if pre_tokenizer is None else _build(path, metadata, pre_tokenizer),
-        ids["bos_token"],
+        ids["bos_token"] if "bos_token" in special else None,
         adds_begin_id if isinstance(adds_begin_id, bool) else None,
         ChatTemplate(template, special) if isinstance(template, str) else None,
-        lambda: Vocabulary.from_table(table_of_gguf_metadata(metadata, path, None)),
+        lambda: Vocabulary.from_table(table),
     )
 
 

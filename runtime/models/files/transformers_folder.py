@@ -112,7 +112,7 @@ def open_transformers(path: Path, dtype: torch.dtype | None = None) -> Transform
         raise ValueError(f"implementation: got {TRANSFORMERS!r}, expected {NATIVE!r}: {why}")
     fields = read_json(path / "config.json")
     kind = _class_of(path, fields)
-    SafetensorsSource(path)  # raises if the folder has no weights in this format
+    source = SafetensorsSource(path)  # raises if the folder has no weights in this format
     try:
         config = kind.config_class.from_dict(dict(fields))
     except Exception as error:  # transformers checks some fields, with exceptions of several packages
@@ -124,7 +124,8 @@ def open_transformers(path: Path, dtype: torch.dtype | None = None) -> Transform
         raise ValueError(f"{path}: config.dtype: got {clip_repr(dtype)}, expected one of {', '.join(DTYPES)}")
     meta_model, sizes = _outline(path, kind, config, dtype)
     vocabulary = Vocabulary.from_table(read_folder(path, fields, sizes.vocab_size))
-    return TransformersCheckpoint(path, sizes, vocabulary, meta_model, count_field(fields, MTP_COUNT, 64, least=0, default=0))
+    mtp_modules = count_field(fields, MTP_COUNT, 64, least=0, default=0) if mtp_layers(source) else 0
+    return TransformersCheckpoint(path, sizes, vocabulary, meta_model, mtp_modules)
 
 
 def _outline(path: Path, kind: Any, config: Any, dtype: torch.dtype) -> tuple[Any, ModelSizes]:
