@@ -61,7 +61,7 @@ class Sides(TypedDict, total=False):
     far: list[Side] | None
 
 
-class Color(enum.Enum):
+class Color(str, enum.Enum):
     RED = "red"
     GREEN = "green"
 
@@ -141,6 +141,13 @@ def test_streamed_text_is_the_text_of_the_job() -> None:
     engine.stream_text("Ada is 36", max_new_tokens=40)
     engine.step()
     assert not engine.has_work, "also one that is dropped before its first piece"
+    stream = engine.stream_text("Ada is 36", max_new_tokens=40)
+    with engine.queue.lock:
+        assert engine.queue.lock.acquire(blocking=False), "a lock that this thread holds"
+        engine.queue.lock.release()
+        del stream
+    engine.step()
+    assert not engine.has_work, "also where it is collected while its thread holds the lock"
 
 
 def test_text_streamed_by_the_async_engine() -> None:
@@ -236,6 +243,7 @@ def test_a_text_stream_holds_back_a_possible_start_of_a_stop_string() -> None:
         (Side, lambda value: value in ({"left": True}, {"left": False})),
         (Sides, lambda value: value["near"]["left"] in (True, False) and {*value} <= {"near", "far"}),
         (Color, lambda value: value in Color),
+        (Literal[Color.RED, Color.GREEN], lambda value: isinstance(value, Color)),
         (Literal["yes", "no"], lambda value: value in ("yes", "no")),
         (Literal[1, 2], lambda value: value in (1, 2)),
         (list[Color], lambda value: all(color in Color for color in value)),
@@ -303,7 +311,8 @@ def test_wrong_constraints_are_refused(options: dict[str, Any], message: str) ->
             with pytest.raises(ValueError, match=r"Engine.tokenizer: got None, expected a TextCodec"):
                 bare.submit("text")
             with pytest.raises(ValueError, match=r"Engine.vocabulary: got None, expected a Vocabulary"):
-                bare.vocabulary  # noqa: B018
+                bare.stream_text([1], max_new_tokens=1)
+            assert not bare.has_work
             with pytest.raises(ValueError, match=r"Job.text: the engine has no vocabulary"):
                 bare.generate([1], max_new_tokens=1).text  # noqa: B018
         return

@@ -115,7 +115,18 @@ def synchronises(logits: Tensor, given: ProcessorInput) -> Tensor:
     return logits
 
 
-@pytest.mark.parametrize(("function", "line"), [(branches, "if given.generated[0] > 3"), (synchronises, "given.arguments[0, 0].item()")])
+def needs_drafts(logits: Tensor, given: ProcessorInput) -> Tensor:
+    return logits - given.tokens[:, 1:].amax(1)[:, None, None]
+
+
+@pytest.mark.parametrize(
+    ("function", "line"),
+    [
+        (branches, "if given.generated[0] > 3"),
+        (synchronises, "given.arguments[0, 0].item()"),
+        (needs_drafts, "given.tokens[:, 1:].amax(1)"),  # in a round without drafts
+    ],
+)
 def test_a_function_that_cannot_be_recorded_is_refused_with_rule_file_and_line(function: Any, line: str) -> None:
     with pytest.raises(CaptureError) as refused:
         make_engine(BASE, logits_processors=(LogitsProcessor("wrong", function, 1),))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -209,6 +210,15 @@ def test_adapters_that_do_not_fit_are_refused(case: str, engine: Engine, adapter
     with pytest.raises(ValueError, match=message) as refusal:
         engine.add_lora("wrong", tmp_path)
     assert str(tmp_path) in str(refusal.value) and engine.list_loras() == ["all"]
+
+
+def test_a_scaled_adapter_that_float16_cannot_hold_is_refused(adapters: Path, tmp_path: Path) -> None:
+    folder, weights = shutil.copytree(adapters / "all", tmp_path / "large"), open_checkpoint(folder_of(FAMILY)).outline().lora_weights
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 1e7}))
+    assert read_lora(folder, weights, 8, torch.float32)
+    with pytest.raises(ValueError, match=r"lora_B.weight times lora_alpha / r holds NaN or infinity"):
+        read_lora(folder, weights, 8, torch.float16)
 
 
 def test_damaged_adapters_are_refused(adapters: Path, tmp_path: Path) -> None:

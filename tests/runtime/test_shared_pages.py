@@ -134,7 +134,8 @@ def test_trained_heads_draft_the_same_after_a_reused_prefix(head: str) -> None:
             drafts.append([])
             entries.append([])
             for index in range(5):
-                job = ask(engine, [token % 7 for token in SYSTEM[: 9 + index % 5]] + [index % 2], 8 + index)
+                spans = {8: torch.full((1, 16), float(index))} if index > 2 else None  # after two pages
+                job = ask(engine, [token % 7 for token in SYSTEM[: 9 + index % 5]] + [index % 2], 8 + index, prompt_embeddings=spans)
                 while engine.has_work:
                     before = job.rounds
                     engine.step()

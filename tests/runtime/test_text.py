@@ -204,9 +204,18 @@ def test_missing_files_and_packages_are_named(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "tokenizer.json").write_text("{", encoding="utf-8")
     with pytest.raises(ValueError, match="the tokenizer cannot be read"):
         TextCodec.open(tmp_path)
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"chat_template.jinja: got bytes that are not UTF-8"):
+        TextCodec.open(folder_of(tmp_path))
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ValueError, match=r"pip install 'stepgraph\[text\]'"):
         TextCodec.open(folder_of(tmp_path))
+
+
+@pytest.mark.parametrize("fields", [{"add_token_list": [1, 2]}, {"add_token_list": []}, {"add_array": "tokenizer.ggml.tokens"}])
+def test_malformed_gguf_tokens_are_refused(tmp_path: Path, fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"made.gguf: .*tokens"):
+        TextCodec.open(tokenizer_gguf(tmp_path / "made.gguf", "gpt-2", **fields))
 
 
 def test_other_gguf_tokenizers_are_read_by_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

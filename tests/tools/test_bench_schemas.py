@@ -13,7 +13,7 @@ from tools.bench_schemas import BYTES, OrderSearch, PropertyOrders, Tokens, main
 
 ENTRIES: list[dict[str, Any]] = [
     {
-        "name": "good",
+        "name": "good\u2028",
         "schema": {"properties": {"a": {"type": "integer"}, "b": {}}, "required": ["a"]},
         "tests": [{"valid": True, "data": {"b": 1, "a": 1}}, {"valid": False, "data": {"b": 1}}],
     },
@@ -31,7 +31,7 @@ ENTRIES: list[dict[str, Any]] = [
 
 def test_outcomes_are_counted_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data, out = tmp_path / "data.jsonl", tmp_path / "out.jsonl"
-    data.write_text("".join(json.dumps(entry) + "\n" for entry in ENTRIES))
+    data.write_text("".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in ENTRIES), encoding="utf-8")
     assert main(["--data", str(data), "--out", str(out), "--backend", "xgrammar", "--vocabulary", "bytes"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["masks"] > 10 and found["mask_us"]["all"]["least of three"]["p50"] > 0

@@ -146,6 +146,12 @@ def test_arguments_of_wrong_shapes_are_refused() -> None:
         attention(case.query.bfloat16(), case.keys, case.values, case.inputs)
 
 
+def test_no_query() -> None:
+    none = torch.zeros(1, 0, dtype=torch.int64)
+    cache = torch.zeros(8, 1, 16)
+    assert paged_attention(torch.zeros(1, 0, 2, 16), cache, cache, none, none, none, 8, 0, 1.0).shape == (1, 0, 2, 16)
+
+
 def test_operation_passes_opcheck() -> None:
     query, keys, values, (_, positions, slots, tables, size, *_) = make_case([5, 30], 2)
     opcheck(

@@ -242,6 +242,20 @@ def test_check_twice_with_contents_that_an_operation_rejects() -> None:
     TapeBackend().capture(step, b, check="twice").replay()
 
 
+def test_check_twice_with_a_buffer_of_float8() -> None:
+    b = StaticBuffers([BufferSpec("x", (4,), torch.float8_e4m3fn, fill=2), BufferSpec("y", (4,), torch.float32)])
+    capture(lambda b: b.y.copy_(b.x), b, backend="tape", check="twice").replay()
+    assert b.y.tolist() == [2.0] * 4
+
+
+def test_weights_made_in_inference_mode() -> None:
+    with torch.inference_mode():
+        model = torch.nn.Linear(3, 3)
+    b = StaticBuffers([BufferSpec("x", (4, 3), torch.float32, fill=2)], constants={"model": model})
+    capture(lambda b: b.x.copy_(b.x.bfloat16() @ model.weight.to(torch.bfloat16).T), b, backend="tape").replay()
+    assert torch.equal(b.x, (torch.full((4, 3), 2.0).bfloat16() @ model.weight.bfloat16().T).float())
+
+
 # replay
 
 

@@ -176,6 +176,11 @@ def branch(b: StaticBuffers) -> object:
 
 
 @illegal("host-sync")
+def normal_with_a_deviation_tensor(b: StaticBuffers) -> object:
+    return torch.normal(b.x, b.x.abs(), generator=GENERATOR)  # illegal
+
+
+@illegal("host-sync")
 def as_int(b: StaticBuffers) -> object:
     return int(b.index[0])  # illegal
 
@@ -690,6 +695,17 @@ def test_illegal(rule: str, step: SnippetStep, another_capture: object) -> None:
 
 
 # legal look-alikes
+
+
+@legal
+def batch_statistics(b: StaticBuffers) -> None:
+    torch.nn.functional.batch_norm(b.x, b.x[0].mul(1), b.x[1].add_(1), training=True)
+    torch.nn.functional.batch_norm(b.x, b.y[0], b.y[1], training=True)
+
+
+@legal
+def copy_within_a_buffer(b: StaticBuffers) -> None:
+    b.x[:, 1:].copy_(b.x[:, :-1])
 
 
 @legal

@@ -182,6 +182,7 @@ def test_streamed_text_equals_the_json_text(capsys: pytest.CaptureFixture[str]) 
     flags = "generate model 'the cat' --max-new-tokens 60 --temperature 1 --seed 4"
     document = run_json(flags, capsys)
     assert run(flags, capsys)[1] == document["text"] + "\n"
+    assert run_json(flags.replace("--temperature 1", ""), capsys)["token_ids"] == document["token_ids"], "a seed alone samples"
     plain = run_json(f"{flags} --draft none", capsys)
     assert plain["token_ids"] == document["token_ids"]
     assert plain["rounds"] == plain["tokens"] >= document["rounds"]

@@ -159,6 +159,12 @@ def test_failure_of_checks_the_answer_against_its_schema() -> None:
     assert failure("[", finish_reason=FinishReason.DEAD_END) == "dead_end: no token is allowed"
 
 
+def test_no_speed_up_is_given_for_a_rate_of_zero() -> None:
+    """The answer to an empty constant has no tokens."""
+    rates = {"plain + grammar": {"x": 0.0, "y": 2.0}, "speculative + grammar": {"x": 0.0, "y": 3.0}}
+    assert demo.table([], rates)[1] == [["speed-up", "", "1.50", "", "", "", ""]]
+
+
 def test_demo_refuses_an_unwritable_folder_before_decoding(tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / "file").touch()
     assert cli.main([*QUICK, "--no-timeline", "--html", str(tmp_path)]) == terminal.BAD_INPUT

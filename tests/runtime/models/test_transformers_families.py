@@ -165,6 +165,17 @@ def test_a_family_drafts_for_another(family: str, parent: Path) -> None:
             assert (sum(job.num_accepted_drafts for job in jobs) >= sum(len(job.tokens) for job in jobs) // 2) == right
 
 
+@pytest.mark.parametrize("kind", ["GPT2LMHeadModel", "GPTNeoXForCausalLM", "GPTJForCausalLM"])
+def test_classes_that_call_their_decoder_in_another_way(kind: str, tmp_path: Path) -> None:
+    """With positional arguments, or for `cross_attentions`."""
+    causal = getattr(transformers, kind)
+    torch.manual_seed(1)
+    model = causal(causal.config_class(**BASE, n_embd=64, n_head=4, n_layer=3, rotary_dim=8)).eval()
+    tokens, cached = torch.arange(40)[None] * 3, CachedModel(open_target(save(model, tmp_path)).load("cpu"), 64)
+    with torch.no_grad():
+        torch.testing.assert_close(cached.in_chunks(tokens, 17), model(tokens, use_cache=False).logits, rtol=1e-4, atol=1e-4)
+
+
 def unsupported(family: str, message: str, parent: Path, **fields: Any) -> None:
     folder = save(random_model(family, BASE | fields, 0), parent / family)
     with pytest.raises(ValueError, match=message):

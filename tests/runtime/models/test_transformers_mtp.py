@@ -140,6 +140,18 @@ def changed(name: str, value: Tensor) -> Callable[[dict[str, Tensor]], object]:
     return lambda tensors: tensors.update({f"model.layers.{LAYERS}.{name}": value})
 
 
+def remove_modules(tensors: dict[str, Tensor]) -> None:
+    for name in [name for name in tensors if name.startswith(f"model.layers.{LAYERS}.")]:
+        del tensors[name]
+
+
+@pytest.mark.parametrize("implementation", [NATIVE, TRANSFORMERS])
+def test_auto_is_look_up_for_a_count_without_modules(implementation: str, tmp_path: Path) -> None:
+    folder = write(tmp_path / "model", "Glm4Moe", 1, remove_modules)
+    with Engine.from_pretrained(folder, config=CONFIG, implementation=implementation) as engine:
+        assert any(note.startswith("draft: look-up") for note in engine.capture().notes), engine.capture().notes
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gc
 import json
 import os
 import random
@@ -15,9 +16,11 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -32,12 +35,15 @@ from stepgraph.graphs.layers import parallel, rank_sums
 from stepgraph.graphs.layers.dense import Residual, add_rms_norm
 from stepgraph.graphs.layers.parallel import RankGroups, register_group, sum_over_ranks
 from stepgraph.graphs.layers.vocabulary_shard import VocabularyShard
+from stepgraph.graphs.limits import Limits
 from stepgraph.runtime.models.draft_llama import DraftLlama
 from stepgraph.runtime.models.files.weights import SafetensorsSource
 from stepgraph.runtime.parallel.loading import load_part
+from stepgraph.runtime.parallel.lockstep import LockstepQueue, LockstepScheduler, StepDecision
 from stepgraph.runtime.parallel.ranks import RANK_MODULE, STEPS_PER_COMPARISON, RankError, Ranks, process_group
-from stepgraph.runtime.request_queue import RequestQueue
+from stepgraph.runtime.request_queue import QueuedRequest, RequestQueue
 from stepgraph.runtime.serve.http import Bounds
+from stepgraph.runtime.slots import PrefixSharing
 from tests.helpers import parallel_program
 from tests.helpers.c_library import needs_c
 from tests.helpers.command_models import model_folder, model_gguf
@@ -384,10 +390,12 @@ def test_sums_are_added_in_the_order_of_the_ranks(tmp_path: Path) -> None:
 
 def test_ranks_exchange_values_and_a_failure_on_one_fails_an_attempt_on_all(tmp_path: Path) -> None:
     """Also if the other ranks exchange more values in the attempt."""
-    size, found = 3, dict[int, Any]()
+    size, found, kept = 3, dict[int, Any](), list[weakref.ref[Any]]()
 
     def run(rank: int) -> None:
-        ranks = Ranks(rank, [process_group(f"{tmp_path}/{name}", rank, size, SECONDS) for name in "abc"], SECONDS)
+        groups = [process_group(f"{tmp_path}/{name}", rank, size, SECONDS) for name in "abc"]
+        kept.extend(map(weakref.ref, groups))
+        ranks = Ranks(rank, groups, SECONDS)
 
         def attempt(share: Callable[[Any], list[Any]]) -> list[Any]:
             first = share("x" * rank)
@@ -404,6 +412,23 @@ def test_ranks_exchange_values_and_a_failure_on_one_fails_an_attempt_on_all(tmp_
         list(threads.map(run, range(size)))
     values = [{rank: "y" * 1000 * rank} for rank in range(size)]
     assert found == {rank: (values, (None, "rank 1: no memory"), ([[0, None], [1, None], [2, None]], "")) for rank in range(size)}
+    gc.collect()
+    assert len(kept) == 9 and not any(group() for group in kept)
+
+
+def test_requests_are_published_before_their_grammars_are_compiled_and_not_as_failed_when_cancelled() -> None:
+    found, job = list[StepDecision](), Job(1, (1,), Constraint.choice(["a"]), SamplingParams(), 8, 0, (), 0)
+    ranks: Any = SimpleNamespace(writer=True, rank0_decides=True, publish=found.append)
+    queue, queued = LockstepQueue(ranks, 9, None, None, None), QueuedRequest(job, ready=False)
+    scheduler = LockstepScheduler(ranks, queue, None, Limits(1, 0, 64, 16, 4, 16, 16, 0), PrefixSharing())
+    queue.unfinished[job.id] = queued
+    queue.waiting.append(queued)
+    assert scheduler.runnable and not scheduler.pop_cancelled() and not scheduler.runnable
+    assert queue.cancel(job)
+    queued.ready, queued.error = True, "cancelled"
+    scheduler._publish([])  # of a step whose cancelled jobs were found before
+    assert scheduler.pop_cancelled() == [(job, None)]
+    assert [(len(each.submitted), each.cancelled, each.admissible) for each in found] == [(1, [], []), (0, [], []), (0, [1], [])]
 
 
 def test_recorded_steps_have_a_group_of_their_own() -> None:

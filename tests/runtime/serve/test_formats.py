@@ -109,6 +109,19 @@ def test_calls_over_http(name: str) -> None:
             jsonschema.validate(json.loads(arguments), SCHEMA)
 
 
+@pytest.mark.parametrize(("text", "content"), [("so</think>[]", SCHEMA), ("<think>so</think>[]", SCHEMA), ("so", None)])
+def test_a_format_is_enforced_after_reasoning_that_the_prompt_does_not_open(
+    text: str, content: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(PAST, "hermes", PAST["hermes"] + "{# <think> enable_thinking #}")
+    with serving("hermes") as (server, target), server.client as client:
+        target.script = SPELLED.split_longest(text.encode())
+        answer = client.chat.completions.create(model="toy", messages=CHAT, temperature=0, max_tokens=60, response_format=FORMAT)
+        message = answer.choices[0].message
+        assert message.reasoning_content.startswith("so") and (content is None) == (message.content == "")
+        jsonschema.validate(json.loads(message.content or "0"), content or True)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_channels_of_gpt_oss(stream: bool) -> None:
     def ask(text: str, **options: Any) -> tuple[str, str, str]:

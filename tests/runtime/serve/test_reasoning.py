@@ -57,6 +57,8 @@ def test_an_answer_that_ends_within_its_reasoning_has_reached_its_length(server:
             answer = client.chat.completions.create(**request, max_tokens=most, extra_body={"thinking_token_budget": budget, **ON})
             assert answer.choices[0].finish_reason == "length"
             assert answer.usage.prompt_tokens_details.cached_tokens <= answer.usage.prompt_tokens
+        least = client.chat.completions.create(**request, max_tokens=100, extra_body={"thinking_token_budget": 30, "min_tokens": 60})
+        assert least.usage.completion_tokens >= 60, "tokens of the reasoning count"
 
 
 def test_reasoning_can_be_switched_off_and_calls_follow_it(server: RunningServer) -> None:
@@ -71,9 +73,10 @@ def test_reasoning_can_be_switched_off_and_calls_follow_it(server: RunningServer
         assert called.finish_reason == "tool_calls" and called.message.reasoning_content
         unfinished = client.chat.completions.create(**request | {"max_tokens": 20}, extra_body=ON).choices[0]
         assert (unfinished.finish_reason, unfinished.message.content) == ("length", "") and unfinished.message.reasoning_content
-        with pytest.raises(openai.BadRequestError) as caught:
-            client.chat.completions.create(**request, reasoning_effort="none", extra_body={"thinking_token_budget": 5})
-        assert caught.value.param == "thinking_token_budget"
+        for refused in ({"reasoning_effort": "none", "thinking_token_budget": 5}, {"thinking_token_budget": 2**31 - 1}):
+            with pytest.raises(openai.BadRequestError) as caught:
+                client.chat.completions.create(**request, response_format=FORMAT, extra_body=refused)
+            assert caught.value.param == "thinking_token_budget"
 
 
 PIECES = st.lists(st.sampled_from(["a", "<", " ", "\n", "think>", "/think>", THINK_BEGIN, THINK_END]), max_size=10)

@@ -13,9 +13,10 @@ import signal
 import socket
 import threading
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -24,14 +25,16 @@ import pytest
 from prometheus_client import CONTENT_TYPE_LATEST
 from prometheus_client.parser import text_string_to_metric_families
 
-from stepgraph import Engine, Job, SamplingParams
+from stepgraph import Engine, FinishReason, Job, SamplingParams
 from stepgraph.runtime import cli
 from stepgraph.runtime.commands import terminal
 from stepgraph.runtime.models.toy import ToyTarget
+from stepgraph.runtime.request import StepEvent
 from stepgraph.runtime.request_queue import QueueFullError
 from stepgraph.runtime.serve.calls import FORMATS
 from stepgraph.runtime.serve.gate import Gate, Ticket
 from stepgraph.runtime.serve.http import Bounds
+from stepgraph.runtime.serve.serving import EngineServing
 from tests.helpers.adapters import save_adapter
 from tests.helpers.aio_runs import Gate as Steps
 from tests.helpers.command_models import model_folder, tiny_model
@@ -133,6 +136,21 @@ def test_completion_of_text_or_ids_ends_at_a_stop_text(server: RunningServer) ->
             offsets = [offset for choice in choices if choice.logprobs for offset in choice.logprobs.text_offset]
             assert offsets == list(itertools.accumulate(map(len, tokens[:-1]), initial=0))
     waited(lambda: server.count("cancelled") == before + 2, "the rest of a stopped text is decoded")
+
+
+def test_a_stop_text_ends_an_answer_whose_last_event_is_an_error(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stream(SimpleNamespace):
+        async def __aiter__(self) -> AsyncIterator[StepEvent]:
+            yield StepEvent(1, tuple(b"ab. c"), finish_reason=FinishReason.ERROR, error="no more tokens")
+
+    async def generate(*_: object, **__: object) -> Stream:
+        job = SimpleNamespace(finish_reason=FinishReason.ERROR, first_token_seconds=0.1, num_cached_tokens=0, rounds=3, constraint=None)
+        return Stream(job=job, cancel=lambda: None)
+
+    monkeypatch.setattr(EngineServing, "generate", generate)
+    with server.client as client:
+        choice = client.completions.create(model="toy", prompt="abc", stop=".").choices[0]
+    assert (choice.text, choice.finish_reason) == ("ab", "stop")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -238,6 +256,8 @@ REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ({"seed": -3}, "seed"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": 99999}, "max_tokens"),
+    ({"max_tokens": 5, "min_tokens": 9}, "min_tokens"),
+    ({"stop_token_ids": [*range(99)]}, "stop_token_ids"),
     ({"stop": ["a"] * 5}, "stop"),
     ({"stop": [""]}, "stop"),
     ({"logit_bias": {"x": 1}}, "logit_bias"),

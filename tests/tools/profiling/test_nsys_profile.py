@@ -274,6 +274,11 @@ def test_missing_data_is_named_in_the_report(tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "a.rounds.json").write_text(json.dumps(nsys_files.sidecar_document()))
     code, _, err = printed(capsys, tmp_path / "a.rounds.json")
     assert code == 2 and "goes with a profile of nsys and holds no times" in err
+    (tmp_path / "report.json").write_text('{"document": "stepgraph profile"}')
+    damaged = nsys_files.rounds(tmp_path / "damaged.sqlite")
+    damaged.write_bytes(damaged.read_bytes()[:8192].ljust(damaged.stat().st_size, b"Z"))
+    for path in (tmp_path / "report.json", damaged):
+        assert printed(capsys, path)[:2] == (2, "")
 
 
 def test_torch_trace_gets_stages_and_host_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,7 +53,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write(path: Path, *lines: object) -> Path:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
     return path
 
 
@@ -62,7 +62,7 @@ def spelled(text: str) -> list[int]:
 
 
 def test_texts_of_every_kind(target: Path, tmp_path: Path) -> None:
-    ids = {"token_ids": [5, 6, 7, 8], "prompt_length": 2}
+    ids = {"token_ids": [5, 6, 7, 8], "prompt_length": 2, "note": "a\u2028b"}
     question, will_answer = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo!"}
     data = write(tmp_path / "data.jsonl", ids, {"text": "a b"}, {"messages": [question, will_answer]}, {"messages": [question]})
     prompt = [START, *spelled("user:hi"), STOP, START, *spelled("assistant:")]

@@ -13,6 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from stepgraph import Engine, EngineConfig
 from stepgraph.runtime.models.files import checkpoint
@@ -178,6 +180,11 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "odd head size": ({"head_dim": 15}, "head_dim: got 15, expected an even number"),
     "epsilon": ({"rms_norm_eps": -1}, "rms_norm_eps: got -1"),
     "rope_theta is NaN": ({"rope_parameters": {"rope_theta": float("nan"), "rope_type": "default"}}, "rope_theta: got nan"),
+    "two scalings": ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling: got .* beside rope_parameters, expected one"),
+    "rope_theta is 1": (
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1.0}},
+        "rope_theta: got 1.0, expected a number above 1",
+    ),
     "yarn": (
         {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
         "original_max_position_embeddings: got None, expected a whole number",
@@ -301,6 +308,38 @@ def test_random_config_values_raise_value_errors_only(family: str) -> None:
     assert [error for error in refused if not error.startswith("config.") or len(error) > 500] == []
 
 
+def stored_config(family: str) -> tuple[dict[str, Any], Any]:
+    """The fields of config.json, and the config class of `transformers`."""
+    return json.loads((folder_of(family) / "config.json").read_text(encoding="utf-8")), type(hf_model(family).config)
+
+
+@pytest.mark.parametrize(
+    ("family", "field"),
+    [
+        ("deepseek-v3", "routed_scaling_factor"),
+        ("mixtral", "rope_parameters"),
+        *((family, "rms_norm_eps") for family in ("phi-4-mini", "mixtral", "gpt-oss", "glm-4.5", "qwen3", "deepseek-v3")),
+    ],
+)
+def test_an_absent_field_has_the_default_of_transformers(family: str, field: str) -> None:
+    fields, kind = stored_config(family)
+    del fields[field]
+    assert read_config(fields) == read_config(fields | {field: getattr(kind(), field)})
+
+
+def test_longrope_fields_are_also_read_in_rope_parameters() -> None:
+    fields, kind = stored_config("phi-4-mini")
+    fields["rope_parameters"] |= {"original_max_position_embeddings": 200, "factor": 7.0}
+    config = read_config(fields)
+    assert config.max_positions == 200
+    assert config.rope.magnitude == pytest.approx(Phi3RotaryEmbedding(kind.from_dict(fields)).attention_scaling)
+
+
+def test_an_unknown_field_does_not_replace_the_head_size() -> None:
+    fields, _ = stored_config("qwen3, yarn")
+    assert read_config(fields | {"head_size": 64}) == read_config(fields)
+
+
 def test_links_to_files_are_followed(folder: Path, tmp_path: Path) -> None:
     """A downloaded folder often contains only links to files."""
     linked = tmp_path / "linked"
@@ -319,11 +358,16 @@ def test_code_and_pickles_in_a_folder_are_not_opened(folder: Path) -> None:
 
 def test_known_unused_tensors_are_accepted(tmp_path: Path) -> None:
     tied = shutil.copytree(folder_of("smollm2"), tmp_path / "tied")
-    before = logits_of(tied)
-    change_tensors(
-        tied, lambda t: t.update({"lm_head.weight": torch.zeros(160, 48), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})
-    )
+    before, rotary = logits_of(tied), {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    change_tensors(tied, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone(), **rotary}))
     assert torch.equal(logits_of(tied), before)
+
+
+def test_a_stored_head_that_differs_from_the_embedding_is_not_tied(folder: Path) -> None:
+    change_json(folder / "config.json", tie_word_embeddings=True)
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(TOKENS).logits
+    torch.testing.assert_close(logits_of(folder), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])

@@ -67,6 +67,13 @@ def test_gguf_logits_equal_the_source_model(tmp_path: Path, family: str, kind: s
     assert float((found - answer).abs().max() / answer.abs().max()) < 1e-4
 
 
+def test_gguf_without_a_number_of_key_heads_has_one_per_query_head(tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf", "llama-2", "llama")
+    before = logits_of(path)
+    path.write_bytes(path.read_bytes().replace(b"llama.attention.head_count_kv", b"llama.attention.head_cxunt_kv"))
+    assert torch.equal(logits_of(path), before)
+
+
 def test_gguf_with_scaled_frequencies_of_llama_3_equals_the_source_model(tmp_path: Path) -> None:
     """llama.cpp stores the divisors of the frequencies as a tensor."""
     model = hf_model("llama-3.1")
@@ -74,7 +81,8 @@ def test_gguf_with_scaled_frequencies_of_llama_3_equals_the_source_model(tmp_pat
     divisors = (base / model.model.rotary_emb.inv_freq).numpy()
     found = logits_of(write(tmp_path / "model.gguf", "llama-3.1", "llama", more={"rope_freqs.weight": divisors}))
     assert divisors.max() > 4 and float((found - expected("llama-3.1")).abs().max() / expected("llama-3.1").abs().max()) < 1e-4
-    for wrong, message in ((divisors[:3], "expected 8 numbers above 0"), (-divisors, r"got \[-1.0.*expected 8 numbers above 0")):
+    integers = (divisors.astype(np.int32), "got tensor type I32, expected F32")
+    for wrong, message in (integers, (divisors[:3], "expected 8 numbers above 0"), (-divisors, r"got \[-1.0.*expected 8 numbers above 0")):
         with pytest.raises(ValueError, match=f"rope_freqs.weight: .*{message}"):
             open_checkpoint(write(tmp_path / "model.gguf", "llama-3.1", "llama", more={"rope_freqs.weight": wrong}))
 
@@ -330,15 +338,17 @@ def test_wrong_tensor_tables_are_refused(tmp_path: Path, table: bytes, message: 
         ("gemma", None, "general.architecture: got 'gemma', expected one of llama, qwen2, qwen3"),
         (["llama"], None, r"general.architecture: got \['llama'\], expected one of llama, qwen2, qwen3"),
         ("llama", ("llama.rope.scaling.type", "yarn"), "llama.rope.scaling.type: got 'yarn', expected none"),
+        ("llama", ("llama.rope.scaling.factor", 4.0), "llama.rope.scaling.factor: got 4.0, expected 1"),
+        ("llama", ("llama.rope.scale_linear", 2.0), "llama.rope.scale_linear: got 2.0, expected 1"),
     ],
 )
-def test_unsupported_gguf_models_are_refused(tmp_path: Path, kind: Any, entry: tuple[str, str] | None, message: str) -> None:
+def test_unsupported_gguf_models_are_refused(tmp_path: Path, kind: Any, entry: tuple[str, Any] | None, message: str) -> None:
     writer = gguf.GGUFWriter(tmp_path / "other.gguf", kind if isinstance(kind, str) else "")
     if not isinstance(kind, str):
         writer.kv_data[0].clear()
         writer.add_array("general.architecture", kind)
     if entry:
-        writer.add_string(*entry)
+        (writer.add_string if isinstance(entry[1], str) else writer.add_float32)(*entry)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

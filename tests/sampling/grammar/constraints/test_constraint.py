@@ -25,6 +25,7 @@ VALID: list[tuple[Any, list[Any], list[Any]]] = [
     ({"type": "number", "exclusiveMaximum": 3.25}, [3, 3.125, -7], [3.25, 4]),
     ({"type": "string", "minLength": 2, "maxLength": 3}, ["ab", "abc"], ["a", "abcd"]),
     ({"type": "string", "pattern": "^[a-c]+$|^[^a]$"}, ["abc", "x"], ["ad", ""]),
+    ({"type": "string", "pattern": "^" + "ab" * 400 + "$"}, ["ab" * 400], ["ab" * 399]),
     ({"type": "string", "format": "date"}, ["2024-02-29"], ["today"]),
     ({"type": ["string", "null"]}, ["a", None], [1]),
     ({"enum": ["a", 1, None], "description": "one of three"}, ["a", 1, None], ["b", 2]),

@@ -131,6 +131,8 @@ def test_operations_on_random_patterns_are_those_on_sets(left: str, right: str) 
         ("^*", "no repetition of an anchor"),
         ("[a", "end of a class"),
         (r"\p{Nonsense}", "property"),
+        (r"\p{Script=Latin}", "property other than 'Script=Latin'"),
+        ("(" * 500 + ")" * 500, "too many groups"),
         (r"(?:a(?=b))*c", "repeats a look-ahead"),
         (r"\ud800", "surrogate"),
     ],

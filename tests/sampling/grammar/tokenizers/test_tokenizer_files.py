@@ -159,6 +159,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"decoder": {"type": "BPEDecoder", "suffix": "</w>"}}, "decoder: got 'BPEDecoder'"),
     ({"decoder": {"type": "CTC"}}, "decoder: got 'CTC'"),
     ({"decoder": {"type": "Sequence", "decoders": [{"type": "Fuse"}, {"type": "ByteFallback"}]}}, "decoder: got 'ByteFallback'"),
+    *(
+        ({"decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, step]}}, f"decoder: got '{step['type']}'")
+        for step in ({"type": "Replace", "pattern": {"String": "a"}, "content": "b"}, {"type": "Metaspace"})
+    ),
     ({"decoder": {"type": "Sequence", "decoders": [{"type": "Strip"}, {"type": "Fuse"}]}}, "decoder: got 'Strip'"),
     ({"decoder": {"type": "Sequence", "decoders": [{"type": "Fuse"}, {"type": "ByteLevel"}]}}, "decoder: got 'ByteLevel'"),
     ({"decoder": {"type": "Sequence", "decoders": [{"type": "ByteLevel"}, {"type": []}]}}, r"got 'ByteLevel' in \['ByteLevel', \[\]\]"),
