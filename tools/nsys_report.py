@@ -52,7 +52,8 @@ def main(arguments: list[str] | None = None) -> int:
             raise ValueError(f"--png: got {options.files[0]}, expected the profile: a report has no times to draw")
         text = json.dumps(report, indent=2) if options.json else tables.text(report)
     except (ValueError, RuntimeError, OSError, LookupError, sqlite3.Error) as error:
-        print(f"nsys_report: {error}", file=sys.stderr)
+        where = f"{options.files[0]}: incomplete or damaged: " if isinstance(error, (LookupError, sqlite3.Error)) else ""
+        print(f"nsys_report: {where}{error}", file=sys.stderr)
         return BAD_INPUT
     print(text)
     return 0

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from stepgraph import Constraint, Engine, EngineConfig, LogitsProcessor, ProcessorInput, SamplingParams
-from stepgraph.graphs.errors import CaptureError
+from stepgraph.graphs.errors import CaptureError, StepError
 from stepgraph.sampling.params import GREEDY
 from tests.helpers.toy_engines import CONSTRAINTS, TARGET, VOCABULARY, Setup, make_engine, plain
 
@@ -115,18 +115,7 @@ def synchronises(logits: Tensor, given: ProcessorInput) -> Tensor:
     return logits
 
 
-def needs_drafts(logits: Tensor, given: ProcessorInput) -> Tensor:
-    return logits - given.tokens[:, 1:].amax(1)[:, None, None]
-
-
-@pytest.mark.parametrize(
-    ("function", "line"),
-    [
-        (branches, "if given.generated[0] > 3"),
-        (synchronises, "given.arguments[0, 0].item()"),
-        (needs_drafts, "given.tokens[:, 1:].amax(1)"),  # in a round without drafts
-    ],
-)
+@pytest.mark.parametrize(("function", "line"), [(branches, "if given.generated[0] > 3"), (synchronises, "given.arguments[0, 0].item()")])
 def test_a_function_that_cannot_be_recorded_is_refused_with_rule_file_and_line(function: Any, line: str) -> None:
     with pytest.raises(CaptureError) as refused:
         make_engine(BASE, logits_processors=(LogitsProcessor("wrong", function, 1),))
@@ -151,6 +140,12 @@ def test_a_wrong_result_is_refused() -> None:
     for function, got in ((lambda logits, given: logits[:, :1, :5], "torch.float32"), (lambda logits, given: None, "NoneType")):
         with pytest.raises(ValueError, match=rf"LogitsProcessor 'wrong': returned {got}.*, expected torch.float32 \("):
             make_engine(BASE, logits_processors=(LogitsProcessor("wrong", function),))  # type: ignore[arg-type]
+
+
+def test_a_function_that_fails_without_drafts_is_refused() -> None:
+    needs_drafts = LogitsProcessor("wrong", lambda logits, given: logits - given.tokens[:, 1:].amax(1)[:, None, None])
+    with pytest.raises(StepError, match=r"LogitsProcessor 'wrong': the step raised IndexError"):
+        make_engine(BASE, logits_processors=(needs_drafts,))
 
 
 def test_a_result_that_is_not_finite_ends_its_own_request_only() -> None:

@@ -146,7 +146,7 @@ def test_trained_heads_draft_the_same_after_a_reused_prefix(head: str) -> None:
                 kept = torch.arange(len(job.prompt_ids) + len(job.tokens) - 1 - K)
                 slots = engine.buffers.row_block_tables[0, kept // PAGE] * PAGE + kept % PAGE
                 entries[-1].append(engine.buffers.draft_keys[:, slots].clone())
-            assert watch.writes > 0 and (engine.stats().reused_tokens >= 20) == reuse
+            assert watch.writes > 0 and (engine.stats().reused_tokens >= 16) == reuse
     assert drafts[0] == drafts[1] and len({tuple(chain) for chain in drafts[0]}) > 3
     assert all(torch.equal(*pair) for pair in zip(*entries, strict=True)) and len(entries[0]) == 5
 

@@ -164,6 +164,8 @@ def test_gguf_tokenizer_agrees_with_the_folder(tmp_path: Path) -> None:
     assert {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")} == read
     assert TextCodec.open(tokenizer_gguf(path, "gpt-2", add_add_bos_token=True)).encode("a")[0] == 1
     assert TextCodec.open(tokenizer_gguf(path, "llama-bpe")).encode("a")[0] == 1, "the default of the family if the file has no setting"
+    outside = tokenizer_gguf(path, "gpt-2", add_add_bos_token=True, add_bos_token_id=9999)
+    assert TextCodec.open(outside).encode("a") == codec.encode("a"), "a begin token outside the table"
 
 
 @pytest.mark.parametrize(
@@ -212,10 +214,13 @@ def test_missing_files_and_packages_are_named(tmp_path: Path, monkeypatch: pytes
         TextCodec.open(folder_of(tmp_path))
 
 
-@pytest.mark.parametrize("fields", [{"add_token_list": [1, 2]}, {"add_token_list": []}, {"add_array": "tokenizer.ggml.tokens"}])
-def test_malformed_gguf_tokens_are_refused(tmp_path: Path, fields: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"made.gguf: .*tokens"):
-        TextCodec.open(tokenizer_gguf(tmp_path / "made.gguf", "gpt-2", **fields))
+def test_malformed_gguf_tokens_are_refused(tmp_path: Path) -> None:
+    def add_tokens(writer: gguf.GGUFWriter) -> None:
+        add_byte_level(writer)
+        writer.add_uint32("tokenizer.ggml.tokens", 5)
+
+    with pytest.raises(ValueError, match=r"made.gguf: tokenizer.ggml: got .*, expected .* with tokens and their types"):
+        TextCodec.open(write_gguf(tmp_path / "made.gguf", "llama", add_tokens))
 
 
 def test_other_gguf_tokenizers_are_read_by_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

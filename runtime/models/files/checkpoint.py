@@ -13,8 +13,8 @@ from torch import nn
 
 from stepgraph.graphs.layers.quantised import KINDS, TILE, QuantKind, count_weights
 from stepgraph.graphs.limits import Limits
-from stepgraph.runtime.models.files.config_fields import DTYPES, MTP_COUNT, count_field, read_config
-from stepgraph.runtime.models.files.draft_layouts import mtp_layers
+from stepgraph.runtime.models.files.config_fields import DTYPES, read_config
+from stepgraph.runtime.models.files.draft_layouts import count_mtp_modules
 from stepgraph.runtime.models.files.gguf import GgufSource
 from stepgraph.runtime.models.files.quantised_folder import quantised_source, without_scheme
 from stepgraph.runtime.models.files.weights import FLOATS, SafetensorsSource, Source, StoredModel, llama_slices, read_json
@@ -100,9 +100,11 @@ def open_checkpoint(path: str | Path, dtype: torch.dtype | None = None, weights:
         config = read_config(without_scheme(fields))
         source = quantised_source(SafetensorsSource(path), fields)
         head, embedding = "lm_head.weight", "model.embed_tokens.weight"
-        if config.tied and {head, embedding} <= source.tensors.keys() and not torch.equal(source.read(head), source.read(embedding)):
-            config = replace(config, tied=False)  # as in transformers
-        mtp_modules = count_field(fields, MTP_COUNT, 64, least=0, default=0) if mtp_layers(source) else 0
+        stored = source.tensors
+        if config.tied and {head, embedding} <= stored.keys():
+            same = stored[head] == stored[embedding] and torch.equal(source.read(head), source.read(embedding))
+            config = replace(config, tied=same)  # as in transformers
+        mtp_modules = count_mtp_modules(fields, source, config.num_layers)
         table = read_folder(path, fields, config.vocab_size)
     else:
         raise ValueError(f"path: got {str(path)!r}, expected a local folder with a config.json, or a .gguf file; nothing is downloaded")

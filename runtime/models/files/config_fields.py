@@ -109,7 +109,7 @@ def read_config(config: Mapping[str, Any]) -> LlamaConfig:
     rope, local_rope = _ropes(config, architecture, head_size if latent is None else latent.rotated_size)
     # Beyond the original length, longrope uses other divisors, which would change the cache entries of all tokens before.
     longrope = architecture == PHI and rope.divisors
-    limits = {**config, **(config.get("rope_parameters") or config.get("rope_scaling") or {})} if longrope else config
+    limits = _with_rope_fields(config) if longrope else config
     positions = count_field(limits, _ORIGINAL_LENGTH if longrope else "max_position_embeddings", 1 << 30, default=1 << 20)
     scale = number_field(config, "query_pre_attn_scalar", 0.0, 1e6, default=256.0) ** -0.5 if gemma else None
     if latent is not None:
@@ -281,10 +281,17 @@ def _ropes(config: Mapping[str, Any], architecture: str, head_size: int) -> tupl
     if architecture in (PHI, GLM) and isinstance(fields, Mapping):
         if architecture == GLM:
             require_off(fields, {"rope_type": "default", "type": "default"})
-        return _partial_rope({"partial_rotary_factor": 1.0 if architecture == PHI else 0.5, **config, **fields}, head_size), None
+        share = 1.0 if architecture == PHI else 0.5
+        return _partial_rope({"partial_rotary_factor": share, **_with_rope_fields(config)}, head_size), None
     require_off(config, {"partial_rotary_factor": 1})
     theta = 150_000.0 if architecture == GPT_OSS else theta
     return _rope({**config, "head_size": head_size}, fields, theta), local
+
+
+def _with_rope_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `rope_parameters` take precedence, except for the original length, as in transformers."""
+    original = {} if config.get(_ORIGINAL_LENGTH) is None else {_ORIGINAL_LENGTH: config[_ORIGINAL_LENGTH]}
+    return {**config, **(config.get("rope_parameters") or config.get("rope_scaling") or {}), **original}
 
 
 def _rope(config: Mapping[str, Any], fields: Any, default_theta: float) -> RopeConfig:

@@ -132,7 +132,7 @@ def open_draft(draft: str | Path, target: Target, dtype: torch.dtype | None = No
     """
     if draft == OWN_MTP:
         if not target.mtp_modules:
-            why = f"{target.path} has no {MTP_COUNT}"
+            why = f"{target.path} has no {MTP_COUNT}, or none of their tensors"
             raise ValueError(f"draft: got {OWN_MTP!r}, expected a target with MTP modules; {why}")
         if isinstance(target, TransformersCheckpoint):
             return open_transformers_mtp(target.path, target)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from stepgraph.runtime.models.files.config_fields import count_field, flag_field, read_config, require_off
+from stepgraph.runtime.models.files.config_fields import MTP_COUNT, count_field, flag_field, read_config, require_off
 from stepgraph.runtime.models.files.weights import Slices, Source, layer_slices, whole_slices
 from stepgraph.runtime.models.llama_config import Eagle3Config, LlamaConfig
 from stepgraph.sampling.fields import is_int
@@ -145,6 +145,12 @@ def mtp_slices(config: LlamaConfig, first: int) -> Slices:
         found |= whole_slices({f"{name}.weight": parameter for name, parameter in whole.items()}, stored, module)
         found |= layer_slices(config, stored, f"{module}layer.", config.experts_of(index))
     return found
+
+
+def count_mtp_modules(config: Mapping[str, Any], source: Source, num_layers: int) -> int:
+    """As in the config of a model with modules after its last layer; 0 if the file has no such layer."""
+    count = count_field(config, MTP_COUNT, 64, least=0, default=0)
+    return count if any(name.startswith(f"model.layers.{num_layers}.") for name in source.tensors) else 0
 
 
 def mtp_layers(source: Source) -> list[int]:

@@ -18,8 +18,8 @@ import torch
 
 from stepgraph.graphs.limits import Limits
 from stepgraph.runtime.models.files.checkpoint import DEQUANTISED, Checkpoint, MemoryNeed, memory_need, open_checkpoint
-from stepgraph.runtime.models.files.config_fields import DTYPES, MTP_COUNT, UnsupportedConfigError, count_field
-from stepgraph.runtime.models.files.draft_layouts import MAX_DRAFTS, mtp_layers
+from stepgraph.runtime.models.files.config_fields import DTYPES, UnsupportedConfigError
+from stepgraph.runtime.models.files.draft_layouts import MAX_DRAFTS, count_mtp_modules, mtp_layers
 from stepgraph.runtime.models.files.weights import SafetensorsSource, check_stored, read_finite, read_json, require_finite
 from stepgraph.runtime.models.mtp import TransformersMtp
 from stepgraph.sampling.fields import check_value, checked_path, clip_error, clip_repr, error_summary, one_of
@@ -124,7 +124,7 @@ def open_transformers(path: Path, dtype: torch.dtype | None = None) -> Transform
         raise ValueError(f"{path}: config.dtype: got {clip_repr(dtype)}, expected one of {', '.join(DTYPES)}")
     meta_model, sizes = _outline(path, kind, config, dtype)
     vocabulary = Vocabulary.from_table(read_folder(path, fields, sizes.vocab_size))
-    mtp_modules = count_field(fields, MTP_COUNT, 64, least=0, default=0) if mtp_layers(source) else 0
+    mtp_modules = count_mtp_modules(fields, source, sizes.num_layers)
     return TransformersCheckpoint(path, sizes, vocabulary, meta_model, mtp_modules)
 
 

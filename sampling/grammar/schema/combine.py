@@ -30,12 +30,13 @@ def meet(left: Form, right: Form, simplify: Simplify, where: str) -> Form:
         if items > MAX_ALTERNATIVES:
             reject(where, "schema", f"has {items} combinations of alternatives, expected at most {MAX_ALTERNATIVES}")
     numbers = dict.fromkeys(one.meet(other) for one, other in product(left.numbers, right.numbers))
-    arrays = _meet_pairs(left.arrays, right.arrays, lambda one, other: meet_arrays(one, other, simplify), lambda *_: False)
+    arrays = _meet_pairs(left.arrays, right.arrays, lambda one, other: meet_arrays(one, other, simplify), _describes_more_items)
     objects = _meet_pairs(
         left.objects,
         right.objects,
         lambda one, other: meet_objects(one, other, simplify),
-        lambda one, other: one.closable and other.closable,  # a closed object has the properties of both
+        # a closed object has the properties of both
+        lambda one, other: (one.closable and other.closable) or either(one.evaluated, other.evaluated) is not other.evaluated,
     )
     return Form(
         left.null and right.null,
@@ -61,7 +62,7 @@ def _meet_pairs(
             common = meet_pair(one, other)
             if common is None:
                 continue
-            if common == one and not any(is_kept(one, another) for another in right):
+            if common == one and not any(is_kept(another, one) for another in right):
                 row = [one]
                 break
             row.append(common)
@@ -73,6 +74,10 @@ def _meet_pairs(
                 intersections_inside.setdefault(other, []).append(common)
         found.update(dict.fromkeys(row))
     return tuple(found)
+
+
+def _describes_more_items(one: Array, other: Array) -> bool:
+    return other.evaluated is not None and (one.evaluated is None or one.evaluated > other.evaluated)
 
 
 def meet_arrays(left: Array, right: Array, simplify: Simplify) -> Array | None:

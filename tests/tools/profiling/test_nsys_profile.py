@@ -278,7 +278,8 @@ def test_missing_data_is_named_in_the_report(tmp_path: Path, capsys: pytest.Capt
     damaged = nsys_files.rounds(tmp_path / "damaged.sqlite")
     damaged.write_bytes(damaged.read_bytes()[:8192].ljust(damaged.stat().st_size, b"Z"))
     for path in (tmp_path / "report.json", damaged):
-        assert printed(capsys, path)[:2] == (2, "")
+        code, out, err = printed(capsys, path)
+        assert (code, out) == (2, "") and err.startswith(f"nsys_report: {path}: incomplete or damaged: ")
 
 
 def test_torch_trace_gets_stages_and_host_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
