@@ -80,7 +80,7 @@ def _arithmetic(name: str, values: Mapping[str, Any], target: Tensor) -> Run | N
     integers = target.dtype is torch.bool if name in _COMPARISONS else target.dtype is not torch.bool or name.startswith("bitwise")
     if name not in _COMPARISONS | _ARITHMETIC or not integers or values.get("alpha", 1) != 1:
         return None
-    if not (other.bit_length() < 32 if isinstance(other, int) else isinstance(other, Tensor) and other.dtype in _INTEGERS):
+    if not isinstance(other, (int, Tensor)) or (other.bit_length() > 31 if isinstance(other, int) else other.dtype not in _INTEGERS):
         return None
     # The calls compute in int64. torch may compute in a narrower type: numbers and tensors without dimensions do not promote others.
     has_wide, common = torch.int64 in (target.dtype, first.dtype, getattr(other, "dtype", None)), torch.result_type(first, other)

@@ -185,11 +185,12 @@ class Document:
         fragment = unquote(fragment)  # before it is divided: RFC 6901
         if start is None or (fragment and not fragment.startswith("/")):
             return None
-        value, where = self.node(start).schema, start
+        value: Any = self.node(start).schema
+        where = start
         for step in fragment.split("/")[1:]:
             name = step.replace("~1", "/").replace("~0", "~")
             try:
-                value = value[int(name) if re.fullmatch("0|[1-9][0-9]*", name) else ""] if isinstance(value, list) else value[name]
+                value = _child_at(value, step)
             except (KeyError, IndexError, ValueError, TypeError):
                 return None
             where = pointer(where, name)
@@ -364,6 +365,8 @@ def value_at(schema: Any, where: str) -> Any:
 
 
 def _child_at(value: Any, step: str) -> Any:
+    if isinstance(value, list) and not re.fullmatch("0|[1-9][0-9]*", step):
+        raise IndexError(f"{step!r} is no index of a JSON pointer")
     return value[int(step)] if isinstance(value, list) else value[step.replace("~1", "/").replace("~0", "~")]
 
 

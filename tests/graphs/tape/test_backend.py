@@ -244,7 +244,11 @@ def test_check_twice_with_contents_that_an_operation_rejects() -> None:
 
 def test_check_twice_with_a_buffer_of_float8() -> None:
     b = StaticBuffers([BufferSpec("x", (4,), torch.float8_e4m3fn, fill=2), BufferSpec("y", (4,), torch.float32)])
-    capture(lambda b: b.y.copy_(b.x), b, backend="tape", check="twice").replay()
+
+    def step(b: StaticBuffers) -> None:
+        b.y.copy_(b.x)
+
+    capture(step, b, backend="tape", check="twice").replay()
     assert b.y.tolist() == [2.0] * 4
 
 
@@ -252,7 +256,11 @@ def test_weights_made_in_inference_mode() -> None:
     with torch.inference_mode():
         model = torch.nn.Linear(3, 3)
     b = StaticBuffers([BufferSpec("x", (4, 3), torch.float32, fill=2)], constants={"model": model})
-    capture(lambda b: b.x.copy_(b.x.bfloat16() @ model.weight.to(torch.bfloat16).T), b, backend="tape").replay()
+
+    def step(b: StaticBuffers) -> None:
+        b.x.copy_(b.x.bfloat16() @ model.weight.to(torch.bfloat16).T)
+
+    capture(step, b, backend="tape").replay()
     assert torch.equal(b.x, (torch.full((4, 3), 2.0).bfloat16() @ model.weight.bfloat16().T).float())
 
 
