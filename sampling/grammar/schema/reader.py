@@ -365,9 +365,9 @@ def value_at(schema: Any, where: str) -> Any:
 
 
 def _child_at(value: Any, step: str) -> Any:
-    if isinstance(value, list) and not re.fullmatch("0|[1-9][0-9]*", step):
-        raise IndexError(f"{step!r} is no index of a JSON pointer")
-    return value[int(step)] if isinstance(value, list) else value[step.replace("~1", "/").replace("~0", "~")]
+    if isinstance(value, list):  # an IndexError for other spellings of a number
+        return value[int(step) if re.fullmatch("0|[1-9][0-9]*", step) else len(value)]
+    return value[step.replace("~1", "/").replace("~0", "~")]
 
 
 def parse_json(text: str) -> Any:
