@@ -110,7 +110,8 @@ class LockstepScheduler(Scheduler):
             waiting = list(self._queue.waiting)
         submitted = [queued for queued in waiting if queued.job.id not in self._published]
         known = [job_id for job_id in cancelled if job_id in self._published]
-        ready = [queued for queued in waiting if queued.ready and queued.job.id not in self._admissible | self._queue.cancelled.keys()]
+        decided, requested = self._admissible, self._queue.cancelled  # by other threads; `cancel` comes before `ready`
+        ready = [queued for queued in waiting if queued.ready and queued.job.id not in decided and queued.job.id not in requested]
         self._published.update(queued.job.id for queued in submitted)
         self._admissible.update(queued.job.id for queued in ready)
         self._ranks.publish(

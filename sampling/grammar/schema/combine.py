@@ -22,21 +22,28 @@ Item = TypeVar("Item")
 Simplify = Callable[[Expr], Expr]
 
 
-def meet(left: Form, right: Form, simplify: Simplify, where: str) -> Form:
+def meet(left: Form, right: Form, simplify: Simplify, where: str, for_unevaluated: bool = False) -> Form:
     """The values that are in both forms; UnsupportedError if that takes too many alternatives."""
     if left == ANY_VALUE or right == ANY_VALUE:
         return left if right == ANY_VALUE else right
     for items in (len(left.arrays) * len(right.arrays), len(left.objects) * len(right.objects)):
         if items > MAX_ALTERNATIVES:
             reject(where, "schema", f"has {items} combinations of alternatives, expected at most {MAX_ALTERNATIVES}")
+
+    def more_items(one: Array, other: Array) -> bool:
+        more = other.evaluated is not None and (one.evaluated is None or one.evaluated > other.evaluated)
+        return for_unevaluated and (more or not {*one.contains} <= {*other.contains})
+
+    def more_names(one: Object, other: Object) -> bool:
+        return for_unevaluated and either(one.evaluated, other.evaluated) is not other.evaluated
+
     numbers = dict.fromkeys(one.meet(other) for one, other in product(left.numbers, right.numbers))
-    arrays = _meet_pairs(left.arrays, right.arrays, lambda one, other: meet_arrays(one, other, simplify), _describes_more_items)
+    arrays = _meet_pairs(left.arrays, right.arrays, lambda one, other: meet_arrays(one, other, simplify), more_items)
     objects = _meet_pairs(
         left.objects,
         right.objects,
         lambda one, other: meet_objects(one, other, simplify),
-        # a closed object has the properties of both
-        lambda one, other: (one.closable and other.closable) or either(one.evaluated, other.evaluated) is not other.evaluated,
+        lambda one, other: (one.closable and other.closable) or more_names(one, other),  # a closed object has the properties of both
     )
     return Form(
         left.null and right.null,
@@ -74,10 +81,6 @@ def _meet_pairs(
                 intersections_inside.setdefault(other, []).append(common)
         found.update(dict.fromkeys(row))
     return tuple(found)
-
-
-def _describes_more_items(one: Array, other: Array) -> bool:
-    return other.evaluated is not None and (one.evaluated is None or one.evaluated > other.evaluated)
 
 
 def meet_arrays(left: Array, right: Array, simplify: Simplify) -> Array | None:

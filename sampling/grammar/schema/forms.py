@@ -159,8 +159,8 @@ def of_one_type(form: Form) -> Form:
     return found if len(others) == len(fields(Form)) - 1 and found != NO_VALUE else form
 
 
-def join(*forms: Form) -> Form:
-    """The values of any of the forms."""
+def join(*forms: Form, for_unevaluated: bool = False) -> Form:
+    """The values of any of the forms. for_unevaluated: with alternatives that only describe more of a value than others."""
     found = NO_VALUE
     for form in forms:
         found = Form(
@@ -168,8 +168,10 @@ def join(*forms: Form) -> Form:
             found.booleans | form.booleans,
             _absorbed((*found.numbers, *form.numbers), Numbers()),
             found.strings.join(form.strings),
-            _absorbed((*found.arrays, *form.arrays), Array(), lambda item: item.evaluated != 0),
-            _absorbed((*found.objects, *form.objects), Object(), lambda item: item.closable or item.evaluated is not NOTHING),
+            _absorbed((*found.arrays, *form.arrays), Array(), lambda one: for_unevaluated and (one.evaluated != 0 or bool(one.contains))),
+            _absorbed(
+                (*found.objects, *form.objects), Object(), lambda one: one.closable or (for_unevaluated and one.evaluated is not NOTHING)
+            ),
         )
     return found
 

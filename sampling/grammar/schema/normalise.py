@@ -118,7 +118,7 @@ class Normaliser:
         self._num_pairs += len(left.arrays) * len(right.arrays) + len(left.objects) * len(right.objects)
         if self._num_pairs > MAX_PAIRS:
             reject(where, "schema", f"takes more than {MAX_PAIRS} intersections of alternatives; write fewer alternatives")
-        return meet(left, right, self.simplify, where)
+        return meet(left, right, self.simplify, where, self.document.has_unevaluated)
 
     def _meet_all(self, forms: list[Form], at: str, part: Expr = ()) -> Form:
         """The intersection of the forms at a place, or of the literals of an expression. Contradictions are recorded."""
@@ -166,7 +166,8 @@ class Normaliser:
 
     def _any_of(self, parts: list[Expr], num_conflicts: int | None = None) -> Form:
         """The union of these expressions. If it has values, the contradictions that were found in single expressions are dropped."""
-        num_conflicts, found = len(self.conflicts) if num_conflicts is None else num_conflicts, join(*map(self.form, parts))
+        num_conflicts = len(self.conflicts) if num_conflicts is None else num_conflicts
+        found = join(*map(self.form, parts), for_unevaluated=self.document.has_unevaluated)
         if not found.is_nothing:
             del self.conflicts[num_conflicts:]
         return found

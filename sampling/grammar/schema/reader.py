@@ -82,6 +82,7 @@ class Document:
         self.draft = DRAFTS[found[1]] if found else 0  # 0: $schema names no draft, so every spelling is read
         self._bases = {"#": ""}
         self._dynamic_anchors = Counter[str]()
+        self.has_unevaluated = False  # whether unevaluatedItems or unevaluatedProperties is anywhere in it
         self._index(self.root, "#", "", 0)
 
     def _index(self, value: Any, where: str, base: str, depth: int) -> None:
@@ -99,6 +100,7 @@ class Document:
 
     def _register(self, value: dict[str, Any], where: str, base: str) -> str:
         """Record the identifiers and anchors of a schema. Returns the base URI of references inside it."""
+        self.has_unevaluated |= not {"unevaluatedItems", "unevaluatedProperties"}.isdisjoint(value)
         for name in ("$id", "id"):
             identifier = value.get(name)
             if not isinstance(identifier, str) or (name == "id" and self.draft not in (0, 3, 4)):

@@ -109,7 +109,7 @@ def test_calls_over_http(name: str) -> None:
             jsonschema.validate(json.loads(arguments), SCHEMA)
 
 
-@pytest.mark.parametrize(("text", "content"), [("so</think>[]", SCHEMA), ("<think>so</think>[]", SCHEMA), ("so", None)])
+@pytest.mark.parametrize(("text", "content"), [("so</think>[]", SCHEMA), ("so", None)])
 def test_a_format_is_enforced_after_reasoning_that_the_prompt_does_not_open(
     text: str, content: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
