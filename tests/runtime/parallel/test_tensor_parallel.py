@@ -526,10 +526,11 @@ def require_error_in_time(engine: Engine, jobs: list[Job], fail: Callable[[], ob
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_rank_lost_at_any_step_ends_all_jobs_in_time(size: int, how: signal.Signals) -> None:
+    sampling = SamplingParams(temperature=1.0, ignore_eos=True)
     for seed in range(4):
         rng = random.Random(seed)
         with open_engine(model_folder(), "ngram", size, round_timeout_seconds=SECONDS) as engine:
-            jobs = [engine.submit([1 + seed, 2, 3], max_new_tokens=60, sampling=SamplingParams(temperature=1.0)) for _ in range(2)]
+            jobs = [engine.submit([1 + seed, 2, 3], max_new_tokens=60, sampling=sampling) for _ in range(2)]
             for _ in range(rng.randrange(8)):
                 engine.step()
             lose(engine, jobs, how, rng.randrange(size - 1))
@@ -554,7 +555,7 @@ def test_a_rank_killed_at_any_time_of_the_start_is_an_error(delay: float) -> Non
 
     killing = threading.Thread(target=kill)
     killing.start()
-    with pytest.raises(RankError):
+    with pytest.raises(RuntimeError):  # a RankError, or from the capture on the error of a step
         work()
     killing.join()
     assert not children()
