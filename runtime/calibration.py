@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
 
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend
@@ -32,20 +34,21 @@ class Calibration:
 
     def measure_all(self) -> None:
         """Measure unconstrained greedy rounds of every draft length, after the capture."""
-        costs, key_for = self._chooser.costs, self._graphs.key_for
+        costs, key_for, buckets = self._chooser.costs, self._graphs.key_for, self._graphs.buckets
+        measured = sorted({buckets[0], buckets[-1]})
         if self._catch_up:
-            costs.catch_up_seconds.update(self._by_rows(self._catch_up_seconds))
-        for drafting in self._chooser.choices:
-            for rows, seconds in self._by_rows(lambda rows: self._time_round(key_for(rows, False, False, False, drafting))):  # noqa: B023
-                costs.calibrate(key_for(rows, False, False, False, drafting), seconds)
+            costs.catch_up_seconds.update(self._by_rows([self._catch_up_seconds(rows) for rows in measured]))
+        keys = [[key_for(rows, False, False, False, drafting) for rows in measured] for drafting in self._chooser.choices]
+        seconds = iter(self._round_seconds([key for of_drafting in keys for key in of_drafting]))
+        for of_drafting in keys:
+            for rows, cost in self._by_rows(list(itertools.islice(seconds, len(measured)))):
+                costs.calibrate(key_for(rows, False, False, False, of_drafting[0].drafting), cost)
 
-    def _by_rows(self, seconds_of: Callable[[int], float]) -> Iterator[tuple[int, float]]:
-        """Rows and seconds of every bucket: measured for the fewest and the most rows, interpolated linearly between them."""
-        fewest, *_, most = (*self._graphs.buckets, self._graphs.buckets[-1])
-        low = seconds_of(fewest)
-        high = low if most == fewest else seconds_of(most)
+    def _by_rows(self, seconds: Sequence[float]) -> Iterator[tuple[int, float]]:
+        """Rows and seconds of every bucket: linear between those of the fewest and of the most rows."""
+        fewest, most = self._graphs.buckets[0], self._graphs.buckets[-1]
         for rows in self._graphs.buckets:
-            yield rows, low + (high - low) * (rows - fewest) / max(1, most - fewest)
+            yield rows, seconds[0] + (seconds[-1] - seconds[0]) * (rows - fewest) / max(1, most - fewest)
 
     def measure(self, key: GraphKey) -> None:
         """Measure rounds of every draft length for batches like that of `key`, before its first use. Records their graphs."""
@@ -53,32 +56,36 @@ class Calibration:
             key = self._graphs.key_for(key.rows, False, False)
         if self._catch_up and key.rows not in self._chooser.costs.catch_up_seconds:
             self._chooser.costs.catch_up_seconds[key.rows] = self._catch_up_seconds(key.rows)
-        for each in map(key.with_drafting, self._chooser.choices):
-            self._chooser.costs.calibrate(each, self._time_round(each))
+        keys = [key.with_drafting(drafting) for drafting in self._chooser.choices]
+        for each, seconds in zip(keys, self._round_seconds(keys), strict=True):
+            self._chooser.costs.calibrate(each, seconds)
 
     def _catch_up_seconds(self, rows: int) -> float:
         assert self._catch_up is not None
         catch_up, plain = functools.partial(self._catch_up, rows), self._graphs.key_for(rows, False, False, False, PLAIN)
-        return self._min_seconds(lambda: self._backend.run(catch_up), lambda: self._replay(plain))  # which replaces the contents of caches
+        prepare = functools.partial(self._replay, plain)  # which replaces the contents of caches
+        return self._min_seconds([lambda: self._backend.run(catch_up)], prepare)[0]
 
-    def _time_round(self, key: GraphKey) -> float:
-        """The time of a round of inert rows."""
-        return self._min_seconds(lambda: self._replay(key))
+    def _round_seconds(self, keys: Sequence[GraphKey]) -> list[float]:
+        """The time of a round of inert rows, for each key."""
+        return self._min_seconds([functools.partial(self._replay, key) for key in keys])
 
     def _replay(self, key: GraphKey) -> None:
         self._graphs[key].replay(is_round=False)
         self._backend.run(lambda: self._buffers.round_counters[Counter.PUBLISHED :].sub_(1))
 
-    def _min_seconds(self, work: Callable[[], object], prepare: Callable[[], object] = lambda: None) -> float:
-        seconds, counts = list[float](), dict(vars(self._backend.stats))
+    def _min_seconds(self, works: Sequence[Callable[[], object]], prepare: Callable[[], object] = lambda: None) -> list[float]:
+        """By turns, since a machine that is busy for a while would otherwise make one choice seem slower than the others."""
+        seconds, counts = [math.inf] * len(works), dict(vars(self._backend.stats))
         for _ in range(REPLAYS_PER_MEASUREMENT):
-            self._backend.event().wait()
-            self._buffers.batch_rows_ring_host.fill_(self._dummy_row)  # every launched round has read its batch
-            prepare()
-            self._backend.event().wait()
-            begin = self._chooser.clock()
-            work()
-            self._backend.event().wait()
-            seconds.append(self._chooser.clock() - begin)
+            for index, work in enumerate(works):
+                self._backend.event().wait()
+                self._buffers.batch_rows_ring_host.fill_(self._dummy_row)  # every launched round has read its batch
+                prepare()
+                self._backend.event().wait()
+                begin = self._chooser.clock()
+                work()
+                self._backend.event().wait()
+                seconds[index] = min(seconds[index], self._chooser.clock() - begin)
         vars(self._backend.stats).update(counts)  # statistics do not count these rounds
-        return min(seconds)
+        return seconds

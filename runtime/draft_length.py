@@ -372,6 +372,8 @@ class DraftLengthChooser:
 
     def _batch_of(self, requests: tuple[ActiveRequest, ...], key: GraphKey) -> _Batch:
         """The batch of new requests or costs. Drops the acceptance of requests that left: they do not come back."""
+        if self._rows.keys().isdisjoint(requests):
+            self._skipped_tokens = 0  # those of requests that left
         self._rows = {request: self._rows.get(request) or (self._policy.row(request.constrained), PLAIN) for request in requests}
         if num_given := self.num_given_drafts:
             self._rows = {request: (row, Drafting(num_given(request))) for request, (row, _) in self._rows.items()}

@@ -113,7 +113,6 @@ class Bench:
             num_speculative_tokens=drafts,
             max_length=max_length,
             greedy_only=True,
-            buckets=(rows,),
             prefix_reuse=False,
             look_up=0 if wrong_drafts else look_up,
             forced_drafts=not wrong_drafts,
@@ -148,16 +147,9 @@ class Bench:
         ]
         while any(not job.tokens and not job.finished for job in jobs):  # prompts are not measured: they cost all variants the same
             engine.step()
-        constrained = [job for job, req in zip(jobs, requests, strict=True) if req.constraint is not None]
-        mixed = 0 < len(constrained) < len(jobs)
         tokens, begin = sum(len(job.tokens) for job in jobs), time.process_time()
-        for _ in engine.stream():
-            if mixed and all(job.finished for job in constrained):
-                break  # the rest is no mixed batch, and no waiting request fills the rows
-        seconds, tokens = time.process_time() - begin, sum(len(job.tokens) for job in jobs) - tokens
-        for job in jobs:
-            engine.cancel(job)
         collections.deque(engine.stream(), maxlen=0)
+        seconds, tokens = time.process_time() - begin, sum(len(job.tokens) for job in jobs) - tokens
         self.chooser.fixed_drafting = None
         wrong = [job.error for job in jobs if job.error]
         assert not wrong, wrong

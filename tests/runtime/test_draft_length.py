@@ -420,12 +420,15 @@ def test_rounds_after_prompts_and_skipped_tokens_measure_no_cost() -> None:
     engine, measured = make_engine(Setup(k=3, max_rows=1, buckets=(1,)), draft_length="auto"), list[tuple[bool, bool]]()
     chooser = engine._parts.draft_lengths
     assert chooser is not None
-    engine.submit([5, 6, 7], max_new_tokens=30, sampling=IGNORE_EOS)
-    for chooser.fixed_drafting in (PLAIN, PLAIN, Drafting(3), Drafting(3)):
+    draftings = PLAIN, PLAIN, Drafting(3), Drafting(3), PLAIN, Drafting(3)
+    jobs = [engine.submit([5, 6, 7], max_new_tokens=30, sampling=IGNORE_EOS) for _ in range(2)]
+    for index, chooser.fixed_drafting in enumerate(draftings):
+        if index == 5:  # the next request has no skipped tokens
+            engine.cancel(jobs[0])
         engine.step()
         launched = engine._in_flight.pending[-1]
         measured.append((math.isfinite(launched.launched_at), launched.caught_up))
-    assert measured == [(False, False), (True, False), (True, True), (True, False)]
+    assert measured == [(False, False), (True, False), (True, True), (True, False), (True, False), (False, False)]
     engine.close()
 
 
