@@ -107,7 +107,7 @@ def run_eager(step: Step, buffers: StaticBuffers, ranges: RangeFactory | None = 
     """Run a step once without recording it. Every replay must equal this bit for bit."""
     check_value("run_eager.step", step, _STEP)
     check_value("run_eager.buffers", buffers, instance_of(StaticBuffers, "StaticBuffers"))
-    synchronize = torch.cuda.synchronize if buffers.device.type == "cuda" else lambda: None
+    synchronize = torch.cuda.current_stream(buffers.device).synchronize if buffers.device.type == "cuda" else lambda: None
     with use_context(EagerContext(synchronize, ranges)):
         step(buffers)
 
@@ -122,6 +122,6 @@ class EagerStep:
         self._backend, self._step, self._buffers = backend, step, buffers
 
     def replay(self, *, until: Tensor | None = None, limit: int | None = None, is_round: bool = True) -> None:
-        if until is not None:
+        if until is not None or limit is not None:
             raise CaptureError("eager-in-loop", "a step that runs eagerly is launched by the host each time; replay it without until=")
         self._backend.run(lambda: run_eager(self._step, self._buffers, self._backend.ranges))

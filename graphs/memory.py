@@ -25,8 +25,9 @@ def check_memory(name: str, nbytes: int, device: torch.device, remedy: str = "")
 def available_bytes(device: torch.device) -> int | None:
     """Bytes that can be allocated on the device; None if unknown. On the CPU, within the limits of a container and of `ulimit -v`."""
     if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + unused
+        index = torch.empty(0, device=device).device.index
+        general = (each for each in torch.cuda.memory_snapshot() if (each["device"], each["segment_pool_id"]) == (index, (0, 0)))
+        return int(torch.cuda.mem_get_info(device)[0] + sum(each["total_size"] - each["allocated_size"] for each in general))
     if device.type != "cpu":
         return None
     free_bytes = [_read_table(_MEMINFO).get("MemAvailable:", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 1024) * 1024]

@@ -40,9 +40,9 @@ class Calibration:
             costs.catch_up_seconds.update(self._by_rows([self._catch_up_seconds(rows) for rows in measured]))
         keys = [[key_for(rows, False, False, False, drafting) for rows in measured] for drafting in self._chooser.choices]
         seconds = iter(self._round_seconds([key for of_drafting in keys for key in of_drafting]))
-        for of_drafting in keys:
+        for drafting in self._chooser.choices:
             for rows, cost in self._by_rows(list(itertools.islice(seconds, len(measured)))):
-                costs.calibrate(key_for(rows, False, False, False, of_drafting[0].drafting), cost)
+                costs.calibrate(GraphKey(rows, False).with_drafting(drafting), cost)  # key_for may give another one
 
     def _by_rows(self, seconds: Sequence[float]) -> Iterator[tuple[int, float]]:
         """Rows and seconds of every bucket: linear between those of the fewest and of the most rows."""

@@ -163,7 +163,8 @@ class EngineConfig:
         except ValueError as error:
             raise ValueError(str(error).replace("Limits.", "EngineConfig.")) from None
         if self.forced_acceptance is not None:
-            check_value("EngineConfig.forced_acceptance", self.forced_acceptance, _acceptance_rates(self.num_speculative_tokens))
+            drafts = self.draft_length if is_int(self.draft_length) else self.num_speculative_tokens
+            check_value("EngineConfig.forced_acceptance", self.forced_acceptance, _acceptance_rates(drafts))
         max_drafts = self.num_speculative_tokens
         if is_int(self.draft_length) and self.draft_length > max_drafts:
             expected = f"expected at most num_speculative_tokens={max_drafts}, or 'auto'"
@@ -223,7 +224,7 @@ class EngineConfig:
 
 def _acceptance_rates(drafts: int) -> Check:
     """One acceptance rate per draft."""
-    expected = f"a tuple of num_speculative_tokens={drafts} numbers from 0 to 1"
+    expected = f"a tuple of {drafts} numbers, one for each draft of a round, from 0 to 1"
     return Check(
         lambda value: isinstance(value, tuple) and len(value) == drafts > 0 and all(is_number(rate) and 0 <= rate <= 1 for rate in value),
         expected,

@@ -286,8 +286,9 @@ def _greedy_key(key: GraphKey) -> GraphKey:
 
 
 def _nearest(drafting: Drafting, choices: Sequence[Drafting]) -> Drafting:
-    """`drafting` if it is a choice, otherwise the shortest choice with the model and at least as many drafts."""
-    return drafting if drafting in choices else min(each for each in choices if each.model and each.length >= drafting.length)
+    """`drafting` if it is a choice, otherwise the shortest choice with the model and at least as many drafts, or the longest."""
+    longer = [each for each in choices if each.model and each.length >= drafting.length]
+    return drafting if drafting in choices else min(longer, default=max(choices))
 
 
 class _Batch(NamedTuple):

@@ -263,7 +263,11 @@ def _end_capture(graph: torch.cuda.CUDAGraph, pool: GraphPool, generators: Seque
 def _exclusive_capture(stream: torch.cuda.Stream) -> Iterator[None]:
     """Run the block on `stream` while no other capture runs."""
     with capture_lock, torch.cuda.stream(stream), torch.no_grad(), gc_paused:
-        yield
+        torch.clear_autocast_cache()  # casts of weights, which are freed before the graph
+        try:
+            yield
+        finally:
+            torch.clear_autocast_cache()  # casts in the memory of the graph
 
 
 class _GcPaused:

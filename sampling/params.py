@@ -78,7 +78,7 @@ class SamplingParams:
     # Sequences that never occur in the output: token ids, or texts, which are tokenized both alone and after a space. Requires
     # EngineConfig.max_bad_words
     bad_words: Sequence[str | Sequence[int]] = ()
-    min_new_tokens: int = 0  # no stop token before this many tokens, unless the grammar allows nothing else
+    min_new_tokens: int = 0  # no stop token before this many tokens, unless only stop tokens of the vocabulary are legal
     ignore_eos: bool = False  # the vocabulary's stop ids may be chosen and do not end the output; stop_token_ids still do
     logprobs: bool = False  # report the log-probabilities of every emitted token
     # The engine's logits processors that the request uses, and their arguments: {name: numbers}

@@ -163,7 +163,7 @@ def test_the_c_library_compiles_without_warnings(options: tuple[str, ...], tmp_p
         "-Werror",
     ]
     for source in [each for each in library.sources if options != VECTORS or each.endswith(".c")]:
-        name, standard = ("CXX", "-std=c++17") if source.endswith(".cpp") else ("CC", "-std=c11")
+        name, standard = ("CXX", "-std=c++17") if source.endswith(".cpp") else ("CC", "-std=gnu11")
         compiler = shutil.which((sysconfig.get_config_var(name) or "cc").split()[0])
         if compiler is None:
             pytest.skip("no compiler")

@@ -6,6 +6,7 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Iterator
+from typing import get_args
 
 import torch
 
@@ -18,6 +19,9 @@ from stepgraph.graphs.cuda.resources import checked_device
 from stepgraph.graphs.cuda.trace import CudaTracer
 from stepgraph.graphs.spans import RangeFactory, RecordedReport, Span
 from stepgraph.sampling.cuda_graphs import capture_lock
+from stepgraph.sampling.fields import check_value, one_of
+
+_abandoned: list[object] = []  # what work may still use that no one waits for
 
 
 class CudaBackend(CudaLauncher):
@@ -45,8 +49,12 @@ class CudaBackend(CudaLauncher):
     def capture(
         self, step: Step, buffers: StaticBuffers, *, check: CaptureCheck = "once", between: Between = None, generators: Generators = ()
     ) -> CudaGraph:
+        check_value("CudaBackend.capture.check", check, one_of(get_args(CaptureCheck)))
         if torch.empty(0, device=buffers.device).device != self.device:
             raise ValueError(f"CudaBackend.capture: got buffers on {buffers.device}, expected {self.device}")
+        for generator in generators:
+            if generator.device.type != "cuda":  # torch would take it for a generator of CUDA
+                raise ValueError(f"CudaBackend.capture.generators: got one on {generator.device}, expected generators on {self.device}")
         with self._recording("capture()"):
             try:
                 uses_generator = self._recorder.warm_up(step, buffers, generators)
@@ -87,11 +95,15 @@ class CudaBackend(CudaLauncher):
 
     def stop_trace(self) -> tuple[Span, ...]:
         tracer, self.tracer = self.tracer, None
-        if self._finalizer.alive:  # if closed, close() has waited
-            self.synchronize()
-        return () if tracer is None else tracer.stop()
+        try:
+            if self._finalizer.alive:  # if closed, close() has waited
+                self.synchronize()
+        finally:
+            spans = () if tracer is None else tracer.stop()
+        return spans
 
     def active_work(self) -> tuple[str, ...]:
+        self.bind()
         return (f"stream {MAIN}: {'idle' if self.driver.cuStreamQuery(self._main.cuda_stream) else 'busy'}",)
 
     def close(self) -> None:
@@ -107,4 +119,5 @@ class CudaBackend(CudaLauncher):
             warnings.warn(f"CudaBackend.close(): an error was never raised: {error}", RuntimeWarning, stacklevel=2)
 
     def close_without_waiting(self) -> None:
-        self._finalizer.detach()
+        if self._finalizer.detach() is not None:
+            _abandoned.extend((self.resources, *self._graphs))

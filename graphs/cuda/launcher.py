@@ -25,6 +25,7 @@ from stepgraph.graphs.cuda.resources import DeviceResources
 from stepgraph.graphs.cuda.trace import CudaTracer
 from stepgraph.graphs.errors import HostErrors, fail
 from stepgraph.graphs.spans import RangeFactory
+from stepgraph.sampling.lifetimes import call_after_fork
 
 POLL_SECONDS = 50e-6
 
@@ -38,10 +39,12 @@ class CudaEvent:
         launcher.driver.cuEventRecord(self.handle, stream.cuda_stream)
 
     def query(self) -> bool:
+        self._launcher.bind()
         return bool(self._launcher.driver.cuEventQuery(self.handle))
 
     def wait(self, seconds: float | None = None) -> bool:
         self._launcher.refuse_while_capturing("Event.wait()")
+        self._launcher.bind()
         self._launcher.stats.event_waits += 1
         if seconds is None:
             self._launcher.driver.cuEventSynchronize(self.handle)
@@ -100,9 +103,12 @@ class CudaLauncher:
             torch.cuda.mem_get_info()  # creates a context for this thread; driver calls need one
             self.resources = resources = DeviceResources(device)
             self.driver, self._main, self._order_event = resources.driver, resources.streams[MAIN], resources.order_event
-            self._context = self.driver.context()
         self._local = threading.local()  # .bound: this thread uses the context
         self._finalizer = weakref.finalize(self, self.resources.release)
+        call_after_fork(self._detach)
+
+    def _detach(self) -> None:
+        self._finalizer.detach()  # the device belongs to the parent
 
     @property
     def why_no_loops(self) -> str:
@@ -145,11 +151,13 @@ class CudaLauncher:
         if caller != main and not self.driver.cuStreamQuery(caller):
             self.driver.cuEventRecord(self._order_event, caller)
             self.driver.cuStreamWaitEvent(main, self._order_event, 0)
-        with torch.cuda.stream(self._main):
-            yield main
-        if self._ordered and caller != main:
-            self.driver.cuEventRecord(self._order_event, main)
-            self.driver.cuStreamWaitEvent(caller, self._order_event, 0)
+        try:
+            with torch.cuda.stream(self._main):
+                yield main
+        finally:
+            if self._ordered and caller != main:
+                self.driver.cuEventRecord(self._order_event, main)
+                self.driver.cuStreamWaitEvent(caller, self._order_event, 0)
 
     def refuse_while_capturing(self, call: str) -> None:
         if self._capturing:
@@ -166,6 +174,9 @@ class CudaLauncher:
         if not self._finalizer.alive:
             raise RuntimeError(f"CudaBackend.{call}: the backend is closed")
         self.refuse_while_capturing(call)
+        self.bind()
+
+    def bind(self) -> None:
         if not getattr(self._local, "bound", False):  # a new thread has no context before its first torch call
-            self.driver.cuCtxSetCurrent(self._context)
+            self.driver.cuCtxSetCurrent(self.resources.context)
             self._local.bound = True

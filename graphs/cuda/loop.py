@@ -119,8 +119,15 @@ class LoopGraph:
         self._driver, self._graph, self._instance, context = driver, c_void_p(), c_void_p(), driver.context()
         self._count = torch.empty(1, dtype=torch.int32, device=until.device)
         self._rounds_host = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-        first, loop, child, handle = c_void_p(), c_void_p(), c_void_p(), c_uint64()
         driver.cuGraphCreate(byref(self._graph), 0)
+        try:
+            self._build(step, until, limit, context)
+        except RuntimeError:
+            driver.cuGraphDestroy(self._graph)
+            raise
+
+    def _build(self, step: int, until: Tensor, limit: int, context: int) -> None:
+        driver, first, loop, child, handle = self._driver, c_void_p(), c_void_p(), c_void_p(), c_uint64()
         reset = MemsetParams(self._count.data_ptr(), 0, 0, 4, 1, 1)
         driver.cuGraphAddMemsetNode(byref(first), self._graph, None, 0, byref(reset), context)
         driver.cuGraphConditionalHandleCreate(byref(handle), self._graph, context, 1, ASSIGN_DEFAULT)
@@ -156,7 +163,9 @@ class LoopGraphs(dict[tuple[int, int], LoopGraph]):
 
     def launch(self, driver: Driver, step: int, until: Tensor, limit: int, stream: int) -> None:
         key = (until.data_ptr(), limit)
-        self.latest = self[key] = self.get(key) or LoopGraph(driver, step, until, limit)
+        if key not in self:
+            self[key] = LoopGraph(driver, step, until, limit)
+        self.latest = self[key]
         self.latest.launch(stream)
 
     def free(self) -> None:

@@ -38,6 +38,7 @@ class Recording(NamedTuple):
     host_node: tuple[str, Site] | None  # the first one
     uses_generator: bool  # from a generator
     loops: LoopGraphs
+    buffers: StaticBuffers  # which it may still use when nothing else refers to them
 
     def free(self) -> None:
         """The device must be idle."""
@@ -112,13 +113,16 @@ class CudaRecorder:
 
     def _record_on_tape(self, step: Step, buffers: StaticBuffers, generators: Generators) -> Recorder:
         """The operations of a step and their arguments, under the rules of the tape."""
-        recorder = tape_recorder(buffers, [*generators, torch.cuda.default_generators[self._device.index]], records_leaves=True)
+        recorder = tape_recorder(buffers, generators, records_leaves=True)
         with torch.cuda.stream(self._streams[MAIN]):
             recorder.record_step(step)
         self.synchronize()
         return recorder
 
     def record(self, step: Step, buffers: StaticBuffers, generators: Generators, uses_generator: bool) -> Recording:
+        cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        if cached > torch.cuda.mem_get_info(self._device)[0]:
+            empty_cache()  # holds what the warm-up used, and a capture cannot free it
         hold_workspaces(self._capture_streams.values())
         begin, reserved = time.perf_counter(), torch.cuda.memory_reserved(self._device)
         graph, context = self._capture(step, buffers, generators)
@@ -132,7 +136,7 @@ class CudaRecorder:
             stages=stage_runs(context.labels),
             graph_nodes=nodes,
         )
-        return Recording(graph, context.callbacks, report, context.first_host_node, uses_generator, LoopGraphs())
+        return Recording(graph, context.callbacks, report, context.first_host_node, uses_generator, LoopGraphs(), buffers)
 
     def measure(self, step: Step, buffers: StaticBuffers) -> RecordedReport:
         """The report of a capture in its own pool, which is then freed."""
@@ -161,7 +165,7 @@ class CudaRecorder:
                     with contextlib.suppress(RuntimeError):  # an invalidated capture accepts no more work
                         context.join_all()
                     raise
-        except CaptureError:
+        except (CaptureError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             raise as_capture_error(error) from error
@@ -230,4 +234,5 @@ def tape_recorder(buffers: StaticBuffers, generators: Generators, records_leaves
     def wait_for_device() -> None:
         torch.cuda.current_stream(buffers.device).synchronize()
 
-    return Recorder(buffers, [*generators, torch.default_generator], lambda key: False, None, records_leaves, wait_for_device)
+    defaults = torch.default_generator, torch.cuda.default_generators[torch.empty(0, device=buffers.device).device.index]
+    return Recorder(buffers, [*generators, *defaults], lambda key: False, None, records_leaves, wait_for_device)

@@ -18,6 +18,7 @@ class DeviceResources:
 
     def __init__(self, device: torch.device) -> None:
         self.driver: Driver = open_driver()
+        self.context = self.driver.context()
         self.streams, self.capture_streams = Streams(device), CaptureStreams(device)
         self.pool = GraphPool(self.capture_streams[MAIN])
         self.retired: list[Recording] = []  # recordings without references that may still be running
@@ -31,6 +32,7 @@ class DeviceResources:
 
     def release(self) -> None:
         with contextlib.suppress(RuntimeError):  # after a device error nothing runs
+            self.driver.cuCtxSetCurrent(self.context)  # a finalizer may run on a thread without one
             for stream in self.streams.values():
                 self.driver.cuStreamSynchronize(stream.cuda_stream)
         self.free_retired()
@@ -56,7 +58,9 @@ def checked_device(device: str | torch.device | int | None) -> torch.device:
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
         raise RuntimeError(f"backend 'cuda': torch {torch.__version__}, {built}, has no CUDA device; use backend 'tape' on the CPU")
     torch.cuda.init()
-    chosen = torch.device("cuda" if device is None else device)
-    if chosen.type != "cuda" or (chosen.index or 0) >= torch.cuda.device_count():
+    chosen = None
+    with contextlib.suppress(RuntimeError, TypeError):
+        chosen = torch.device("cuda" if device is None else device)
+    if chosen is None or chosen.type != "cuda" or (chosen.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"CudaBackend.device: got {device!r}, expected one of {torch.cuda.device_count()} CUDA devices")
     return torch.device("cuda", torch.cuda.current_device() if chosen.index is None else chosen.index)

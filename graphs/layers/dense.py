@@ -19,7 +19,8 @@ from stepgraph.sampling.kernels.operation import ContiguousFloats, empty_as, emp
 def _c_supports_product(states: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     others = [each for each in (weight, bias) if each is not None]
     dense = states.dim() == 2 and states.stride(-1) == 1 and all(each.is_contiguous() for each in others)
-    return dense and states.shape[1] <= MAX_INNER and same_float_type(states, *others)
+    fits = states.shape[1:] == weight.shape[1:] and (bias is None or bias.shape == weight.shape[:1])
+    return dense and fits and states.shape[1] <= MAX_INNER and same_float_type(states, *others)
 
 
 @operation(lambda states, weight, *_: empty_of((len(states), len(weight)), states), triton=True, c=True, supports=_c_supports_product)
@@ -42,7 +43,7 @@ def embed_tokens(tokens: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
 def _c_supports_norm(states: Tensor, weight: Tensor, *_: float) -> bool:
     """states [N, size] or [N, inner, size], inner ones adjacent."""
     packed = states.stride(-1) == 1 and (states.dim() == 2 or (states.dim() == 3 and states.stride(1) == states.shape[2]))
-    return packed and weight.is_contiguous() and same_float_type(states, weight)
+    return packed and weight.is_contiguous() and weight.shape == states.shape[-1:] and same_float_type(states, weight)
 
 
 @operation(empty_as, triton=True, c=True, supports=_c_supports_norm)
@@ -58,8 +59,8 @@ class Residual(NamedTuple):
     normed: Tensor
 
 
-def _c_supports_add_norm(states: Tensor, update: Tensor, *_: object) -> bool:
-    return states.shape == update.shape and states.dim() == 2
+def _c_supports_add_norm(states: Tensor, update: Tensor, weight: Tensor, *_: object) -> bool:
+    return states.shape == update.shape and states.dim() == 2 and weight.shape == states.shape[1:]
 
 
 @operation(lambda states, *_: Residual(empty_as(states), empty_as(states)), triton=True, c=True, supports=_c_supports_add_norm)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.layers.dense import product
-from stepgraph.graphs.layers.quantised import TILE, c_supports_weight, quantised_product
+from stepgraph.graphs.layers.quantised import TILE, c_supports_weight, inner_size, quantised_product
 from stepgraph.graphs.layers.reference import sigmoid
 from stepgraph.sampling.kernels.operation import ContiguousFloats, DenseFloats, Float32s, Longs, empty_of, operation
 
@@ -69,8 +69,9 @@ def _product_outputs(states: Tensor, experts: Tensor, weights: Tensor, num_exper
 
 
 def _c_supports_product(states: Tensor, experts: Tensor, weights: Tensor, *_: object) -> bool:
-    fits = c_supports_weight(weights) if weights.dtype is torch.uint8 else weights.dtype is states.dtype and weights.is_contiguous()
-    return fits and states.shape[1] * states.element_size() <= _MAX_ROW_BYTES
+    packed, inner = weights.dtype is torch.uint8, states.shape[1]
+    fits = c_supports_weight(weights) if packed else weights.dtype is states.dtype and weights.is_contiguous()
+    return fits and inner == (inner_size(weights) if packed else weights.shape[1]) and inner * states.element_size() <= _MAX_ROW_BYTES
 
 
 @operation(_product_outputs, triton=True, c=True, supports=_c_supports_product)

@@ -49,8 +49,8 @@ def lora_specs(weights: Mapping[str, LoraWeight], limits: Limits, dtype: torch.d
         yield BufferSpec(f"{name}_up", (slots, *weight.up_shape(rank)), dtype)
 
 
-def _c_supports(states: Tensor, *_: object) -> bool:
-    return states.shape[1] <= MAX_INNER
+def _c_supports(states: Tensor, _: Tensor, weights: Tensor, *__: object) -> bool:
+    return states.shape[1] == weights.shape[2] <= MAX_INNER
 
 
 @operation(lambda states, _, weights, *__: empty_of((len(states), weights.shape[1]), states), triton=True, c=True, supports=_c_supports)

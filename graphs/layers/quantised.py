@@ -165,7 +165,7 @@ def c_supports_weight(weight: Tensor) -> bool:
 
 
 def _c_supports(states: Tensor, weight: Tensor, *_: object) -> bool:
-    return states.dim() == 2 and c_supports_weight(weight)
+    return states.dim() == 2 and c_supports_weight(weight) and states.shape[1] == inner_size(weight)
 
 
 @operation(lambda states, weight, *_: empty_of((len(states), len(weight) * TILE), states), triton=True, c=True, supports=_c_supports)

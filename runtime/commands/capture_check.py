@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from stepgraph.graphs.backends import capture, run_eager
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Recorded, Step
@@ -135,6 +137,8 @@ def _replay_equals_eager(step: Step, buffers: StaticBuffers, recorded: Recorded)
         for name, tensor in before.items():
             buffers[name].copy_(tensor)
         run()
+        if buffers.device.type == "cuda":
+            torch.cuda.synchronize(buffers.device)  # pinned buffers are read by the host
         return {name: buffers[name].clone() for name in before}
 
     before = {name: buffers[name].clone() for name in buffers}

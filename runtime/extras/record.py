@@ -125,6 +125,9 @@ def open_recorder(
     if config.max_loras:
         expected = f"expected None with max_loras={config.max_loras}: a recording has no adapters"
         raise ValueError(f"Engine.record: got {clip_repr(record)}, {expected}")
+    if config.forced_acceptance is not None:
+        expected = "expected None with forced_acceptance: which drafts are accepted depends on job ids, which a replay numbers anew"
+        raise ValueError(f"Engine.record: got {clip_repr(record)}, {expected}")
     if config.logits_processors:
         raise ValueError(f"Engine.record: got {clip_repr(record)}, expected None with logits_processors: a recording has no functions")
     header = {

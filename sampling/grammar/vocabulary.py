@@ -141,9 +141,9 @@ class Vocabulary:
         return self._pack(token_id for token_id in range(len(self.tokens)) if token_id not in self.non_text_ids)
 
     @cached_property
-    def partial_words(self) -> npt.NDArray[np.int32]:
-        """Indices of the `text_words` with a bit that is not set."""
-        return np.flatnonzero(self.text_words != -1).astype(np.int32)
+    def xgrammar_words(self) -> npt.NDArray[np.int32]:
+        """As text_words, without the ids that are hidden from xgrammar."""
+        return self.text_words & ~self._pack(self.xgrammar_unsafe_ids)
 
     @cached_property
     def stop_words(self) -> npt.NDArray[np.int32]:

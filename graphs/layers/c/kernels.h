@@ -77,12 +77,10 @@ INLINED void write_numbers(void *to, int64_t first, const float *from, int64_t c
 
 /* Cache entries: numbers as above, or float8_e4m3fn where `bytes` is 1. */
 INLINED float float8_number(uint8_t entry) {
-    uint32_t size = entry & 0x7f, bits = size << 20;
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    value *= 0x1p120f;
+    uint32_t size = entry & 0x7f, bits;
+    float value = (float)size * 0x1p-9f; /* of numbers whose exponent is 0: no subnormal float, which a thread may read as 0 */
     memcpy(&bits, &value, sizeof bits);
-    bits = (size == 0x7f ? 0x7fc00000 : bits) | (uint32_t)(entry & 0x80) << 24;
+    bits = (size == 0x7f ? 0x7fc00000 : size < 8 ? bits : (size << 20) + (120u << 23)) | (uint32_t)(entry & 0x80) << 24;
     memcpy(&value, &bits, sizeof value);
     return value;
 }

@@ -4,10 +4,10 @@
 #define STATE_SIZE 4 /* bytes: float32 */
 #include "quantised.h"
 
-/* Fields as float32. The bits of float8_e4m3fn are placed as those of a float32, whose exponent is then 120 too small. */
+/* Fields as float32. */
 INLINED part numbers_of(word_part fields, int zero) {
     if (zero != FLOAT8) return __builtin_convertvector((int_part)fields - zero, part);
-    part found = (part)((fields & 0x7f) << 20) * 0x1p120f;
+    part found = float_of(fields & 0x7f, 3, 7);
     return (part)((word_part)found | (fields & 0x80) << 24);
 }
 

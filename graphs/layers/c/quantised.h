@@ -44,7 +44,15 @@ INLINED int64_t word_bytes(quantised_kind kind) { return kind.bits * kind.group 
 INLINED int64_t scale_bytes(quantised_kind kind) { return LANES * (kind.wide ? 4 : 2); }
 INLINED int64_t block_bytes(quantised_kind kind) { return word_bytes(kind) + (1 + kind.ranged) * scale_bytes(kind); }
 
-/* Scales or minimums. The bits of a finite float16 are placed as those of a float32, whose exponent is then 112 too small; exact. */
+/* Finite numbers from their bits without the sign: `mantissa` bits, and above them an exponent with this bias. Makes no subnormal float32,
+   which a thread that flushes these would read as 0. */
+INLINED part float_of(word_part size, int mantissa, int bias) {
+    word_part normal = (size << (23 - mantissa)) + ((127u - bias) << 23), is_small = (word_part)(size < 1u << mantissa);
+    part small = __builtin_convertvector((int_part)size, part) * (2.0f / (1u << (mantissa + bias)));
+    return (part)(((word_part)small & is_small) | (normal & ~is_small));
+}
+
+/* Scales or minimums, from float32 or float16. */
 INLINED void read_scales(part to[PARTS], const char *from, int wide_ones) {
     for (int one = 0; one < PARTS; one++) {
         if (wide_ones) {
@@ -55,7 +63,7 @@ INLINED void read_scales(part to[PARTS], const char *from, int wide_ones) {
         to[one] = FROM_FLOAT16(from);
 #else
         word_part wide = __builtin_convertvector(((const half_part *)from)[one], word_part);
-        part found = (part)((wide & 0x7fff) << 13) * 0x1p112f;
+        part found = float_of(wide & 0x7fff, 10, 15);
         to[one] = (part)((word_part)found | (wide & 0x8000) << 16);
 #endif
     }

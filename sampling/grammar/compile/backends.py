@@ -38,11 +38,11 @@ SCHEMA_KINDS = ("json_schema", "json_object", "structural_tag")
 MAX_REASON_CHARS = 600  # characters of a library's reason in an error message
 MAX_UNSUPPORTED_PARTS = 100
 
-_STRING, _CLASS = r'"(?:[^"\\]|\\.)*"', r"\[(?:[^\]\\]|\\.)*\]"
+_STRING, _CLASS = r'"(?:[^"\\]|\\.)*"?', r"\[(?:[^\]\\]|\\.)*\]?"  # also without an end, which would be searched again and again
 # The pieces of a text, for counting brackets. Brackets in a regular expression inside a Lark grammar are counted separately.
 _BRACKET_PATTERNS = {
     "regex": re.compile(rf"\\.|{_CLASS}|[()]", re.DOTALL),
-    "ebnf": re.compile(rf"{_STRING}|{_CLASS}|[()]", re.DOTALL),
+    "ebnf": re.compile(rf"{_STRING}|{_CLASS}|\#[^\n]*|[()]", re.DOTALL),
     "lark": LARK_TOKEN,
 }
 

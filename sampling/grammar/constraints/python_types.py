@@ -25,8 +25,9 @@ ACCEPTED = (
     "enum, Literal, ...), a pattern or a function"
 )
 _CLASS_OR_ESCAPE = re.compile(r"\[(?:\\.|[^\]\\])*\]|\\.", re.DOTALL)
-# A count without its lower bound, and `]` at the start of a class: Python and JavaScript read these differently.
-_READ_DIFFERENTLY = re.compile(rf"(?:{_CLASS_OR_ESCAPE.pattern}|[^\\\[])*?(?:\{{,[0-9]*\}}|\[\^?\])", re.DOTALL)
+# A count without its lower bound, a surrogate, and `]` at the start of a class: Python and JavaScript read these differently.
+_SURROGATE = r"(?:\[(?:\\.|[^\]\\])*?)?\\u[dD][89abAB]"
+_READ_DIFFERENTLY = re.compile(rf"(?:{_CLASS_OR_ESCAPE.pattern}|[^\\\[])*?(?:\{{,[0-9]*\}}|{_SURROGATE}|\[\^?\])", re.DOTALL)
 _KEYWORD_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -70,7 +71,9 @@ def _pattern(pattern: re.Pattern[Any]) -> TypedConstraint:
         got = "a pattern of bytes" if isinstance(pattern.pattern, bytes) else f"a pattern with {re.RegexFlag(pattern.flags)!s}"
         raise ValueError(f"constraint: got {got}, expected a pattern of text without flags")
     if _READ_DIFFERENTLY.match(pattern.pattern):
-        raise ValueError(f"constraint: got {clip_repr(pattern.pattern)}, expected counts such as {{0,3}}, and \\] at the start of a class")
+        raise ValueError(
+            f"constraint: got {clip_repr(pattern.pattern)}, expected counts such as {{0,3}}, no surrogates, and \\] at the start of a class"
+        )
     as_enforced = re.compile(_CLASS_OR_ESCAPE.sub(_as_in_javascript, pattern.pattern))
     return TypedConstraint(Constraint.regex(pattern.pattern), lambda text: pattern.fullmatch(text) or as_enforced.fullmatch(text))
 

@@ -13,6 +13,7 @@ from stepgraph.sampling.fields import check_value, clip_name, clip_repr, instanc
 from stepgraph.sampling.grammar.schema.reader import parse_json
 
 STYLES = ("json", "qwen_xml")
+MAX_TRIGGERS = 1000  # each is compared with all others
 _TEXTS = ("separator", "opening", "closing")
 _STRING = instance_of(str, "a string")
 
@@ -45,8 +46,8 @@ def checked_tag(value: Any, name: str) -> dict[str, Any]:
         check_value(f"{name}.{field}", text, _STRING)
     if triggers is None and "triggers" not in value:
         triggers = []
-    elif not isinstance(triggers, list) or not triggers or not all(isinstance(text, str) and text for text in triggers):
-        raise ValueError(f"{name}.triggers: got {clip_repr(triggers)}, expected a list of at least one non-empty string")
+    elif not isinstance(triggers, list) or not 0 < len(triggers) <= MAX_TRIGGERS or not all(type(one) is str and one for one in triggers):
+        raise ValueError(f"{name}.triggers: got {clip_repr(triggers)}, expected a list of 1 to {MAX_TRIGGERS} non-empty strings")
     if not isinstance(structures, list) or not structures:
         raise ValueError(f"{name}.structures: got {clip_repr(structures)}, expected a list of at least one tag")
     opening = texts.get("opening", "")

@@ -103,12 +103,12 @@ class NativeRow:
             self.struct.grammar = matcher.grammar.image_id
             self.struct.fuel_seconds = math.inf  # a step is a look-up, so no limit is needed
         elif isinstance(matcher, XGrammarMatcher):
-            self._set_vocabulary(matcher.vocabulary, matcher.fuel_seconds, masks_host)
+            self._set_vocabulary(matcher, matcher.vocabulary.xgrammar_words, masks_host)
             xgrammar = library.xgrammar
             self.struct.library, self.struct.matcher = addressof(xgrammar.struct), int(matcher.library_matcher._handle.__chandle__())
         elif (grammar := getattr(matcher, "native_grammar", None)) is not None:
             llguidance_matcher: Any = matcher  # an LLGuidanceMatcher; its module may be missing. It has no pointer to the library's matcher
-            self._set_vocabulary(llguidance_matcher.vocabulary, llguidance_matcher.fuel_seconds, masks_host)
+            self._set_vocabulary(llguidance_matcher, llguidance_matcher.vocabulary.text_words, masks_host)
             llguidance, stop_words = library.llguidance, self.struct.stop_words
             assert llguidance is not None
             self.struct.library = llguidance.address
@@ -130,13 +130,14 @@ class NativeRow:
         self.struct.marker = structs.marker_progress(table=addressof(self._table), states=self._states.ctypes.data, room=len(masks_host))
         self.struct.marker.num_free = matcher.num_free
 
-    def _set_vocabulary(self, vocabulary: Vocabulary, fuel_seconds: float, masks_host: Tensor) -> None:
+    def _set_vocabulary(self, matcher: Any, text_words: npt.NDArray[np.int32], masks_host: Tensor) -> None:
+        vocabulary: Vocabulary = matcher.vocabulary
         self._require_width(vocabulary, masks_host)
         struct = self.struct
-        self._words = vocabulary.text_words, vocabulary.stop_words, vocabulary.partial_words
+        self._words = text_words, vocabulary.stop_words, np.flatnonzero(text_words != -1).astype(np.int32)
         struct.text_words, struct.stop_words, struct.partial_words = (words.ctypes.data for words in self._words)
-        struct.num_partial = len(vocabulary.partial_words)
-        struct.num_tokens, struct.fuel_seconds = len(vocabulary.tokens), fuel_seconds
+        struct.num_partial = len(self._words[2])
+        struct.num_tokens, struct.fuel_seconds = len(vocabulary.tokens), matcher.fuel_seconds
 
     def _require_width(self, vocabulary: Vocabulary, masks_host: Tensor) -> None:
         if vocabulary.mask_words != masks_host.shape[-1]:

@@ -20,6 +20,7 @@ from stepgraph.sampling.grammar.link.llguidance_binding import LLGuidanceNativeG
 from stepgraph.sampling.grammar.llguidance_lib.lark import checked_lark, lark_text
 from stepgraph.sampling.grammar.llguidance_lib.library import LLGuidance, library_limits
 from stepgraph.sampling.grammar.schema.options import Options
+from stepgraph.sampling.grammar.schema.patterns import takes_seconds
 from stepgraph.sampling.grammar.schema.reader import check_schema
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
@@ -193,7 +194,7 @@ class LLGuidanceBuilder:
         if constraint.kind == "lark":
             for schema in checked_lark(constraint.payload)[1]:
                 check_schema(schema, Options())
-        elif constraint.kind not in ("json_schema", "json_object", "structural_tag"):
+        elif constraint.kind not in ("json_schema", "json_object", "structural_tag") and not takes_seconds(constraint.payload):
             lark_text(constraint.kind, constraint.payload, constraint.schema_options)
 
     def build(self, constraint: Constraint, worker: CompileWorker | None = None) -> LLGuidanceGrammar:

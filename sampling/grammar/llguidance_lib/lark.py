@@ -21,8 +21,8 @@ from stepgraph.sampling.grammar.xgrammar_lib.ebnf import json_grammar
 LARK_TOKEN = re.compile(
     r"""
     (?P<blank> [ \t]+ | (?:\#|//)[^\n]* )
-    | (?P<text> "(?:\\(?:["\\/bfnrt]|u[a-fA-F0-9]{4}|x[a-fA-F0-9]{2})|[^"\\\x00-\x1f\x7f])*" )
-    | (?P<regex> /(?:\\.|[^/\\])+/ )
+    | (?P<text> "(?:\\(?:["\\/bfnrt]|u[a-fA-F0-9]{4}|x[a-fA-F0-9]{2})|[^"\\\x00-\x1f\x7f])*"? )
+    | (?P<regex> /(?:\\.|[^/\\])+/? )
     | (?P<token> <[^<>\s]+> )
     | (?P<json> %(?:json|regex|llguidance) )
     | (?P<word> [A-Za-z_][\w-]* )
@@ -98,10 +98,7 @@ def _literal(text: str) -> str:
 
 
 def _prefix(grammar: str, index: int) -> str:
-    prefix = f"json_{index}_"
-    while prefix in grammar.lower():
-        prefix += "_"
-    return prefix
+    return f"json_{index}{'_' * (1 + max(map(len, re.findall('_+', grammar)), default=0))}"
 
 
 def checked_lark(grammar: str) -> tuple[str, list[object]]:

@@ -6,6 +6,7 @@ import functools
 import re
 import sys
 import unicodedata
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 
@@ -57,6 +58,11 @@ def check_pattern(pattern: str) -> None:
     second to find."""
     if len(pattern) <= MAX_CHECKED_CHARS and not _PROPERTY.search(pattern):
         parse_pattern(pattern)
+
+
+def takes_seconds(pattern: str) -> bool:
+    """Whether a pattern is so long that its Unicode properties may take seconds."""
+    return len(pattern) > MAX_CHECKED_CHARS and bool(_PROPERTY.search(pattern))
 
 
 def parse_pattern(pattern: str) -> list[Pieces]:
@@ -295,12 +301,19 @@ def _size(members: CharSet) -> int:
     return sum(last - first + 1 for first, last in members)
 
 
-@functools.lru_cache(maxsize=16)
+@functools.cache
+def _chars_by_category() -> dict[str, CharSet]:
+    found = defaultdict[str, list[tuple[int, int]]](list)
+    for code in range(sys.maxunicode + 1):
+        found[unicodedata.category(chr(code))].append((code, code))
+    return {name: intersection(union(pairs), ALL_CHARS) for name, pairs in found.items()}
+
+
+@functools.lru_cache(maxsize=64)
 def _property(name: str) -> CharSet:
     """The characters of a general category of Unicode."""
     name = re.sub("^(gc|General_Category)=", "", name)
     name = {"Letter": "L", "Number": "N", "Punctuation": "P", "Symbol": "S", "Mark": "M", "Separator": "Z"}.get(name, name)
     if not re.fullmatch("[LMNPSZC][a-z]?", name):
         return ()
-    found = [(code, code) for code in range(sys.maxunicode + 1) if unicodedata.category(chr(code)).startswith(name)]
-    return intersection(union(found), ALL_CHARS)
+    return union(pair for category, chars in _chars_by_category().items() if category.startswith(name) for pair in chars)

@@ -17,7 +17,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stepgraph.sampling.grammar.compile.limits import CompileAbortedError, limit_exceeded
-from stepgraph.sampling.grammar.constraints.charset import EBNF_CHAR, LAST_ASCII, class_members, complement, xgrammar_safe_class
+from stepgraph.sampling.grammar.constraints.charset import (
+    EBNF_CHAR,
+    LAST_ASCII,
+    LAST_CODE_POINT,
+    class_members,
+    complement,
+    xgrammar_safe_class,
+)
 from stepgraph.sampling.grammar.constraints.pattern import pattern_to_ebnf
 from stepgraph.sampling.grammar.constraints.structural_tag import tag_groups
 from stepgraph.sampling.grammar.schema.grammar import schema_grammar
@@ -27,7 +34,7 @@ from stepgraph.sampling.grammar.schema.reader import parse_json
 from stepgraph.sampling.grammar.schema.spelling import literal
 
 _LITERAL_OR_CLASS = re.compile(r'"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]|#[^\n]*')  # a literal, a class or a comment
-_MAYBE_NON_ASCII = re.compile(r"[^\x00-\x7f]|\\[uUx]")  # if found, a grammar may have a class beyond ASCII
+_MAYBE_NON_ASCII = re.compile(r"[^\x00-\x7f]|\\[uUx]|\[\^")  # if found, a grammar may have a class beyond ASCII
 
 
 def parsed_grammar(core: Any, kind: str, payload: str, options: Options, least_bytes: int) -> Any:
@@ -96,14 +103,17 @@ def _safe_token(token: re.Match[str]) -> str:
     text = token.group()
     negated = text.startswith("[^")
     chars = class_members(text[1 + negated : -1]) if text[0] == "[" else ()
-    if not chars or chars[-1][1] <= LAST_ASCII:
+    if not negated and (not chars or chars[-1][1] <= LAST_ASCII):
         return text
-    return xgrammar_safe_class(complement(chars) if negated else chars)
+    return xgrammar_safe_class(complement(chars if negated else complement(chars)))  # without surrogates
 
 
 def _fixed_width(char: re.Match[str]) -> str:
     """The notation has two digits after `\\x`; the library reads as many as follow."""
-    return f"\\U{int(char[3], 16):08x}" if char[3] else char.group()
+    code = int(char[1] or char[2] or char[3] or "0", 16)
+    if 0xD800 <= code < 0xE000 or code > LAST_CODE_POINT:
+        raise ValueError(f"got {char.group()}, expected Unicode characters other than surrogates")
+    return f"\\U{code:08x}" if char[3] else char.group()
 
 
 # The length of the shortest text of each rule of a grammar is computed before the grammar is compiled; some rules have no finite text.

@@ -15,6 +15,7 @@ from stepgraph.sampling.grammar.compile.worker_process import CompileWorker, lib
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
 from stepgraph.sampling.grammar.constraints.pattern import pattern_to_ebnf
 from stepgraph.sampling.grammar.constraints.unsupported import reject
+from stepgraph.sampling.grammar.schema.patterns import takes_seconds
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.grammar.xgrammar_lib.ebnf import parsed_grammar
@@ -110,7 +111,7 @@ class XGrammar:
 
 def parse(constraint: Constraint, limits: GrammarLimits) -> Any:
     """The grammar of a checked constraint, parsed in this process."""
-    bindings: Any = importlib.import_module("xgrammar.base")._core  # the same bindings as in the compile worker
+    bindings: Any = importlib.import_module("xgrammar").base._core  # as in the worker. Its lock first, as in imports of other threads
     return parsed_grammar(bindings, constraint.kind, constraint.payload, constraint.schema_options, limits.least_bytes)
 
 
@@ -119,7 +120,7 @@ def check_payload(constraint: Constraint, limits: GrammarLimits) -> None:
     kind, payload = constraint.kind, constraint.payload
     if kind == "lark":
         reject("#", "lark", "is a notation of llguidance; xgrammar expects ebnf")
-    elif kind == "regex":
+    elif kind == "regex" and not takes_seconds(payload):
         pattern_to_ebnf(payload)
     elif kind == "ebnf" and len(payload) <= MAX_PARSED_CHARS:
         with library_errors():

@@ -166,7 +166,7 @@ private:
             int32_t loop = wait.back(), counter = nfa.loops[loop].counter, count = nfa.loops[loop].count;
             wait.pop_back();
             if (std::count(entered.begin(), entered.end(), loop)) continue;
-            if (uses_counter(base.members, counter)) uncountable(loop);
+            if (uses_counter(base, counter)) uncountable(loop);
             size_t at = 0;
             while (at < used && sets[at] != counter) at += 2;
             if (at == sets.size() || (at < used && sets[at + 1] != count)) uncountable(loop);
@@ -189,9 +189,12 @@ private:
 
     // Whether one of the states is inside a loop with this counter. Loops that are entered with the same byte and count share a counter, as
     // long as all loops that a text is inside of begin their next iterations with the same bytes.
-    bool uses_counter(const Ints &members, int32_t counter) const {
-        for (int32_t member : members)
-            for (int32_t loop = nfa.states[member].loop; loop >= 0; loop = nfa.loops[loop].parent)
+    bool uses_counter(const Reached &reached, int32_t counter) const {
+        Ints inside;
+        for (int32_t member : reached.members) inside.push_back(nfa.states[member].loop);
+        for (int32_t entered : reached.enters) inside.push_back(nfa.loops[entered].parent);
+        for (int32_t loop : inside)
+            for (; loop >= 0; loop = nfa.loops[loop].parent)
                 if (nfa.loops[loop].counter == counter) return true;
         return false;
     }
@@ -204,7 +207,7 @@ private:
         int32_t counter = nfa.loops[agains[0]].counter;
         for (int32_t loop : agains)
             if (nfa.loops[loop].counter != counter || std::count(base.enters.begin(), base.enters.end(), loop)) uncountable(loop);
-        if (uses_counter(base.members, counter)) uncountable(agains[0]);
+        if (uses_counter(base, counter)) uncountable(agains[0]);
         auto join = [&](int32_t Nfa::Loop::*state, int32_t &target, Sets &sets) {
             Reached all = base;
             for (int32_t loop : agains) {
