@@ -21,7 +21,7 @@ from stepgraph.graphs.spans import RangeFactory, RecordedReport, Span
 from stepgraph.sampling.cuda_graphs import capture_lock
 from stepgraph.sampling.fields import check_value, one_of
 
-_abandoned: list[object] = []  # what work may still use that no one waits for
+_abandoned: list[object] = []  # which device work may still use after `close_without_waiting`
 
 
 class CudaBackend(CudaLauncher):
