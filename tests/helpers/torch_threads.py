@@ -1,4 +1,4 @@
-"""The number of threads of torch, which products of the C library use as well."""
+"""The number of threads of torch, which products of the C library use as well, and the subnormal numbers of this thread."""
 
 from __future__ import annotations
 
@@ -16,3 +16,12 @@ def torch_threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def without_subnormals() -> Iterator[None]:
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)

@@ -34,6 +34,7 @@ from stepgraph.runtime.draft_length import (
     initial_account,
 )
 from stepgraph.runtime.request import Origin
+from tests.graphs.test_graph_set import Refusing
 from tests.helpers.c_library import needs_c
 from tests.helpers.toy_engines import DRAFTERS, TARGET, VOCABULARY, Setup, make_engine, plain
 
@@ -299,6 +300,14 @@ def test_costs_are_measured_for_every_length() -> None:
         assert all(0 < seconds < 10 for seconds in lengths.costs.of(GraphKey(rows, constrained)).values())
     assert lengths.costs.catch_up_seconds.keys() == {1, 2} and all(seconds > 0 for seconds in lengths.costs.catch_up_seconds.values())
     engine.close()
+
+
+@pytest.mark.parametrize("number", [10, 12])
+def test_a_graph_that_is_not_captured_has_the_cost_of_the_one_that_runs(number: int) -> None:
+    options: dict[str, Any] = {"draft_length": "auto", "on_capture_failure": "eager"}
+    with make_engine(Setup(k=4, max_rows=2), Refusing(number), **options) as engine:
+        found = engine.generate([1, 2], max_new_tokens=30, sampling=IGNORE_EOS).tokens
+    assert found == plain([1, 2], 30, sampling=IGNORE_EOS).tokens
 
 
 def test_costs_include_what_the_draft_model_does_later_for_skipped_tokens() -> None:

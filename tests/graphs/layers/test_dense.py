@@ -25,14 +25,16 @@ from stepgraph.graphs.layers.dense import (
     product,
     rms_norm,
 )
+from stepgraph.graphs.layers.experts import expert_product
 from stepgraph.graphs.layers.lora import slot_product
-from stepgraph.graphs.layers.quantised import MAX_INNER
+from stepgraph.graphs.layers.quantised import KINDS, MAX_INNER, quantised_product
 from stepgraph.graphs.layers.slot_mapping import rope_and_write_kv
 from stepgraph.graphs.model import AttentionShape
 from stepgraph.sampling import native
 from stepgraph.sampling.kernels import operation
 from stepgraph.sampling.native import Unavailable
 from tests.graphs.attention.test_paged import Case, make_case
+from tests.graphs.layers.test_quantised import made
 from tests.helpers.torch_threads import torch_threads
 
 pytestmark = pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
@@ -340,6 +342,23 @@ def test_layers_are_independent_of_the_batch(dtype: torch.dtype) -> None:
     for row in range(6):
         alone = states[row : row + 1]
         assert torch.equal(rms_norm(alone, weight, 1e-5)[0], together[0][row]) and torch.equal(activate_and_mul(alone)[0], together[1][row])
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda states: product(states, random(8, 16)),
+        lambda states: product(states, random(8, 64), random(4)),
+        lambda states: rms_norm(states, random(8), 1e-5),
+        lambda states: add_rms_norm(states, states, random(8), 1e-5),
+        lambda states: quantised_product(states, made(KINDS["Q8_0"], 16, 96)[0]),
+        lambda states: slot_product(states, torch.tensor([1]), random(2, 8, 4)),
+        lambda states: expert_product(states, torch.tensor([[1]]), random(8, 4), 2),
+    ],
+)
+def test_weights_of_another_size_are_refused(run: Callable[[Tensor], object]) -> None:
+    with pytest.raises(RuntimeError, match=r"size|shape"):
+        run(random(1, 64))
 
 
 def test_operations_pass_opcheck() -> None:

@@ -9,7 +9,7 @@ from torch.library import opcheck
 
 from stepgraph.graphs.layers.quantised import KINDS, MIXED, Grouped, QuantKind, common_kind, pack, quantised_product, quantised_rows, unpack
 from stepgraph.sampling import native
-from tests.helpers.torch_threads import torch_threads
+from tests.helpers.torch_threads import torch_threads, without_subnormals
 
 DISTINCT = {str(name): kind for kind, name in {kind: name for name, kind in KINDS.items()}.items()} | {"mixed": MIXED}
 every_kind = pytest.mark.parametrize("kind", DISTINCT.values(), ids=DISTINCT)
@@ -56,6 +56,16 @@ def test_the_common_kind_holds_weights_of_every_integer_kind(name: str) -> None:
     common = common_kind({kind, KINDS["Q5_K"]})
     assert common is not None
     assert torch.equal(unpack(pack(common, weight)), unpack(pack(kind, weight)))
+
+
+@pytest.mark.parametrize(("name", "scale"), [("FP8", 1.0), ("Q8_0", 2.0**-16)])
+def test_small_numbers_and_scales_are_exact_without_subnormal_numbers(name: str, scale: float) -> None:
+    kind, numbers = KINDS[name], torch.arange(128).repeat(16, 1) % 127
+    packed = pack(kind, Grouped(numbers, torch.full((16, 128 // kind.group), scale).to(kind.scale_type)))
+    expected = unpack(packed)
+    with without_subnormals():
+        assert torch.equal(quantised_product(torch.eye(128), packed).T, expected)
+        assert torch.equal(quantised_rows(torch.arange(16), packed, torch.float32), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -137,9 +138,11 @@ def test_a_generator_is_refused(buffers: StaticBuffers, backend: TapeBackend) ->
         recorded.replay(until=buffers.flags[:1], limit=2)
 
 
-def test_an_eager_step_is_refused(buffers: StaticBuffers, backend: TapeBackend) -> None:
+@pytest.mark.parametrize("names", [["until", "limit"], ["limit"]])
+def test_an_eager_step_is_refused(buffers: StaticBuffers, backend: TapeBackend, names: list[str]) -> None:
+    arguments: dict[str, Any] = {"until": buffers.flags[:1], "limit": 2}
     with pytest.raises(CaptureError, match="eager-in-loop"):
-        EagerStep(backend, count_up, buffers).replay(until=buffers.flags[:1], limit=2)
+        EagerStep(backend, count_up, buffers).replay(**{name: arguments[name] for name in names})
 
 
 @pytest.mark.parametrize(

@@ -158,6 +158,14 @@ def test_first_difference_is_reported(
     assert difference.job_id == expected[0] and expected[1] in str(difference)
 
 
+def test_rounds_of_more_drafts_than_the_configuration_has_are_replayed(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    with recorded_engine(path, replace(CONFIG, draft_length="auto", look_up=0)) as engine:
+        engine.generate([1, 2], max_new_tokens=10)
+    altered(path, "round", lambda line: line.update(drafts=8))
+    assert replay(read_recording(path), TARGET, DRAFT, VOCABULARY).equal
+
+
 def test_replay_of_faults_and_cancelled_requests(tmp_path: Path) -> None:
     """A grammar that cannot be compiled, a job cancelled in the queue, and jobs ended by close()."""
     path = tmp_path / "run.jsonl"
@@ -231,6 +239,8 @@ def test_recording_to_an_invalid_path_raises(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message):
             recorded_engine(path)
     assert there.read_text() == "another file"
+    with pytest.raises(ValueError, match=r"Engine\.record: got .*, expected None with forced_acceptance"):
+        recorded_engine(tmp_path / "run.jsonl", replace(CONFIG, look_up=0, forced_acceptance=(0.5, 0.5)))
     with pytest.raises(ValueError, match=r"Recording\.path: got 3"):
         Engine(TARGET, DRAFT, vocabulary=VOCABULARY, config=CONFIG, record=3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"Recording\.max_bytes: got 0"):

@@ -27,6 +27,12 @@ def test_acceptance_of_one_or_zero_is_exact(drafter: str, temperature: float) ->
         assert job.rounds == 11 or job.finish_reason == FinishReason.STOP
 
 
+def test_shorter_rounds_take_a_rate_for_each_of_their_drafts() -> None:
+    with make_engine(Setup(k=4, max_rows=1, forced_acceptance=(1.0, 0.0)), draft_length=2) as engine:
+        job = engine.generate([1, 9], sampling=SamplingParams(temperature=0, ignore_eos=True), max_new_tokens=1 + 2 * 10)
+    assert (job.rounds, job.num_accepted_drafts) == (11, 10)
+
+
 def test_forced_acceptance_is_the_acceptance_rate() -> None:
     many = {"max_rows": 20, "buckets": (20,), "num_pages": 180}
     engine = make_engine(Setup(k=2, drafter="adversarial", forced_acceptance=(0.75, 0.4), greedy_only=False, **many))  # type: ignore[arg-type]
@@ -60,7 +66,7 @@ def test_forced_acceptance_obeys_the_grammar(draft_masks: bool, sampling: Sampli
 
 @pytest.mark.parametrize("forced", [(0.5,), (0.5, 0.5, 1.5, 0.0), (True,) * 4, [0.5] * 4, 0.5, ("a",) * 4])
 def test_bad_forced_acceptance_is_refused(forced: object) -> None:
-    with pytest.raises(ValueError, match=r"EngineConfig.forced_acceptance: got .*, expected a tuple of num_speculative_tokens=4 numbers"):
+    with pytest.raises(ValueError, match=r"EngineConfig.forced_acceptance: got .*, expected a tuple of 4 numbers, one for each draft"):
         EngineConfig(forced_acceptance=forced)  # type: ignore[arg-type]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import re
 from ctypes import c_int32
 from random import Random
 from typing import Any
@@ -109,6 +110,18 @@ def test_a_token_is_legal_where_its_bytes_are(name: str) -> None:
             if (token and reference.walk(place, token) is not None) or (token_id in VOCABULARY.stop_token_ids and reference.accepts(place))
         }
         assert set(mask(matcher)[1]) == legal
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text"),
+    [
+        ("x((c{20}b){20}e|[cb]*bd{20}f)", f"x{('c' * 20 + 'b') * 20}e"),
+        ("x((ab){23}e|(abc{20}){20}f)", f"x{('ab' + 'c' * 20) * 20}f"),
+    ],
+)
+def test_loops_that_a_text_enters_at_the_same_time_are_counted_apart(pattern: str, text: str) -> None:
+    matcher = COMPILERS["automaton"].compile(Constraint.regex(pattern)).matcher()
+    assert re.fullmatch(pattern, text) and all(map(matcher.accept_token, [*text.encode(), VOCABULARY.stop_token_ids[0]]))
 
 
 def test_rules_that_are_used_in_many_places_are_not_copied() -> None:

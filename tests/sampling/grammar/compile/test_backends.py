@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import re
+import time
 from typing import Any
 
 import pytest
@@ -147,6 +149,35 @@ def test_coverage_lists_every_keyword_with_its_pointer() -> None:
     assert [part.where for part in coverage(Constraint.regex("(")).unenforced] == ["#", "#", "#"]
 
 
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        Constraint.regex("[" * 20_000),
+        Constraint.regex("".join(rf"\p{{{prefix}{name}}}" for prefix in ("", "gc=", "General_Category=") for name in "LMNPSZC")),
+        Constraint.ebnf("root ::= " + "[" * 20_000),
+        Constraint.ebnf('root ::= "' + r"\"" * 20_000),
+        Constraint.lark('start: "' + r"\"" * 20_000),
+        Constraint.lark("start: /" + r"\/" * 20_000),
+        Constraint.lark("start: %json {} # json_0_" + "_" * 100_000),
+    ],
+)
+def test_checks_take_time_linear_in_the_text(constraint: Constraint) -> None:
+    began = time.process_time()
+    with contextlib.suppress(ValueError):
+        AUTO.check(constraint)
+    assert time.process_time() - began < 2
+
+
+def test_a_long_pattern_with_properties_is_read_by_the_compile() -> None:
+    AUTO.check(Constraint.regex(r"\p{L}" + "a" * 100_000 + "("))
+
+
+def test_brackets_of_comments_are_not_counted() -> None:
+    AUTO.check(Constraint.ebnf("# " + "(" * 201 + '\nroot ::= "a"'))
+    with pytest.raises(ValueError, match=r"GrammarLimits.max_nesting: got 201 brackets"):
+        AUTO.check(Constraint.ebnf('# 6" wide\nroot ::= ' + "(" * 201 + '"a"' + ")" * 201))
+
+
 BOMBS = {
     "compile_seconds": (SLOW, GrammarLimits(compile_seconds=0.3)),
     "compile_bytes": (GREEDY, GrammarLimits(compile_bytes=40 * MIB)),
@@ -267,6 +298,7 @@ def test_response_format_with_ignored_fields_raises(value: Any, message: str) ->
 
 
 TAG = {"begin": "<a>", "schema": {}, "end": ""}
+TRIGGERS = [f"<{index:04}>" for index in range(1001)]
 
 
 @pytest.mark.parametrize(
@@ -276,6 +308,7 @@ TAG = {"begin": "<a>", "schema": {}, "end": ""}
         ({"triggers": ["<"], "structures": [TAG], "at_least_one": True}, ".at_least_one"),
         ({"triggers": [], "structures": [TAG]}, ".triggers"),
         ({"triggers": [""], "structures": [TAG]}, ".triggers"),
+        ({"triggers": TRIGGERS, "structures": [{**TAG, "begin": begin} for begin in TRIGGERS]}, ".triggers"),
         ({"triggers": ["<"], "structures": []}, ".structures"),
         ({"triggers": ["<"], "structures": ["<a>"]}, ".structures[0]"),
         ({"triggers": ["<"], "structures": [{**TAG, "grammar": ""}]}, ".structures[0]"),

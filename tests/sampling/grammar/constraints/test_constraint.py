@@ -155,6 +155,8 @@ def test_deep_nesting_raises() -> None:
         (Constraint.ebnf("root ::= "), "constraint ebnf: .*Expect element"),
         (Constraint.ebnf('rule ::= "a"'), 'constraint ebnf: .*"root" is not defined'),
         (Constraint.ebnf("root ::= root"), "constraint ebnf: .*no text"),
+        (Constraint.ebnf(r'root ::= "\ud800"'), r"constraint ebnf: .*got \\ud800, expected Unicode characters other than surrogates"),
+        (Constraint.ebnf(r'root ::= "\U00110000"'), r"constraint ebnf: .*got \\U00110000, expected Unicode characters other"),
         (Constraint.ebnf("root ::= []"), "constraint ebnf: .*no text"),
         (Constraint.regex("é" * 3 + "\u4e00"), None),
         (Constraint.regex("\u4e00"), "constraint regex: .*no text of this vocabulary"),

@@ -15,7 +15,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepgraph import Constraint
+from stepgraph import Constraint, Vocabulary
+from stepgraph.sampling.grammar import GrammarCompiler
 from stepgraph.sampling.grammar.link.layout import constants
 from stepgraph.sampling.grammar.link.native import NativeRow
 from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, NODE_BOUNDS_NS, HostAction, HostLink, advance
@@ -141,6 +142,18 @@ def test_a_token_after_the_stop_token_is_rejected_without_a_library_log(capfd: p
         assert bool(row.fault) == (history == 3)
     assert f"RuntimeError: token {A} was sampled under a mask of this grammar" in row.fault
     assert capfd.readouterr().err == ""
+
+
+def test_an_id_that_is_hidden_from_xgrammar_is_rejected_without_a_library_log(capfd: pytest.CaptureFixture[str]) -> None:
+    vocabulary = Vocabulary([b"x", b"y", b"z", b"xy", b"xzxy", b""], stop_token_ids=[5])
+    memory = Memory.make(1, 1, vocabulary.mask_words, vocabulary)
+    link = native_link(memory)
+    row = letters_row(link, compiler=GrammarCompiler(vocabulary, backend="xgrammar"))
+    set_running(memory, row)
+    memory.drafts[:], hidden = 4, vocabulary.xgrammar_unsafe_ids
+    link.push_batch([row])
+    link.node((BEGIN_ROUND, COMMIT, advance(1), END_ROUND))()
+    assert (hidden, row.fault, capfd.readouterr().err) == (frozenset({4}), "", "")
 
 
 def test_is_terminated_is_called_once_and_after_stop_tokens() -> None:
