@@ -32,7 +32,8 @@ class DeviceResources:
 
     def release(self) -> None:
         with contextlib.suppress(RuntimeError):  # after a device error nothing runs
-            self.driver.cuCtxSetCurrent(self.context)  # a finalizer may run on a thread without one
+            if not self.driver.context():  # a finalizer may run on any thread
+                self.driver.cuCtxSetCurrent(self.context)
             for stream in self.streams.values():
                 self.driver.cuStreamSynchronize(stream.cuda_stream)
         self.free_retired()

@@ -8,6 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from stepgraph.graphs import HostNodeError
+from stepgraph.graphs.cuda.backend import CudaBackend
 from tests.stub_cuda import counters
 from tests.stub_cuda.subject import Backend, BufferSpec, CaptureError, StaticBuffers, current_context, make_backend
 
@@ -119,6 +121,12 @@ def device_sync(b: StaticBuffers) -> None:
     torch.cuda.synchronize()
 
 
+def default_generator(b: StaticBuffers) -> None:
+    """Legal draws. The tape, which names the line of the fork, must accept them too."""
+    b.y.copy_(torch.rand(4, device=b.x.device, generator=torch.cuda.default_generators[0]))
+    unjoined_fork(b)
+
+
 FOREIGN = "generator"
 
 
@@ -127,6 +135,7 @@ FOREIGN = "generator"
     [
         (host_sync, "host-sync", "if b.x.sum().item() > 0:"),
         (unjoined_fork, "unjoined-fork", "b.z.copy_(b.x)"),
+        (default_generator, "unjoined-fork", "b.z.copy_(b.x)"),
         (stream_outside, "stream-outside-capture", "current_context().record()"),
         (pageable_copy, "missing-device", "b.y.copy_(torch.ones(4))"),
         (pageable_result, "host-sync", "b.x.cpu()"),
@@ -151,6 +160,44 @@ def test_illegal_step_is_refused_with_its_line_and_the_backend_remains(backend: 
     graph = backend.capture(add, buffers)
     graph.replay()
     backend.synchronize()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda backend, b: backend.capture(add, b, generators=(torch.Generator(),)), "CudaBackend.capture.generators: got one on cpu"),
+        (lambda backend, b: backend.capture(add, b, check="Twice"), "CudaBackend.capture.check: got 'Twice'"),
+        (lambda *_: CudaBackend("gpu"), "CudaBackend.device: got 'gpu', expected one of 1 CUDA devices"),
+    ],
+)
+def test_wrong_arguments_are_refused(backend: Backend, call: Callable[[Backend, StaticBuffers], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(backend, buffers_of(backend))
+
+
+def test_work_of_a_run_that_raised_is_ordered_before_that_of_the_caller(backend: Backend) -> None:
+    x, source = torch.zeros(4, device=backend.device), torch.ones(4).pin_memory()
+
+    def copies() -> None:
+        x.copy_(source, non_blocking=True)
+        raise ValueError("late")
+
+    counters.take_issued(more=True)
+    with pytest.raises(ValueError, match="late"):
+        backend.run(copies)
+    x.copy_(source, non_blocking=True)
+    issued = counters.take_issued(more=False)
+    first, last = (index for index, each in enumerate(issued) if each.kind == "eager_copies")
+    assert first in counters.before(issued)[last]
+
+
+def test_a_trace_ends_with_an_error_of_a_host_node(backend: Backend) -> None:
+    graph = backend.capture(lambda b: current_context().host_node("bad", lambda: 1 // 0), buffers_of(backend))
+    backend.start_trace(0, 3)
+    graph.replay()
+    with pytest.raises(HostNodeError, match="bad"):
+        backend.stop_trace()
+    assert not torch._C._autograd._profiler_enabled()
 
 
 def test_generator_that_is_declared_may_be_used(backend: Backend) -> None:

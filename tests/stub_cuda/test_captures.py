@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -10,13 +11,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from stepgraph.graphs import BufferSpec, CaptureError, StaticBuffers
+from stepgraph.graphs import BufferSpec, CaptureError, StaticBuffers, current_context, run_eager
 from stepgraph.graphs.capture import CaptureCheck
 from stepgraph.graphs.cuda.backend import CudaBackend
 from stepgraph.sampling.cuda_graphs import capture_replay
 from stepgraph.sampling.kernels.filters import find_replay_difference
 from tests.stub_cuda import device
-from tests.stub_cuda.counters import counted
+from tests.stub_cuda.counters import counted, take_messages
 
 pytestmark = pytest.mark.stub_cuda
 DEVICE = torch.device("cuda", 0)
@@ -70,6 +71,53 @@ def test_a_probe_and_a_thread_that_allocates_do_not_disturb_each_other(probe: Ca
     step = Allocating()
     probe(step, DEVICE)
     assert not step.raised
+
+
+def test_an_eager_run_with_a_host_node_and_a_capture_do_not_disturb_each_other() -> None:
+    static, x, raised = buffers(), torch.zeros(4, device=DEVICE), list[BaseException]()
+
+    def look(_: StaticBuffers) -> None:
+        current_context().host_node("look", lambda: None)
+
+    def step() -> None:
+        raised.extend(in_a_thread(lambda: run_eager(look, static)))
+        x.add_(1)
+
+    capture_replay(step, DEVICE)
+    assert not raised
+
+
+def test_captures_share_no_casts_of_autocast_with_other_code(backend: CudaBackend) -> None:
+    static, layer, kernels = buffers(), torch.nn.Linear(4, 4, device=DEVICE), list[tuple[int, int]]()
+
+    def step(b: StaticBuffers) -> None:
+        b.y.copy_(layer(b.x))
+
+    for cached in (True, False):
+        with torch.autocast("cuda", dtype=torch.bfloat16, cache_enabled=cached):
+            graph = backend.capture(step, static)
+            with counted() as eager:
+                run_eager(step, static)
+        kernels.append((graph.report.nodes["kernel"], eager["eager_kernels"]))
+    assert kernels[0] == kernels[1]
+
+
+def test_new_threads_query_wait_and_close(backend: CudaBackend) -> None:
+    backend.capture(add, buffers()).replay()
+    event = backend.event()
+    take_messages()
+    for call in (event.query, event.wait, backend.active_work, backend.close):
+        assert not in_a_thread(call)
+    assert not take_messages()
+
+
+def test_a_fork_leaves_the_device_to_its_parent(backend: CudaBackend) -> None:
+    child = os.fork()
+    if not child:
+        with counted() as counts:
+            backend.close()
+        os._exit(bool(counts))
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_a_probe_waits_for_the_end_of_another_capture(backend: CudaBackend) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from stepgraph.graphs.capture import Step
 from stepgraph.graphs.cuda.backend import CudaBackend
 from stepgraph.graphs.graph_key import GraphKey
 from stepgraph.graphs.graph_set import GraphSet
+from stepgraph.graphs.memory import available_bytes
 from stepgraph.sampling.cuda_graphs import capture_replay
 
 pytestmark = pytest.mark.stub_cuda
@@ -92,6 +94,40 @@ def test_memory_of_a_capture_that_failed_is_freed_with_the_backend() -> None:
     backend.capture(softmax, static).replay()
     backend.close()
     assert reserved() == before
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_buffers_live_until_graphs_that_may_use_them_have_ended(closed: bool) -> None:
+    backend, static = CudaBackend(), buffers()
+    alive, graph = weakref.ref(static), backend.capture(softmax, static)
+    graph.replay()
+    if closed:
+        backend.close_without_waiting()
+        del backend
+    del graph, static
+    gc.collect()
+    assert alive() is not None
+    if not closed:
+        backend.close()
+        assert alive() is None
+
+
+def test_a_capture_that_runs_out_of_memory_names_the_memory(backend: CudaBackend) -> None:
+    def step(_: StaticBuffers) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            torch.empty(1 << 50, dtype=torch.uint8, device=DEVICE)
+
+    with pytest.raises(CaptureError, match=r"\[memory\]"):
+        GraphSet(backend, buffers(), lambda key: step, (1,)).capture(greedy_only=True)
+
+
+def test_a_capture_uses_the_memory_of_its_warm_up_and_its_pool_is_not_available(backend: CudaBackend) -> None:
+    def step(b: StaticBuffers) -> None:
+        torch.empty(80 << 30, dtype=torch.uint8, device=DEVICE)  # more than half of the memory
+        b.x.zero_()
+
+    graph = backend.capture(step, buffers())
+    assert graph.report.nbytes == 80 << 30 and 0 < (available_bytes(DEVICE) or 0) < 60 << 30
 
 
 def test_memory_of_graphs_is_estimated_before_they_are_captured(backend: CudaBackend) -> None:

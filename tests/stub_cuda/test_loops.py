@@ -109,6 +109,20 @@ def test_host_node_is_refused_with_its_line(backend: Backend) -> None:
     assert (error.value.file, error.value.line) == (__file__, step.__code__.co_firstlineno + 2)
 
 
+def test_loop_that_cannot_be_instantiated_leaves_no_graph(backend: Backend) -> None:
+    event = torch.cuda.Event(external=True)
+
+    def step(b: StaticBuffers) -> None:
+        halve(b)
+        event.record()
+
+    buffers = buffers_of(backend)
+    graph = backend.capture(step, buffers)
+    with counters.counted() as counts, pytest.raises(RuntimeError, match="cuGraphInstantiateWithFlags"):
+        graph.replay(until=buffers.done, limit=9)
+    assert not counts["live_graphs"]
+
+
 def test_step_that_draws_is_refused(backend: Backend) -> None:
     def step(b: StaticBuffers) -> None:
         b.x.normal_()

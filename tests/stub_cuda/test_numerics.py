@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from triton.runtime import interpreter
 if not hasattr(interpreter, "_LangPatchScope"):
     pytest.skip("values of kernels need _LangPatchScope of Triton's interpreter, which Triton 3.4 does not have", allow_module_level=True)
 
-from stepgraph.graphs import BufferSpec, StaticBuffers
+from stepgraph.graphs import BufferSpec, StaticBuffers, current_context
+from stepgraph.runtime.commands.capture_check import _replay_equals_eager
 from tests.stub_cuda import counters, numerics
 from tests.stub_cuda.numerics import Numerics
 from tests.stub_cuda.subject import Backend, greedy_engine
@@ -65,6 +67,17 @@ def test_a_graph_computes_from_what_its_buffers_hold_at_each_replay(values: Nume
         recorded.replay()
         backend.synchronize()
         assert buffers.x.tolist() == [value**2 + 1 for value in range(start, start + 3)]
+
+
+def test_replay_and_step_are_compared_after_their_copies(values: Numerics, backend: Backend) -> None:
+    buffers = StaticBuffers([BufferSpec("x", (3,), torch.int64), BufferSpec("x_host", (3,), torch.int64, "pinned")], DEVICE)
+    buffers.x.fill_(7)
+
+    def step(b: StaticBuffers) -> None:
+        current_context().host_node("slow", lambda: time.sleep(0.05))
+        b.x_host.copy_(b.x, non_blocking=True)
+
+    assert _replay_equals_eager(step, buffers, backend.capture(step, buffers))
 
 
 def rounds_against_the_oracle(**changes: Any) -> int:
