@@ -58,7 +58,7 @@ class Recorded(Protocol):
 
     @property
     def rounds(self) -> int:
-        """How often the step has run in the latest `replay(until=...)`; final once the device has ended it. Before, it may be of an earlier one."""
+        """How often the step has run in the latest `replay(until=...)`, once the device has ended it; before, perhaps of an earlier one."""
 
     def replay(self, *, until: Tensor | None = None, limit: int | None = None, is_round: bool = True) -> None:
         """Run the recorded step once on the current contents of the buffers. Asynchronous if the backend is.
