@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
+from typing import Any
 
 import pytest
 
@@ -21,6 +23,15 @@ settings.register_profile("default", deadline=None, derandomize=True, suppress_h
 settings.register_profile("soak", deadline=None, max_examples=2000, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
+
+class Loggers(dict[str, Any]):
+    """pytest 9.2 iterates over all loggers before each test; meanwhile a thread of an engine may import modules that add some."""
+
+    def values(self) -> Any:
+        return list(super().values())
+
+
+logging.root.manager.loggerDict = Loggers(logging.root.manager.loggerDict)
 
 # Files with a test that takes longer than all that remains for the other processes when it starts late.
 LONGEST = ("tools/gpu/test_gpu_check.py", "sampling/kernels/test_kernels.py", "test_packaging.py")
