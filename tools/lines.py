@@ -38,8 +38,8 @@ BUDGETS = {  # each was the count when it was frozen; the main reasons for raisi
     "tools": 17_166,
     # 41,566 at first. Tests of the features above; the stub CUDA (1,000) with a stub of NCCL (183), families of transformers, entry points
     # with wrong values, replicas (980), ranks, records of long runs, builds of torch, hosts without a C compiler, malformed files;
-    # then 56,830: tests of corrections (586), half of them on the stub CUDA
-    "tests": 57_416,
+    # then 56,830: tests of corrections (587), half of them on the stub CUDA
+    "tests": 57_417,
 }
 # 6,198 at first, with the host link; 7,056 with the files of kernels that follow grammars and of the choice of the draft length. Lowered by
 # moving code that a steady round does not run; the goal is 5,500. Of it, heads by a program, argmax without masks and loads of attention
