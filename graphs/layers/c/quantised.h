@@ -47,9 +47,9 @@ INLINED int64_t block_bytes(quantised_kind kind) { return word_bytes(kind) + (1 
 /* Finite numbers from their bits without the sign: `mantissa` bits, and above them an exponent with this bias. Makes no subnormal float32,
    which a thread that flushes these would read as 0. */
 INLINED part float_of(word_part size, int mantissa, int bias) {
-    word_part normal = (size << (23 - mantissa)) + ((127u - bias) << 23), is_small = (word_part)(size < 1u << mantissa);
-    part small = __builtin_convertvector((int_part)size, part) * (2.0f / (1u << (mantissa + bias)));
-    return (part)(((word_part)small & is_small) | (normal & ~is_small));
+    part value = (part)((size << (23 - mantissa)) + ((127u - bias) << 23)); /* right unless the exponent is 0, which adds no 1 */
+    word_part is_small = (word_part)(size < 1u << mantissa);
+    return value + (part)((word_part)(value - 2.0f / (1u << bias)) & is_small);
 }
 
 /* Scales or minimums, from float32 or float16. */

@@ -194,7 +194,7 @@ class LLGuidanceBuilder:
         if constraint.kind == "lark":
             for schema in checked_lark(constraint.payload)[1]:
                 check_schema(schema, Options())
-        elif constraint.kind not in ("json_schema", "json_object", "structural_tag") and not takes_seconds(constraint.payload):
+        elif constraint.kind in ("choice", "ebnf") or (constraint.kind == "regex" and not takes_seconds(constraint.payload)):
             lark_text(constraint.kind, constraint.payload, constraint.schema_options)
 
     def build(self, constraint: Constraint, worker: CompileWorker | None = None) -> LLGuidanceGrammar:
