@@ -7,7 +7,8 @@
 Costs, also those that the choice uses, are processor times of the whole process, since other processes may share the machine. Rounds,
 tokens per round and draft lengths are counts. Ratios are medians over turns; the first turn, in which "auto" learns, is listed apart.
 All workloads run once in each turn; turns from the third on begin only if `--seconds` leaves time for them. After the third, fixed
-lengths that are slower than nine tenths of the best one are left out.
+lengths that are slower than nine tenths of the best one are left out. In the mixed batch each request that ends is replaced by one of its
+kind, so that both kinds are in the batch until the end; the prompts of these requests are measured too.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from stepgraph import Constraint, Engine, EngineConfig, SamplingParams
+from stepgraph import Constraint, Engine, EngineConfig, Job, SamplingParams
 from stepgraph.graphs.graph_key import PLAIN, Drafting
 from stepgraph.runtime.demo.variants import LOOK_UP, Pair, open_pair, toy_pair
 from tools.origin import origin
@@ -46,6 +47,7 @@ ALL_TURNS = 3  # turns in which every fixed length runs
 CONTENDER_SHARE = 0.9  # share of the best fixed length's rate: slower lengths do not run in later turns
 GOALS_OVER_PLAIN = {"json": 2.3, "free text": 1.1}  # goals over plain decoding, for the demonstration's models
 FIRST_SEED = 2000  # not used by other measurements
+REFILL_TURNS = 10 * len(MEASURED)  # a multiple of the kinds, so that the requests of a row have one schema; more turns than are measured
 PROSE = r"[A-Za-z ,.\n]{150,200}"
 RECORD = r'\{"name": "[A-Za-z ]{3,16}", "age": [1-9][0-9], "city": "[A-Za-z ]{3,16}", "remote": (true|false)\}\n'
 CODE = """def total_price(items, discount):
@@ -70,6 +72,7 @@ class Workload(NamedTuple):
     new_tokens: int
     wrong_drafts: bool = False  # every draft of the draft model is wrong
     data: str = ""
+    refilled: int = 0  # a turn ends after so many tokens, and requests that end before are replaced; 0: every turn decodes its requests
 
 
 class WorstDraft(nn.Module):
@@ -129,27 +132,25 @@ class Bench:
     def variants(self) -> tuple[Drafting | str, ...]:
         return (*self.chooser.choices, AUTO)
 
-    def run(self, requests: Sequence[Request], new_tokens: int, variant: Drafting | str) -> Sample:
+    def run(self, workload: Workload, turn: int, variant: Drafting | str) -> Sample:
         engine, before = self.engine, self._rounds()
         self.chooser.fixed_drafting = None if isinstance(variant, str) else variant
+        requests = workload.requests(turn)
         for req in requests:
             if req.constraint is not None:
                 engine.compile(req.constraint)  # not measured
-        jobs = [
-            engine.submit(
-                req.prompt,
-                constraint=req.constraint,
-                draft_ids=req.draft_ids,
-                max_new_tokens=new_tokens,
-                sampling=SamplingParams(temperature=0, ignore_eos=req.constraint is None),
-            )
-            for req in requests
-        ]
+        jobs = [self._submit(req, workload.new_tokens) for req in requests]
         while any(not job.tokens and not job.finished for job in jobs):  # prompts are not measured: they cost all variants the same
             engine.step()
         tokens, begin = sum(len(job.tokens) for job in jobs), time.process_time()
-        collections.deque(engine.stream(), maxlen=0)
+        if workload.refilled:
+            self._refill(workload, turn, jobs, tokens + workload.refilled)
+        else:
+            collections.deque(engine.stream(), maxlen=0)
         seconds, tokens = time.process_time() - begin, sum(len(job.tokens) for job in jobs) - tokens
+        for job in jobs:
+            engine.cancel(job)
+        collections.deque(engine.stream(), maxlen=0)
         self.chooser.fixed_drafting = None
         wrong = [job.error for job in jobs if job.error]
         assert not wrong, wrong
@@ -160,6 +161,27 @@ class Bench:
             {length: count for length, count in sorted(rounds.items()) if count},
             seconds,
         )
+
+    def _submit(self, req: Request, new_tokens: int) -> Job:
+        return self.engine.submit(
+            req.prompt,
+            constraint=req.constraint,
+            draft_ids=req.draft_ids,
+            max_new_tokens=new_tokens,
+            sampling=SamplingParams(temperature=0, ignore_eos=req.constraint is None),
+        )
+
+    def _refill(self, workload: Workload, turn: int, jobs: list[Job], tokens: int) -> None:
+        """Step until the jobs have so many tokens. A request that ends is replaced by that of its row in a later turn, which is of the same
+        kind and is added to the jobs."""
+        running, turns = list(jobs), [turn] * len(jobs)
+        while sum(len(job.tokens) for job in jobs) < tokens:
+            self.engine.step()
+            for row, job in enumerate(running):
+                if job.finished:
+                    turns[row] += REFILL_TURNS
+                    running[row] = self._submit(workload.requests(turns[row])[row], workload.new_tokens)
+                    jobs.append(running[row])
 
     def _rounds(self) -> dict[str, int]:
         found: dict[str, int] = {}
@@ -222,7 +244,7 @@ def toy_workloads(pair: Pair) -> dict[str, Workload]:
         "never right": Workload(lambda turn: [req(turn, 0)], 200, wrong_drafts=True),
         "json": Workload(lambda turn: [req(turn, 0, record)], 120),
         "switching": Workload(lambda turn: [req(turn, 0, Constraint.regex(f"({RECORD}{PROSE}){{2}}"))], 400),
-        "mixed batch of 8": Workload(lambda turn: [req(turn, row, record if row < 4 else None) for row in range(8)], 100),
+        "mixed batch of 8": Workload(lambda turn: [req(turn, row, record if row < 4 else None) for row in range(8)], 100, refilled=1200),
     }
     for rows in (1, 4, 8):
         made[f"free text, batch of {rows}"] = Workload(lambda turn, rows=rows: [req(turn, row) for row in range(rows)], 150)  # type: ignore[misc]
@@ -275,7 +297,7 @@ def demo_workloads(pair: Pair) -> dict[str, Workload]:
     for rows in (4, 8):
         made[f"json, batch of {rows}"] = Workload(batch(record, rows), 60, data=held_out)
         made[f"free text, batch of {rows}"] = Workload(batch(talk, rows), 60, data=held_out)
-    made["mixed batch of 8"] = Workload(lambda turn: [*batch(record, 4)(turn), *batch(talk, 4)(turn)], 60, data=held_out)
+    made["mixed batch of 8"] = Workload(lambda turn: [*batch(record, 4)(turn), *batch(talk, 4)(turn)], 60, data=held_out, refilled=800)
     return made
 
 
@@ -298,7 +320,7 @@ def goals(found: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
 def plot(bench: Bench, workload: Workload, path: Path) -> None:
     """Save a picture of the draft length and the account of one turn."""
     with bench.engine.trace(PLOTTED_ROUNDS) as trace:
-        bench.run(workload.requests(0), workload.new_tokens, AUTO)
+        bench.run(workload, 0, AUTO)
     picture.draw_lengths(trace.timeline, path)
 
 
@@ -320,13 +342,13 @@ def report(demo: bool, drafts: int, turns: int, only: Sequence[str], seconds: fl
                 key = len(workload.requests(0)), workload.wrong_drafts
                 if key not in benches:
                     benches[key] = Bench(pair, drafts, key[0], 768 if demo else 512, key[1], LOOK_UP)
-                bench, requests = benches[key], workload.requests(done)
+                bench = benches[key]
                 variants = bench.variants
                 if done >= ALL_TURNS:
                     variants = tuple(variant for variant in variants if variant in {*contenders(samples[name]), PLAIN, AUTO})
                 for offset in range(len(variants)):  # each turn begins with another variant
                     variant = variants[(done + offset) % len(variants)]
-                    samples[name].setdefault(variant, []).append(bench.run(requests, workload.new_tokens, variant))
+                    samples[name].setdefault(variant, []).append(bench.run(workload, done, variant))
                 bar.update()
             done += 1
     found: dict[str, Any] = {}

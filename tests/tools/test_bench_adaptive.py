@@ -30,8 +30,19 @@ def test_drafter_that_is_never_right_has_one_token_per_round() -> None:
     pair = toy_pair()
     workload = toy_workloads(pair)["never right"]
     bench = Bench(pair, 2, 1, 64, workload.wrong_drafts, 0)
-    sample = bench.run(workload.requests(0), 30, Drafting(2))
+    sample = bench.run(workload._replace(new_tokens=30), 0, Drafting(2))
     assert sample.tokens == 29 and sample.row_rounds == 30
+    bench.engine.close()
+
+
+def test_mixed_batch_has_all_its_rows_until_the_end() -> None:
+    pair = toy_pair()
+    workload = toy_workloads(pair)["mixed batch of 8"]._replace(new_tokens=20, refilled=300)
+    bench = Bench(pair, 2, 8, 64, workload.wrong_drafts, 0)
+    sample = bench.run(workload, 0, PLAIN)
+    assert 300 <= sample.tokens < 320 and not bench.engine.has_work
+    rounds = sample.rounds[str(PLAIN)]
+    assert 300 / 8 <= rounds < 50  # less than a tenth of the places are empty, while prompts of requests that follow are read
     bench.engine.close()
 
 
