@@ -6,9 +6,9 @@
 
 Costs, also those that the choice uses, are processor times of the whole process, since other processes may share the machine. Rounds,
 tokens per round and draft lengths are counts. Ratios are medians over turns; the first turn, in which "auto" learns, is listed apart.
-All workloads run once in each turn; turns from the third on begin only if `--seconds` leaves time for them. After the third, fixed
-lengths that are slower than nine tenths of the best one are left out. In the mixed batch each request that ends is replaced by one of its
-kind, so that both kinds are in the batch until the end; the prompts of these requests are measured too.
+All workloads run in each turn, one with a goal close to what the account allows several times; turns from the third on begin only if
+`--seconds` leaves time for them. After three samples, fixed lengths that are slower than nine tenths of the best one are left out. In the
+mixed batch each request that ends is replaced by one of its kind, whose prompt is measured too: both kinds are in it until the end.
 """
 
 from __future__ import annotations
@@ -288,7 +288,7 @@ def demo_workloads(pair: Pair) -> dict[str, Workload]:
 
     made = {
         # The goal allows a loss of 2%, of which the account allows 1%, and samples of the same rounds differ by 4%
-        "never right": Workload(batch(talk, 1), 150, wrong_drafts=True, repeats=4, data=f"talk, {held_out}"),
+        "never right": Workload(batch(talk, 1), 150, wrong_drafts=True, repeats=8, data=f"talk, {held_out}"),
         "json": Workload(batch(record, 1), 120, data=f"five schemas, {held_out}"),
         "tool calls": Workload(batch(lambda turn, row: request_of("tool call", turn, row), 1), 80, data=held_out),
         "free text": Workload(batch(talk, 1), 150, data=held_out),
