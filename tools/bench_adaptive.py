@@ -143,7 +143,7 @@ class Bench:
         jobs = [self._submit(req, workload.new_tokens) for req in requests]
         while any(not job.tokens and not job.finished for job in jobs):  # prompts are not measured: they cost all variants the same
             engine.step()
-        tokens, begin = sum(len(job.tokens) for job in jobs), time.process_time()
+        tokens, earlier, begin = sum(len(job.tokens) for job in jobs), sum(job.rounds for job in jobs), time.process_time()
         if workload.refilled:
             self._refill(workload, turn, jobs, tokens + workload.refilled)
         else:
@@ -158,7 +158,7 @@ class Bench:
         rounds = {length: count - before.get(length, 0) for length, count in self._rounds().items()}
         return Sample(
             tokens,
-            sum(job.rounds for job in jobs),
+            sum(job.rounds for job in jobs) - earlier,
             {length: count for length, count in sorted(rounds.items()) if count},
             seconds,
         )
