@@ -63,7 +63,6 @@ def use_context(context: CaptureContext) -> AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def temporarily_set(owner: object, name: str, value: object) -> Iterator[None]:
-    """Set an attribute for the duration of the block."""
     before = getattr(owner, name, None)
     setattr(owner, name, value)
     try:

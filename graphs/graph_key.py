@@ -25,8 +25,6 @@ FULL, PLAIN = Drafting(), Drafting(0)
 
 @dataclass(frozen=True, order=True)
 class GraphKey:
-    """Identifies a recorded round."""
-
     rows: int
     constrained: bool  # some row has a constraint
     sampled: bool = False  # some row needs more than a masked argmax: SamplingParams.plain
@@ -87,7 +85,6 @@ class GraphTable:
         return self.records_on_demand or bool(self._recorded)
 
     def key_for(self, batch_rows: int, constrained: bool, sampled: bool, device: bool = False, drafting: Drafting = FULL) -> GraphKey:
-        """The key for a batch."""
         batch = batch_rows, constrained, sampled, device, drafting
         if type(batch_rows) is not int or batch not in self._keys:
             check_value("GraphSet.key_for.batch_rows", batch_rows, whole(1, self.buckets[-1]))

@@ -88,8 +88,6 @@ def prompt_specs(limits: Limits, target: TargetModel) -> tuple[BufferSpec, ...]:
 
 @dataclass(frozen=True, order=True)
 class PromptKey:
-    """Identifies a recorded prompt chunk."""
-
     tokens: int  # at most so many
 
     def __str__(self) -> str:

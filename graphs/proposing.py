@@ -161,7 +161,6 @@ class ProposedRound:
     grammar: GrammarLane | None  # if it fills the masks of drafts
 
     def run(self, batch: Batch, emission: Emission, features: Tensor, after: Batch) -> None:
-        """Draft."""
         buffers, count, proposer = self.buffers, self.limits.num_speculative_tokens, self.models.proposer or self.models.look_up
         with self.context.stage("propose"):
             if "row_skipped_tokens" in buffers:

@@ -72,5 +72,4 @@ class ResultLayout:
         lines[:, columns[0].start : columns[-1].stop].copy_(torch.cat(values, 1) if len(values) > 1 else values[0])
 
     def read(self, line: list[int], logprobs: list[list[Any]]) -> ResultRecord:
-        """The record of one line."""
         return ResultRecord._make((*self._fields_of(line), logprobs))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from stepgraph.graphs.batch import Batch, model_input, model_logits
 from stepgraph.graphs.buffers import StaticBuffers
+from stepgraph.graphs.drafting import grammar_mask_of
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import TargetModel
 from stepgraph.graphs.model_call import check_shape, run_model
@@ -56,11 +57,8 @@ def accept(
     """Mask the logits, choose tokens, accept drafts, check for the end. Returns the emission and the batch after it."""
     mask = None
     if constrained:
-        tags, masks = (each[:, : logits.shape[1]] for each in (buffers.row_tags, buffers.row_masks))
-        owner, generated, constraint = (batch.column(column) for column in (Column.OWNER, Column.GENERATED, Column.CONSTRAINED))
-        status, has_grammar = kernels.mask_status(tags, owner, generated, constraint, rows=batch.rows)
-        batch = batch._replace(constrained=has_grammar)
-        mask = GrammarMask(masks, batch.rows, has_grammar, status)
+        mask = grammar_mask_of(buffers, batch, 1, count=logits.shape[1])
+        batch = batch._replace(constrained=mask.constrained)
     if sampled:
         batch = batch._replace(params=buffers.row_params[batch.rows])
     tokens, finite, accepted, status = (choose_sampled if sampled else _choose_greedy)(buffers, batch, logits, mask, options)

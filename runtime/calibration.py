@@ -67,7 +67,6 @@ class Calibration:
         return self._min_seconds([lambda: self._backend.run(catch_up)], prepare)[0]
 
     def _round_seconds(self, keys: Sequence[GraphKey]) -> list[float]:
-        """The time of a round of inert rows, for each key."""
         return self._min_seconds([functools.partial(self._replay, key) for key in keys])
 
     def _replay(self, key: GraphKey) -> None:

@@ -223,7 +223,6 @@ class EngineConfig:
 
 
 def _acceptance_rates(drafts: int) -> Check:
-    """One acceptance rate per draft."""
     expected = f"a tuple of {drafts} numbers, one for each draft of a round, from 0 to 1"
     return Check(
         lambda value: isinstance(value, tuple) and len(value) == drafts > 0 and all(is_number(rate) and 0 <= rate <= 1 for rate in value),

@@ -88,8 +88,6 @@ class Watchdog:
 
 
 class _TimedBackend:
-    """A backend whose events time out."""
-
     def __init__(self, backend: Backend, wait: Callable[[Event], bool]) -> None:
         self._backend, self._wait = backend, wait
 

@@ -43,8 +43,6 @@ class TapeStreamEvent:
 
 @dataclass(slots=True)
 class Node:
-    """One entry of the recording."""
-
     kind: str  # kernel, copy, fill, copied, host; view (runs once); record, wait
     name: str
     stream: str

@@ -95,7 +95,6 @@ def _step_and_buffers(options: argparse.Namespace) -> tuple[Step, StaticBuffers]
 
 
 def _import(flag: str, value: str) -> Any:
-    """The object that MODULE:NAME names."""
     module, _, name = value.partition(":")
     if not module or not name or module.startswith(".") or module.endswith(".py"):
         raise ValueError(f"{flag}: got {clip_repr(value)}, expected {MODULE_AND_NAME}")

@@ -250,7 +250,6 @@ def check_serve(options: argparse.Namespace) -> None:
 
 
 def _parse_lora_modules(pairs: Sequence[str], model: str) -> dict[str, str]:
-    """The values of --lora-modules, by name."""
     found: dict[str, str] = {}
     for pair in pairs:
         name, _, folder = pair.partition("=")

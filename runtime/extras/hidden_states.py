@@ -11,10 +11,10 @@ states. Every file appears complete or not at all.
 from __future__ import annotations
 
 import collections
+import fcntl
 import json
 import os
 import queue
-import sys
 import threading
 import warnings
 import weakref
@@ -34,9 +34,6 @@ from stepgraph.graphs.model import TargetModel
 from stepgraph.runtime.request import FinishReason, Job
 from stepgraph.sampling.fields import clip_error, clip_repr
 from stepgraph.sampling.lifetimes import call_after_fork, close_at_exit
-
-if sys.platform != "win32":
-    import fcntl
 
 FORMAT = "stepgraph hidden states 1"
 INDEX = "states.json"
@@ -130,8 +127,7 @@ class StatesWriter:
         except OSError as error:
             raise ValueError(f"{folder}: {error.strerror or error}, expected a writable folder") from None
         try:
-            if sys.platform != "win32":
-                fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if (folder / INDEX).exists():
                 layout, self._shards = read_index(folder)
                 if layout != self._layout:

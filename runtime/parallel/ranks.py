@@ -237,7 +237,6 @@ def _end_processes(owner: int, processes: list[subprocess.Popen[bytes]], links: 
 
 
 def anonymous_file(size: int = RING_BYTES) -> int:
-    """The descriptor of a file without a name."""
     if sys.platform == "linux":
         found = os.memfd_create("stepgraph-ranks")
     else:

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any, NoReturn
 
 from stepgraph.runtime.serve.calls import ChosenFormat
@@ -16,6 +15,7 @@ from stepgraph.runtime.serve.tools import ToolUse, tool_use
 from stepgraph.runtime.text import TextCodec
 from stepgraph.sampling.fields import BOOL, Check, instance_of, is_int, whole
 from stepgraph.sampling.grammar.constraints.constraint import MAX_MARKER_LIMIT, Constraint
+from stepgraph.sampling.grammar.schema.reader import clip_json
 from stepgraph.sampling.params import SamplingParams
 
 _SAMPLING_FIELDS = {  # field of the request: field of SamplingParams
@@ -124,7 +124,7 @@ def parse_request(
 def checked_model(name: Any, models: Sequence[str]) -> str:
     if name not in models:
         expected = " or ".join(map(repr, models))
-        raise HttpError(404, f"model: got {_clipped(name)}, expected {expected}", "model", "model_not_found")
+        raise HttpError(404, f"model: got {clip_json(name)}, expected {expected}", "model", "model_not_found")
     return str(name)
 
 
@@ -145,17 +145,17 @@ def request_error(error: ValueError | str, prompt_field: str = "messages", const
 
 
 def _refuse(field: str, value: Any, expected: str) -> NoReturn:
-    raise HttpError(400, f"{field}: got {_clipped(value)}, expected {expected}", field)
+    raise HttpError(400, f"{field}: got {clip_json(value)}, expected {expected}", field)
 
 
 def _check_known(fields: dict[str, Any], known: set[str]) -> None:
     for full_name in fields.keys() - known:
         value, name = fields[full_name], full_name[:100] or "''"
         if name not in _FIXED_FIELDS:
-            raise HttpError(400, f"{name}: got {_clipped(value)}, but the field is not supported", name, "unsupported_parameter")
+            raise HttpError(400, f"{name}: got {clip_json(value)}, but the field is not supported", name, "unsupported_parameter")
         if not any(value == accepted and type(value) is type(accepted) for accepted in _FIXED_FIELDS[name]):
             expected = " or ".join(map(json.dumps, _FIXED_FIELDS[name]))
-            raise HttpError(400, f"{name}: got {_clipped(value)}, expected {expected}", name, "unsupported_value")
+            raise HttpError(400, f"{name}: got {clip_json(value)}, expected {expected}", name, "unsupported_value")
 
 
 def _chat_ids(fields: Mapping[str, Any], tools: ToolUse | None, codec: TextCodec) -> list[int]:
@@ -309,8 +309,3 @@ def _logprobs(fields: Mapping[str, Any], chat: bool) -> tuple[bool, int]:
     if top and not chosen:
         _refuse("top_logprobs", top, "none without logprobs: true")
     return chosen, top
-
-
-def _clipped(value: Any) -> str:
-    text = "".join(islice(json.JSONEncoder().iterencode(value), 61))  # of a deep value only what is shown, since the depth is limited
-    return text if len(text) <= 60 else text[:60] + "..."

@@ -16,6 +16,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from stepgraph.sampling.grammar.constraints.constraint import reject_constant
+
 
 @dataclass(frozen=True)
 class Bounds:
@@ -110,7 +112,7 @@ def server_config(app: Any, bounds: Bounds) -> uvicorn.Config:
 
 async def read_json(request: Request, bounds: Bounds) -> dict[str, Any]:
     try:
-        value = json.loads(await asyncio.wait_for(_body(request, bounds.body_bytes), bounds.read_seconds), parse_constant=_no_constant)
+        value = json.loads(await asyncio.wait_for(_body(request, bounds.body_bytes), bounds.read_seconds), parse_constant=reject_constant)
     except asyncio.TimeoutError:
         raise HttpError(408, f"body: not complete after {bounds.read_seconds:g} seconds") from None
     except ClientDisconnect:
@@ -173,7 +175,3 @@ async def error_response(request: Request, error: Exception) -> Response:
 
 def compact_json(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"))
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a JSON value")

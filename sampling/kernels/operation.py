@@ -124,14 +124,12 @@ class Operation(Generic[P, R]):
         return arguments[len(self._names) :]
 
     def run_reference(self, *arguments: Any) -> None:
-        """Run `out` by the reference."""
         found = self.reference(*arguments[: len(self._names)])  # type: ignore[call-arg]
         for output, result in zip(self.outputs_in(arguments), _tensors(found), strict=True):
             if result is not None:
                 output.copy_(result)
 
     def _fits_c(self, inputs: Sequence[Any]) -> bool:
-        """Whether the kernel in C takes these inputs."""
         float_type = None  # the type of all arguments with FLOATS
         for index, (arrange, types) in self._argument_forms:
             value = inputs[index]

@@ -235,8 +235,6 @@ def _q6_k(blocks: Bytes) -> Parts:
 
 
 class BlockLayout(NamedTuple):
-    """The layout of one kind of block."""
-
     block_bytes: int
     scales: slice  # the bytes of a block that hold its scales as float16
     read: Callable[[Bytes], Parts]

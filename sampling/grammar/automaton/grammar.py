@@ -67,13 +67,11 @@ class AutomatonMatcher:
         return result
 
     def accept_token(self, token_id: int) -> bool:
-        """Append one token; False, and no change, if the grammar does not allow it."""
         if self.fault or not 0 <= token_id < len(self.vocabulary.tokens):
             return False
         return self._checked(self.functions.accept(None, self.handle, token_id, self._error)) > 0
 
     def fill_next_token_bitmask(self, masks: Tensor, index: int) -> MaskStatus:
-        """Write row `index` of masks [rows, mask_words]: bit i of the row is set if token i may come next."""
         address = self.vocabulary.mask_address(masks, index)
         if self.fault:
             masks[index] = 0
@@ -83,7 +81,6 @@ class AutomatonMatcher:
         return STATUSES[status]
 
     def rollback(self, num_tokens: int) -> None:
-        """Remove the last `num_tokens` accepted tokens, including a stop token."""
         if self.functions.rollback(None, self.handle, num_tokens, self._error) < 0:
             raise ValueError(self._error.value.decode())
 
@@ -92,10 +89,6 @@ class AutomatonMatcher:
         text = (c_char * MAX_FORCED)()
         size = 0 if self.fault else self._checked(self.functions.forced(None, self.handle, text, MAX_FORCED, self._error))
         return text.raw[: max(0, size)]
-
-    def is_terminated(self) -> bool:
-        """Whether a stop token was accepted and not rolled back."""
-        return bool(self.functions.is_terminated(None, self.handle, self._error))
 
 
 @dataclass(frozen=True, eq=False)

@@ -165,7 +165,6 @@ class GrammarCache:
         self._entries[entry.constraint] = entry
 
     def record_compiled(self, entry: CacheEntry, nbytes: int) -> None:
-        """Record that an entry was compiled."""
         if self._entries.get(entry.constraint) is not entry:
             return  # removed in the meantime
         entry.compiled, entry.nbytes = True, nbytes

@@ -80,7 +80,6 @@ DEFAULTS = GrammarLimits()
 
 
 def limit_exceeded(field: str, got: str, limit: float, unit: str = "") -> str:
-    """The message for an exceeded limit."""
     return f"GrammarLimits.{field}: got {got}, expected at most {limit:,}{unit and ' ' + unit}"
 
 

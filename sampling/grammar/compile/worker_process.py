@@ -49,11 +49,7 @@ def library_errors() -> Iterator[None]:
 
 
 class _Process:
-    """One worker process."""
-
     def __init__(self) -> None:
-        if os.name != "posix":
-            raise CompileAbortedError(f"the compile worker needs a POSIX system, got {os.name}")
         # Isolated from this interpreter's settings and signals; only sys.path is passed on.
         command = [sys.executable, "-I", "-S", str(SCRIPT), *filter(None, sys.path)]
         # Idle threads, and a heap per thread, would take address space that counts against a compile's limit.

@@ -74,7 +74,6 @@ class NativeLibrary:
 
 
 def available_processors() -> int:
-    """Number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

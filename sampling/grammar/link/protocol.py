@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -37,18 +38,7 @@ class HostStep(NamedTuple):
 
 
 BEGIN_ROUND, COMMIT, END_ROUND = HostStep(HostAction.BEGIN_ROUND), HostStep(HostAction.COMMIT), HostStep(HostAction.END_ROUND)
-
-
-def fill_next(stage: int) -> HostStep:
-    return HostStep(HostAction.NEXT, stage)
-
-
-def advance(index: int) -> HostStep:
-    return HostStep(HostAction.ADVANCE, index)
-
-
-def follow(index: int) -> HostStep:
-    return HostStep(HostAction.FOLLOW, index)
+fill_next, advance, follow = (partial(HostStep, action) for action in (HostAction.NEXT, HostAction.ADVANCE, HostAction.FOLLOW))
 
 
 class MatcherRow(Protocol):

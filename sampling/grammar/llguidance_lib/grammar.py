@@ -115,9 +115,6 @@ class LLGuidanceMatcher:
             self._compute(self._scratch)
         self._check_call(start, "rollback")
 
-    def is_terminated(self) -> bool:
-        return self._ended
-
     def _compute(self, row: npt.NDArray[np.int32]) -> None:
         self.library_matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         if self._replaced_full_lexer():

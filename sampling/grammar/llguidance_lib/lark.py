@@ -128,7 +128,6 @@ def checked_lark(grammar: str) -> tuple[str, list[object]]:
 
 
 def _check_token(piece: str, previous: str, repeats: bool) -> None:
-    """Check a token, given the previous one."""
     if piece[0] == "<" and len(piece) > 1:
         reject("#", piece[:40], "names tokens; a grammar describes text")
     if piece == "~" and not repeats and previous != "&":

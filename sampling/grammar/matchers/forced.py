@@ -10,13 +10,12 @@ import itertools
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from stepgraph.sampling.grammar.matchers.protocol import Matcher
 from stepgraph.sampling.grammar.status import BITS_PER_WORD
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
@@ -32,16 +31,10 @@ Int32s = npt.NDArray[np.int32]
 _tables: weakref.WeakKeyDictionary[Vocabulary, TokenLookup] = weakref.WeakKeyDictionary()
 
 
-@runtime_checkable
-class ForcingMatcher(Protocol):
-    """A matcher that can report the bytes that must come next."""
-
-    def forced_bytes(self) -> bytes: ...
-
-
-def forced_bytes(matcher: Matcher | ForcingMatcher) -> bytes:
-    """The bytes that must come next, as far as the matcher can report them. Leaves the matcher unchanged."""
-    return matcher.forced_bytes() if isinstance(matcher, ForcingMatcher) else b""
+def forced_bytes(matcher: object) -> bytes:
+    """The bytes that must come next; none from a matcher without a method of this name. Leaves the matcher unchanged."""
+    found: bytes = getattr(matcher, "forced_bytes", bytes)()
+    return found
 
 
 class TokenLookup:
@@ -158,7 +151,7 @@ class ForcedText:
         if index < 0 or (index < len(self.tokens) and self.tokens[index] != token):
             del self.tokens[max(index, 0) :]
 
-    def propose(self, position: int, mask: Int32s, table: TokenLookup, matcher: Matcher | ForcingMatcher) -> int:
+    def propose(self, position: int, mask: Int32s, table: TokenLookup, matcher: object) -> int:
         """The token that is forced at `position`, given its mask [words]; -1 if none is."""
         legal = _legal_tokens(mask)
         if not legal or len(legal) > MAX_LEGAL or max(legal) >= table.num_tokens:
@@ -180,7 +173,7 @@ class ForcedText:
         token = self.tokens[index] if self.tokens else -1
         return token if token in legal else -1
 
-    def _search(self, position: int, matcher: Matcher | ForcingMatcher) -> None:
+    def _search(self, position: int, matcher: object) -> None:
         self.looks += 1
         self.start, self.text, self.tokens, self.ends = position, b"", [], []
         self.text = bytes(forced_bytes(matcher)[:FORCED_BYTES])  # may raise: the state is consistent until then

@@ -219,7 +219,6 @@ def list_texts(term: Term, limit: int) -> list[str] | None:
 
 
 def is_empty(term: Term) -> bool:
-    """Whether no text is in the language."""
     if term.is_regex or term.kind == "named":
         return term is NOTHING
     if term.kind == "alt":

@@ -147,7 +147,6 @@ def meet_objects(left: Object, right: Object, simplify: Simplify) -> Object | No
 
 
 def _merge_equal_values(others: list[KeyClass]) -> tuple[KeyClass, ...]:
-    """Joins classes with the same values."""
     found = dict[tuple[Expr, bool], KeyClass]()
     for keys in others:
         before = found.get(keys[1:])

@@ -129,7 +129,6 @@ def _ranges(term: Term) -> CharSet:
 
 
 def repeat_bounds(term: Term) -> tuple[int, int | None]:
-    """The bounds of a repetition."""
     return term.values  # type: ignore[return-value]
 
 
@@ -219,13 +218,7 @@ def _narrowed(parts: list[Term], term: Term) -> list[Term]:
         for bound, other in ((part, term), (term, part)):
             if not (bound.kind == "repeat" and bound.parts[0] is ANY_CHAR):
                 continue
-            low, high = repeat_bounds(bound)
-            least, most = length_range(other)
-            if least >= low and (high is None or (most is not None and most <= high)):
-                return [*parts[:index], *parts[index + 1 :], *([other] if other is term else [part])]
-            if (most is not None and most < low) or (high is not None and least > high):
-                return [NOTHING]
-            merged = of_length(other, low, high)
+            merged = of_length(other, *repeat_bounds(bound))
             if merged is not None:
                 return _narrowed([*parts[:index], *parts[index + 1 :]], merged)
     return [*parts, term]

@@ -33,8 +33,6 @@ class PatternError(ValueError):
 
 @dataclass(frozen=True)
 class LookAhead:
-    """Look-ahead."""
-
     alternatives: list[Pieces]
     negative: bool
 

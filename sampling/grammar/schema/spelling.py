@@ -149,5 +149,4 @@ def repeated(text: str, low: int, high: int | None) -> str:
 
 
 def repeat_suffix(low: int, high: int | None) -> str:
-    """The EBNF suffix of a repetition."""
     return {(0, None): "*", (1, None): "+", (0, 1): "?"}.get((low, high), f"{{{low},{'' if high is None else high}}}")

@@ -69,7 +69,6 @@ def read_folder(folder: Path, config: Mapping[str, Any], logits_width: int | Non
 
 
 def table_of_tokenizer_json(tokenizer: Mapping[str, Any], where: str, logits_width: int | None) -> TokenTable:
-    """The table of a parsed tokenizer.json."""
     decode = token_decoder(tokenizer.get("decoder"), tokenizer.get("pre_tokenizer"), where)
     table = TokenTable(where, logits_width)
     texts: dict[object, str] = {}

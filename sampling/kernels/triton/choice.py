@@ -49,6 +49,14 @@ def value_of(candidate):
 
 
 @triton.jit
+def table_row_of(row, rows):
+    """The table row of a batch row."""
+    if rows is not None:
+        row = tl.load(rows + row)
+    return row
+
+
+@triton.jit
 def masked_candidates(
     logits,  # [B, Q, >= width]
     masks,  # [R, Q, words] int32, or None, as `constrained`
@@ -77,10 +85,7 @@ def masked_candidates(
         mask_is_invalid = False
         if status is not None:
             mask_is_invalid = (masked > 0) & (tl.load(status + line) != _OK)
-        mask_row = row.to(tl.int64)
-        if rows is not None:
-            mask_row = tl.load(rows + row)
-        source = masks + mask_row * masks_row_stride + position.to(tl.int64) * masks_position_stride
+        source = masks + table_row_of(row.to(tl.int64), rows) * masks_row_stride + position.to(tl.int64) * masks_position_stride
     whole = (tl.program_id(1) + 1) * WORDS * 32 <= width  # loads are wide with a mask per word or with none
     if masks is None:
         legal = ids < width
@@ -170,9 +175,7 @@ def check_tags(
 ):
     """mask_status for one row. POSITIONS is a power of two."""
     row = tl.program_id(0).to(tl.int64)
-    tag_row = row
-    if rows is not None:
-        tag_row = tl.load(rows + row)
+    tag_row = table_row_of(row, rows)
     position = tl.arange(0, POSITIONS)
     inside = position < positions
     source = tags + tag_row * tags_row_step + position * tags_position_step

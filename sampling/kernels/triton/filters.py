@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stepgraph.sampling import sampler
-from stepgraph.sampling.kernels.triton.choice import best_of, store_best, value_of
+from stepgraph.sampling.kernels.triton.choice import _LAST_ID, best_of, store_best, value_of
 from stepgraph.sampling.kernels.triton.numeric import exponential, portable_exp
 from stepgraph.sampling.rng import GOLDEN, signed
 from stepgraph.sampling.sampler import Param
@@ -33,7 +33,6 @@ _TOP_P = tl.constexpr(int(Param.TOP_P))
 _MIN_P = tl.constexpr(int(Param.MIN_P))
 _UNIT = tl.constexpr(2.0**sampler.UNIT_BITS)
 _FROM_UNIT = tl.constexpr(2.0**-sampler.UNIT_BITS)
-_LAST_ID = tl.constexpr(0x7FFFFFFF)
 _ONE = tl.constexpr(0x3F800000)  # the bits of 1
 _WEIGHT_BITS = tl.constexpr(30)  # of a float32 from 0 to 1: sign and highest exponent bit are 0
 _EXPONENT = tl.constexpr(23)  # the lowest bit of the exponent

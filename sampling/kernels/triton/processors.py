@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stepgraph.sampling.grammar.status import MaskStatus
-from stepgraph.sampling.kernels.triton.choice import _BOTTOM, is_finite, rank
+from stepgraph.sampling.kernels.triton.choice import _BOTTOM, _LAST_ID, is_finite, rank, table_row_of
 from stepgraph.sampling.sampler import Param
 
 PROCESS_TILE = 512  # tokens per program
@@ -27,15 +27,6 @@ _REPETITION = tl.constexpr(int(Param.REPETITION_PENALTY))
 _PRESENCE = tl.constexpr(int(Param.PRESENCE_PENALTY))
 _FREQUENCY = tl.constexpr(int(Param.FREQUENCY_PENALTY))
 _MIN_NEW_TOKENS = tl.constexpr(int(Param.MIN_NEW_TOKENS))
-_LAST_ID = tl.constexpr(0x7FFFFFFF)
-
-
-@triton.jit
-def _table_row(row, rows):
-    """The table row of a batch row."""
-    if rows is not None:
-        row = tl.load(rows + row)
-    return row
 
 
 @triton.jit
@@ -148,7 +139,7 @@ def process_tile(
         tokens = tl.load(token_of + ids, mask=inside, other=0).to(tl.int32)
     legal, marked = inside, (words >= 0)[:, None]
     if masks is not None:
-        mask = masks + _table_row(row, mask_rows) * masks_row_step + position.to(tl.int64) * masks_position_step
+        mask = masks + table_row_of(row, mask_rows) * masks_row_step + position.to(tl.int64) * masks_position_step
         is_constrained = tl.load(constrained + row).to(tl.int32)
         mask_is_invalid = (is_constrained != 0) & (tl.load(status + line) != _OK)
         legal, marked = _allowed(mask, is_constrained * width, mask_is_invalid, words, ids, tokens, inside, token_of)
@@ -157,7 +148,7 @@ def process_tile(
     peak = peaks + (line.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * 2
     tl.store(peak, tl.max(tl.max(rank(values), 1), 0))
 
-    table_row = _table_row(row, rows)
+    table_row = table_row_of(row, rows)
     at, params = first + position, row_params + table_row * columns
     if tl.load(bias_ids + table_row * num_biases) >= 0:
         values = _add_biases(values, tokens, bias_ids + table_row * num_biases, biases + table_row * num_biases, num_biases, BIASES)

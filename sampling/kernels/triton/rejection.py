@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from stepgraph.sampling.grammar.status import MaskStatus
-from stepgraph.sampling.kernels.triton.choice import best_of
+from stepgraph.sampling.kernels.triton.choice import _LAST_ID, best_of
 from stepgraph.sampling.kernels.triton.numeric import coin, exponential
 from stepgraph.sampling.rng import GOLDEN, Purpose, signed
 
@@ -26,7 +26,6 @@ _ILLEGAL = tl.constexpr(int(MaskStatus.ILLEGAL))
 _ACCEPT = tl.constexpr(signed(int(Purpose.ACCEPT) * GOLDEN))
 _TARGET = tl.constexpr(signed(int(Purpose.TARGET) * GOLDEN))
 _FALLBACK = tl.constexpr(-(1 << 63))  # the sign bit, which no candidate of a probability has
-_LAST_ID = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit

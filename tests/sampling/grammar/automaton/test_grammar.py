@@ -175,7 +175,7 @@ def test_rollback_restores_the_matcher(name: str, actions: list[tuple[bool, int]
             assert matcher.accept_token(history[-1])
     fresh = automaton(name).matcher()
     assert all(fresh.accept_token(token) for token in history)
-    assert mask(matcher) == mask(fresh) and matcher.is_terminated() == fresh.is_terminated()
+    assert mask(matcher) == mask(fresh)
     with pytest.raises(ValueError, match=f"rollback.num_tokens: got {len(history) + 1}, expected 0..{len(history)}"):
         matcher.rollback(len(history) + 1)
 
