@@ -41,6 +41,8 @@ DRAFT_RUN = 3  # rounds with drafts after plain ones: the first verifies none an
 SLACK = 0.01  # share of each plain round that is credited to the account
 INITIAL_CREDIT = 3.0  # initial account, in plain rounds
 TRIAL_ROUNDS = 5  # rounds with drafts that the initial account pays, a run and those in flight: in a batch drafts may double the time
+FREE_TRIES = 3  # runs of drafts without an accepted one after which the next ones are further apart: at most
+MAX_BACKOFF = 8  # times, so that a drafter that was never right is still tried about every 300 rounds
 MAX_CREDIT = 16.0  # maximum account, in plain rounds
 PLAIN_RUN = 5  # plain rounds after a choice of PLAIN, unless the requests change
 STALE_ROUNDS = 64  # rounds after which a draft length is tried again, since its time may have been measured on a busier machine,
@@ -132,6 +134,7 @@ class DraftPolicy:
             for constrained in (False, True)
         }
         self._accounts: dict[bool, float] = {}  # seconds, of batches with and without grammars
+        self._failed_tries = {False: 0, True: 0}  # runs of drafts after plain rounds since one was accepted, by account
         # By round in flight: its account, and the seconds that it loses if no draft is accepted
         self._at_risk: collections.deque[tuple[bool, float]] = collections.deque()
         self._ended_rounds: list[tuple[Drafting, Sequence[tuple[Acceptances, Counts]], Costs]] = []  # read by the next choice
@@ -160,6 +163,7 @@ class DraftPolicy:
             affordable = {each: costs[each] for each in first if min_rounds * (costs[each] - plain) + first[each] <= max(0.0, budget)}
             self._last = self._best(rows, affordable) if len(affordable) > 1 else PLAIN
             self._accounts[constrained] -= first[self._last]
+            self._failed_tries[constrained] += self._last.length > before.length == 0
             self._streak = self._streak if self._last == before and rows == self._rows else 0
             self._rows, self._risk_seconds = rows, costs[self._last] - plain
             max_rounds = budget / self._risk_seconds if self._risk_seconds > 0 else DRAFT_RUN
@@ -180,9 +184,11 @@ class DraftPolicy:
                 for model, acceptance in row.items():
                     acceptance.add(*counts[model], len(results))
             if drafting.length:
-                earned = (1 + sum(counts[True][1] for _, counts in results) / max(len(results), 1)) * plain - costs[drafting]
+                accepted = sum(counts[True][1] for _, counts in results)
+                earned = (1 + accepted / max(len(results), 1)) * plain - costs[drafting]
+                self._failed_tries[constrained] *= not accepted
             else:
-                earned = SLACK * plain
+                earned = SLACK * plain / min(max(1.0, self._failed_tries[constrained] / FREE_TRIES), MAX_BACKOFF)
             self._accounts[constrained] = min(MAX_CREDIT * plain, self._accounts[constrained] + earned)
         self._ended_rounds.clear()
 

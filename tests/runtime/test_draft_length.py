@@ -135,6 +135,14 @@ def test_rate_is_close_to_the_best_fixed_length(costs: Costs, rate: float, rows:
 @pytest.mark.parametrize("costs", [CPU_COSTS, GPU_COSTS], ids=["cpu", "gpu"])
 def test_drafter_that_is_never_right_costs_at_most_two_percent(costs: Costs) -> None:
     assert Run([geometric(0)], costs, 300).rate >= 0.98 * undrafted(costs, 1)
+    assert Run([geometric(0)], costs, 4000).rate >= 0.996 * undrafted(costs, 1)
+
+
+@pytest.mark.parametrize("costs", [CPU_COSTS, GPU_COSTS], ids=["cpu", "gpu"])
+def test_drafter_that_was_never_right_is_still_tried(costs: Costs) -> None:
+    drafter: Drafter = lambda generator, step: 7 if step >= 5000 else 0  # noqa: E731
+    plain, run = Run([geometric(0)], costs, 5000), Run([drafter], costs, 6000)
+    assert run.tokens - plain.tokens > 7 * 500
 
 
 @pytest.mark.parametrize("costs", [CPU_COSTS, GPU_COSTS], ids=["cpu", "gpu"])
