@@ -137,9 +137,8 @@ class DraftPolicy:
         self._failed_tries = {False: 0, True: 0}  # runs of drafts after plain rounds since one was accepted, by account
         # By round in flight: its account, and the seconds that it loses if no draft is accepted
         self._at_risk: collections.deque[tuple[bool, float]] = collections.deque()
-        self._ended_rounds: list[tuple[Drafting, Sequence[tuple[Acceptances, Counts]], Costs]] = []  # read by the next choice
         self._last, self._risk_seconds = PLAIN, 0.0  # the latest choice, and its seconds beyond plain
-        self._streak = self._repeats = 0  # rounds that had the latest choice with the same requests, and further rounds that will have it
+        self._streak = self.repeats = 0  # rounds that had the latest choice with the same requests, and further ones, which need no results
         self._rounds, self._latest_round = 0, dict.fromkeys(choices, 0)  # rounds so far, and the latest round of each choice
         self._rows: Rows = ()
 
@@ -150,11 +149,10 @@ class DraftPolicy:
     def choose(
         self, rows: Rows, costs: Costs, choices: Sequence[Drafting] = (), constrained: bool = False, catch_up: float = 0
     ) -> Drafting:
-        """The drafting of the next round, which is in flight until `add`. choices: draftings for this round; empty: all. constrained: with
-        grammars. catch_up: seconds before a round with the model that are not in the costs."""
+        """The drafting of the next round, in flight until `add`. choices: empty for all. catch_up: seconds before drafts of the model."""
         self._rounds += 1
-        if self._repeats and rows == self._rows and self._last in (choices or self._choices):
-            self._repeats -= 1
+        if self.repeats and rows == self._rows and self._last in (choices or self._choices):
+            self.repeats -= 1
         else:  # for several rounds, to save time: for a quarter of the rounds that had the same choice
             plain, before = costs[PLAIN], self._last
             min_rounds = 1 if before.length else DRAFT_RUN  # a run starts only if the account can pay it
@@ -167,37 +165,29 @@ class DraftPolicy:
             self._streak = self._streak if self._last == before and rows == self._rows else 0
             self._rows, self._risk_seconds = rows, costs[self._last] - plain
             max_rounds = budget / self._risk_seconds if self._risk_seconds > 0 else DRAFT_RUN
-            self._repeats = (int(max(min_rounds, min(self._streak // 4, DRAFT_RUN, max_rounds))) if self._last.length else PLAIN_RUN) - 1
-            self._streak += self._repeats + 1
+            self.repeats = (int(max(min_rounds, min(self._streak // 4, DRAFT_RUN, max_rounds))) if self._last.length else PLAIN_RUN) - 1
+            self._streak += self.repeats + 1
         self._latest_round[self._last] = self._rounds
         self._at_risk.append((constrained, self._risk_seconds))
         return self._last
 
     def add(self, drafting: Drafting, results: Sequence[tuple[Acceptances, Counts]], costs: Costs) -> None:
-        """The oldest round in flight has ended. The next choice reads its results, since here code and data are not in the CPU cache."""
-        self._ended_rounds.append((drafting, results, costs))
-
-    def _learn(self) -> None:
-        for drafting, results, costs in self._ended_rounds:
-            plain, (constrained, _) = costs[PLAIN], self._at_risk.popleft()
-            for row, counts in results:
-                for model, acceptance in row.items():
-                    acceptance.add(*counts[model], len(results))
-            if drafting.length:
-                accepted = sum(counts[True][1] for _, counts in results)
-                earned = (1 + accepted / max(len(results), 1)) * plain - costs[drafting]
-                self._failed_tries[constrained] *= not accepted
-            else:
-                earned = SLACK * plain / min(max(1.0, self._failed_tries[constrained] / FREE_TRIES), MAX_BACKOFF)
-            self._accounts[constrained] = min(MAX_CREDIT * plain, self._accounts[constrained] + earned)
-        self._ended_rounds.clear()
+        """The oldest round in flight has ended."""
+        plain, (constrained, _) = costs[PLAIN], self._at_risk.popleft()
+        for row, counts in results:
+            for model, acceptance in row.items():
+                acceptance.add(*counts[model], len(results))
+        if drafting.length:
+            accepted = sum(counts[True][1] for _, counts in results)
+            earned = (1 + accepted / max(len(results), 1)) * plain - costs[drafting]
+            self._failed_tries[constrained] *= not accepted
+        else:
+            earned = SLACK * plain / min(max(1.0, self._failed_tries[constrained] / FREE_TRIES), MAX_BACKOFF)
+        self._accounts[constrained] = min(MAX_CREDIT * plain, self._accounts[constrained] + earned)
 
     def account(self, constrained: bool, costs: Costs) -> float:
         """Seconds that batches with or without grammars may lose."""
-        self._learn()
-        if constrained not in self._accounts:
-            self._accounts[constrained] = initial_account(costs)
-        return self._accounts[constrained]
+        return self._accounts.setdefault(constrained, initial_account(costs))
 
     def _best(self, rows: Rows, costs: Costs) -> Drafting:
         most = max((most for _, most in rows), default=0)
@@ -331,12 +321,16 @@ class DraftLengthChooser:
         self._batch: _Batch | None = None  # of the latest round
         self._in_flight: collections.deque[tuple[_Batch, bool]] = collections.deque()  # each round's batch, and whether the policy chose
         self._rows: dict[ActiveRequest, tuple[Acceptances, Drafting]] = {}  # of the latest batch: with a limit of the pending drafts
+        self._ended: list[tuple[Drafting, Results, float | None, bool]] = []  # arguments of round_ended
         self._skipped_tokens = 0  # most tokens of a request that the draft model has not processed
 
     def choose(self, requests: tuple[ActiveRequest, ...], key: GraphKey) -> Drafting:
         """The drafting of a round of these requests. key: that of the round, with any drafting."""
         batch = self._batch
-        if batch is None or batch.requests != requests or self.num_given_drafts or len(requests[0].job.tokens) > batch.first + STALE_ROUNDS:
+        renews = batch is None or batch.requests != requests or len(requests[0].job.tokens) > batch.first + STALE_ROUNDS
+        if renews or self.num_given_drafts or not self._policy.repeats or len(self._ended) > PLAIN_RUN:
+            self._read_ended()
+        if batch is None or renews or self.num_given_drafts:
             batch = self._batch = self._batch_of(requests, key)
         drafting = batch.required if self.fixed_drafting is None else _nearest(self.fixed_drafting, batch.choices)
         self._in_flight.append((batch, drafting is None))
@@ -347,6 +341,7 @@ class DraftLengthChooser:
         if self._on_choice is not None:
             self._on_choice(drafting)
         if self.choice_log is not None:
+            self._read_ended()
             self.choice_log.append((drafting, self._policy.account(key.constrained, batch.costs)))
         return drafting
 
@@ -358,24 +353,30 @@ class DraftLengthChooser:
         return needed
 
     def round_ended(self, drafting: Drafting, results: Results, seconds: float | None, caught_up: bool = False) -> None:
-        """The oldest round has ended. seconds: its duration; None if unknown or if it includes other work. caught_up: see LaunchedRound."""
-        (batch, policy_chose), outcomes = self._in_flight.popleft(), list[tuple[Acceptances, Counts]]()
-        for request, result in results:
-            if request in self._rows:
-                row, pending = self._rows[request]
-                most = min(drafting.length, request.job.num_speculative_tokens)
-                counts, offered = NO_COUNTS, min(pending.length, most)
-                if offered:
-                    others = result.looked_up | result.forced * request.constrained  # rounds without grammars do not write `forced`
-                    num_before_model = (~others & (others + 1)).bit_length() - 1
-                    counts = counts_of(pending.model, offered, result.accepted, result.draft_count, num_before_model)
-                outcomes.append((row, counts))
-                if pending != (most, drafting.model):
-                    self._rows[request] = row, Drafting(most, drafting.model)
-        if policy_chose:
-            if seconds is not None:
-                (self.costs.add_catch_up if caught_up else self.costs.add)(batch.key, drafting, seconds, batch.context)
-            self._policy.add(drafting, outcomes, batch.costs)
+        """The oldest round has ended. seconds: its duration; None if unknown or if it includes other work. caught_up: see LaunchedRound.
+        A later choice reads it, together with others, since here code and data are not in the CPU cache."""
+        self._ended.append((drafting, results, seconds, caught_up))
+
+    def _read_ended(self) -> None:
+        for drafting, results, seconds, caught_up in self._ended:
+            (batch, policy_chose), outcomes = self._in_flight.popleft(), list[tuple[Acceptances, Counts]]()
+            for request, result in results:
+                if request in self._rows:
+                    row, pending = self._rows[request]
+                    most = min(drafting.length, request.job.num_speculative_tokens)
+                    counts, offered = NO_COUNTS, min(pending.length, most)
+                    if offered:
+                        others = result.looked_up | result.forced * request.constrained  # rounds without grammars do not write `forced`
+                        num_before_model = (~others & (others + 1)).bit_length() - 1
+                        counts = counts_of(pending.model, offered, result.accepted, result.draft_count, num_before_model)
+                    outcomes.append((row, counts))
+                    if pending != (most, drafting.model):
+                        self._rows[request] = row, Drafting(most, drafting.model)
+            if policy_chose:
+                if seconds is not None:
+                    (self.costs.add_catch_up if caught_up else self.costs.add)(batch.key, drafting, seconds, batch.context)
+                self._policy.add(drafting, outcomes, batch.costs)
+        self._ended.clear()
 
     def _batch_of(self, requests: tuple[ActiveRequest, ...], key: GraphKey) -> _Batch:
         """The batch of new requests or costs. Drops the acceptance of requests that left: they do not come back."""
