@@ -11,6 +11,7 @@ from stepgraph.sampling.grammar.automaton.arena import ImageArena
 from stepgraph.sampling.grammar.automaton.library import Field
 from stepgraph.sampling.grammar.compile.backends import BACKENDS
 from stepgraph.sampling.grammar.compile.compiler import CompiledConstraint
+from stepgraph.sampling.grammar.compile.limits import with_limit_name
 from stepgraph.sampling.grammar.link.protocol import HostLink, MatcherRow
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.kernels.advance import MAX_PUSHES, MAX_SYMBOLS
@@ -25,7 +26,7 @@ class DeviceGrammars:
     def __init__(self, why_off: str, config: EngineConfig, host_link: HostLink) -> None:
         self.why_off, self._host_link = why_off, host_link
         self.arena = ImageArena(0 if why_off else config.grammar_arena_bytes // INT_BYTES)
-        self.on_device = self.on_host = self.arena_full = 0  # admitted requests; arena_full: part of on_host
+        self.on_device = self.on_host = self.arena_full = 0  # requests at their first admission; arena_full: part of on_host
 
     @property
     def note(self) -> str:
@@ -53,21 +54,22 @@ class DeviceGrammars:
         if compiled.image is not None and not reason:
             request.arena_block = self.arena.acquire(compiled.image)
             if request.arena_block is not None:
-                self.on_device += 1
+                self.on_device += not job.num_preemptions
                 job.grammar_lane = "device"
                 return
             size = self.arena.size * INT_BYTES
             reason = f"the arena is full: it has {size:,} bytes (EngineConfig.grammar_arena_bytes), the grammar {compiled.image.nbytes:,}"
-            self.arena_full += 1
+            self.arena_full += not job.num_preemptions
             request.matcher = self._row(job, compiled)
-        self.on_host += 1
+        self.on_host += not job.num_preemptions
         job.grammar_lane = f"host: {reason}"
 
     def _row(self, job: Job, compiled: CompiledConstraint) -> MatcherRow:
         matcher = compiled.matcher()
         for index, token in enumerate(job.prior_output):
             if not matcher.accept_token(token):
-                raise ValueError(matcher.fault or f"resume_from[{index}]: got {token}, expected a token that the constraint allows there")
+                fault = with_limit_name(matcher.fault)
+                raise ValueError(fault or f"resume_from[{index}]: got {token}, expected a token that the constraint allows there")
         return self._host_link.row(job.id, matcher, len(job.prior_output))
 
     def release(self, request: ActiveRequest) -> None:

@@ -133,7 +133,7 @@ class Job:
     num_tokens_at_preemption: int = 0  # number of `tokens` before the latest preemption
     vocabulary: Vocabulary | None = field(default=None, repr=False)
     parse: Callable[[str], Any] = field(default=str, repr=False)  # the text of a complete output -> `parsed`
-    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    num_cached_tokens: int = 0  # tokens of the prompt and of `prior_output` found in the prefix cache
     tokens: list[int] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)  # one per token
     logprobs: list[TokenLogprob] = field(default_factory=list)  # one per token, if SamplingParams.logprobs

@@ -33,7 +33,7 @@ class QueuedRequest:
     job: Job
     claim: Claim | None = None
     matcher: MatcherRow | None = None  # of a grammar on the host
-    error: str = ""  # why its grammar could not be compiled
+    error: str = ""  # why its grammar could not be compiled, or refused the output so far
     ready: bool = True
     order: tuple[int, int, int] = (0, 0, 0)  # priority, turn, arrival: the smallest one is first
 
@@ -64,7 +64,7 @@ class RequestQueue:
             queued.ready = False
             claim = queued.claim = Claim(self._compiler_for(job.constraint), job.constraint)
             claim.take()
-            claim.then(lambda claim: self._compiled(queued, claim))
+            claim.then(lambda claim: self.prepare(queued, claim))
         if self._recorder:
             self._recorder.write("submit", **request_fields(job))
         with self.lock:
@@ -129,7 +129,8 @@ class RequestQueue:
         self.wake.wait(0)  # clear an earlier notification, whose cause this step has handled
         self.wake.wait(PAUSE_SECONDS)
 
-    def _compiled(self, queued: QueuedRequest, claim: Claim) -> None:
+    def prepare(self, queued: QueuedRequest, claim: Claim) -> None:
+        """Make a request ready for a row, or for its end with an error, once its grammar is compiled."""
         try:
             queued.matcher = self._grammars.prepare(queued.job, claim.result())
         except Exception as error:  # any exception fails this request only

@@ -115,7 +115,7 @@ class Scheduler:
 
     def admit(self) -> list[QueuedRequest]:
         """Give rows to queued requests in the order of the queue. The first one without a free row or pages holds back the rest; one whose
-        grammar is still being compiled does not. Returns the requests whose grammar could not be compiled."""
+        grammar is still being compiled does not. Returns the requests whose grammar failed."""
         failed, not_ready = list[QueuedRequest](), list[QueuedRequest]()
         with self._queue.lock:
             waiting = self._queue.waiting
@@ -156,8 +156,10 @@ class Scheduler:
     def record(self, request: ActiveRequest, result: ResultRecord) -> StepEvent:
         """Add a round's result to its job, and finish the job if the round ended it."""
         job, counters, stops, tokens = request.job, self.counters, request.stop_stream, tuple(result.tokens[: result.emitted])
-        tokens = stops.up_to_stop(tokens) if stops else tokens
-        accepted = min(result.accepted, len(tokens))
+        if stops:
+            tokens = stops.up_to_stop(tokens)
+            result = result._replace(emitted=len(tokens), accepted=min(result.accepted, len(tokens)))
+        accepted = result.accepted
         forced, accepted_bits = result.forced if request.constrained else 0, ~(-1 << accepted)  # rounds without grammars write no `forced`
         looked_up = (~(-1 << result.draft_count) if self._only_looks_up else result.looked_up) & ~forced
         relaxed = result.relaxed & accepted_bits if job.sampling.relaxed_top_n else 0  # greedy rounds do not write `relaxed`
@@ -232,8 +234,10 @@ class Scheduler:
             ids = torch.tensor(job.prior_output, dtype=torch.int64)  # also if empty
             job.prior_output_host = ids.pin_memory() if pinned else ids
             queued = self._queue.unfinished[job.id]
-            queued.matcher = self._grammars.prepare(job, queued.claim.result()) if queued.claim else None
+            if queued.claim:
+                self._queue.prepare(queued, queued.claim)
             self._queue.waiting.insert(self._queue.index_of(queued.order), queued)
+            self._queue.most_waiting = max(self._queue.most_waiting, len(self._queue.waiting))
 
     def _free(self, request: ActiveRequest) -> None:
         del self._active[request.job.id]

@@ -86,6 +86,7 @@ class RowTable:
     def publish_prompt(self, request: ActiveRequest) -> None:
         """Publish the full pages of the prompt chunks launched so far."""
         self._publish(request, request.job.context_ids, request.num_prefilled)
+        self.most_used_pages = max(self.most_used_pages, self._limits.num_pages - self.page_cache.num_free)
 
     def release(self, request: ActiveRequest) -> None:
         """Free the row and the pages at once. The pages of the output are published; after an error, all pages are unpublished."""

@@ -52,7 +52,7 @@ class GraphStats:
 
 @dataclass(frozen=True)
 class LaneStats:
-    """Counts of admitted requests by grammar lane, and the arena."""
+    """Counts of requests by grammar lane when they first had a row, and the arena."""
 
     off: str  # why all are followed on the host; empty if they can be on the device
     device: int  # requests

@@ -70,13 +70,13 @@ def hang(logits: Tensor, inputs: ProcessorInput) -> Tensor:
 
 def delay_compiles(found: Vocabulary) -> Vocabulary:
     """Grammars become ready after random times, different in each process that loads a part of a model."""
-    rng, compiled = random.Random(os.getpid()), RequestQueue._compiled
+    rng, compiled = random.Random(os.getpid()), RequestQueue.prepare
 
     def delayed(queue: RequestQueue, queued: QueuedRequest, claim: Claim) -> None:
         time.sleep(rng.random() / 5)
         compiled(queue, queued, claim)
 
-    RequestQueue._compiled = delayed  # type: ignore[method-assign,assignment]
+    RequestQueue.prepare = delayed  # type: ignore[method-assign,assignment]
     return found
 
 

@@ -163,7 +163,8 @@ class RowTableMachine(RuleBasedStateMachine):
         accounted = sorted([*pages._free, *private, *cached])
         assert accounted == list(range(1, PAGES + 1)), "each page is free, private, published or held"
         assert all(len(set(request.pages)) == len(request.pages) for request in requests)
-        assert self.rows.page_cache.num_free == len(pages._free) + sum(not page.ref_count for page in published)
+        assert pages.num_free == len(pages._free) + sum(not page.ref_count for page in published)
+        assert self.rows.most_used_pages >= PAGES - pages.num_free
 
 
 TestRowTable = RowTableMachine.TestCase

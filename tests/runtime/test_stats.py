@@ -21,11 +21,11 @@ from tests.helpers.toy_engines import CONSTRAINTS, Setup, make_engine, shared_en
 
 
 def churn(engine: Engine, jobs: int = 24) -> Iterator[EngineStats]:
-    """Requests of all kinds, cancelled in the queue, in the prompt and while decoding; yields a snapshot after every step."""
-    handed = []
+    """Requests of all kinds with stop strings, cancelled in the queue, in the prompt and while decoding; a snapshot after every step."""
+    handed, sampling = [], SamplingParams(stop=("-", ":", "e"))
     for index in range(jobs):
         constraint = CONSTRAINTS[index % len(CONSTRAINTS)]
-        handed.append(engine.submit(range(1, 3 + index % 17), constraint=constraint, max_new_tokens=1 + index % 19))
+        handed.append(engine.submit(range(1, 3 + index % 17), constraint=constraint, max_new_tokens=1 + index % 19, sampling=sampling))
         if index % 3 == 2:
             engine.step()
             yield engine.stats()

@@ -590,7 +590,7 @@ def test_no_rank_outlives_a_killed_first_rank(delay: float) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_cancellations_compiles_and_several_threads(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every job that was not cancelled has the tokens of one process. Each rank delays its grammars by its own random times."""
-    monkeypatch.setattr(RequestQueue, "_compiled", RequestQueue._compiled)  # restored after the test
+    monkeypatch.setattr(RequestQueue, "prepare", RequestQueue.prepare)  # restored after the test
 
     async def decode_all(engine: Engine) -> list[list[int]]:
         rng = random.Random(7)
