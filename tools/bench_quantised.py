@@ -11,6 +11,7 @@ a grammar to all tokens before it chooses one.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -86,8 +87,8 @@ def llama_cpp(threads: int) -> dict[str, Run]:
         tokens = model.generate(list(ids), temp=0.0, repeat_penalty=1.0, grammar=grammars[kind] if constrained else None)
         next(tokens)
         start, processor, count = time.perf_counter(), time.process_time(), 0
-        for token in tokens:
-            if token == model.token_eos() or count == NEW_TOKENS - 1:
+        for token in itertools.islice(tokens, NEW_TOKENS - 1):
+            if token == model.token_eos():
                 break
             count += 1
         return Timed(count, time.perf_counter() - start, time.process_time() - processor)

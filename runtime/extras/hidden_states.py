@@ -31,7 +31,7 @@ from torch import Tensor
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend, Event
 from stepgraph.graphs.model import TargetModel
-from stepgraph.runtime.request import FinishReason, Job
+from stepgraph.runtime.request import Job
 from stepgraph.sampling.fields import clip_error, clip_repr
 from stepgraph.sampling.lifetimes import call_after_fork, close_at_exit
 
@@ -280,12 +280,12 @@ class HiddenStates:
     def save(self, job: Job) -> None:
         """Save the text of a job if all its states are known.
 
-        Not saved: failed jobs, whose states may not be finite; jobs cancelled within the prompt; prompts with embeddings, which have no
-        token ids.
+        Not saved: failed jobs, whose states may not be finite; jobs cancelled within the prompt, or ended by closing the engine; prompts
+        with embeddings, which have no token ids.
         """
         states = self._states.pop(job.id, [])
         token_ids = torch.tensor([*job.context_ids, *job.tokens])
-        valid, count = job.finish_reason != FinishReason.ERROR and not job.embeddings, len(token_ids) - 1
+        valid, count = not job.error and not job.embeddings, len(token_ids) - 1
         if valid and states and sum(map(len, states)) >= count:  # a stop string may end before the last tokens of its round
             parts = torch.cat(states)[:count].split([size for _, size in self._layout.parts], 1)
             self.writer.put(SavedText(token_ids, len(job.prompt_ids), features=parts[0], hidden=parts[-1]))

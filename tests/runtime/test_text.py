@@ -70,9 +70,31 @@ def test_template_from_a_list_or_a_file(tmp_path: Path) -> None:
     named = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "{{ tools | length }}t"}]
     codec = TextCodec.open(folder_of(tmp_path, chat_template=named))
     assert (codec.decode(codec.chat(MESSAGES)), codec.decode(codec.chat(MESSAGES, TOOLS))) == ("d", "1t")
+    hf_tokenizer(tmp_path).save_pretrained(tmp_path / "in files")
+    codec = TextCodec.open(tmp_path / "in files")
+    assert (codec.decode(codec.chat(MESSAGES)), codec.decode(codec.chat(MESSAGES, TOOLS))) == ("d", "1t")
     (tmp_path / "chat_template.jinja").write_text("in a file", encoding="utf-8")
     codec = TextCodec.open(tmp_path)
     assert codec.decode(codec.chat(MESSAGES)) == "in a file"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for each in documents or [] %}[{{ each.text }}]{% endfor %}the cat",
+        "{{ messages[-1].content }}{{ 'content' in messages[-1] }}",
+        "{{ {'a': '\u00e9'} | tojson(true) }}",
+        "{{ bos_token }}the cat{{ mask_token }}{{ cls_token }}{{ sep_token }}",
+    ],
+)
+def test_names_in_templates_agree_with_transformers(tmp_path: Path, template: str) -> None:
+    """The begin token is in the file of special tokens only, as earlier versions saved it."""
+    folder = folder_of(tmp_path, chat_template=template, bos_token=None, mask_token="<unk>", cls_token="<|im_end|>", sep_token="<think>")
+    (folder / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<|im_start|>"}), encoding="utf-8")
+    messages: list[dict[str, Any]] = [*MESSAGES, {"role": "assistant", "content": None}]
+    documents = [{"title": "a", "text": "the"}]
+    expected = hf_tokenizer(folder).apply_chat_template(messages, documents=documents, tokenize=True)["input_ids"]
+    assert TextCodec.open(folder).chat(messages, variables={"documents": documents}) == list(expected)
 
 
 @pytest.mark.parametrize(
@@ -168,6 +190,13 @@ def test_gguf_tokenizer_agrees_with_the_folder(tmp_path: Path) -> None:
     assert TextCodec.open(outside).encode("a") == codec.encode("a"), "a begin token outside the table"
 
 
+def test_gguf_template_for_tools_and_further_special_tokens(tmp_path: Path) -> None:
+    named = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "{{ sep_token }}t{{ mask_token }}"}]
+    path = tokenizer_gguf(tmp_path / "made.gguf", "gpt-2", add_chat_template=named, add_sep_token_id=2, add_mask_token_id=1)
+    codec = TextCodec.open(path)
+    assert (codec.chat(MESSAGES), codec.chat(MESSAGES, TOOLS)) == (codec.encode("d"), [2, *codec.encode("t"), 1])
+
+
 @pytest.mark.parametrize(
     ("pre", "pieces"),
     [
@@ -206,9 +235,11 @@ def test_missing_files_and_packages_are_named(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "tokenizer.json").write_text("{", encoding="utf-8")
     with pytest.raises(ValueError, match="the tokenizer cannot be read"):
         TextCodec.open(tmp_path)
-    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
-    with pytest.raises(ValueError, match=r"chat_template.jinja: got bytes that are not UTF-8"):
-        TextCodec.open(folder_of(tmp_path))
+    (tmp_path / "additional_chat_templates").mkdir()
+    for name in ("additional_chat_templates/tool_use.jinja", "chat_template.jinja"):
+        (tmp_path / name).write_bytes(b"\xff")
+        with pytest.raises(ValueError, match=f"{name}: got bytes that are not UTF-8"):
+            TextCodec.open(folder_of(tmp_path))
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ValueError, match=r"pip install 'stepgraph\[text\]'"):
         TextCodec.open(folder_of(tmp_path))

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tools import bench_quantised
+from tools.bench_demo import NEW_TOKENS
 from tools.bench_quantised import GOALS, LLAMA_CPP, PLAIN, Timed, figures, lines, ratios
+from tools.train.demo.schemas import MEASURED
 
 FAST, SLOW = [Timed(30, 1.0, 0.5), Timed(10, 1.0, 0.5), Timed(0, 0.0, 0.0)], [Timed(20, 4.0, 1.0), Timed(20, 4.0, 3.0)]
 
@@ -22,3 +31,13 @@ def test_ratios_are_by_processor_time_with_one_thread_and_only_of_what_ran() -> 
     variants = {each: figures(found, 1) for each, found in times.items()}
     printed = "\n".join(lines({"variants": variants, "ratios": ratios(times, 1)}))
     assert "40.0 by processor time" in printed and "goal 1.6" in printed
+
+
+def test_llama_cpp_computes_no_token_that_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    generated = iter(range(1, 1000))
+    model = SimpleNamespace(token_eos=lambda: 0, generate=lambda ids, **options: generated)
+    grammar = SimpleNamespace(from_json_schema=lambda schema, **options: None)
+    monkeypatch.setitem(sys.modules, "llama_cpp", SimpleNamespace(Llama=lambda path, **options: model, LlamaGrammar=grammar))
+    monkeypatch.setattr(bench_quantised, "target_path", Path)
+    timed = bench_quantised.llama_cpp(1)[LLAMA_CPP]([1], MEASURED[0])
+    assert 1 + timed.tokens == next(generated) - 1 == NEW_TOKENS

@@ -50,14 +50,14 @@ class Batch(NamedTuple):
 
 
 class TrainingSet:
-    """Training and held-out texts; the split of a text depends on its tokens and the seed only."""
+    """Training and held-out texts; split and order depend on their tokens and the seed only, not on the order in which they were saved."""
 
     def __init__(self, states: SavedStates, target: Llama, plan: TrainingPlan) -> None:
         self._states, self._target, self._plan = states, target, plan
-        is_held_out = [_split_number(states.token_ids(index), plan.seed) < plan.eval_share for index in range(len(states))]
-        usable = [index for index, length in enumerate(states.lengths) if length >= 3]
-        self.held_out = [index for index in usable if is_held_out[index]]
-        self.training = [index for index in usable if not is_held_out[index]]
+        numbers = [_split_number(states.token_ids(index), plan.seed) for index in range(len(states))]
+        usable = sorted((index for index, length in enumerate(states.lengths) if length >= 3), key=numbers.__getitem__)
+        self.held_out = [index for index in usable if numbers[index] < plan.eval_share]
+        self.training = [index for index in usable if numbers[index] >= plan.eval_share]
         self.predictions: list[Predictions] = []
         if not self.training or not self.held_out:
             found = f"{len(self.training)} texts to learn from and {len(self.held_out)} held out"

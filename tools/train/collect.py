@@ -30,7 +30,10 @@ MAX_RELATIVE_ERROR = 0.1  # tolerance for another order of additions in bfloat16
 def save_states(target: Llama, texts: Sequence[Text], folder: Path, progress: bool = False) -> SavedStates:
     """Run the target over every text that is not in the folder yet. An interrupt keeps the finished texts."""
     layout = states_layout(target)
-    done = len(SavedStates(folder)) if (folder / INDEX).exists() else 0
+    known = SavedStates(folder) if (folder / INDEX).exists() else ()
+    done = len(known)
+    if [Text(tuple(saved.token_ids.tolist()), saved.prompt_length) for saved in known] != list(texts[:done]):
+        raise ValueError(f"{folder}: belongs to other texts; expected the same --data and --max-length, or a new --out")
     total_bytes = sum(len(text.token_ids) for text in texts) * layout.width * target.feature_dtype.itemsize
     if progress:
         print(f"hidden states: {len(texts)} texts, {total_bytes / 2**20:.0f} MiB in {folder}", file=sys.stderr, flush=True)
@@ -91,10 +94,12 @@ def save_answers(
 ) -> SavedStates:
     """Let the target answer prompts under their constraints and save its states: training data like the texts that a head will draft.
 
-    Skips prompts whose answers are in the folder.
+    Skips prompts whose answers are in the folder, and refuses a folder with answers to other prompts.
     """
     known = SavedStates(folder) if (folder / INDEX).exists() else ()
     answered = {tuple(text.token_ids[: text.prompt_length].tolist()) for text in known}
+    if not answered <= prompts.keys():
+        raise ValueError(f"{folder}: belongs to other prompts; expected the same --data and --max-length, or a new --out")
     rows = min(ROWS, len(prompts))
     config = EngineConfig(
         max_rows=rows,

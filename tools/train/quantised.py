@@ -49,6 +49,6 @@ def pack_weight(weight: Tensor) -> dict[str, Tensor]:
     """The packed tensors of a weight [out, in], by name suffix. A weight is (number - 128) times the scale of its group."""
     groups = weight.float().view(len(weight), -1, GROUP_SIZE)
     scales = (groups.abs().amax(2) / MAX_NUMBER).half()
-    numbers = (groups / scales.float().clamp(min=torch.finfo(torch.float16).tiny)[:, :, None]).round().clamp(-MAX_NUMBER, MAX_NUMBER) + 128
+    numbers = (groups / scales.float().clamp(min=2**-24)[:, :, None]).round().clamp(-MAX_NUMBER, MAX_NUMBER) + 128
     words = numbers.to(torch.uint8).view(len(weight), -1).view(torch.int32)  # four numbers per word, the lowest bits first
     return {"weight_packed": words, "weight_scale": scales, "weight_shape": torch.tensor(weight.shape)}

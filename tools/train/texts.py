@@ -84,7 +84,7 @@ def _parse_lines(content: str, path: Path, encoder: Encoder) -> Iterator[tuple[s
             continue
         try:
             entry = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{where}: not JSON: {error}") from None
         kinds = [kind for kind in KINDS if isinstance(entry, dict) and kind in entry]
         if len(kinds) != 1:
@@ -108,7 +108,7 @@ def _entry(kind: str, entry: Mapping[str, Any], encoder: Encoder) -> Text:
         return encoder.conversation(value)
     if not isinstance(value, list) or not all(isinstance(token, int) and not isinstance(token, bool) for token in value):
         raise ValueError(f"token_ids: got {value!r:.80}, expected a list of whole numbers")
-    prompt = entry.get("prompt_length", 1)
+    prompt = entry.get("prompt_length", min(1, len(value)))
     if isinstance(prompt, bool) or not isinstance(prompt, int) or not 0 <= prompt <= len(value):
         raise ValueError(f"prompt_length: got {prompt!r}, expected a whole number from 0 to {len(value)}")
     return Text(tuple(value), prompt)

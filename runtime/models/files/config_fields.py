@@ -198,6 +198,7 @@ def _architecture(config: Mapping[str, Any]) -> str:
 
 def _windows(config: Mapping[str, Any], architecture: str, layers: int) -> tuple[int | None, ...]:
     """The window of each layer, from `layer_types` if given, otherwise by the rules of the architecture."""
+    config = {"sliding_window": 4096, **config} if architecture == "MistralForCausalLM" else config  # the default of transformers
     kinds = config.get("layer_types")
     if kinds is None:
         if architecture.startswith("Qwen") and flag_field(config, "use_sliding_window"):

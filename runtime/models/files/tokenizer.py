@@ -23,6 +23,7 @@ from stepgraph.sampling.grammar.tokenizers.readers import read_json
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
 _SPECIAL_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}  # and their names in GGUF
+_SPECIAL_TOKENS |= {"sep_token": "seperator", "cls_token": "cls", "mask_token": "mask"}  # "seperator": the spelling of GGUF
 _CONTROL, _USER_DEFINED = 3, 4  # token types of GGUF
 _WORD_PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST_PATTERN = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -74,8 +75,9 @@ class ChatTemplate:
             raise ValueError(f"tools: got {clip_repr(tools)}, expected a list of objects in the format of OpenAI's API")
         if not isinstance(variables, (Mapping, type(None))) or not all(isinstance(name, str) for name in variables or ()):
             raise ValueError(f"variables: got {clip_repr(variables)}, expected a mapping of names to values, or None")
-        base_variables = {"messages": [dict(each) for each in messages], "tools": list(tools) if tools else None, "documents": None}
-        names = {**self._special_tokens, **(variables or {}), **base_variables, "add_generation_prompt": answer}
+        stated = [{name: value for name, value in each.items() if value is not None} for each in messages]  # as in transformers
+        base_variables = {"messages": stated, "tools": list(tools) if tools else None, "add_generation_prompt": answer}
+        names = {**self._special_tokens, "documents": None, **(variables or {}), **base_variables}
         try:
             return (self._with_tools if tools else self._without_tools).render(names)
         except Exception as error:  # a template can raise anything
@@ -83,7 +85,7 @@ class ChatTemplate:
             raise ValueError(f"messages: {''.join(empty[:1])}the model's chat template fails: {error}") from None
 
 
-def _json(value: Any, indent: int | None = None, ensure_ascii: bool = False, **options: Any) -> str:
+def _json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
     """Replaces Jinja's filter, which escapes < as &lt;."""
     return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii, **options)
 
@@ -135,6 +137,8 @@ def _open_folder(folder: Path) -> OpenedTokenizer:
     tokenizer.no_truncation()  # training scripts save these settings
     tokenizer.no_padding()
     config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").exists() else {}
+    if "added_tokens_decoder" not in config and (folder / "special_tokens_map.json").exists():  # of earlier versions of transformers
+        config = {**config, **read_json(folder / "special_tokens_map.json")}
     special = {name: text for name in _SPECIAL_TOKENS if (text := _token_text(config.get(name))) is not None}
     adds_begin_id = config.get("add_bos_token")
     return OpenedTokenizer(
@@ -147,13 +151,14 @@ def _open_folder(folder: Path) -> OpenedTokenizer:
 
 
 def _folder_template(folder: Path, config: Mapping[str, Any], special: Mapping[str, str]) -> ChatTemplate | None:
-    """The template in chat_template.jinja or in tokenizer_config.json, which holds one template or a list of named ones."""
-    path = folder / "chat_template.jinja"
-    try:
-        source: Any = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: got bytes that are not UTF-8: {error}") from None
-    with_tools: Any = None
+    """The template in .jinja files or in tokenizer_config.json, which holds one template or a list of named ones."""
+    texts: list[Any] = []
+    for path in (folder / "chat_template.jinja", folder / "additional_chat_templates" / "tool_use.jinja"):
+        try:
+            texts.append(path.read_text(encoding="utf-8") if path.is_file() else None)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: got bytes that are not UTF-8: {error}") from None
+    source, with_tools = config.get("chat_template") if texts[0] is None else texts[0], texts[1]
     if isinstance(source, list):
         named = {each["name"]: each.get("template") for each in source if isinstance(each, dict) and isinstance(each.get("name"), str)}
         source, with_tools = named.get("default"), named.get("tool_use")
@@ -196,13 +201,13 @@ def _open_gguf(path: Path) -> OpenedTokenizer:
     special = {name: texts[index] for name, index in ids.items() if isinstance(index, int) and 0 <= index < len(texts)}
     byte_pairs = metadata.get("tokenizer.ggml.model") == "gpt2"
     pre_tokenizer = _PRE_TOKENIZERS.get(str(metadata.get("tokenizer.ggml.pre"))) if byte_pairs else None
-    template = metadata.get("tokenizer.chat_template")
+    template, with_tools = (metadata.get(f"tokenizer.chat_template{name}") for name in ("", ".tool_use"))
     adds_begin_id = metadata.get("tokenizer.ggml.add_bos_token", None if pre_tokenizer is None else pre_tokenizer.adds_begin_id)
     return OpenedTokenizer(
         _convert(path) if pre_tokenizer is None else _build(path, metadata, pre_tokenizer),
         ids["bos_token"] if "bos_token" in special else None,
         adds_begin_id if isinstance(adds_begin_id, bool) else None,
-        ChatTemplate(template, special) if isinstance(template, str) else None,
+        ChatTemplate(template, special, with_tools if isinstance(with_tools, str) else None) if isinstance(template, str) else None,
         lambda: Vocabulary.from_table(table),
     )
 

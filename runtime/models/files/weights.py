@@ -84,16 +84,14 @@ class SafetensorsSource:
         self.tensors: dict[str, StoredTensor] = {}
         self._stored: dict[str, tuple[Any, str]] = {}  # the opened file of each tensor, and its name in the file
         index = folder / f"{single}.index.json"
-        if index.exists():
-            files = read_json(index).get("weight_map")
-            if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
-                raise ValueError(f"{index}: weight_map: got {files!r:.100}, expected an object with a file name for each tensor name")
-            opened = {file: _open(folder, file, index) for file in dict.fromkeys(files.values())}
-        elif (folder / single).exists():
-            opened = {single: _open(folder, single, index)}
-            files = dict.fromkeys(opened[single].keys(), single)
-        else:
+        files = read_json(index).get("weight_map") if index.exists() else {}
+        if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+            raise ValueError(f"{index}: weight_map: got {files!r:.100}, expected an object with a file name for each tensor name")
+        if (folder / single).exists() and single not in files.values():  # an index beside it is of an earlier save in several files
+            files = dict.fromkeys(_open(folder, single, index).keys(), single)
+        elif not index.exists():
             raise ValueError(f"{folder}: got neither {single} nor {index.name}; other formats, such as pickled ones, are not read")
+        opened = {file: _open(folder, file, index) for file in dict.fromkeys(files.values())}
         for stored, file in files.items():
             try:
                 header = opened[file].get_slice(stored)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from stepgraph import Engine, EngineConfig, Job
+from stepgraph import Engine, EngineConfig, Job, SamplingParams
 from stepgraph.graphs import TapeBackend
 from stepgraph.runtime.extras.hidden_states import SavedText, StatesLayout, StatesWriter, atomic_file
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
@@ -113,6 +113,16 @@ def test_states_are_not_mixed_up_by_a_slow_device_and_prompt_bursts(tmp_path: Pa
         assert {text.prompt_length for text in saved} <= {len(prompt) for prompt in prompts}
     shared = tokens[0].keys() & tokens[1].keys()
     assert len(shared) >= 9 and all(tokens[0][text] == tokens[1][text] for text in shared)
+
+
+def test_answers_that_the_end_of_the_engine_cuts_are_not_saved(tmp_path: Path) -> None:
+    with toy_engine(tmp_path) as engine:
+        jobs = [engine.submit([token], sampling=SamplingParams(temperature=0, ignore_eos=True), max_new_tokens=60) for token in (5, 6)]
+        while min(len(job.tokens) for job in jobs) < 4:
+            engine.step()
+        engine.cancel(jobs[0])
+        engine.step()
+    assert [text.token_ids.tolist() for text in SavedStates(tmp_path)] == [[5, *jobs[0].tokens]]
 
 
 def test_folder_is_continued_and_locked(tmp_path: Path) -> None:

@@ -13,6 +13,12 @@ from stepgraph.sampling.sampler import Param
 from tests.helpers.chi_square import chi_square_p
 from tools import bench_sampling
 from tools.bench.plain_sampling import plain_filters, plain_sampling
+from tools.gpu.checks.stopwatch import ratio_of
+
+
+def test_quartiles_of_ratios() -> None:
+    assert ratio_of([3.0], [2.0]) == dict.fromkeys(("p25", "p50", "p75"), 1.5)
+    assert ratio_of([1.0, 2.0, 3.0, 4.0], [1.0] * 4) == {"p25": 1.75, "p50": 2.5, "p75": 3.25}
 
 
 def test_plain_filters_equal_the_sampler() -> None:

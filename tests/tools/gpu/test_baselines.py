@@ -6,6 +6,7 @@ import importlib.util
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ from stepgraph.graphs import Backend, TapeBackend
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from tests.helpers.toy_engines import CONSTRAINTS, CONTROL, VOCABULARY, FixedDraft, compiled
 from tools.gpu.baselines.three_graphs import Row, Sizes, ThreeGraphs
-from tools.gpu.baselines.transformers_generate import not_available, same_weights, small_assistant
+from tools.gpu.baselines.transformers_generate import Timed, not_available, same_weights, small_assistant
+from tools.gpu.checks import others
+from tools.gpu.checks.context import Context
 from tools.gpu.checks.shapes import TINY, pair_of
 
 TARGET = ToyTarget(VOCABULARY.logits_width, seed=3)  # long texts
@@ -108,6 +111,13 @@ def test_transformers_gives_the_tokens_of_the_engine() -> None:
     assert generator.generate(PROMPTS[0], 12, grammar, "static").tokens[: len(constrained.tokens)] == constrained.tokens
     with pytest.raises(ValueError, match=r"generate.mode: got 'fast', expected one of dynamic, static, compiled, assisted"):
         generator.generate(PROMPTS[0], 12, mode="fast")
+
+
+@pytest.mark.parametrize(("assistant", "micros"), [(None, 4.0), (object(), 3.0)])
+def test_time_per_token_counts_the_tokens_of_the_time(assistant: Any, micros: float) -> None:
+    generator: Any = SimpleNamespace(generate=lambda *arguments, **options: Timed([1, 2, 3, 4], 0.0, 12e-6))
+    context = Context(rehearsal=True, quick=True)
+    assert others._per_token(context, generator, pair_of(TINY, torch.device("cpu")), "", None, assistant, 1) == pytest.approx(micros)
 
 
 @pytest.mark.soak

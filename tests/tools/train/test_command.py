@@ -62,9 +62,9 @@ def spelled(text: str) -> list[int]:
 
 
 def test_texts_of_every_kind(target: Path, tmp_path: Path) -> None:
-    ids = {"token_ids": [5, 6, 7, 8], "prompt_length": 2, "note": "a\u2028b"}
+    ids, empty = {"token_ids": [5, 6, 7, 8], "prompt_length": 2, "note": "a\u2028b"}, {"token_ids": list[int]()}
     question, will_answer = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo!"}
-    data = write(tmp_path / "data.jsonl", ids, {"text": "a b"}, {"messages": [question, will_answer]}, {"messages": [question]})
+    data = write(tmp_path / "data.jsonl", ids, empty, {"text": "a b"}, {"messages": [question, will_answer]}, {"messages": [question]})
     prompt = [START, *spelled("user:hi"), STOP, START, *spelled("assistant:")]
     whole = [*prompt, *spelled("yo!"), STOP]
     assert read_texts(data, target, 160, 100) == [
@@ -89,6 +89,7 @@ def test_texts_of_every_kind(target: Path, tmp_path: Path) -> None:
         ('{"text": "a", "token_ids": []}', r"data.jsonl:2: got .*, expected an object with one of text, messages, token_ids"),
         ("[1]", r"data.jsonl:2: got '\[1\]', expected an object with one of"),
         ('{"text', r"data.jsonl:2: not JSON"),
+        pytest.param(f'{{"token_ids": [{"1" * 5000}]}}', r"data.jsonl:2: not JSON: Exceeds the limit", id="digits"),
         ('{"messages": []}', r"data.jsonl:2: messages: got \[\], expected a list of objects with role and content"),
         (
             '{"messages": [{"role": "user", "content": "hi"}]}',

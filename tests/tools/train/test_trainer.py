@@ -112,6 +112,24 @@ def test_interrupted_collection_resumes(tmp_path: Path) -> None:
         assert torch.equal(one.features, two.features) and torch.equal(one.hidden, two.hidden) and one.prompt_length == 1
 
 
+def test_states_of_other_texts_are_refused(case: TrainingCase, tmp_path: Path) -> None:
+    save_states(target(), [Text((4, 5, 6), 1)], tmp_path / "states")
+    with pytest.raises(ValueError, match="states: belongs to other texts; expected the same --data and --max-length, or a new --out"):
+        save_states(target(), [Text((4, 5, 6), 2), Text((7, 8, 9), 1)], tmp_path / "states")
+    with pytest.raises(ValueError, match="belongs to other prompts; expected the same --data and --max-length, or a new --out"):
+        save_answers(case.checkpoint.load("cpu", (0, 2, 4)), case.checkpoint.vocabulary, {(4, 5): None}, 20, 0.0, case.states.folder)
+
+
+def test_the_order_of_training_is_not_that_of_the_folder(tmp_path: Path) -> None:
+    texts = [Text(tuple(range(first, first + 5)), 1) for first in range(20)]
+    plan, orders = TrainingPlan("eagle3", None, 60, 256, 3e-3, 3, "float32", 0, 0.3, 64, None), []
+    for name, saved in (("forwards", texts), ("backwards", texts[::-1])):
+        states = save_states(target(), saved, tmp_path / name)
+        data = TrainingSet(states, target(), plan)
+        orders.append([[states.token_ids(index).tolist() for index in part] for part in (data.training, data.held_out)])
+    assert orders[0] == orders[1]
+
+
 class TrainingCase(NamedTuple):
     """Training data: answers of a tiny target whose next token is often the successor of the last."""
 

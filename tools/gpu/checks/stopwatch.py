@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -105,5 +105,6 @@ def percentiles(values: Sequence[float], shares: Sequence[float], digits: int = 
 
 def ratio_of(above: Sequence[float], below: Sequence[float], digits: int = 3) -> dict[str, float]:
     """Quartiles of the ratios of measurements that were taken in the same turn."""
-    low, middle, high = statistics.quantiles([over / under for over, under in zip(above, below, strict=True)], method="inclusive")
+    ratios = [over / under for over, under in zip(above, below, strict=True)]
+    low, middle, high = np.percentile(ratios, (25, 50, 75)).tolist()
     return {"p25": round(low, digits), "p50": round(middle, digits), "p75": round(high, digits)}

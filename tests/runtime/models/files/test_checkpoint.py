@@ -54,6 +54,13 @@ def test_shards_hold_the_same_model(tmp_path: Path) -> None:
     assert torch.equal(logits_of(sharded), logits_of(folder_of(FAMILY)))
 
 
+def test_a_single_file_is_read_although_an_index_lists_others(folder: Path) -> None:
+    """Like transformers: the index is of an earlier save."""
+    expected = logits_of(folder)
+    break_map(folder, {NORM: "gone.safetensors"})
+    assert torch.equal(logits_of(folder), expected)
+
+
 def test_dtype_is_the_folders_or_the_requested_one() -> None:
     half = folder_of(FAMILY, torch.bfloat16)
     assert open_checkpoint(half).load("cpu").embedding.dtype == torch.bfloat16
@@ -96,6 +103,7 @@ def test_progress_states_the_memory_before_loading(folder: Path, capsys: pytest.
 
 def break_index(folder: Path, file: str) -> None:
     names = dict.fromkeys(load_file(folder / "model.safetensors"), file)
+    (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}), encoding="utf-8")
 
 
@@ -318,6 +326,7 @@ def stored_config(family: str) -> tuple[dict[str, Any], Any]:
     [
         ("deepseek-v3", "routed_scaling_factor"),
         ("mixtral", "rope_parameters"),
+        ("mistral", "sliding_window"),
         *((family, "rms_norm_eps") for family in ("phi-4-mini", "mixtral", "gpt-oss", "glm-4.5")),
     ],
 )
