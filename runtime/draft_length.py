@@ -59,7 +59,6 @@ class Acceptance:
     """Discounted acceptance of one row, or of all rows: by draft position, the share of the chains that reach it and are accepted there."""
 
     def __init__(self, longest: int, prior: Acceptance | float) -> None:
-        """prior: the Acceptance of all rows, or a constant."""
         self._prior = prior
         self._paused_discount = PAUSED_DISCOUNT if isinstance(prior, Acceptance) else PAUSED_DISCOUNT_OF_ALL
         self._accepted, self._reached = [0.0] * longest, [0.0] * longest
@@ -111,11 +110,8 @@ NO_COUNTS: Counts = {True: (0, 0), False: (0, 0)}
 
 
 def counts_of(by_model: bool, offered: int, accepted: int, drafts: int, num_before_model: int) -> Counts:
-    """The counts for both sources from the drafts of one row that a round verified. by_model: whether the model drafted.
-
-    offered: drafts that the row could have had; drafts: drafts that it had, as a chain may end earlier; num_before_model: number of drafts
-    before the first one of the model.
-    """
+    """The counts for both sources from the drafts of a row that a round verified. by_model: whether the model drafted. offered: drafts that
+    the row could have had; drafts: those that it had, as a chain may end earlier; num_before_model: those before the model's first one."""
     if by_model:
         return {True: (offered, accepted), False: (offered, min(accepted, num_before_model))}
     return {True: (min(offered, drafts), accepted), False: (offered, accepted)}  # the model would have continued the chain

@@ -159,12 +159,11 @@ class Scheduler:
         if stops:
             tokens = stops.up_to_stop(tokens)
             result = result._replace(emitted=len(tokens), accepted=min(result.accepted, len(tokens)))
-        accepted = result.accepted
-        forced, accepted_bits = result.forced if request.constrained else 0, ~(-1 << accepted)  # rounds without grammars write no `forced`
+        forced, accepted_bits = result.forced if request.constrained else 0, ~(-1 << result.accepted)  # no round without grammars writes it
         looked_up = (~(-1 << result.draft_count) if self._only_looks_up else result.looked_up) & ~forced
         relaxed = result.relaxed & accepted_bits if job.sampling.relaxed_top_n else 0  # greedy rounds do not write `relaxed`
         drafts = DraftCounts(
-            accepted,
+            result.accepted,
             forced.bit_count(),
             (forced & accepted_bits).bit_count(),
             looked_up.bit_count(),
@@ -182,12 +181,12 @@ class Scheduler:
             max_drafts = min(job.num_speculative_tokens, len(result.drafts))  # drafts that this round could verify
             if result.draft_count or (job.rounds and max_drafts):
                 counters.add_drafting_round(result, loss_cause(max_drafts, result))
-        origins = origins_of(len(tokens), accepted, forced, looked_up)
+        origins = origins_of(len(tokens), result.accepted, forced, looked_up)
         logprobs = tuple(TokenLogprob(*pair) for pair in result.logprobs[: len(tokens)]) if job.sampling.logprobs else ()
         job.tokens.extend(tokens)
         job.origins.extend(origins)
         job.logprobs.extend(logprobs)
-        job.num_accepted_drafts += accepted
+        job.num_accepted_drafts += result.accepted
         job.rounds += 1
         if stops and stops.stopped:
             self.finish(job, request, FinishReason.STOP)
