@@ -23,7 +23,7 @@ from stepgraph.graphs.capture import Step
 from stepgraph.graphs.layers.slot_mapping import place_tokens
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelPair, TargetModel
-from stepgraph.graphs.model_call import Attend, Embeddings, ModelInput, run_model
+from stepgraph.graphs.model_call import Attend, Embeddings, ModelInput, check_shape, run_model
 
 MIN_CHUNK = 32  # tokens; a shorter chunk also reads all weights
 AttendFactory = Callable[[], Attend | None]
@@ -142,6 +142,7 @@ class Prompts:
             inputs = self._inputs(buffers, tokens[None, :count], PromptField.START, factory())
             lora_slots = _field(buffers, PromptField.LORA) if limits.max_loras else None
             output = run_model("target", target.forward, inputs._replace(embeddings=chunk_embeddings, lora_slots=lora_slots), buffers)
+            check_shape("target features", output.next_features, 1, count, limits.feature_size)
             if "prompt_states" in buffers:
                 states = buffers.prompt_states
                 states[:count].copy_(output.saved_states(states.shape[1])[0])

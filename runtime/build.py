@@ -104,6 +104,7 @@ class EngineParts:
         prompts = Prompts(limits, models, self.attention)
         self.validator = RequestValidator(config, limits, vocabulary, models, pinned=device.type == "cuda")
         self.hidden_states = states = HiddenStates(timed, buffers, layout, folder, config.states_shard_bytes) if layout and folder else None
+        (queue_type, scheduler_type), self.sharing = queue_types(config, self.ranks, record), sharing_for(config, models)
         recorder = None if record is None else open_recorder(record, config, models, vocabulary, self.backend)
         draft_function = proposer.function if isinstance(proposer, FunctionProposer) else None
         self.function_drafts = None if draft_function is None else FunctionDrafts(draft_function, timed, buffers, limits)
@@ -120,7 +121,6 @@ class EngineParts:
             draftings,
             prompts if not config.eager and (device.type == "cuda" if config.prompt_graphs is None else config.prompt_graphs) else None,
         )
-        (queue_type, scheduler_type), self.sharing = queue_types(config, self.ranks, recorder), sharing_for(config, models)
         self.queue = queue_type(config.max_queued, self.compiler, self.grammars, recorder)
         self.scheduler = scheduler_type(
             self.queue, self.grammars, limits, self.sharing, recorder, states.save if states else None, isinstance(proposer, NgramLookup)
@@ -128,7 +128,7 @@ class EngineParts:
         self.uploader = Uploader(timed, buffers, models, limits, prompts, self.graphs, states, config.logits_processors)
         draft = models.draft if "row_skipped_tokens" in buffers else None
         catch_up = functools.partial(process_skipped, buffers, model=draft, limits=limits) if draft is not None else None
-        in_flight = loop_in_flight_type(self, record is not None) if limits.loops else in_flight_type()
+        in_flight = loop_in_flight_type(self) if limits.loops else in_flight_type()
         self.in_flight = in_flight(timed, buffers, self.graphs, self.host_link, limits, states, self.draft_lengths, catch_up)
 
     @property
@@ -144,11 +144,9 @@ def accept_options(parts: EngineParts) -> AcceptOptions:
     return AcceptOptions(parts.config.forced_acceptance, processors, getattr(parts.models.target, "shard", None))
 
 
-def queue_types(
-    config: EngineConfig, ranks: Ranks | None, recorder: Recorder | None
-) -> tuple[Callable[..., RequestQueue], Callable[..., Scheduler]]:
+def queue_types(config: EngineConfig, ranks: Ranks | None, record: object) -> tuple[Callable[..., RequestQueue], Callable[..., Scheduler]]:
     """The types of queue and scheduler. ValueError for preemption with a part that requires the rounds of a request to be one series."""
-    excluded = {"record": recorder, "save_hidden_states": config.save_hidden_states, "tensor_parallel": ranks}
+    excluded = {"record": record, "save_hidden_states": config.save_hidden_states, "tensor_parallel": ranks}
     for name in (name for name, part in excluded.items() if part is not None and config.preemption):
         raise ValueError(f"EngineConfig.preemption: got True with {name}, expected False")
     if ranks is None:
@@ -156,13 +154,12 @@ def queue_types(
     return functools.partial(LockstepQueue, ranks), functools.partial(LockstepScheduler, ranks)
 
 
-def loop_in_flight_type(parts: EngineParts, recorded: bool) -> Callable[..., InFlight]:
+def loop_in_flight_type(parts: EngineParts) -> Callable[..., InFlight]:
     """The constructor of LoopInFlight, whose launches run many rounds. ValueError if the engine cannot have them."""
     reasons = {
         parts.backend.why_no_loops: bool(parts.backend.why_no_loops),
         "no Triton kernel writes the results": parts.backend.device.type == "cuda" and bool(why_no_triton(parts.backend.device)),
         "a draft function is called between two rounds": isinstance(parts.models.proposer, FunctionProposer),
-        "a recording lists what arrived between two rounds": recorded,
         f"{ROUNDS_VARIABLE} profiles single rounds": read_range(os.environ) is not None,
     }
     for reason, holds in reasons.items():

@@ -73,8 +73,8 @@ def checked_drafter(draft: Drafter | None, config: EngineConfig) -> DraftModel |
         raise ValueError(f"Engine.draft: got {FORCED!r} with draft_masks=False, expected draft_masks=True: its drafts come from the masks")
     if draft is not None and not isinstance(draft, Proposer) and not hasattr(draft, "forward"):
         draft = _function_proposer(draft, config)
-    if draft is not None and not isinstance(draft, Proposer):
-        check_members("Engine.draft", draft, DraftModel)
+    if draft is not None:
+        check_members("Engine.draft", draft, Proposer if isinstance(draft, Proposer) else DraftModel)
     if config.look_up and isinstance(draft, Proposer):
         raise ValueError(
             f"EngineConfig.look_up: got {config.look_up} with the drafter {type(draft).__name__}, expected 0: "
@@ -95,8 +95,11 @@ def named_proposer(name: str, reason: str = "") -> Proposer | None:
     return NgramLookup(why=reason or AUTO if name == AUTO else "")
 
 
-def without_drafts(config: EngineConfig | None) -> EngineConfig:
-    return replace(config or EngineConfig(), num_speculative_tokens=0, draft_length=0)
+def without_drafts(config: EngineConfig) -> EngineConfig:
+    for name in ("forced_acceptance", "look_up"):
+        if value := getattr(config, name):
+            raise ValueError(f"EngineConfig.{name}: got {value} without a draft, expected {getattr(EngineConfig, name)}")
+    return replace(config, num_speculative_tokens=0, draft_length=0)
 
 
 def check_models(models: ModelPair, backend: Backend, limits: Limits) -> None:

@@ -79,6 +79,7 @@ NAMES_ELSEWHERE = {
     **dict.fromkeys(("num_draft_tokens", "prompt_lookup_num_tokens", "num_pred_tokens"), "num_speculative_tokens"),
     **dict.fromkeys(("gpu_memory_utilization", "num_gpu_blocks_override"), "num_pages"),
     **dict.fromkeys(("cuda_graph_sizes", "cudagraph_capture_sizes"), "buckets"),
+    **dict.fromkeys(("type_k", "type_v"), "kv_cache_dtype"),
     "enable_prefix_caching": "prefix_reuse",
     "block_size": "page_size",
     "enforce_eager": "eager",

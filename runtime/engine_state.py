@@ -33,7 +33,7 @@ class EngineState:
         with self.step_lock:
             self._require_open("capture")
             if self.captured:
-                raise RuntimeError("Engine.capture(): already captured; make a new engine for other limits")
+                raise RuntimeError("Engine.capture(): already captured, by a call or by a step; call it before the first request")
             if self._parts.ranks:
                 self._parts.ranks.publish(CAPTURE)
             with self._in_flight.capturing():

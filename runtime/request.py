@@ -24,8 +24,8 @@ from stepgraph.sampling.params import SamplingParams
 class FinishReason(str, enum.Enum):
     """Why a job ended. Every job ends with one of these."""
 
-    STOP = "stop"  # a stop token was emitted; it is the last token of the output
-    LENGTH = "length"  # max_new_tokens were emitted
+    STOP = "stop"  # a stop token was emitted, which is the last token of the output; or the text contains a stop text
+    LENGTH = "length"  # max_new_tokens were emitted; a constrained text may be complete, but its end is found one token later
     CONSTRAINT_COMPLETE = "constraint_complete"  # the grammar allows only a stop token, which is not emitted
     CANCELLED = "cancelled"
     DEAD_END = "dead_end"  # the output is incomplete, but grammar and bad_token_ids leave no legal token
@@ -160,7 +160,7 @@ class Job:
         """The decoder, which has read `resume_from`, and the text of `resume_from`."""
         if self.vocabulary is None:
             raise ValueError("Job.text: the engine has no vocabulary, expected Engine(vocabulary=...)")
-        stream = TextStream(self.vocabulary, self.sampling.stop)
+        stream = TextStream(self.vocabulary, self.sampling.stop, self.sampling.stop_token_ids)
         return stream, stream.push(self.resume_from)
 
     @functools.cached_property
@@ -179,12 +179,13 @@ class Job:
         functools.partial of a function. JSON values for a Constraint that is JSON; otherwise the text. ValueError if it is incomplete."""
         if self.finish_reason not in (FinishReason.STOP, FinishReason.CONSTRAINT_COMPLETE):
             raise ValueError(
-                f"Job.parsed: the output is incomplete, finish_reason is {self.finish_reason}{self.error and ': ' + self.error}"
+                "Job.parsed: the output is incomplete or its end was not reached, "
+                f"finish_reason is {self.finish_reason}{self.error and ': ' + self.error}"
             )
         text, marker, ids = self.text, self.constraint and self.constraint.marker, (*self.resume_from, *self.tokens)
         if isinstance(marker, tuple) and self.vocabulary:  # the text does not show where token ids are
             ends = (end for end in range(len(marker), len(ids)) if ids[end - len(marker) : end] == marker)
-            stream = TextStream(self.vocabulary, self.sampling.stop)
+            stream = TextStream(self.vocabulary, self.sampling.stop, self.sampling.stop_token_ids)
             text = stream.push(ids[next(ends, len(ids)) :]) + stream.finish()
         return self.parse(text)
 

@@ -126,7 +126,9 @@ class TextCodec(BoundToProcess):
             text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"{name}: got half of a surrogate pair at position {error.start}, expected valid text") from None
-        return list(self._encode(text, begins))
+        ids = self._encode(text, begins)
+        check_value("TextCodec.encode()", ids, instance_of(Iterable, "a sequence of token ids"))
+        return list(ids)
 
 
 def partial_match(text: str, delimiters: Sequence[str]) -> int:
@@ -136,16 +138,17 @@ def partial_match(text: str, delimiters: Sequence[str]) -> int:
 
 
 class TextStream:
-    """Decodes tokens as they arrive, up to a stop string. An incomplete character, or what may begin a stop string, is held back."""
+    """Decodes tokens as they arrive, up to a stop string and without `stop_ids`. An incomplete character, or what may begin a stop string,
+    is held back."""
 
-    def __init__(self, vocabulary: Vocabulary, stop: Sequence[str] = ()) -> None:
-        self._vocabulary, self._stop = vocabulary, stop
+    def __init__(self, vocabulary: Vocabulary, stop: Sequence[str] = (), stop_ids: Sequence[int] = ()) -> None:
+        self._vocabulary, self._stop, self._stop_ids = vocabulary, stop, frozenset(stop_ids)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._pending_text = ""
         self.stopped = False  # a stop string was found; nothing after it is returned
 
     def push(self, token_ids: Iterable[int]) -> str:
-        return self._release(self._decoder.decode(self._vocabulary.decode(token_ids)))
+        return self._release(self._decoder.decode(self._vocabulary.decode(token for token in token_ids if token not in self._stop_ids)))
 
     def up_to_stop(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
         """Push these tokens up to the one that completes a stop string, and return them."""

@@ -62,6 +62,7 @@ ENGINE_NAMES = _CONFIG_ARGUMENTS | {
     "torch_dtype": "dtype, of Engine.from_pretrained",
     **dict.fromkeys(("quantization", "quantization_config", "load_in_8bit", "load_in_4bit"), "weights='quantised', for a quantised model"),
     **dict.fromkeys(("device", "device_map", "n_gpu_layers"), "config=EngineConfig(backend=)"),
+    "lora_path": "Engine.add_lora, with EngineConfig(max_loras=)",
     "trust_remote_code": "nothing: no code of a model's folder is run",
 }
 REQUEST_NAMES = _SAMPLING_ARGUMENTS | {
@@ -75,6 +76,7 @@ REQUEST_NAMES = _SAMPLING_ARGUMENTS | {
     **dict.fromkeys(("regex", "guided_regex"), "constraint=Constraint.regex(...)"),
     **dict.fromkeys(("choice", "choices", "guided_choice"), "constraint=Constraint.choice([...])"),
     **dict.fromkeys(("grammar", "guided_grammar"), "constraint=Constraint.ebnf(...) or Constraint.lark(...)"),
+    "do_sample": "sampling=SamplingParams(temperature=), where 0 is greedy",
     "response_format": "constraint=Constraint.response_format(...)",
     **dict.fromkeys(("tools", "tool_choice"), "a function as the constraint, or the tools in Engine.tokenizer.chat(messages, tools)"),
     **dict.fromkeys(("stream", "streamer"), "the method Engine.stream_text, or AsyncEngine"),
@@ -122,7 +124,7 @@ class RequestValidator:
         room, reason = limits.max_length - len(prompt), f"EngineConfig.max_length={limits.max_length} minus {len(prompt)} prompt tokens"
         new_tokens = room if max_new_tokens is None else checked_count("max_new_tokens", max_new_tokens, 1, room, reason)
         drafts = max_drafts if num_speculative_tokens is None else num_speculative_tokens
-        drafts = checked_count("num_speculative_tokens", drafts, 0, max_drafts, "the engine's num_speculative_tokens")
+        drafts = checked_count("num_speculative_tokens", drafts, 0, max_drafts, "the engine's num_speculative_tokens or draft_length")
         expected_text = () if draft_ids is None else self._draft_ids(draft_ids, drafts)
         typed = None
         if constraint is not None:

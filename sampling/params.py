@@ -29,7 +29,7 @@ CHECKS = {
     "repetition_penalty": number(0.01, 100.0),
     "presence_penalty": number(-2.0, 2.0),
     "frequency_penalty": number(-2.0, 2.0),
-    "top_k": whole(0, 2**24),
+    "top_k": whole(-1, 2**24),
     "seed": optional(whole(0, 2**63 - 1)),
     "min_new_tokens": whole(0, 2**24),
     "top_logprobs": whole(0, MAX_TOP_LOGPROBS),
@@ -49,6 +49,7 @@ NAMES_ELSEWHERE = {
     "do_sample": "temperature: 0 is greedy",
     "logits_processor": "logits_processors, the names of EngineConfig.logits_processors",
     "eos_token_id": "stop_token_ids",
+    "output_scores": "logprobs",
 }  # in vLLM, llama-cpp-python and transformers
 
 
@@ -65,7 +66,7 @@ class SamplingParams:
     # 0: greedy, the most probable token; by default 1 with min_p, top_k, top_p or seed, otherwise 0. Never None once the object exists.
     temperature: float = None  # type: ignore[assignment]
     min_p: float = 0.0  # drop tokens less likely than this fraction of the most probable
-    top_k: int = 0  # keep the k most probable; 0: all
+    top_k: int = 0  # keep the k most probable; 0: all; -1, vLLM's number for all, is stored as 0
     top_p: float = 1.0  # keep the most probable until their probabilities sum to this
     seed: int | None = None  # the same seed gives the same tokens; None: a new seed per request
     stop_token_ids: tuple[int, ...] = ()
@@ -78,7 +79,8 @@ class SamplingParams:
     # Sequences that never occur in the output: token ids, or texts, which are tokenized both alone and after a space. Requires
     # EngineConfig.max_bad_words
     bad_words: Sequence[str | Sequence[int]] = ()
-    min_new_tokens: int = 0  # no stop token before this many tokens, unless only stop tokens of the vocabulary are legal
+    # No stop token before this many tokens, unless only stop tokens of the vocabulary are legal; texts in `stop` end the output earlier
+    min_new_tokens: int = 0
     ignore_eos: bool = False  # the vocabulary's stop ids may be chosen and do not end the output; stop_token_ids still do
     logprobs: bool = False  # report the log-probabilities of every emitted token
     # The engine's logits processors that the request uses, and their arguments: {name: numbers}
@@ -91,6 +93,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         check_fields(self, CHECKS)
+        object.__setattr__(self, "top_k", max(0, self.top_k))
         if self.temperature is None:
             samples = (self.min_p, self.top_k, self.top_p, self.seed) != (0.0, 0, 1.0, None)
             object.__setattr__(self, "temperature", 1.0 if samples else 0.0)

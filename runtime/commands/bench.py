@@ -20,6 +20,7 @@ from stepgraph.runtime.text import TextCodec
 from stepgraph.sampling.fields import clip_repr
 from stepgraph.sampling.grammar import Constraint
 from stepgraph.sampling.grammar.compile.backends import check_constraints
+from stepgraph.sampling.grammar.constraints.constraint import reject_repeated_keys
 
 COLUMNS = {
     "tokens/s": "tokens_per_second",
@@ -46,8 +47,7 @@ class Prompt(NamedTuple):
 def run(options: argparse.Namespace) -> int:
     engines.set_threads(options)
     with terminal.waiting("opening the model ..."):
-        pair, prompts = _open(options)
-    longest = max(len(prompt.token_ids) for prompt in prompts) + options.max_new_tokens
+        pair, prompts, longest = _open(options)
     speculative = options.drafts and options.draft != "none"
     with contextlib.ExitStack() as stack:
         cases = []
@@ -78,19 +78,20 @@ def run(options: argparse.Namespace) -> int:
     return terminal.report_failures("bench", failed)
 
 
-def _open(options: argparse.Namespace) -> tuple[Pair, list[Prompt]]:
-    """The prompts are checked before the weights are read."""
-    if options.model == TOY:
-        pair = toy_pair()
-        return pair, _read_prompts(options, pair.codec)
-    codec = TextCodec.open(options.model)
+def _open(options: argparse.Namespace) -> tuple[Pair, list[Prompt], int]:
+    """The models, the prompts, which are checked before the weights are read, and the largest length of an answer with its prompt."""
+    pair = toy_pair() if options.model == TOY else None
+    codec = TextCodec.open(options.model) if pair is None else pair.codec
     prompts = _read_prompts(options, codec)
+    longest = max(len(prompt.token_ids) for prompt in prompts) + options.max_new_tokens
+    if pair is not None:
+        return pair, prompts, longest
     loaded = engines.load(
         options,
-        EngineConfig(max_rows=1, num_speculative_tokens=options.drafts, draft_length=options.draft_length),
+        EngineConfig(max_rows=1, num_speculative_tokens=options.drafts, draft_length=options.draft_length, max_length=longest),
         terminal.shows_progress(),
     )
-    return Pair(options.model, loaded.target, loaded.draft, codec), prompts
+    return Pair(options.model, loaded.target, loaded.draft, codec), prompts, longest
 
 
 def _read_prompts(options: argparse.Namespace, codec: TextCodec) -> list[Prompt]:
@@ -111,7 +112,7 @@ def _read_prompts(options: argparse.Namespace, codec: TextCodec) -> list[Prompt]
 
 
 def _read_prompt(line: str, codec: TextCodec) -> Prompt:
-    entry = json.loads(line)
+    entry = json.loads(line, object_pairs_hook=reject_repeated_keys)
     names = entry.keys() - {"schema"} if isinstance(entry, dict) else ()
     if len(names) != 1 or not names <= {"text", "messages", "token_ids"}:
         accepted = "an object with one of text, messages, token_ids, and optionally a schema"

@@ -126,6 +126,8 @@ def check_generate(options: argparse.Namespace) -> None:
         accepted = "--schema, --regex, --grammar, --choice or --json-object with it"
         raise ValueError(f"--after: got {clip_repr(options.after)} without a constraint, expected {accepted}")
     check_range(options, "max-new-tokens", 1)
+    if options.min_new_tokens is not None:
+        check_range(options, "min-new-tokens", 0, options.max_new_tokens)
     if options.token_ids is not None and (options.chat or options.system is not None):
         raise ValueError("--token-ids: got it with --chat or --system, expected it alone: token ids are used unchanged")
     options.token_ids = parse_token_ids("--token-ids", options.token_ids)
@@ -242,10 +244,11 @@ def check_serve(options: argparse.Namespace) -> None:
     if not 1 <= least <= most <= 1000:
         raise ValueError(f"--replicas: got {least}-{most}, expected numbers from 1 to 1000, the least first")
     options.lora_modules = _parse_lora_modules(options.lora_modules, options.name or Path(options.model).absolute().name)
-    lines = [] if options.api_keys is None else read_file("--api-keys", options.api_keys, "the path of a file").split()
-    if options.api_keys is not None and not lines:
+    text = "" if options.api_keys is None else read_file("--api-keys", options.api_keys, "the path of a file")
+    keys = [line.strip() for line in text.split("\n") if line.strip()]
+    if options.api_keys is not None and not keys:
         raise ValueError(f"--api-keys: got {clip_repr(options.api_keys)} without a key, expected one key per line")
-    options.api_keys = lines
+    options.api_keys = keys
     open_listener(options.host, options.port).close()  # an address in use is reported before a model is loaded
 
 

@@ -183,5 +183,5 @@ def _generate(engine: Engine, request: Request, options: argparse.Namespace) -> 
 def _failure_of(job: Job) -> str:
     """Why the answer failed; empty if it did not."""
     if job.finish_reason == "length" and job.constraint is not None:
-        return f"cut short by --max-new-tokens {job.max_new_tokens}: the text is not complete"
+        return f"cut short by --max-new-tokens {job.max_new_tokens}: the end of the text was not reached"
     return engines.failure_of(job)

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from stepgraph.sampling.fields import clip_repr
+from stepgraph.sampling.grammar.constraints.constraint import reject_repeated_keys
 
 
 def read_schema(flag: str, value: str) -> dict[str, Any] | bool:
     """A JSON schema: the value itself if it starts with {, otherwise the content of the file at this path."""
     text = value if value.lstrip().startswith("{") else read_file(flag, value, "a JSON schema: the path of a file, or the schema itself")
     try:
-        schema = json.loads(text)
+        schema = json.loads(text, object_pairs_hook=reject_repeated_keys)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{flag}: got {clip_repr(value)}, which is not JSON ({error}), expected a JSON schema") from None
     if not isinstance(schema, (dict, bool)):

@@ -122,6 +122,11 @@ def open_recorder(
     record: Recording | str | Path, config: EngineConfig, models: ModelPair, vocabulary: Vocabulary | None, backend: Backend
 ) -> Recorder:
     """The recorder of an engine. ValueError if the file cannot be created."""
+    if config.rounds_per_launch != 1:
+        raise ValueError(
+            f"EngineConfig.rounds_per_launch: got {config.rounds_per_launch!r}, "
+            "expected 1: a recording lists what arrived between two rounds"
+        )
     if config.max_loras:
         expected = f"expected None with max_loras={config.max_loras}: a recording has no adapters"
         raise ValueError(f"Engine.record: got {clip_repr(record)}, {expected}")

@@ -93,7 +93,7 @@ class Llama(LlamaBase):
         config = self.config
         if limits.max_length > config.max_positions:
             accepted = f"at most the {config.max_positions} positions of the {self.name}"
-            raise ValueError(f"Limits.max_length: got {limits.max_length}, expected {accepted}")
+            raise ValueError(f"EngineConfig.max_length: got {limits.max_length}, expected {accepted}")
         return cache_specs(self.name, config.num_layers, limits, config.num_kv_heads, config.head_size, config.dtype)
 
     def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:

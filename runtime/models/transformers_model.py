@@ -202,7 +202,7 @@ class TransformersModel(nn.Module):
     def cache_specs(self, limits: Limits) -> Sequence[BufferSpec]:
         if limits.max_length > self.config.max_positions:
             accepted = f"at most the {self.config.max_positions} positions of the {self.name}"
-            raise ValueError(f"Limits.max_length: got {limits.max_length}, expected {accepted}")
+            raise ValueError(f"EngineConfig.max_length: got {limits.max_length}, expected {accepted}")
         return [
             spec
             for number, ((heads, size), layers) in enumerate(self._groups.items())

@@ -153,6 +153,7 @@ class Answer:
         self._id = ("chatcmpl-" if request.chat else "cmpl-") + uuid.uuid4().hex
         kind = ("chat.completion" + (".chunk" if request.stream else "")) if request.chat else "text_completion"
         self._envelope = {"id": self._id, "object": kind, "created": int(time.time()), "model": request.model}
+        self._envelope |= {"usage": None} if request.include_usage else {}  # the event after the last choice has a usage
         self._replies = [Reply(request, app.serving.codec, index) for index in range(request.n)]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -290,7 +291,7 @@ class Answer:
         if event.finish_reason == FinishReason.CANCELLED:
             raise HttpError(503, "the server is shutting down")
         if event.finish_reason == FinishReason.DEAD_END:
-            raise HttpError(500, "no token may follow: the constraint and the sampling fields together exclude every token")
+            raise HttpError(400, "no token may follow: the constraint and the sampling fields together exclude every token")
         if event.finish_reason == FinishReason.ERROR:
             refused = job.constraint is not None and not job.rounds and self._serving.failure is None
             if refused:

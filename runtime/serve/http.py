@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from stepgraph.sampling.grammar.constraints.constraint import reject_constant
+from stepgraph.sampling.grammar.constraints.constraint import reject_constant, reject_repeated_keys
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,8 @@ def server_config(app: Any, bounds: Bounds) -> uvicorn.Config:
 
 async def read_json(request: Request, bounds: Bounds) -> dict[str, Any]:
     try:
-        value = json.loads(await asyncio.wait_for(_body(request, bounds.body_bytes), bounds.read_seconds), parse_constant=reject_constant)
+        body = await asyncio.wait_for(_body(request, bounds.body_bytes), bounds.read_seconds)
+        value = json.loads(body, object_pairs_hook=reject_repeated_keys, parse_constant=reject_constant)
     except asyncio.TimeoutError:
         raise HttpError(408, f"body: not complete after {bounds.read_seconds:g} seconds") from None
     except ClientDisconnect:

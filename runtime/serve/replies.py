@@ -38,14 +38,14 @@ class Reply:
 
     def push(self, event: StepEvent) -> list[Delta]:
         deltas: list[Delta] = []
-        limit = self.request.reasoning_limit
+        limit, stop_ids = self.request.reasoning_limit, self.request.options["sampling"].stop_token_ids
         for index, token in enumerate(event.tokens):
             if self.over_budget:
                 break
             self.ids.append(token)
             if event.logprobs:
                 self._logprobs.append((token, event.logprobs[index]))
-            deltas += self._deltas(self._text_stream.push([token]))
+            deltas += self._deltas(self._text_stream.push([token] if token not in stop_ids else []))
             self.reasoning_tokens += self._splitter.in_reasoning and (limit is None or self.reasoning_tokens < limit)
             if self.stopped:
                 break

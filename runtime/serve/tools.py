@@ -14,6 +14,7 @@ from stepgraph.runtime.serve.calls import CallFormat, ChosenFormat, TextParamete
 from stepgraph.runtime.serve.http import HttpError
 from stepgraph.runtime.text import Message, TextCodec
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
+from stepgraph.sampling.grammar.constraints.unsupported import naming_schema
 from stepgraph.sampling.grammar.schema.parameters import text_parameters
 
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -36,7 +37,11 @@ class ToolUse:
     @cached_property
     def texts(self) -> TextParameters:
         """Parameters whose values are plain text. UnsupportedError for a schema that the format cannot express."""
-        return {name: text_parameters(schema) for name, schema in self.functions.items()} if self.call_format.style == "qwen_xml" else {}
+        found = dict[str, Any]()
+        for name, schema in self.functions.items() if self.call_format.style == "qwen_xml" else ():
+            with naming_schema(name):
+                found[name] = text_parameters(schema)
+        return found
 
     def constraint(self) -> Constraint:
         _ = self.texts  # an error is raised here, before the request has a place in the queue

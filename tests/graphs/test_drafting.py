@@ -279,7 +279,7 @@ def test_look_up_requires_a_draft_model_and_is_in_the_report() -> None:
     for draft, name in (*drafters, (noise(9), "FormulaProposer"), (draft_ids_then_noise, "FunctionProposer")):
         with pytest.raises(ValueError, match=rf"EngineConfig\.look_up: got 3 with the drafter {name}, expected 0: .*draft='ngram'"):
             Engine(TARGET, draft, vocabulary=VOCABULARY, config=config)
-    with pytest.raises(ValueError, match=r"EngineConfig\.look_up: got 3 with num_speculative_tokens=0, expected 0"):
+    with pytest.raises(ValueError, match=r"EngineConfig\.look_up: got 3 without a draft, expected 0"):
         Engine(TARGET, "none", vocabulary=VOCABULARY, config=config)
     with Engine(TARGET, ToyDraft(TARGET), vocabulary=VOCABULARY, config=config) as engine:
         assert "draft: n-gram look-up, 3 to 8 tokens (beside the draft model)" in engine.capture().notes

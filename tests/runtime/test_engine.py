@@ -249,7 +249,7 @@ def test_graphs_are_recorded_while_other_rounds_are_in_flight() -> None:
         for number, job in enumerate(jobs):
             expected = plain([number + 1], job.max_new_tokens, job.constraint, sampling=job.sampling)
             assert job.tokens == expected.tokens, job
-        with pytest.raises(RuntimeError, match="already captured"):
+        with pytest.raises(RuntimeError, match="already captured, by a call or by a step"):
             engine.capture()
 
 

@@ -272,8 +272,28 @@ def test_a_text_that_only_javascript_reads_as_a_match_is_parsed(pattern: str, te
 
 def test_an_incomplete_output_has_no_parsed_value() -> None:
     job = engine_of().generate("Ada", constraint=Person, max_new_tokens=3)
-    with pytest.raises(ValueError, match=r"Job.parsed: the output is incomplete, finish_reason is length"):
+    with pytest.raises(ValueError, match=r"Job.parsed: the output is incomplete or its end was not reached, finish_reason is length"):
         job.parsed  # noqa: B018
+
+
+@pytest.mark.parametrize("constraint", [re.compile("abcdef"), Literal["abcdef"]])
+@pytest.mark.parametrize("stop", [{"stop": "e"}, {"stop_token_ids": CODEC.encode("e")}], ids=str)
+def test_a_text_cut_short_by_the_request_has_no_parsed_value(constraint: object, stop: dict[str, Any]) -> None:
+    sampling = SamplingParams(logit_bias={CODEC.encode("e")[0]: 100}, **stop)
+    job = engine_of().generate("Ada", constraint=constraint, sampling=sampling, max_new_tokens=120)
+    assert job.finish_reason == FinishReason.STOP and "e" not in job.text
+    with pytest.raises(ValueError, match=r"incomplete: 'abcd'"):
+        job.parsed  # noqa: B018
+
+
+def test_the_stop_token_of_a_request_is_not_part_of_the_text() -> None:
+    engine = engine_of()
+    whole = engine.generate("Ada is 36", max_new_tokens=60).tokens
+    at = next(at for at in range(8, 60) if whole[at] not in whole[:at])
+    sampling = SamplingParams(stop_token_ids=(whole[at],), stop=CODEC.decode(whole[at - 1 : at + 1]))
+    job = engine.generate("Ada is 36", sampling=sampling, max_new_tokens=60)
+    assert (job.tokens, job.text, job.finish_reason) == (whole[: at + 1], CODEC.decode(whole[:at]), FinishReason.STOP)
+    assert "".join(engine.stream_text("Ada is 36", sampling=sampling, max_new_tokens=60)) == job.text
 
 
 def test_a_compiled_grammar_is_accepted_as_a_constraint() -> None:

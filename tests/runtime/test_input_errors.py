@@ -24,6 +24,7 @@ from stepgraph.runtime.extras.replay import read_recording
 from stepgraph.runtime.models.files.config_fields import read_config
 from stepgraph.runtime.models.files.tokenizer import ChatTemplate
 from stepgraph.runtime.models.llama import Llama
+from stepgraph.runtime.models.ngram import NgramLookup
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.runtime.text import TextCodec
 from stepgraph.sampling.grammar import GrammarCompiler, GrammarLimits
@@ -106,6 +107,12 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: changed("shares_prefix", "no"), r"Engine\.target\.shares_prefix: got 'no', expected True or False"),
     (lambda: changed("shard", 5), r"Engine\.target\.shard: got 5, expected a VocabularyShard"),
     (lambda: with_tokenizer(lambda: 5), r"Engine\.tokenizer\(\): got 5, expected a TextCodec from the function"),
+    (lambda: TextCodec(PRINTABLE, lambda text, begins: None).encode("a"), r"TextCodec\.encode\(\): got None, expected a sequence of"),  # type: ignore[arg-type,return-value]
+    (lambda: Engine(TARGET, NgramLookup), r"Engine\.draft: got the class NgramLookup, expected an object with cache_specs, propose"),  # type: ignore[arg-type]
+    (
+        lambda: Engine(TARGET, config=EngineConfig(forced_acceptance=(0.5,), num_speculative_tokens=1, draft_length=1)),
+        r"EngineConfig\.forced_acceptance: got \(0\.5,\) without a draft, expected None",
+    ),
     (lambda: TextCodec.of_bytes(PRINTABLE).encode(5), r"text: got 5, expected a string"),  # type: ignore[arg-type]
     (lambda: Constraint.json_schema('{"minimum": NaN}'), r"a schema that is not JSON \(NaN is not a JSON value\), expected a JSON object"),
     (lambda: Constraint.regex(5), r"Constraint\.regex\.pattern: got 5, expected a string"),  # type: ignore[arg-type]

@@ -28,7 +28,7 @@ BAD_SUBMITS: list[tuple[dict[str, Any], str]] = [
     ({"max_new_tokens": "many"}, r"max_new_tokens: got 'many'"),
     (
         {"num_speculative_tokens": 4},
-        r"num_speculative_tokens: got 4, expected a whole number from 0 to 3 \(the engine's num_speculative_tokens\)",
+        r"num_speculative_tokens: got 4, expected a whole number from 0 to 3 \(the engine's num_speculative_tokens or draft_length\)",
     ),
     ({"num_speculative_tokens": -1}, r"num_speculative_tokens: got -1"),
     ({"sampling": {}}, r"sampling: got dict, expected SamplingParams"),
@@ -144,7 +144,7 @@ def test_unknown_fields_raise() -> None:
         ({"top_p": 0}, r"SamplingParams.top_p: got 0, expected a number above 0 and at most 1"),
         ({"top_p": 1.5}, r"SamplingParams.top_p: got 1.5"),
         ({"min_p": 2}, r"SamplingParams.min_p: got 2, expected a number from 0 to 1"),
-        ({"top_k": -1}, r"SamplingParams.top_k: got -1, expected a whole number from 0"),
+        ({"top_k": -2}, r"SamplingParams.top_k: got -2, expected a whole number from -1"),
         ({"top_k": 2.5}, r"SamplingParams.top_k: got 2.5"),
         ({"repetition_penalty": 0}, r"SamplingParams.repetition_penalty: got 0, expected a number from 0.01 to 100"),
         ({"repetition_penalty": -1.0}, r"SamplingParams.repetition_penalty: got -1.0"),
@@ -175,6 +175,7 @@ def test_invalid_sampling_params_raise(fields: dict[str, Any], message: str) -> 
 
 
 def test_sampling_params_compare_by_value() -> None:
+    assert SamplingParams(top_k=-1) == SamplingParams() and SamplingParams(top_k=-1).plain
     bias = {1: 2.0}
     one, same = SamplingParams(logit_bias=bias, bad_token_ids=[1, 3]), SamplingParams(logit_bias={1: 2}, bad_token_ids=(1, 3))  # type: ignore[arg-type]
     bias[1] = 5.0

@@ -25,6 +25,8 @@ CALLS: list[tuple[Callable[..., Any], str, str]] = [
     (ENGINE.generate, "repeat_penalty", "sampling=SamplingParams(repetition_penalty=)"),
     (ENGINE.generate, "sampling_params", "sampling"),
     (ENGINE.generate, "grammar", "constraint=Constraint.ebnf(...) or Constraint.lark(...)"),
+    (ENGINE.generate, "output_scores", "sampling=SamplingParams(logprobs=)"),
+    (ENGINE.generate, "do_sample", "sampling=SamplingParams(temperature=)"),
     (ENGINE.generate, "guided_json", "constraint=Constraint.json_schema(...), or a Python type"),
     (ENGINE.generate, "messages", "the prompt as the first argument"),
     (ENGINE.stream_text, "max_tokens", "max_new_tokens"),
@@ -40,6 +42,8 @@ CALLS: list[tuple[Callable[..., Any], str, str]] = [
     (ENGINE.generate, "json", "constraint=Constraint.json_schema(...), or a Python type"),
     (Engine.from_pretrained, "model_path", "the model as the first argument"),
     (Engine.from_pretrained, "max_model_len", "config=EngineConfig(max_length=)"),
+    (Engine.from_pretrained, "type_k", "config=EngineConfig(kv_cache_dtype=)"),
+    (Engine.from_pretrained, "lora_path", "Engine.add_lora"),
     (Engine.from_pretrained, "max_rows", "config=EngineConfig(max_rows=)"),
 ]
 

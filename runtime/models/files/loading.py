@@ -65,7 +65,7 @@ def load_models(
     on_cuda = uses_cuda(backend)
     _check_weights(weights, on_cuda)
     checkpoint = open_target(model_path(path), dtype, weights, implementation)
-    if draft in (None, NONE):
+    if draft in (None, NONE) and config is not None:
         config = without_drafts(config)
     drafter, draft_checkpoint = _open_drafter(draft, checkpoint, dtype, weights)
     checkpoint, draft_checkpoint = divide(checkpoint, draft_checkpoint)

@@ -21,7 +21,7 @@ from stepgraph.sampling.grammar.compile.limits import CompileAbortedError, Gramm
 from stepgraph.sampling.grammar.compile.worker_process import CompileWorker
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice, Constraint
 from stepgraph.sampling.grammar.constraints.structural_tag import tag_groups
-from stepgraph.sampling.grammar.constraints.unsupported import Unsupported, UnsupportedError
+from stepgraph.sampling.grammar.constraints.unsupported import Unsupported, UnsupportedError, naming_schema
 from stepgraph.sampling.grammar.llguidance_lib.lark import LARK_TOKEN
 from stepgraph.sampling.grammar.matchers.protocol import Matcher
 from stepgraph.sampling.grammar.schema.grammar import narrowed_parts, without_keyword
@@ -211,7 +211,8 @@ def check_schemas(constraint: Constraint) -> None:
     elif constraint.kind == "structural_tag":
         for group in tag_groups(constraint.payload):
             for tag in group.tags:
-                check_schema(tag.schema, constraint.schema_options)
+                with naming_schema(group.trigger + tag.begin):
+                    check_schema(tag.schema, constraint.schema_options)
 
 
 def _grammar_of(payload: str) -> str:

@@ -51,7 +51,8 @@ def typed_constraint(value: object) -> TypedConstraint:
     if isinstance(value, type) and issubclass(value, enum.Enum) and all(isinstance(member.value, str) for member in value):
         return TypedConstraint(Constraint.choice([member.value for member in value]), value)
     if get_origin(value) is Literal and all(isinstance(text, str) for text in get_args(value)):
-        return TypedConstraint(Constraint.choice(get_args(value)), {str.__str__(text): text for text in get_args(value)}.__getitem__)
+        texts = {str.__str__(text): text for text in get_args(value)}
+        return TypedConstraint(Constraint.choice(get_args(value)), lambda text: _required(texts.get(text), text))
     if isinstance(value, type) or get_origin(value) is not None:
         return _json_type(value)
     if callable(value):
@@ -75,7 +76,15 @@ def _pattern(pattern: re.Pattern[Any]) -> TypedConstraint:
             f"constraint: got {clip_repr(pattern.pattern)}, expected counts such as {{0,3}}, no surrogates, and \\] at the start of a class"
         )
     as_enforced = re.compile(_CLASS_OR_ESCAPE.sub(_as_in_javascript, pattern.pattern))
-    return TypedConstraint(Constraint.regex(pattern.pattern), lambda text: pattern.fullmatch(text) or as_enforced.fullmatch(text))
+    constraint = Constraint.regex(pattern.pattern)
+    return TypedConstraint(constraint, lambda text: _required(pattern.fullmatch(text) or as_enforced.fullmatch(text), text))
+
+
+def _required(value: Any, text: str) -> Any:
+    """The value of a text; ValueError if there is none: a stop text or a stop token of the request ended the text early."""
+    if value is None:
+        raise ValueError(f"Job.parsed: the output is incomplete: {clip_repr(text)}")
+    return value
 
 
 def _as_in_javascript(piece: re.Match[str]) -> str:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import NoReturn
+
+from stepgraph.sampling.fields import clip_repr
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,16 @@ class UnsupportedError(ValueError):
     def __init__(self, unsupported: Unsupported) -> None:
         super().__init__(str(unsupported))
         self.unsupported = unsupported
+
+
+@contextlib.contextmanager
+def naming_schema(name: str) -> Iterator[None]:
+    """An UnsupportedError names the one of several schemas into which it points."""
+    try:
+        yield
+    except UnsupportedError as error:
+        part = error.unsupported
+        raise UnsupportedError(replace(part, where=f"{clip_repr(name)}: {part.where}")) from None
 
 
 def reject(where: str, keyword: str, reason: str) -> NoReturn:

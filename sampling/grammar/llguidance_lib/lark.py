@@ -11,7 +11,7 @@ from stepgraph.sampling.grammar.constraints.charset import charset, regex_class
 from stepgraph.sampling.grammar.constraints.constraint import reject_constant, reject_repeated_keys
 from stepgraph.sampling.grammar.constraints.pattern import pattern_to_regex
 from stepgraph.sampling.grammar.constraints.structural_tag import TagGroup, tag_groups
-from stepgraph.sampling.grammar.constraints.unsupported import reject
+from stepgraph.sampling.grammar.constraints.unsupported import naming_schema, reject
 from stepgraph.sampling.grammar.llguidance_lib.schema import lark_rules
 from stepgraph.sampling.grammar.schema.grammar import schema_grammar
 from stepgraph.sampling.grammar.schema.options import Options
@@ -77,7 +77,8 @@ def _tags_grammar(groups: Sequence[TagGroup], options: Options) -> str:
                 reject("#", tag.style, "is a style that only automata and xgrammar enforce")
             prefix = f"tag_{number}_{index}_"
             tags.append(f"{_literal(tag.begin)} {prefix}root {_literal(tag.end)}")
-            rules.append(_schema_rules(tag.schema, options, prefix))
+            with naming_schema(group.trigger + tag.begin):
+                rules.append(_schema_rules(tag.schema, options, prefix))
         one = f"({' | '.join(tags)})"
         more = "" if group.separator is None else f"({_literal(group.separator)} {one})*"
         listed = f"{_literal(group.opening)} {one} {more} {_literal(group.closing)}"

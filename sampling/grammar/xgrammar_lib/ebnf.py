@@ -27,6 +27,7 @@ from stepgraph.sampling.grammar.constraints.charset import (
 )
 from stepgraph.sampling.grammar.constraints.pattern import pattern_to_ebnf
 from stepgraph.sampling.grammar.constraints.structural_tag import tag_groups
+from stepgraph.sampling.grammar.constraints.unsupported import naming_schema
 from stepgraph.sampling.grammar.schema.grammar import schema_grammar
 from stepgraph.sampling.grammar.schema.options import Options
 from stepgraph.sampling.grammar.schema.parameters import parameters_grammar
@@ -80,7 +81,8 @@ def _tags_grammar(payload: str, options: Options) -> str:
         for index, tag in enumerate(group.tags):
             prefix = f"tag_{number}_{index}_"
             names.append(f"{prefix}tag")
-            inside = (parameters_grammar if tag.style == "qwen_xml" else schema_grammar)(tag.schema, options, prefix)
+            with naming_schema(group.trigger + tag.begin):
+                inside = (parameters_grammar if tag.style == "qwen_xml" else schema_grammar)(tag.schema, options, prefix)
             rules.append(f"{inside}{names[-1]} ::= {literal(tag.begin)} {prefix}root {literal(tag.end)}")
         triggers.append(f"({literal(group.trigger)}, group_{number})")
         one = f"({' | '.join(names)})"

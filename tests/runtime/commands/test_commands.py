@@ -277,7 +277,7 @@ def test_all_prompt_sources_give_the_same_ids(folder: Path, capsys: pytest.Captu
 def test_an_answer_cut_short_of_its_schema_fails(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, errors = run(f"generate model hi --schema '{json.dumps(SCHEMA)}' --max-new-tokens 2", capsys)
     assert code == terminal.FAILED
-    assert "cut short by --max-new-tokens 2" in errors
+    assert "cut short by --max-new-tokens 2: the end of the text was not reached" in errors
     code, out, _ = run(f"generate model hi --schema '{json.dumps(SCHEMA)}' --max-new-tokens 2 --json", capsys)
     assert code == terminal.FAILED and "cut short" in json.loads(out)["error"]
 
@@ -303,6 +303,7 @@ def test_an_answer_cut_short_of_its_schema_fails(capsys: pytest.CaptureFixture[s
         ("generate model hi --top-p 3", "--top-p: got 3.0, expected a number above 0 and at most 1"),
         ("generate model hi --temperature nan", "--temperature: got nan"),
         ("generate model hi --max-new-tokens 9999", "--max-new-tokens: got 9999 after a prompt of"),
+        ("generate nowhere hi --max-new-tokens 5 --min-new-tokens 9", "--min-new-tokens: got 9, expected a whole number from 0 to 5"),
         ("generate model hi --max-new-tokens 0", "--max-new-tokens: got 0, expected at least 1"),
         ("generate model '' --no-chat", "PROMPT: got '', which has no tokens"),
         ("generate model hi -k 9", "num_speculative_tokens: got 9"),
@@ -334,6 +335,7 @@ def test_an_answer_cut_short_of_its_schema_fails(capsys: pytest.CaptureFixture[s
         ("check-schema nowhere", "FILE: got 'nowhere' (No such file"),
         ("check-schema my_step.py", "FILE: got 'my_step.py', which is not JSON"),
         ("check-schema prompts.jsonl", "which is not JSON"),
+        ('check-schema \'{"type": "string", "type": "integer"}\'', "the key 'type' appears twice"),
         ("demo -k 9", "--drafts: got 9, expected a whole number from 1 to 8"),
         ("demo --schema nowhere", "--schema: got 'nowhere' without --prompt"),
         ("demo --toy --prompt hi --schema nowhere", "--schema: got 'nowhere' (No such file"),
@@ -371,6 +373,14 @@ def test_bench_compares_variants(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run("bench toy --draft none --repeats 1 --max-new-tokens 8", capsys)
     of_readme = bench.README_RATES["plain + grammar"] / bench.README_RATES["plain"]
     assert code == 0 and "speculative  " not in out and re.search(rf"plain \+ grammar : plain  .*  {of_readme:.2f}\n", out)
+
+
+def test_bench_takes_no_more_positions_than_its_answers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    short = Path(shutil.copytree(model_folder(), folder / "short"))
+    settings = json.loads((short / "config.json").read_text(encoding="utf-8"))
+    (short / "config.json").write_text(json.dumps(settings | {"max_position_embeddings": 40}), encoding="utf-8")
+    (folder / "prompts.jsonl").write_text('{"text": "the cat"}', encoding="utf-8")
+    assert run_json("bench short --draft none --repeats 1 --max-new-tokens 4 --prompts prompts.jsonl", capsys)["prompts"] == 1
 
 
 def test_bench_compares_with_the_rates_of_the_readme() -> None:

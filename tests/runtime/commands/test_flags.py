@@ -20,7 +20,7 @@ from stepgraph import Engine, EngineConfig
 from stepgraph.runtime import cli
 from stepgraph.runtime.commands import bench, capture_check, terminal
 from stepgraph.runtime.commands.engines import MAX_THREADS, set_threads
-from stepgraph.runtime.commands.flags import STEP_EXAMPLE
+from stepgraph.runtime.commands.flags import STEP_EXAMPLE, check_serve
 from stepgraph.runtime.commands.inputs import read_file, read_schema
 from stepgraph.runtime.demo.variants import toy_pair
 from stepgraph.runtime.text import TextCodec
@@ -66,6 +66,13 @@ def test_a_byte_order_mark_is_ignored(tmp_path: Path) -> None:
     assert read_file("--prompt-file", str(path), "").startswith("{")
 
 
+def test_each_line_of_a_file_is_one_api_key(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("# of the team\n\n sk-abc\n", encoding="utf-8")
+    options = cli.make_parser().parse_args(["serve", "toy", "--port", "0", "--api-keys", str(tmp_path / "keys")])
+    check_serve(options)
+    assert options.api_keys == ["# of the team", "sk-abc"]
+
+
 @pytest.mark.parametrize("count", [0, -1, MAX_THREADS + 1])
 def test_numbers_of_threads_that_would_abort_torch_are_refused(count: int) -> None:
     with pytest.raises(ValueError, match=f"--threads: got {count}, expected a whole number from 1 to {MAX_THREADS}"):
@@ -85,6 +92,7 @@ def test_numbers_of_threads_that_would_abort_torch_are_refused(count: int) -> No
         ('{"text": "a", "token_ids": [1]}', "and optionally a schema"),
         ('{"schema": {}}', "and optionally a schema"),
         ("[" * 100_000, "recursion"),
+        ('{"text": "a", "schema": {"type": "string", "type": "integer"}}', "the key 'type' appears twice"),
     ],
 )
 def test_a_bad_prompt_is_reported_with_its_line_number(tmp_path: Path, line: str, message: str, capsys: Captured) -> None:

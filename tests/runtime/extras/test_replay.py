@@ -239,8 +239,15 @@ def test_recording_to_an_invalid_path_raises(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message):
             recorded_engine(path)
     assert there.read_text() == "another file"
-    with pytest.raises(ValueError, match=r"Engine\.record: got .*, expected None with forced_acceptance"):
-        recorded_engine(tmp_path / "run.jsonl", replace(CONFIG, look_up=0, forced_acceptance=(0.5, 0.5)))
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"look_up": 0, "forced_acceptance": (0.5, 0.5)}, r"Engine\.record: got .*, expected None with forced_acceptance"),
+        ({"preemption": True}, "preemption: got True with record, expected False"),
+        ({"rounds_per_launch": "until_event", "eager": False}, "rounds_per_launch: got 'until_event', expected 1: a recording"),
+    ]
+    for fields, message in refused:
+        with pytest.raises(ValueError, match=message):
+            recorded_engine(tmp_path / "run.jsonl", replace(CONFIG, **fields))
+        assert not (tmp_path / "run.jsonl").exists(), "a refused engine has created its recording"
     with pytest.raises(ValueError, match=r"Recording\.path: got 3"):
         Engine(TARGET, DRAFT, vocabulary=VOCABULARY, config=CONFIG, record=3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"Recording\.max_bytes: got 0"):

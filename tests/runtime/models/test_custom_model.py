@@ -92,6 +92,17 @@ def test_wrong_output_shapes_are_refused_at_capture(which: str) -> None:
                 call()
 
 
+class Narrow(Decay):
+    feature_size = 9
+
+
+def test_features_of_a_wrong_width_are_refused_in_a_prompt() -> None:
+    target, draft = (kind(name, VOCABULARY.logits_width, fed=name == "draft") for kind, name in ((Narrow, "target"), (Decay, "draft")))
+    engine = Engine(target.bfloat16(), draft.bfloat16(), config=EngineConfig(max_rows=1, max_length=64))
+    with engine, pytest.raises(ValueError, match=r"target features: got Tensor of shape \(1, 2, 8\), expected \(1, 2, 9\)"):
+        engine.generate([1, 2, 3], max_new_tokens=2)
+
+
 class NoLogits(Decay):
     def logits(self, hidden: Tensor) -> Tensor:
         return None  # type: ignore[return-value]

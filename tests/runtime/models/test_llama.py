@@ -101,5 +101,5 @@ def test_adapters_have_the_names_of_all_linear_modules(family: str) -> None:
 
 def test_max_length_beyond_the_models_positions_is_refused() -> None:
     model = load("llama-2")
-    with pytest.raises(ValueError, match=r"Limits\.max_length: got 208, expected at most the 100 positions of the target"):
+    with pytest.raises(ValueError, match=r"EngineConfig\.max_length: got 208, expected at most the 100 positions of the target"):
         CachedModel(Llama(replace(model.config, max_positions=100)))

@@ -47,7 +47,8 @@ def test_bad_requests_get_an_error_status(server: RunningServer) -> None:
     assert server.statuses(b"GET /" + b"a" * 5000, end=False) == [400], "a head above the limit"
     for fields in (b"Content-Length: -1\r\n", b"Content-Length: 1\r\nContent-Length: 2\r\n", b"Transfer-Encoding: other\r\n"):
         assert status(b"POST", b"/v1/completions", fields) == 400
-    for body in (b"", b"[1]", b"{", b"NaN", b"[" * 90000, b'{"prompt": "\\ud800"}', b"\xff\xfe", b"1" * 9000):
+    repeated = b'{"prompt": "x", "prompt": "y"}'
+    for body in (b"", b"[1]", b"{", b"NaN", b"[" * 90000, b'{"prompt": "\\ud800"}', b"\xff\xfe", b"1" * 9000, repeated):
         assert status(b"POST", b"/v1/completions", b"Content-Length: %d\r\n" % len(body), body) == 400, body[:40]
     for depth in range(900, sys.getrecursionlimit()):  # the depth at which values can be read and not written
         body = b'{"prompt": "x", "user": %b}' % (b"[" * depth + b"]" * depth)

@@ -71,6 +71,7 @@ def test_streamed_chat_equals_whole_chat(server: RunningServer) -> None:
         len("user: who is it?\nassistant: "),
     )
     *pieces, last = chunks
+    assert all("usage" in piece.model_fields_set and piece.usage is None for piece in pieces), "null before the last event"
     assert last.choices == [] and last.usage is not None and last.usage.completion_tokens == 25
     assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == choice.message.content
     assert [piece.choices[0].finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
@@ -135,6 +136,8 @@ def test_completion_of_text_or_ids_ends_at_a_stop_text(server: RunningServer) ->
             assert index < len(tokens) < 40
             offsets = [offset for choice in choices if choice.logprobs for offset in choice.logprobs.text_offset]
             assert offsets == list(itertools.accumulate(map(len, tokens[:-1]), initial=0))
+        request["extra_body"] = ON | {"stop_token_ids": [*text[9].encode()], "top_k": -1}
+        assert client.completions.create(prompt="abc", **request).choices[0].text == text.partition(text[9])[0]
     waited(lambda: server.count("cancelled") == before + 2, "the rest of a stopped text is decoded")
 
 
@@ -211,7 +214,7 @@ def test_tools_that_a_format_cannot_express_are_refused_and_free_their_place() -
     with engine_of() as engine, running(engine, Bounds(), tool_format="qwen3-coder") as found:
         refused_schemas: Any = ({"minProperties": 2}, {"properties": {"a<": {}}}, {"minProperties": 2}, {"minProperties": 2})
         for schema in refused_schemas:
-            with pytest.raises(openai.BadRequestError, match="tools: #: properties: ") as refused:
+            with pytest.raises(openai.BadRequestError, match="tools: 'look_up': #: properties: ") as refused:
                 ask(schema)
             assert refused.value.param == "tools"
         analysis, answered = threading.Thread(target=ask, args=(slow,)), 0
@@ -300,6 +303,9 @@ def test_unsupported_fields_are_refused_by_name(server: RunningServer) -> None:
         assert server.engine.stats().submitted == submitted
         unknown = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"uniqueItems": True}}}
         malformed = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "strange"}}}
+        impossible: Any = {"response_format": FORMAT, "logit_bias": {}, "extra_body": {"stop_token_ids": [123], "min_tokens": 5}}
+        with pytest.raises(openai.BadRequestError, match="no token may follow"):
+            client.chat.completions.create(model="toy", messages=CHAT, max_tokens=9, **impossible)
         for format, word in ((unknown, "uniqueItems"), (malformed, "strange")):
             with pytest.raises(openai.BadRequestError, match=word) as caught:
                 client.chat.completions.create(**{"model": "toy", "messages": CHAT, "response_format": format, "stream": True})

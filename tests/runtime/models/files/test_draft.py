@@ -397,7 +397,10 @@ def test_default_max_length_fits_target_and_draft(tmp_path: Path) -> None:
     config(max_position_embeddings=24)(folder)
     with Engine.from_pretrained(MODEL.target, folder) as engine:
         assert engine.limits.max_length == 24
-    with pytest.raises(ValueError, match=r"max_length: got 25, expected at most the 24 positions of the draft"):
+    for none in (None, "none"):
+        with Engine.from_pretrained(MODEL.target, none) as engine:
+            assert engine.limits.max_length == 512
+    with pytest.raises(ValueError, match=r"EngineConfig\.max_length: got 25, expected at most the 24 positions of the draft"):
         Engine.from_pretrained(MODEL.target, folder, config=EngineConfig(max_length=25))
 
 
