@@ -341,10 +341,10 @@ def _unsupported(
             part = error.unsupported if isinstance(error, UnsupportedError) else None
             parts.append(part or Unsupported("#", kind, reason_of(error)))
             same_for_all = same_for_all or ((part is not None or len(parts) == 1) and is_final(error, name, kind))
-            rest = without_keyword(json.loads(constraint.payload), part) if part and kind == "json_schema" else None
+            rest = without_keyword(parse_json(constraint.payload), part) if part and kind == "json_schema" else None
             if rest is None:
                 return tuple(parts), same_for_all, error if isinstance(error, UnfitError) else None
-            constraint = replace(constraint, payload=json.dumps(rest, separators=(",", ":")))
+            constraint = replace(constraint, payload=json.dumps(rest, separators=(",", ":"), default=float))
         else:
             break
     return tuple(parts), same_for_all, None

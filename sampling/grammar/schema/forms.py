@@ -88,7 +88,7 @@ class Array:
     contains: tuple[Contains, ...] = ()
     unique: bool = False
     evaluated: int | None = 0  # number of items that a keyword describes, for unevaluatedItems; None: all items
-    is_subset: bool = False  # the schema accepts more arrays, so that a complement would be wrong
+    superset: Array | None = None  # given if the schema accepts more arrays, all of them in it, so that a complement would be wrong
 
     def item(self, index: int) -> Expr:
         return self.prefix[index] if index < len(self.prefix) else self.rest
@@ -112,7 +112,7 @@ class Object:
     closable: bool = False  # `properties` is given: default classes are left out if objects are closed
     witnesses: tuple[KeyClass, ...] = ()  # for each, at least one property must have such a name and value
     evaluated: Term = NOTHING  # names that a keyword describes, for unevaluatedProperties
-    is_subset: bool = False
+    superset: Object | None = None
 
     @classmethod
     def single(cls, name: str, value: Expr, required: bool) -> Object:
@@ -157,6 +157,12 @@ def of_one_type(form: Form) -> Form:
             others[field.name] = getattr(NO_VALUE, field.name)
     found = replace(form, **others)  # type: ignore[arg-type]
     return found if len(others) == len(fields(Form)) - 1 and found != NO_VALUE else form
+
+
+def superset_of(form: Form) -> Form:
+    """All values that a schema may accept, where its form has only a part of them."""
+    arrays, objects = tuple(item.superset or item for item in form.arrays), tuple(item.superset or item for item in form.objects)
+    return replace(form, strings=exactly(form.strings.superset), arrays=arrays, objects=objects)
 
 
 def join(*forms: Form, for_unevaluated: bool = False) -> Form:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import json
@@ -12,9 +13,9 @@ from typing import Any, TypeVar
 
 from stepgraph.sampling.grammar.constraints.unsupported import Unsupported, UnsupportedError, reject
 from stepgraph.sampling.grammar.schema.automata import TooComplexError, is_empty
-from stepgraph.sampling.grammar.schema.forms import Array, Expr, Form, Object, all_of, expr, of_one_type
+from stepgraph.sampling.grammar.schema.forms import Array, Expr, Form, Object, all_of, expr, of_one_type, superset_of
 from stepgraph.sampling.grammar.schema.items import counted_items, has_counts, items_text
-from stepgraph.sampling.grammar.schema.language import ANY_TEXT, Term, both, either, matches
+from stepgraph.sampling.grammar.schema.language import ANY_TEXT, Term, both, complement, either, matches, words
 from stepgraph.sampling.grammar.schema.members import members_texts
 from stepgraph.sampling.grammar.schema.normalise import Normaliser, text_keyword
 from stepgraph.sampling.grammar.schema.numbers import Numbers
@@ -83,13 +84,16 @@ def _write_enforced(schema: Any, options: Options, prefix: str, writer: type[Wri
 
 
 def without_keyword(schema: Any, part: Unsupported) -> Any | None:
-    """A schema without the keyword of `part`, which is at the place of the part or leads to it; None if there is none."""
-    for where in (part.where, part.where.removesuffix(f"/{part.keyword}")):
-        changed = copy.deepcopy(schema)
+    """A schema without the keyword of `part`, which is at its place, applies to the same value, or leads to it; None if there is none."""
+    changed, places = copy.deepcopy(schema), [part.where, part.where.removesuffix(f"/{part.keyword}")]
+    for where in places:  # grows
         node = value_at(changed, where)
         if isinstance(node, dict) and part.keyword in node:
             del node[part.keyword]
             return changed
+        if part.keyword in OMITTABLE_KEYWORDS:
+            with contextlib.suppress(UnsupportedError):  # a malformed schema, which is reported when the grammar is written
+                places += [below for below in Document(schema).in_place(where) if below not in places]
     return None
 
 
@@ -122,9 +126,13 @@ class GrammarWriter:
         self._waiting = deque[tuple[str, Form, str]]()
         self.where = "#"  # place of the schema that is being written
         self._nonempty = dict[Expr, bool]()
+        self._is_superset = False  # whether forms include values that are never written
 
     def write(self, root: Expr) -> None:
         if not self.is_satisfiable(root):
+            part = next((part for part in self._normaliser.narrowed if part.keyword.startswith("unevaluated")), None)
+            if part and self.is_possible(root):
+                reject(part.where, part.keyword, f"is enforced {part.reason}, and no text is left; write the properties or items out")
             raise UnsupportedError(find_contradiction(self._normaliser))
         try:
             self.rules[f"{self._prefix}root"] = self.root(root)
@@ -184,14 +192,16 @@ class GrammarWriter:
         values = dict(item.declared)
         if not all(self._nonempty[values[name]] for name in item.required):
             return False
-        others = [keys for keys in item.others if self._nonempty[keys.value]]
         for witness in item.witnesses:
             declared = any(matches(witness.names, name) and self._nonempty[all_of(witness.value, value)] for name, value in item.declared)
             if not declared and not any(
                 self._nonempty[all_of(witness.value, keys.value)] and not is_empty(both(witness.names, keys.names)) for keys in item.others
             ):
                 return False
-        return bool(others) or item.low <= sum(self._nonempty[value] for value in values.values())
+        if item.low <= sum(self._nonempty[value] for value in values.values()):
+            return True
+        undeclared = complement(words(values))
+        return any(self._nonempty[keys.value] and not is_empty(both(keys.names, undeclared)) for keys in item.others)
 
     # Values
 
@@ -276,13 +286,19 @@ class GrammarWriter:
     def form(self, part: Expr) -> Form:
         """The form of an expression. If types are implied, a form that restricts only one type, not by `not`, has only that type."""
         form = self._normaliser.form(part)
-        negated = len(part) == 1 and (not part[0].positive or part[0].node.keywords.keys() == {"not"})
-        return of_one_type(form) if self._implies_types and not negated else form
+        negated = all(not one.positive or one.node.keywords.keys() == {"not"} for one in part)
+        form = of_one_type(form) if self._implies_types and not negated else form
+        return superset_of(form) if self._is_superset else form
 
     def is_satisfiable(self, part: Expr) -> bool:
         if part not in self._nonempty:
             self._find_satisfiable(part)
         return self._nonempty[part]
+
+    def is_possible(self, part: Expr) -> bool:
+        other = copy.copy(self)
+        other._nonempty, other._is_superset = {}, True
+        return other.is_satisfiable(part)
 
     def narrow(self, keyword: str, reason: str) -> None:
         self._normaliser.narrowed[Unsupported(self.where, keyword, reason)] = None

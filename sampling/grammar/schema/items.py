@@ -47,11 +47,16 @@ class Writer(Protocol):
 
     def form(self, part: Expr) -> Form: ...
 
+    def strings(self, form: Form) -> Term: ...
+
     def narrow(self, keyword: str, reason: str) -> None:
         """Record that not all texts of the current schema are generated."""
 
     def is_satisfiable(self, part: Expr) -> bool:
         """Whether any value satisfies the expression."""
+
+    def is_possible(self, part: Expr) -> bool:
+        """Whether a value may satisfy the expression, also one that is never written."""
 
 
 def items_text(writer: Writer, array: Array) -> str | None:
@@ -151,7 +156,7 @@ def _items_differ(writer: Writer, array: Array) -> bool:
     if high is None or high > MAX_COMPARED_ITEMS:
         return False
     pairs = itertools.combinations([array.item(index) for index in range(high)], 2)
-    return not any(writer.is_satisfiable(all_of(first, second)) for first, second in pairs)
+    return not any(writer.is_possible(all_of(first, second)) for first, second in pairs)
 
 
 def _unique_text(writer: Writer, array: Array) -> str | None:
@@ -217,9 +222,7 @@ def _list_values(writer: Writer, form: Form) -> list[str] | None:
         if (numbers := _list_numbers(item)) is None:
             return None
         found += [literal(decimal(number)) for number in numbers]
-    texts = list_texts_if_few(form.strings.exact)
-    if texts is None and writer.is_closed:
-        texts = list_texts_if_few(form.strings.anchored)
+    texts = list_texts_if_few(writer.strings(form))
     return None if texts is None or len(found) + len(texts) > MAX_LISTED_VALUES else [*found, *map(json_literal, texts)]
 
 

@@ -153,7 +153,7 @@ class Normaliser:
             parts.append(("anyOf", self._any_of([expr(child(node, "anyOf", index)) for index in range(len(keywords["anyOf"]))])))
         if "oneOf" in keywords:
             parts.append(("oneOf", self._exactly_one([child(node, "oneOf", index) for index in range(len(keywords["oneOf"]))])))
-        if "if" in keywords and {"then", "else"} & keywords.keys():
+        if "if" in keywords and ({"then", "else"} & keywords.keys() or self.document.has_unevaluated):
             parts.append(("if", self._conditional(node)))
         order = {keyword: index for index, keyword in enumerate(node.schema)}  # also determines the order of properties
         parts.sort(key=lambda part: order.get(part[0], 0))
@@ -219,8 +219,7 @@ class Normaliser:
             yield "properties", replace(ANY_VALUE, objects=(item,) if item else ())
         if "propertyNames" in keywords:
             names, _, most = self.form(expr(self.document.child(node, "propertyNames"))).strings
-            others = (KeyClass(names, TRUE, True), KeyClass(complement(names), NEVER))
-            item = Object(others=tuple(keys for keys in others if keys.names is not NOTHING), is_subset=most is not names)
+            item = replace(_object_of_names(names), superset=None if most is names else _object_of_names(most))
             yield "propertyNames", replace(ANY_VALUE, objects=(item,))
 
     def _types(self, node: Node, keyword: str) -> Form:
@@ -357,30 +356,33 @@ class Normaliser:
         """The alternatives, each with a rule for what its own keywords do not describe. If a value satisfies several alternatives, they
         describe more of it together, so the result accepts only a part of what the schema accepts."""
         alternatives: list[Any] = []
-        value, several = expr(self.document.child(node, keyword)), bool(_IN_PLACE_KEYWORDS & node.keywords.keys())
+        value = expr(self.document.child(node, keyword))
         cases = form.objects if keyword == "unevaluatedProperties" else form.arrays
         has_contains = keyword == "unevaluatedItems" and any(array.contains for array in form.arrays)
-        if has_contains or (several and (len(cases) > 1 or "if" in node.keywords)):
+        several = has_contains or (len(cases) > 1 and bool(_IN_PLACE_KEYWORDS & node.keywords.keys()))
+        if several:
             reason = "without values of which several alternatives, or contains, each describe a part"
             self.narrowed[Unsupported(node.where, keyword, reason)] = None
         if keyword == "unevaluatedProperties":
             for item in form.objects:
                 rest = KeyClass(complement(item.evaluated), value)
-                rule = Object(others=tuple(keys for keys in (rest, KeyClass(item.evaluated, TRUE, True)) if not is_empty(keys.names)))
-                impossible = replace(item, witnesses=(KeyClass(ANY_TEXT, NEVER),)) if several else None  # marks the result as a part
-                met = meet_objects(item, rule, self.simplify) or impossible
-                alternatives += [replace(met, evaluated=ANY_TEXT, is_subset=item.is_subset or several)] if met else []
+                others = tuple(keys for keys in (rest, KeyClass(item.evaluated, TRUE, True)) if not is_empty(keys.names))
+                met = meet_objects(item, Object(others=others, superset=Object() if several else None), self.simplify)
+                alternatives += [replace(met, evaluated=ANY_TEXT)] if met else []
             return replace(form, objects=tuple(alternatives))
-        several = several or has_contains
         for array in form.arrays:
             if array.evaluated is not None:
-                limit = Array(tuple(TRUE for _ in range(array.evaluated)), value)
-                no_array = replace(array, contains=(Contains(NEVER, 1, None),)) if several else None
-                met_array = meet_arrays(array, limit, self.simplify) or no_array
-                alternatives += [replace(met_array, evaluated=None, is_subset=array.is_subset or several)] if met_array else []
+                limit = Array(tuple(TRUE for _ in range(array.evaluated)), value, superset=Array() if several else None)
+                met_array = meet_arrays(array, limit, self.simplify)
+                alternatives += [replace(met_array, evaluated=None)] if met_array else []
             else:
                 alternatives.append(array)
         return replace(form, arrays=tuple(alternatives))
+
+
+def _object_of_names(names: Term) -> Object:
+    others = (KeyClass(names, TRUE, True), KeyClass(complement(names), NEVER))
+    return Object(others=tuple(keys for keys in others if keys.names is not NOTHING))
 
 
 def _object_requiring(names: list[str]) -> Object:

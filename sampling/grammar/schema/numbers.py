@@ -58,12 +58,13 @@ class Numbers:
         return None if found._is_empty() else found
 
     def _is_empty(self) -> bool:
-        if self.low is not None and self.high is not None:
-            if self.low > self.high or (self.low == self.high and self.low not in self):
-                return True
-            if self.multiple is not None and self._first_multiple() > self._last_multiple():
-                return True
-        return self.multiple is not None and any((self.multiple / other).denominator == 1 for other in self.not_multiples)
+        if self.multiple is not None and any((self.multiple / other).denominator == 1 for other in self.not_multiples):
+            return True
+        if self.low is None or self.high is None:
+            return False
+        if self.multiple is not None:  # few steps: most multiples are not among `not_multiples`
+            return all(self.multiple * count not in self for count in range(self._first_multiple(), self._last_multiple() + 1))
+        return self.low > self.high or (self.low == self.high and self.low not in self)
 
     def _first_multiple(self) -> int:
         assert self.low is not None and self.multiple is not None

@@ -41,6 +41,7 @@ _FIRST_DRAFT = {
     "then": 7,
     "else": 7,
 }  # the first draft with a keyword that older schemas may contain as an annotation
+_LAST_DRAFT = {"divisibleBy": 3, "disallow": 3, "extends": 3}
 _DRAFT = re.compile(r"https?://json-schema\.org/draft[-/]0?(3|4|6|7|2019-09|2020-12)/(?:hyper-)?schema#?$")
 
 KEYWORDS = frozenset(
@@ -54,6 +55,7 @@ KEYWORDS = frozenset(
 _SCHEMA_DICTS = frozenset("properties patternProperties dependencies dependentRequired dependentSchemas".split())
 _SCHEMA_LISTS = frozenset("allOf anyOf oneOf prefixItems items extends type disallow".split())
 _KEYWORDS_WITH_NAMES = frozenset("dependencies dependentRequired type disallow".split())  # their values may also be names
+_TABLES = _SCHEMA_DICTS | {"definitions", "$defs"}
 _CONDITIONAL = frozenset(("if", "then", "else"))
 _SINGLE_SCHEMAS = frozenset("additionalProperties contains not propertyNames unevaluatedItems unevaluatedProperties".split()) | _CONDITIONAL
 
@@ -85,7 +87,7 @@ class Document:
         self.has_unevaluated = False  # whether unevaluatedItems or unevaluatedProperties is anywhere in it
         self._index(self.root, "#", "", 0)
 
-    def _index(self, value: Any, where: str, base: str, depth: int) -> None:
+    def _index(self, value: Any, where: str, base: str, depth: int, is_table: bool = False) -> None:
         """Find all identifiers, wherever a schema may be. Identifiers outside schemas do no harm: no valid reference leads to them."""
         if depth > MAX_DEPTH:
             reject(where[:200].rpartition("/")[0], "nesting", f"has more than {MAX_DEPTH} levels; write fewer levels")
@@ -93,10 +95,10 @@ class Document:
             for index, child in enumerate(value):
                 self._index(child, f"{where}/{index}", base, depth + 1)
         elif isinstance(value, dict):
-            base = self._register(value, where, base)
+            base = base if is_table else self._register(value, where, base)  # a table of schemas by name: "id" is a name
             for name, child in value.items():
-                if isinstance(child, (dict, list)) and name not in ("enum", "const", "default", "examples", "example"):
-                    self._index(child, pointer(where, name), base, depth + 1)
+                if isinstance(child, (dict, list)) and (is_table or name not in ("enum", "const", "default", "examples", "example")):
+                    self._index(child, pointer(where, name), base, depth + 1, not is_table and name in _TABLES)
 
     def _register(self, value: dict[str, Any], where: str, base: str) -> str:
         """Record the identifiers and anchors of a schema. Returns the base URI of references inside it."""
@@ -105,8 +107,6 @@ class Document:
             identifier = value.get(name)
             if not isinstance(identifier, str) or (name == "id" and self.draft not in (0, 3, 4)):
                 continue
-            if where.rpartition("/")[2] in ("properties", "patternProperties", "definitions", "$defs"):
-                continue  # `value` is a table of schemas: "id" is a name
             if 0 < self.draft < 8 and isinstance(value.get("$ref"), str):
                 continue  # the siblings of a reference are ignored
             if identifier.startswith("#"):
@@ -136,11 +136,12 @@ class Document:
                 at = f"{at}/{step}"
                 value = _child_at(value, step)
                 base = self._bases.get(at, base)
-            node = self._nodes[where] = Node(value, where, base, len(self._nodes))
+            node = Node(value, where, base, len(self._nodes))
             if not isinstance(value, (dict, bool)):
                 reject(where, "schema", f"got {clip_json(value)}, expected an object, true or false")
             if isinstance(value, dict):
                 node.keywords.update(self._current_keywords(value, where))
+            self._nodes[where] = node  # not before: an error may be suppressed
         return node
 
     def constant(self, value: Any, where: str) -> Node:
@@ -160,7 +161,11 @@ class Document:
         if not isinstance(reference, str):
             reject(node.where, keyword, f"got {clip_json(reference)}, expected a string")
         relative = reference.startswith("#")
-        where = self._resolved(node.base.partition("#")[0] + reference if relative else urljoin(node.base, reference))
+        uri = node.base.partition("#")[0] + reference
+        if not relative:
+            with contextlib.suppress(ValueError):  # no URI reference, which leads to no schema
+                uri = urljoin(node.base, reference)
+        where = self._resolved(uri)
         if where is None and relative:  # inside a schema with an $id, which generators write without meaning a new document
             where = self._resolved(self._bases["#"].partition("#")[0] + reference)
         if keyword != "$ref" and self._dynamic_anchors[keyword if keyword == "$recursiveRef" else reference.rpartition("#")[2]] > 1:
@@ -168,6 +173,12 @@ class Document:
         if where is None:
             reject(node.where, keyword, f"got {clip_json(reference)}, expected a reference to a schema in the same document")
         return self.node(where)
+
+    def in_place(self, where: str) -> list[str]:
+        """The places of schemas of `allOf`, `anyOf`, `oneOf` and `$ref`, which apply to the same value."""
+        node = self.node(where)
+        found = [pointer(where, word, index) for word in ("allOf", "anyOf", "oneOf") for index in range(len(node.keywords.get(word, ())))]
+        return [*found, self.target(node, "$ref").where] if "$ref" in node.keywords else found
 
     def types(self, node: Node, keyword: str) -> list[Any]:
         """The names of types that a keyword lists; in draft 3 also schemas."""
@@ -205,7 +216,8 @@ class Document:
             yield "$ref", schema["$ref"]  # its siblings are ignored
             return
         for keyword, value in schema.items():
-            if keyword not in KEYWORDS:
+            is_of_draft = not draft or _FIRST_DRAFT.get(keyword, 0) <= draft <= _LAST_DRAFT.get(keyword, draft)
+            if keyword not in KEYWORDS or not is_of_draft:  # an annotation
                 if self.unknown_keywords == "refuse" and keyword not in ANNOTATIONS and not keyword.startswith("x-"):
                     reject(where, keyword, f"got {clip_json(value)} for no known keyword; remove it, or set unknown_keywords='annotation'")
             elif keyword == "required" and isinstance(value, bool):
@@ -215,9 +227,8 @@ class Document:
             elif keyword in ("minimum", "maximum") and schema.get(f"exclusive{keyword.capitalize()}") is True:
                 yield f"exclusive{keyword.capitalize()}", _number(value, where, keyword)
             elif keyword == "divisibleBy":
-                yield "multipleOf", _number(value, where, keyword)
-            elif 0 < draft < _FIRST_DRAFT.get(keyword, 0):
-                continue  # an annotation: the keyword is of a later draft
+                if draft or "multipleOf" not in schema:
+                    yield "multipleOf", _number(value, where, keyword)
             else:
                 yield keyword, _checked_value(keyword, value, where)
 

@@ -255,6 +255,17 @@ def test_closed_objects_have_declared_properties_only_and_patterns_match_whole_t
     assert [accepts(matcher, text) for text in texts] == [True, True, False, False, True]
 
 
+def test_closed_conjunctions_and_unique_values_are_those_of_the_written_parts() -> None:
+    short, word = {"not": {"type": "string", "maxLength": 3}}, {"not": {"type": "string", "pattern": "x"}}
+    matcher = matcher_of({"type": "object", "allOf": [{"properties": {"a": short}}, {"properties": {"a": word}}]})
+    assert accepts(matcher, '{"a": 1}') and accepts(matcher, '{"a": "long"}') and not accepts(matcher, '{"a": "ab"}')
+    matcher = matcher_of({"type": "array", "uniqueItems": True, "items": {"enum": ["ab", "b"], "pattern": "b"}})
+    assert accepts(matcher, '["b"]') and not accepts(matcher, '["ab"]')
+    parts = [{"not": {"type": "string", "pattern": "^a"}}, {"not": {"type": "string", "pattern": "^[^a]|^$"}}]
+    with pytest.raises(ValueError, match="uniqueItems: got true, which is enforced for a list of values"):
+        matcher_of({"type": "array", "items": False, "uniqueItems": True, "prefixItems": parts})
+
+
 def test_closed_schema_of_one_type_is_written_for_that_type() -> None:
     """Unless that type has no finite value: an object that requires itself ends with a value of another type."""
     listed = {"properties": {"next": {"$ref": "#"}}, "required": ["next"]}
@@ -363,7 +374,8 @@ def test_approximate_grammar_leaves_out_what_is_not_enforced() -> None:
     named = {"type": "string", "pattern": "(?<=a)b", "minLength": 2}
     schema = {
         "type": "array",
-        "items": {"properties": {"pattern": named}},
+        "items": {"properties": {"pattern": named, "x": {"maximum": 0.5, "allOf": [{"$ref": "#/$defs/list"}]}}},
+        "$defs": {"list": {"type": "array", "uniqueItems": True}},
         "uniqueItems": True,
         "not": {"uniqueItems": True},
         "minItems": 1,
@@ -376,7 +388,8 @@ def test_approximate_grammar_leaves_out_what_is_not_enforced() -> None:
     found = coverage(Constraint.json_schema(schema, approximate=True))
     assert found.backend == BACKEND and not found.enforced
     left_out = {(part.where, part.keyword) for part in found.unenforced}
-    assert left_out == {("#", "uniqueItems"), ("#/not", "not"), ("#/items/properties/pattern", "pattern")}
+    unique = {("#", "uniqueItems"), ("#/items/properties/x", "uniqueItems")}
+    assert left_out == {*unique, ("#/not", "not"), ("#/items/properties/pattern", "pattern")}
     assert found.narrowed == () and coverage(Constraint.json_schema({"minItems": 1}, approximate=True)).enforced
     found = coverage(Constraint.json_schema({"format": "regex", "pattern": "(?<=a)b"}, approximate=True))
     assert {part.keyword for part in found.unenforced} == {"pattern"} and [part.keyword for part in found.narrowed] == ["format"]
