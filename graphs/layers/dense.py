@@ -13,7 +13,7 @@ from torch.nn import functional
 from stepgraph.graphs.layers.quantised import MAX_INNER, quantised_product, quantised_rows
 from stepgraph.graphs.layers.reference import matrix_product, sigmoid
 from stepgraph.sampling.kernels.c_kernel import same_float_type
-from stepgraph.sampling.kernels.operation import ContiguousFloats, empty_as, empty_of, operation
+from stepgraph.sampling.kernels.operation import Contiguous, ContiguousFloats, empty_as, empty_of, operation
 
 
 def _c_supports_product(states: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -24,7 +24,7 @@ def _c_supports_product(states: Tensor, weight: Tensor, bias: Tensor | None) -> 
 
 
 @operation(lambda states, weight, *_: empty_of((len(states), len(weight)), states), triton=True, c=True, supports=_c_supports_product)
-def product(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def product(states: Tensor, weight: Tensor, bias: Contiguous | None = None) -> Tensor:
     """[N, in] by [out, in] -> [N, out], plus `bias`. On the CPU a row has the same bits in any batch; on a GPU the program for a vocabulary
     has that property; cuBLAS, which computes other products, has not."""
     return matrix_product(states, weight, bias)
@@ -47,7 +47,7 @@ def _c_supports_norm(states: Tensor, weight: Tensor, *_: float) -> bool:
 
 
 @operation(empty_as, triton=True, c=True, supports=_c_supports_norm)
-def rms_norm(states: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0) -> Tensor:
+def rms_norm(states: Tensor, weight: Contiguous, epsilon: float, offset: float = 0.0) -> Tensor:
     """Scale the last dimension to a mean square of one, in float32, then multiply by `weight`, or by weight + offset in float32."""
     wide = states.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)

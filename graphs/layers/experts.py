@@ -13,7 +13,7 @@ from torch import Tensor
 from stepgraph.graphs.layers.dense import product
 from stepgraph.graphs.layers.quantised import TILE, c_supports_weight, inner_size, quantised_product
 from stepgraph.graphs.layers.reference import sigmoid
-from stepgraph.sampling.kernels.operation import ContiguousFloats, DenseFloats, Float32s, Longs, empty_of, operation
+from stepgraph.sampling.kernels.operation import Contiguous, ContiguousFloats, DenseFloats, Float32s, Longs, empty_of, operation
 
 _MAX_EXPERTS, _MAX_ROW_BYTES = 1024, 1 << 17  # bytes of a row of states; as in experts.c
 
@@ -76,7 +76,7 @@ def _c_supports_product(states: Tensor, experts: Tensor, weights: Tensor, *_: ob
 
 @operation(_product_outputs, triton=True, c=True, supports=_c_supports_product)
 def expert_product(
-    states: DenseFloats, experts: Longs, weights: Tensor, num_experts: int, biases: ContiguousFloats | None = None
+    states: DenseFloats, experts: Longs, weights: Contiguous, num_experts: int, biases: ContiguousFloats | None = None
 ) -> Tensor:
     """Products with the weights of each token's experts, plus biases: [N * count, out]. On the CPU a row has the same bits in any batch.
 
@@ -88,7 +88,7 @@ def expert_product(
 
 @operation(_product_outputs, triton=True, c=True, supports=_c_supports_product)
 def quantised_expert_product(
-    states: DenseFloats, experts: Longs, weights: Tensor, num_experts: int, biases: ContiguousFloats | None = None
+    states: DenseFloats, experts: Longs, weights: Contiguous, num_experts: int, biases: ContiguousFloats | None = None
 ) -> Tensor:
     """`expert_product` with the packed weights of all experts, [num_experts * out / 16, blocks, bytes], in float32."""
     return _products(quantised_product.reference, states, experts, weights, num_experts, biases)

@@ -14,7 +14,7 @@ from torch import Tensor
 from stepgraph.graphs.layers.huge_pages import empty_in_huge_pages
 from stepgraph.graphs.layers.reference import matrix_product
 from stepgraph.sampling.kernels.c_kernel import FLOATS
-from stepgraph.sampling.kernels.operation import ContiguousFloats, DenseFloats, Longs, empty_of, operation
+from stepgraph.sampling.kernels.operation import Contiguous, ContiguousFloats, DenseFloats, Longs, empty_of, operation
 
 TILE = 16  # columns
 _MAX_BLOCKS = 1024  # as in quantised.h
@@ -169,7 +169,7 @@ def _c_supports(states: Tensor, weight: Tensor, *_: object) -> bool:
 
 
 @operation(lambda states, weight, *_: empty_of((len(states), len(weight) * TILE), states), triton=True, c=True, supports=_c_supports)
-def quantised_product(states: DenseFloats, weight: Tensor, bias: ContiguousFloats | None = None) -> Tensor:
+def quantised_product(states: DenseFloats, weight: Contiguous, bias: ContiguousFloats | None = None) -> Tensor:
     """`product` with packed weights, in float32. On the CPU a row has the same bits in any batch."""
     return matrix_product(states.float(), unpack(weight), None if bias is None else bias.float()).to(states.dtype)
 
@@ -179,7 +179,7 @@ def _rows_outputs(indices: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor
 
 
 @operation(_rows_outputs, triton=True, c=True, supports=lambda *args: c_supports_weight(args[1]) and args[2] in FLOATS)
-def quantised_rows(indices: Longs, weight: Tensor, dtype: torch.dtype) -> Tensor:
+def quantised_rows(indices: Longs, weight: Contiguous, dtype: torch.dtype) -> Tensor:
     """Rows [N, in] of packed weights: an embedding."""
     tiles = weight[indices // TILE]
     rows = torch.arange(len(indices), device=indices.device) * TILE + indices % TILE

@@ -60,7 +60,6 @@ def _status_of(tag, owner, generated, index):
 def _write_status(tag, owner, generated, index, own_status, is_own, status):
     """Write the tag of a mask, without owner and history if the mask is not valid, and where `is_own` its status."""
     valid = status != _NONE
-    tl.debug_barrier()  # all threads have read the tags of this step
     tl.store(tag, tl.where(valid, owner, 0))
     tl.store(tag + 1, tl.where(valid, generated, 0))
     tl.store(tag + 2, index.to(tl.int64))
@@ -94,6 +93,7 @@ def _accept(image, mask, vocabulary, stop_words, active, read, place, tokens):
     legal, deep, place = follow(image, vocabulary[0], begin, end, active & ~is_stop, place, 0)
     state, counters, stack = place
     state = tl.where(deep, _TOO_DEEP, tl.where(is_stop, _ENDED, state))
+    tl.debug_barrier()  # all threads have read the tags and this mask, which may be the one that is written next
     return active & allowed & (legal | deep | is_stop), within_limit(image, (state, counters, stack), tokens)
 
 

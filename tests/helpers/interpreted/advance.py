@@ -13,6 +13,7 @@ import tests.helpers.fast_interpreter  # noqa: F401
 from stepgraph.sampling.kernels.advance import advance_fill
 from stepgraph.sampling.kernels.triton import advance as advance_programs
 from tests.helpers.grammar_rows import RowRounds
+from tests.helpers.hazards import hazards
 from tests.sampling.kernels.test_advance import forcing_grammars, grammars, inputs, without_a_valid_image
 
 assert triton.knobs.runtime.interpret, "run by test_kernels.py, with TRITON_INTERPRET=1"
@@ -32,6 +33,14 @@ def test_program_forces_the_tokens_of_the_host_link(merges: bool, seed: int) -> 
     world = RowRounds(forcing_grammars(merges), 4, 3, seed, [advance_fill.out, program], forced=True)
     world.run(4)
     assert world.num_forced > 10, world.num_forced
+
+
+@pytest.mark.parametrize(("drafts", "seed", "forced"), [(0, 1, False), (2, 2, False), (2, 4, True)])
+def test_accesses_of_different_threads_are_separated_by_barriers(drafts: int, seed: int, forced: bool) -> None:
+    program = functools.partial(advance_programs.advance_fill, tile=16, lanes=32)
+    with hazards() as found:
+        RowRounds(forcing_grammars(True) if forced else grammars(), 2, drafts, seed, [program], forced=forced).run(3)
+    assert found <= {("load in _class_codes", "store in _find_text")}, found  # of a word, and of a byte in it that is not used
 
 
 @pytest.mark.soak

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -119,6 +120,19 @@ def test_long_rows(length: int, window: int) -> None:
     """Longer parts, most of which are outside of the window."""
     case = make_case([length], 2, 2, 1, 64, page=64)
     torch.testing.assert_close(run(case, window), case.run(window or None), rtol=2e-6, atol=2e-6)
+
+
+def test_grids_of_a_long_chunk_are_within_the_limits_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    programs = MagicMock()
+    for name in ("attend_part", "combine_parts"):
+        monkeypatch.setattr(paged_programs, name, programs)
+    query, cache, positions, tables = (
+        torch.empty(shape, device="meta") for shape in ((1, 16_384, 32, 128), (131_088, 8, 128), (1, 16_384), (1, 8192))
+    )
+    paged_programs.paged_attention(query, cache, cache, positions, positions, tables, 16, 0, 1.0, 0.0, None, query)
+    for call in programs.__getitem__.call_args_list:
+        (grid,) = call.args
+        assert grid[0] < 1 << 31 and all(size <= 65_535 for size in grid[1:]), grid
 
 
 def test_row_is_independent_of_the_batch() -> None:

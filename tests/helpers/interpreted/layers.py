@@ -44,11 +44,12 @@ def integers(low: int, high: int, *shape: int) -> Tensor:
 
 
 def compare(operation: Operation[..., Any], program: Any, *inputs: Any, tol: float = 0.0) -> None:
-    """On outputs with arbitrary content."""
+    """On outputs with arbitrary content; arguments are arranged as by a call of the operation."""
     expected = operation.reference(*inputs)
     expected = (expected,) if isinstance(expected, Tensor) else tuple(expected)
     found = [torch.full_like(tensor, 7) for tensor in expected]
-    program(*inputs, *found)
+    arranged = [value if how is None or value is None else how(value) for how, value in zip(operation._arrange, inputs, strict=True)]
+    program(*arranged, *found)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=tol, atol=tol)
 
@@ -57,7 +58,7 @@ def compare(operation: Operation[..., Any], program: Any, *inputs: Any, tol: flo
 def test_norms_and_activations_equal_the_references(dtype: torch.dtype) -> None:
     tol = TOLERANCES[dtype]
     for size in (1, 33, 600):
-        weight = random(size, dtype=dtype)
+        weight = random(size, 2, dtype=dtype)[:, 0]
         for states in (random(5, size, dtype=dtype), random(3, 7, size, dtype=dtype)[:, 2:6], random(4, 2, size, dtype=dtype) * 1e-4):
             for offset in (0.0, 1.0):
                 compare(dense.rms_norm, dense_programs.rms_norm, states, weight, 1e-5, offset, tol=tol)
@@ -77,7 +78,7 @@ def test_products_equal_the_reference(dtype: torch.dtype, least: int, monkeypatc
     tol, outer = TOLERANCES[dtype] * 8, least + 5
     for count, inner, biased in ((1, 128, True), (5, 256, False), (16, 128, True), (17, 128, False), (3, 96, True)):
         states, weight = random(count, inner + 3, dtype=dtype)[:, :inner], random(outer, inner, dtype=dtype) * inner**-0.5
-        compare(dense.product, dense_programs.product, states, weight, random(outer, dtype=dtype) if biased else None, tol=tol)
+        compare(dense.product, dense_programs.product, states, weight, random(outer, 2, dtype=dtype)[:, 0] if biased else None, tol=tol)
     alone, together = (torch.full((count, outer), 7, dtype=dtype) for count in (1, 9))
     states, weight = random(9, 256, dtype=dtype), random(outer, 256, dtype=dtype)
     dense_programs.product(states[4:5], weight, None, alone)
@@ -109,7 +110,7 @@ def test_experts_equal_the_references(dtype: torch.dtype) -> None:
             compare(*both, *grouped, groups, taken, normalised, 2.5, tol=1e-6)
         shares, chosen = map(Tensor.contiguous, experts.choose_experts.reference(logits, count, True))
         inner, outer = expert_programs.tiles_of(2)["INNER"] + 9, expert_programs.OUTER_TILE + 5
-        weights, biases = random(number * outer, inner, dtype=dtype), random(number * outer, dtype=dtype)
+        weights, biases = random(number * outer, inner + 3, dtype=dtype)[:, :inner], random(number * outer, dtype=dtype)
         for rows, each in ((tokens, None), (tokens * count, biases)):
             given = random(rows, inner + 3, dtype=dtype)[:, :inner], chosen, weights, number, each
             compare(experts.expert_product, expert_programs.expert_product, *given, tol=16 * TOLERANCES[dtype])
@@ -119,17 +120,18 @@ def test_experts_equal_the_references(dtype: torch.dtype) -> None:
 
 @every_kind
 def test_quantised_products_and_rows_equal_the_references(kind: quantised.QuantKind, monkeypatch: pytest.MonkeyPatch) -> None:
-    """States with gaps, and a number of blocks that is not a multiple of those multiplied at a time."""
+    """States and weights with gaps, and a number of blocks that is not a multiple of those multiplied at a time."""
     packed, weights = made(kind, 32, 384)
-    compare(quantised.quantised_rows, quantised_programs.quantised_rows, torch.tensor([31, 0, 17, 16]), packed, torch.float32)
+    apart = packed.repeat(1, 2, 1)[:, : packed.shape[1]]
+    compare(quantised.quantised_rows, quantised_programs.quantised_rows, torch.tensor([31, 0, 17, 16]), apart, torch.float32)
     monkeypatch.setattr(quantised_programs, "DEQUANTISED_BYTES", 384 * 64)  # a tile at a time
     for count, dtype in ((1, torch.float16), (70, torch.float32)):
         states, bias = random(count, 400, dtype=dtype)[:, :384], random(32, dtype=dtype)
         tol = 384 * 2**-24 * float((states.double().abs() @ weights.double().abs().T).max()) + (2**-10 if dtype is torch.float16 else 0)
         for each in (None, bias):
-            compare(quantised.quantised_product, quantised_programs.multiply_packed, states, packed, each, tol=tol)
+            compare(quantised.quantised_product, quantised_programs.multiply_packed, states, apart, each, tol=tol)
     for each in (None, bias):  # in float32, dequantised weights are exact
-        compare(quantised.quantised_product, quantised_programs.multiply_dequantised, states, packed, each, tol=tol)
+        compare(quantised.quantised_product, quantised_programs.multiply_dequantised, states, apart, each, tol=tol)
     found = [torch.empty(3, 32) for _ in range(2)]
     quantised_programs.quantised_product(states[:3], packed, None, found[0])
     quantised_programs.quantised_product(torch.cat([states[:3], states])[:7], packed, None, other := torch.empty(7, 32))
@@ -147,7 +149,7 @@ def test_products_of_packed_experts_equal_the_reference(name: str) -> None:
             states = random(rows, inner + 3, dtype=dtype)[:, :inner]
             tol = inner * 2**-24 * float((states.double().abs() @ weights.double().abs().T).max())
             tol += 2**-10 if dtype is torch.float16 else 0
-            given = states, chosen, packed, number, bias
+            given = states, chosen, packed.repeat(1, 2, 1)[:, : packed.shape[1]], number, bias
             compare(experts.quantised_expert_product, expert_programs.quantised_expert_product, *given, tol=tol)
 
 
