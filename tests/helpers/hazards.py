@@ -66,6 +66,7 @@ def hazards() -> Iterator[set[tuple[str, str]]]:
 
         return separate
 
-    methods = {name: recorded(name) for name in _ACCESSES} | {name: separated(name) for name in ("create_barrier", "set_grid_idx")}
+    methods: dict[str, Any] = {name: recorded(name) for name in _ACCESSES}
+    methods |= {name: separated(name) for name in ("create_barrier", "set_grid_idx")}
     with patch.multiple(InterpreterBuilder, **methods):
         yield found

@@ -143,8 +143,8 @@ def attend_part(
 
     A round has few keys per program, so dependent loads determine its time: each load is issued before the first use of another.
     """
-    blocks, parts = tl.cdiv(count * GROUPS, ROWS), tl.cdiv(pages * PAGE, part)
-    batch, block, head, part_index = tl.program_id(0) // blocks, tl.program_id(0) % blocks, tl.program_id(1), tl.program_id(2)
+    batch, block, parts = tl.program_id(0), tl.program_id(2), tl.cdiv(pages * PAGE, part)
+    head, part_index = tl.program_id(1) % (heads // GROUPS), tl.program_id(1) // (heads // GROUPS)
     row, column = block * ROWS + tl.arange(0, ROWS), tl.arange(0, SIZE)
     is_query = row < count * GROUPS
     output_row = (batch * count + row // GROUPS).to(tl.int64) * heads + head * GROUPS + row % GROUPS
@@ -225,7 +225,7 @@ def paged_attention(*arguments: Any, least_part: int = MIN_PART_KEYS) -> None:
     numbers = count, heads, pages, keys.stride(0), part, window or None if _TWO_PROGRAMS.value else window, *scales
     constants = {"size": size, "GROUPS": groups, "PAGE": page_size, "ROWS": tile.rows, "KEYS": tile.keys, "SIZE": tile.size}
     constants |= {"WIDE": query.device.type == "cpu", "num_warps": tile.warps, "num_stages": tile.stages, "maxnreg": tile.registers}
-    grid = (batch * triton.cdiv(groups * count, tile.rows), kv_heads, parts)  # CUDA limits the last two to 65,535
+    grid = (batch, kv_heads * parts, triton.cdiv(groups * count, tile.rows))  # CUDA limits the last two to 65,535
     attend_part[grid](*tensors, sinks, output, *partials, *numbers, **constants, enable_fp_fusion=False)
     if parts > 1:
         constants = {"PARTS": triton.next_power_of_2(parts), "SIZE": tile.size, "num_warps": 2, "enable_fp_fusion": False}
