@@ -18,6 +18,7 @@ from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.lifetimes import BoundToProcess
 
 Message = Mapping[str, Any]
+_TOKEN_IDS = Check(is_list_like, "a sequence of token ids")
 
 
 class TextCodec(BoundToProcess):
@@ -127,7 +128,7 @@ class TextCodec(BoundToProcess):
         except UnicodeEncodeError as error:
             raise ValueError(f"{name}: got half of a surrogate pair at position {error.start}, expected valid text") from None
         ids = self._encode(text, begins)
-        check_value("TextCodec.encode()", ids, instance_of(Iterable, "a sequence of token ids"))
+        check_value("TextCodec.encode()", ids, _TOKEN_IDS)
         return list(ids)
 
 
@@ -142,12 +143,13 @@ class TextStream:
     is held back."""
 
     def __init__(self, vocabulary: Vocabulary, stop: Sequence[str] = (), stop_ids: Sequence[int] = ()) -> None:
-        self._vocabulary, self._stop, self._stop_ids = vocabulary, stop, frozenset(stop_ids)
+        self._vocabulary, self._stop, self._stop_ids = vocabulary, stop, tuple(stop_ids)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._pending_text = ""
         self.stopped = False  # a stop string was found; nothing after it is returned
 
     def push(self, token_ids: Iterable[int]) -> str:
+        check_value("TextStream.push", token_ids, _TOKEN_IDS)
         return self._release(self._decoder.decode(self._vocabulary.decode(token for token in token_ids if token not in self._stop_ids)))
 
     def up_to_stop(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ import difflib
 import functools
 import inspect
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -185,3 +186,16 @@ def checked_fields(names: Mapping[str, str]) -> Callable[[C], C]:
         return decorated
 
     return decorate
+
+
+def reject_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """object_pairs_hook of json: ValueError for a repeated key."""
+    if len(dict(pairs)) < len(pairs):
+        repeated = min(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"the key {clip_repr(repeated)} appears twice")
+    return dict(pairs)
+
+
+def reject_constant(name: str) -> None:
+    """parse_constant of json: ValueError for NaN and Infinity."""
+    raise ValueError(f"{name} is not a JSON value")

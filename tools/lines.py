@@ -32,8 +32,8 @@ BUDGETS = {  # each was the count when it was frozen; the main reasons for raisi
     # (1,000), sampled rounds in C (475), contradictions and refusals of schemas (250), filters over ranks (55), sorting replaced by lists
     # (72), small operations of replays (98), names of other libraries (62), leap seconds by calls (51); then 19,838: signatures (11),
     # corrections of schemas (26), bounded checks of untrusted constraints (24), counters, surrogates and hidden ids (10);
-    # then 19,851: corrections of schemas (49), names of tools in errors and values of texts that are cut short (30)
-    "sampling": 19_930,
+    # then 19,851: corrections of schemas (49), names of tools in errors and values of texts that are cut short (30), imports (13)
+    "sampling": 19_943,
     # 14,438 at first. bench_weights, first_hour, bytes of launches and occupancy (220), Triton caches in packs (110), simulations of two
     # graphs and of replicas (264), rehearsals of gpu_check on a CUDA device (57), bench_parallel (155), bench_quantised (184),
     # bench_capture (147), verdict of the soak (130), merged documents (80), heads in eight bits (90), smoke checks (81), hidden work (67);
@@ -42,7 +42,7 @@ BUDGETS = {  # each was the count when it was frozen; the main reasons for raisi
     # 41,566 at first. Tests of the features above; the stub CUDA (1,000) with a stub of NCCL (183), families of transformers, entry points
     # with wrong values, replicas (980), ranks, records of long runs, builds of torch, hosts without a C compiler, malformed files;
     # then 56,830: tests of corrections (915), of which the stub CUDA has 290 and races of Triton programs 90
-    "tests": 57_771,
+    "tests": 57_773,
 }
 # 6,198 at first, with the host link; 7,056 with the files of kernels that follow grammars and of the choice of the draft length. Lowered by
 # moving code that a steady round does not run; the goal is 5,500. Of it, heads by a program, argmax without masks and loads of attention

@@ -17,10 +17,9 @@ from stepgraph.runtime.commands.inputs import read_file
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.demo.variants import SCENARIOS, Case, Pair, tokens_per_second, toy_pair, variants
 from stepgraph.runtime.text import TextCodec
-from stepgraph.sampling.fields import clip_repr
+from stepgraph.sampling.fields import clip_repr, reject_repeated_keys
 from stepgraph.sampling.grammar import Constraint
 from stepgraph.sampling.grammar.compile.backends import check_constraints
-from stepgraph.sampling.grammar.constraints.constraint import reject_repeated_keys
 
 COLUMNS = {
     "tokens/s": "tokens_per_second",

@@ -9,8 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from stepgraph.sampling.fields import clip_repr
-from stepgraph.sampling.grammar.constraints.constraint import reject_repeated_keys
+from stepgraph.sampling.fields import clip_repr, reject_repeated_keys
 
 
 def read_schema(flag: str, value: str) -> dict[str, Any] | bool:

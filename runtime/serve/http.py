@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from stepgraph.sampling.grammar.constraints.constraint import reject_constant, reject_repeated_keys
+from stepgraph.sampling.fields import reject_constant, reject_repeated_keys
 
 
 @dataclass(frozen=True)

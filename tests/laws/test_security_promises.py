@@ -127,7 +127,8 @@ def test_promise_7_no_code_of_a_model_folder_runs(tmp_path: Path) -> None:
     with watch.around():
         open_checkpoint(folder).load("cpu")
     assert watch.faults() == [] and "modeling_evil" not in sys.modules
-    for target in ("../model/model.safetensors", "/etc/passwd", "pytorch_model.bin"):
+    (folder / "model.safetensors").rename(folder / "weights.safetensors")  # else the index would not be used
+    for target in ("../model/weights.safetensors", "/etc/passwd", "pytorch_model.bin"):
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": target}}), encoding="utf-8")
         with pytest.raises(ValueError, match=r"expected the name of a \.safetensors file"):
             open_checkpoint(folder)

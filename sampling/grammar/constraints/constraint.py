@@ -8,12 +8,24 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
-from stepgraph.sampling.fields import Check, check_fields, check_value, clip_name, clip_repr, instance_of, is_int, one_of, optional, whole
+from stepgraph.sampling.fields import (
+    Check,
+    check_fields,
+    check_value,
+    clip_name,
+    clip_repr,
+    instance_of,
+    is_int,
+    one_of,
+    optional,
+    reject_constant,
+    reject_repeated_keys,
+    whole,
+)
 from stepgraph.sampling.grammar.constraints.structural_tag import checked_tag
 from stepgraph.sampling.grammar.schema.options import ObjectsMode, Options, PropertyOrder, UnknownMode
 
@@ -276,16 +288,3 @@ def _check_surrogates(name: str, text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"{name}: got half of a surrogate pair at position {error.start}, expected text") from None
-
-
-def reject_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """object_pairs_hook of json: ValueError for a repeated key."""
-    if len(dict(pairs)) < len(pairs):
-        repeated = min(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-        raise ValueError(f"the key {clip_repr(repeated)} appears twice")
-    return dict(pairs)
-
-
-def reject_constant(name: str) -> None:
-    """parse_constant of json: ValueError for NaN and Infinity."""
-    raise ValueError(f"{name} is not a JSON value")

@@ -7,8 +7,8 @@ import re
 from collections.abc import Sequence
 from decimal import Decimal
 
+from stepgraph.sampling.fields import reject_constant, reject_repeated_keys
 from stepgraph.sampling.grammar.constraints.charset import charset, regex_class
-from stepgraph.sampling.grammar.constraints.constraint import reject_constant, reject_repeated_keys
 from stepgraph.sampling.grammar.constraints.pattern import pattern_to_regex
 from stepgraph.sampling.grammar.constraints.structural_tag import TagGroup, tag_groups
 from stepgraph.sampling.grammar.constraints.unsupported import naming_schema, reject
