@@ -37,6 +37,8 @@ PRIOR_ACCEPTANCE = 0.55  # of each draft, before any result
 PRIOR_ACCEPTANCE_WITHOUT_MODEL = 0.3  # the same in rounds without the model. Lower, since rounds with the model also measure the look-up
 PRIOR_ROUNDS = 3.0  # weight of the prior, in rounds
 HYSTERESIS = 0.02  # another length must be better by at least this share
+# The same for a return to plain rounds: results of few rounds vary as much, the next drafts cost a catch-up and a round that verifies none,
+PLAIN_HYSTERESIS = 0.25  # and the account bounds the loss
 DRAFT_RUN = 3  # rounds with drafts after plain ones: the first verifies none and results arrive later; also the most rounds of one choice
 SLACK = 0.01  # share of each plain round that is credited to the account
 INITIAL_CREDIT = 3.0  # initial account, in plain rounds
@@ -198,7 +200,8 @@ class DraftPolicy:
             age = (self._rounds - self._latest_round[each]) / STALE_ROUNDS
             if each.length and age > 1 and rate >= RETRY_SHARE**age * rates[best]:
                 return each
-        keeps = self._last in rates and rates[best] < rates[self._last] * (1 + HYSTERESIS)
+        hysteresis = HYSTERESIS if best.length or not self._last.length else PLAIN_HYSTERESIS
+        keeps = self._last in rates and rates[best] < rates[self._last] * (1 + hysteresis)
         return self._last if keeps else best
 
 
