@@ -65,7 +65,6 @@ class NativeLibrary:
             _ = self.xgrammar
         self.llguidance = LLGuidanceBinding(self.without_gil, llguidance_api()) if is_installed("llguidance") else None
         self.node_address = int(ctypes.cast(self.without_gil.stepgraph_node, c_void_p).value or 0)
-        self.run_calls_address = int(ctypes.cast(self.without_gil.stepgraph_run_calls, c_void_p).value or 0)
 
     @functools.cached_property
     def xgrammar(self) -> XGrammarBinding:
