@@ -55,18 +55,6 @@ class GraphKey:
         return self.constrained, self.sampled, self.device, self.drafting
 
 
-def dispatch(
-    buckets: tuple[int, ...],
-    batch_rows: int,
-    constrained: bool,
-    sampled: bool = False,
-    device: bool = False,
-    drafting: Drafting = FULL,
-) -> GraphKey:
-    """The smallest key that holds a batch; `checked_buckets` guarantees one for 1..max_rows."""
-    return GraphKey(min(size for size in buckets if size >= batch_rows), constrained, sampled, device, *drafting)
-
-
 class GraphTable:
     """The recorded graph of each key, and the key for each batch.
 
@@ -85,10 +73,12 @@ class GraphTable:
         return self.records_on_demand or bool(self._recorded)
 
     def key_for(self, batch_rows: int, constrained: bool, sampled: bool, device: bool = False, drafting: Drafting = FULL) -> GraphKey:
+        """The smallest key that holds a batch, or the key that replaces it."""
         batch = batch_rows, constrained, sampled, device, drafting
         if type(batch_rows) is not int or batch not in self._keys:
             check_value("GraphSet.key_for.batch_rows", batch_rows, whole(1, self.buckets[-1]))
-            key = dispatch(self._host_buckets if constrained and not device else self.buckets, *batch)
+            sizes = self._host_buckets if constrained and not device else self.buckets
+            key = GraphKey(min(size for size in sizes if size >= batch_rows), constrained, sampled, device, *drafting)
             self._keys[batch] = cast("GraphKey", self._replacements.get(key, key))
         return self._keys[batch]
 

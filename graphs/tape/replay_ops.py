@@ -135,7 +135,7 @@ def replay_of(call: OpCall, result: object, results: Sequence[Tensor], fresh: Se
     # The second draw of a random operation differs from the first.
     if replay_call is not None and _repeats_exactly(replay_call, fresh, compare=not call.schema.seeded):
         return kind, replay_call
-    return "copied", functools.partial(_run_and_copy, func, args, dict(kwargs), result)
+    return "copied", lambda: _copy_all(tensors_in(result), tensors_in(func(*args, **kwargs)))
 
 
 def _out_call(call: OpCall, result: object) -> Callable[[], object] | None:
@@ -216,10 +216,6 @@ def _poison_of(dtype: torch.dtype) -> int:
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether shape, dtype and bytes are equal."""
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_words(a.detach()), _words(b.detach()))
-
-
-def _run_and_copy(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
-    _copy_all(tensors_in(result), tensors_in(func(*args, **kwargs)))
 
 
 def _copy_all(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:

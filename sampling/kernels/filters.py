@@ -60,15 +60,11 @@ def choose_filters(device: torch.device | str, requested: str = "auto") -> Filte
     raise ValueError(f"filters: got {requested!r}, expected an implementation that runs on {device_with_index}: {reason_unavailable}")
 
 
-def chosen_filters(device: torch.device | str) -> FilterChoice:
-    """The choice for `device`; without one, triton if it can run."""
-    indexed = _with_index(torch.device(device))
-    return _chosen.get(indexed) or FilterChoice("triton" if not why_not("triton", indexed) else "torch", ())
-
-
 def filter_module(device: torch.device) -> str:
-    """The module whose functions run the filters on `device`; empty for the reference."""
-    return FILTER_MODULES[chosen_filters(device).name]
+    """The module whose functions run the filters on `device`: as chosen, else triton's if it can run; empty for the reference."""
+    indexed = _with_index(device)
+    choice = _chosen.get(indexed)
+    return FILTER_MODULES[choice.name if choice else "torch" if why_not("triton", indexed) else "triton"]
 
 
 def why_not(name: str, device: torch.device) -> str:

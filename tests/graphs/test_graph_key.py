@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepgraph.graphs import GraphKey, Limits
-from stepgraph.graphs.graph_key import dispatch
+from stepgraph.graphs import GraphKey, GraphSet, Limits
+from stepgraph.graphs.graph_key import GraphTable
 from stepgraph.graphs.graph_set import bucket_sizes, checked_buckets, graph_keys, host_buckets
 
 SIZES: dict[str, Any] = {
@@ -77,10 +77,11 @@ def test_derived_limits() -> None:
 @settings(max_examples=60)
 def test_dispatch_is_total(max_rows: int, extra: list[int]) -> None:
     for sizes in (bucket_sizes(max_rows), checked_buckets([*[size for size in extra if size <= max_rows], max_rows], max_rows)):
+        on_host, on_device = (GraphTable(sizes, host_sizes, GraphSet.record_one) for host_sizes in (sizes, host_buckets(sizes)))
         for batch in range(1, max_rows + 1):
             for constrained in (False, True):
-                key = dispatch(sizes, batch, constrained)
+                key = on_host.key_for(batch, constrained, False)
                 assert key.rows in sizes and key.rows >= batch and key.constrained == constrained
                 assert not any(batch <= size < key.rows for size in sizes), "the smallest key that fits"
-            assert dispatch(host_buckets(sizes), batch, True) in graph_keys(sizes, device=True)
-            assert dispatch(sizes, batch, True, device=True) in graph_keys(sizes, device=True)
+            for device in (False, True):
+                assert on_device.key_for(batch, True, False, device) in graph_keys(sizes, device=True)

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from ctypes import CFUNCTYPE, addressof, c_void_p
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 import xgrammar
 from torch import Tensor
 
 from stepgraph.graphs.capture import host_call
 from stepgraph.sampling.grammar import CompiledConstraint, Vocabulary, XGrammarMatcher
-from stepgraph.sampling.grammar.link.layout import structs
-from stepgraph.sampling.grammar.link.native import NativeLink, NativeNode, available_processors, load
+from stepgraph.sampling.grammar.link.native import NativeLink, available_processors, load
 from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, HostLink, MatcherRow, advance
 from stepgraph.sampling.grammar.matchers.forced import Forcing, token_lookup
 from stepgraph.sampling.grammar.status import TAG_FIELDS, FinishCode, HostColumn
 from stepgraph.sampling.native import Unavailable
 from tools.bench.grammar_documents import RowRound
 from tools.gpu.checks.stopwatch import wall_us
-
-NOTHING = CFUNCTYPE(None, c_void_p)(lambda _: None)
 
 
 class PythonLoop:
@@ -110,11 +107,8 @@ class LinkVariant:
         self.node = self.link.node((BEGIN_ROUND, COMMIT, *(advance(index) for index in range(1, drafts + 1)), END_ROUND))
         self.run = host_call(name, self.node)
         if from_c:
-            assert isinstance(self.node, NativeNode)
-            self.calls = (structs.timed_call * 2)()
-            self.calls[0].function = c_void_p.from_buffer(NOTHING).value  # its end is the start time of the measured call
-            self.calls[1].function, self.calls[1].data = self.node.native_address, self.node.native_data
-            self.call_list = structs.call_list(addressof(self.calls), 2)
+            self.log = np.zeros((2, 3), np.int64)
+            self.link.log_nodes(self.log)
 
     def start_document(self, slot: int, grammar: CompiledConstraint) -> None:
         self.owners += 1
@@ -131,8 +125,9 @@ class LinkVariant:
     def seconds(self) -> float:
         if not self._from_c:
             return wall_us(self.run) / 1e6
-        load().without_gil.stepgraph_run_calls(addressof(self.call_list))
-        return float(self.calls[1].finished - self.calls[0].finished)
+        self.log[0, 0] = 0
+        self.run()
+        return float(self.log[1, 2] - self.log[1, 1]) / 1e9
 
 
 def make_native_link(state: Tensor, drafts: Tensor, masks: Tensor, tags: Tensor) -> HostLink:

@@ -237,7 +237,7 @@ def is_final(error: Exception, name: str, kind: str) -> bool:
     unsupported part of a schema is the same for all, except for llguidance, which has further limits."""
     if isinstance(error, UnsupportedError):
         return kind in SCHEMA_KINDS and name != "llguidance"
-    return isinstance(error, CompileAbortedError) and not (name == "automaton" and error.by_limit)
+    return isinstance(error, CompileAbortedError) and not (name == "automaton" and str(error).startswith("GrammarLimits."))
 
 
 def _joined(reasons: dict[str, str]) -> str:

@@ -39,10 +39,6 @@ class CompileAbortedError(ValueError):
     No other library is tried then, except after a limit of the automaton.
     """
 
-    @property
-    def by_limit(self) -> bool:
-        return str(self).startswith("GrammarLimits.")
-
 
 @dataclass(frozen=True)
 class GrammarLimits:

@@ -32,7 +32,7 @@ from stepgraph.sampling.grammar.link.llguidance_binding import LLGuidanceBinding
 from stepgraph.sampling.grammar.link.protocol import NODE_BOUNDS_NS, HostAction, HostLink, HostStats, HostStep, MatcherRow
 from stepgraph.sampling.grammar.link.python import PythonLink
 from stepgraph.sampling.grammar.link.xgrammar_binding import XGrammarBinding, check_versions, versions_are_tested
-from stepgraph.sampling.grammar.matchers.forced import Forcing, TokenLookup
+from stepgraph.sampling.grammar.matchers.forced import Forcing
 from stepgraph.sampling.grammar.matchers.marker import MarkerMatcher
 from stepgraph.sampling.grammar.matchers.protocol import Matcher
 from stepgraph.sampling.grammar.status import CONTENT_FIELDS, TAG_FIELDS, HostColumn
@@ -65,7 +65,6 @@ class NativeLibrary:
             _ = self.xgrammar
         self.llguidance = LLGuidanceBinding(self.without_gil, llguidance_api()) if is_installed("llguidance") else None
         self.node_address = int(ctypes.cast(self.without_gil.stepgraph_node, c_void_p).value or 0)
-        self.run_calls_address = int(ctypes.cast(self.without_gil.stepgraph_run_calls, c_void_p).value or 0)
 
     @functools.cached_property
     def xgrammar(self) -> XGrammarBinding:
@@ -148,12 +147,6 @@ class NativeRow:
         return text.decode(errors="replace")
 
 
-def token_table_struct(table: TokenLookup) -> Any:
-    """The C struct of a table. Does not keep the arrays of the table alive."""
-    arrays = {"text": table.bytes.ctypes.data, "starts": table.starts.ctypes.data, "slots": table.slots.ctypes.data}
-    return structs.token_table(**arrays, num_tokens=table.num_tokens, num_slots=len(table.slots), merges=table.merges)
-
-
 class NativeNode:
     """A host node: the addresses of a C function and its data, and everything that the data refers to."""
 
@@ -209,12 +202,15 @@ class NativeLink:
             )
         threads = min(slots, threads or available_processors())
         self.name = f"native, {threads} thread{'s' if threads > 1 else ''}, no GIL"
-        self._library, self._slots, self._stages = library, slots, stages
-        self._tokens, self._forcing = token_table_struct(forcing.table) if forcing else None, forcing
+        self._library, self._slots, self._stages, self._forcing = library, slots, stages, forcing
         pointers = {name.removesuffix("_host"): tensor.data_ptr() for name, (tensor, _, _) in self._tensors.items()}
         sizes = {"slots": slots, "stages": stages, "words": words, "depth": depth, "helpers": threads - 1}
         shape_struct = structs.link_shape(**pointers, **sizes, node_bounds_ns=NODE_BOUNDS_NS)
-        shape_struct.tokens = addressof(self._tokens) if self._tokens else None
+        if forcing:
+            table = forcing.table
+            arrays = {"text": table.bytes.ctypes.data, "starts": table.starts.ctypes.data, "slots": table.slots.ctypes.data}
+            self._tokens = structs.token_table(**arrays, num_tokens=table.num_tokens, num_slots=len(table.slots), merges=table.merges)
+            shape_struct.tokens = addressof(self._tokens)
         self._address = library.with_gil.stepgraph_open(byref(shape_struct))
         if not self._address:
             raise MemoryError("NativeLink: out of memory")

@@ -137,7 +137,7 @@ class LLGuidanceMatcher:
             probe.consume_token(rejected)
         if not probe.is_error() or LEXER_FULL not in probe.get_error():
             return False
-        self._start_matcher = self._grammar.replace_start()
+        self._start_matcher = self._grammar.start = self._grammar.new_matcher()
         self._restart()
         return not self.fault
 
@@ -162,14 +162,10 @@ class LLGuidanceGrammar:
     """
 
     def __init__(self, new_matcher: Callable[[], llguidance.LLMatcher], vocabulary: Vocabulary, fuel_seconds: float) -> None:
-        self._new_matcher, self.start = new_matcher, new_matcher()
+        self.new_matcher, self.start = new_matcher, new_matcher()
         self.vocabulary, self.fuel_seconds = vocabulary, fuel_seconds
         self.nbytes = 0
         self.native: LLGuidanceNativeGrammar | None = None  # None if the library cannot be called from C
-
-    def replace_start(self) -> llguidance.LLMatcher:
-        self.start = self._new_matcher()
-        return self.start
 
     def matcher(self) -> LLGuidanceMatcher:
         return LLGuidanceMatcher(self)

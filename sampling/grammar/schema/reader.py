@@ -129,14 +129,10 @@ class Document:
         """The schema at a JSON pointer that exists in this document."""
         node = self._nodes.get(where)
         if node is None:
-            value: Any = self.root
-            base = self._bases["#"]
-            at = "#"
-            for step in where.split("/")[1:]:
-                at = f"{at}/{step}"
-                value = _child_at(value, step)
-                base = self._bases.get(at, base)
-            node = Node(value, where, base, len(self._nodes))
+            value, above = value_at(self.root, where), where
+            while above not in self._bases:
+                above = above.rpartition("/")[0]
+            node = Node(value, where, self._bases[above], len(self._nodes))
             if not isinstance(value, (dict, bool)):
                 reject(where, "schema", f"got {clip_json(value)}, expected an object, true or false")
             if isinstance(value, dict):
@@ -198,15 +194,11 @@ class Document:
         fragment = unquote(fragment)  # before it is divided: RFC 6901
         if start is None or (fragment and not fragment.startswith("/")):
             return None
-        value: Any = self.node(start).schema
-        where = start
-        for step in fragment.split("/")[1:]:
-            name = step.replace("~1", "/").replace("~0", "~")
-            try:
-                value = _child_at(value, step)
-            except (KeyError, IndexError, ValueError, TypeError):
-                return None
-            where = pointer(where, name)
+        where = pointer(start, *map(_unescaped, fragment.split("/")[1:]))
+        try:
+            value_at(self.root, where)
+        except (KeyError, IndexError, ValueError, TypeError):
+            return None
         return where
 
     def _current_keywords(self, schema: dict[str, Any], where: str) -> Iterator[tuple[str, Any]]:
@@ -380,7 +372,11 @@ def value_at(schema: Any, where: str) -> Any:
 def _child_at(value: Any, step: str) -> Any:
     if isinstance(value, list):  # an IndexError for other spellings of a number
         return value[int(step) if re.fullmatch("0|[1-9][0-9]*", step) else len(value)]
-    return value[step.replace("~1", "/").replace("~0", "~")]
+    return value[_unescaped(step)]
+
+
+def _unescaped(step: str) -> str:
+    return step.replace("~1", "/").replace("~0", "~")
 
 
 def parse_json(text: str) -> Any:

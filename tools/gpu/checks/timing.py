@@ -11,19 +11,21 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from ctypes import addressof, byref, c_void_p
+from ctypes import byref
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from stepgraph.graphs import BufferSpec, GraphKey, StaticBuffers, current_context, run_eager
-from stepgraph.graphs.capture import Backend, Recorded
+from stepgraph.graphs.capture import C_HOST_FUNCTION, Backend, Recorded
 from stepgraph.graphs.cuda.context import HostCallback
 from stepgraph.graphs.errors import HostErrors
-from stepgraph.sampling.grammar.link.layout import structs
-from stepgraph.sampling.grammar.link.native import load
+from stepgraph.sampling.grammar.link.native import NativeLink, load
 from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, HostLink, advance
+from stepgraph.sampling.grammar.status import TAG_FIELDS, HostColumn
+from stepgraph.sampling.kernels.c_kernel import PackedCall, join_calls
 from stepgraph.sampling.native import Unavailable
 from tools.gpu.checks.context import Context, Figures, Skipped, summary
 from tools.gpu.checks.driver_calls import WAIT_EQUAL, DriverCalls, MemsetChain
@@ -52,22 +54,22 @@ def _host_node_graphs(backend: Backend, nodes: int) -> tuple[Recorded, Recorded,
     return backend.capture(plain, buffers), backend.capture(with_nodes, buffers), times
 
 
+MAX_STAMPS = 10_000
+
+
 class Stamp:
-    """A native host node that records when it ran, in seconds of `time.monotonic`, without the interpreter."""
+    """A native host node without rows, and when it last ran, in seconds of `time.monotonic`."""
 
     def __init__(self) -> None:
-        library = load()
-        self._nothing = structs.call_list(None, 0)
-        self._calls = (structs.timed_call * 1)(structs.timed_call(library.run_calls_address, addressof(self._nothing)))
-        self._list = structs.call_list(addressof(self._calls), 1)
-        self.native_address, self.native_data = library.run_calls_address, addressof(self._list)
+        state, drafts = torch.zeros(1, len(HostColumn), dtype=torch.int64), torch.zeros(0, 1, dtype=torch.int64)
+        masks, tags = torch.zeros(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, TAG_FIELDS, dtype=torch.int64)
+        self._link, self._log = NativeLink(load(), state, drafts, masks, tags, depth=1), np.zeros((1 + MAX_STAMPS, 3), np.int64)
+        self._link.log_nodes(self._log)
+        self.node = self._link.node([COMMIT])
 
     @property
     def finished(self) -> float:
-        return float(self._calls[0].finished)
-
-    def __call__(self) -> None:
-        raise AssertionError("a native node is not called from Python")
+        return float(self._log[self._log[0, 0], 2]) / 1e9
 
 
 def gil_hold(context: Context) -> Figures:
@@ -107,7 +109,7 @@ def _stamped(backend: Backend, stamp: Stamp) -> Recorded:
 
     def step(b: StaticBuffers) -> None:
         b.x.add_(1)
-        current_context().host_node("stamp", stamp)
+        current_context().host_node("stamp", stamp.node)
 
     return backend.capture(step, buffers)
 
@@ -204,7 +206,7 @@ def _ends_under_the_gil(context: Context, link: str) -> bool:
 
         def stamped(buffers: StaticBuffers) -> None:
             step(buffers)
-            current_context().host_node("stamp", stamp)
+            current_context().host_node("stamp", stamp.node)
 
         recorded = backend.capture(stamped, bench.buffers)
         recorded.replay()
@@ -221,16 +223,23 @@ def _ends_under_the_gil(context: Context, link: str) -> bool:
 def _nodes_end(host: HostLink) -> bool:
     """Whether the host nodes alone end under the GIL, in a native thread, since the tape uses Python threads."""
     node = HostCallback("round", host.node([BEGIN_ROUND, COMMIT, *(advance(index) for index in range(1, 4)), END_ROUND]), HostErrors())
-    calls, thread = (structs.timed_call * 2)(), ctypes.c_ulong()
-    calls[0].function, calls[0].data = ctypes.cast(ctypes.CDLL(None).usleep, c_void_p).value, 20_000
-    calls[1].function, calls[1].data = node.address, node.data
-    listed = structs.call_list(addressof(calls), 2)
-    gil_library = ctypes.PyDLL(None)
-    assert gil_library.pthread_create(byref(thread), None, c_void_p(load().run_calls_address), byref(listed)) == 0
-    held_until = time.monotonic() + HOLD_SECONDS
-    gil_library.usleep(int(HOLD_SECONDS * 1e6))
-    assert ctypes.CDLL(None).pthread_join(thread, None) == 0
-    return bool(calls[1].finished < held_until)
+    log = np.zeros((2, 3), np.int64)
+    host.log_nodes(log)
+    _, held_until = call_under_the_gil(node, 1, HOLD_SECONDS)
+    return bool(log[1, 2] < held_until)
+
+
+def call_under_the_gil(node: HostCallback, times: int, seconds: float) -> tuple[int, int]:
+    """Call a host node on a native thread, from a tenth of the time on in which this thread holds the GIL. Returns the begin and the end
+    of that time on the clock of `HostLink.log_nodes`."""
+    gil_library, library, thread = ctypes.PyDLL(None), ctypes.CDLL(None), ctypes.c_ulong()  # PyDLL keeps the GIL during calls
+    wait = PackedCall(library.usleep, int(seconds * 1e5))
+    calls = join_calls([wait, *[PackedCall(C_HOST_FUNCTION(node.address), node.data)] * times])
+    assert gil_library.pthread_create(byref(thread), None, calls.func, calls.args[0]) == 0
+    start = time.perf_counter_ns()
+    gil_library.usleep(int(seconds * 1e6))
+    assert library.pthread_join(thread, None) == 0
+    return start, start + int(seconds * 1e9)
 
 
 REQUESTS_PER_GRAPH = 16  # requests to the host in a graph, which share the cost of its launch
@@ -294,7 +303,7 @@ def _request_kinds(context: Context, buffers: StaticBuffers, found: Figures) -> 
     yield "python host node", lambda b: current_context().host_node("ask", lambda: None)
     try:
         stamp = Stamp()
-        yield "native host node", lambda b: current_context().host_node("ask", stamp)
+        yield "native host node", lambda b: current_context().host_node("ask", stamp.node)
     except Unavailable as missing:
         found["native host node"] = f"not available: {missing}"
     if context.on_tape:

@@ -237,7 +237,7 @@ static void log_node(host_link *link, int64_t first, int64_t begun, int64_t ende
     entry[0] = first, entry[1] = begun, entry[2] = ended;
 }
 
-void stepgraph_node(void *data) {
+int stepgraph_node(void *data) {
     host_node *node = data;
     int64_t begun = ns_of(CLOCK_MONOTONIC), ended;
     if (node->steps[0].action == BEGIN_ROUND) begin(node->link);
@@ -247,6 +247,7 @@ void stepgraph_node(void *data) {
     log_node(node->link, node->steps[0].action == BEGIN_ROUND, begun, ended);
     count_time(node->link, ended - begun); /* before END_ROUND: a reader that sees the end of the round sees its times */
     if (node->steps[node->count - 1].action == END_ROUND) end(node->link);
+    return 0;
 }
 
 /* called from Python */
@@ -296,21 +297,12 @@ const char *stepgraph_fault(matcher_row *row) {
     return atomic_load_explicit(&row->faulted, memory_order_acquire) ? row->fault : "";
 }
 
-/* Makes the calls in order on this thread, as the CUDA driver would. For tests and benchmarks. */
-void stepgraph_run_calls(void *data) {
-    call_list *list = data;
-    for (int64_t index = 0; index < list->count; index++) {
-        list->calls[index].function(list->calls[index].data);
-        list->calls[index].finished = (double)ns_of(CLOCK_MONOTONIC) * 1e-9;
-    }
-}
-
 /* Writes the values of layout.EXPECTED_LAYOUT, if there is room for them, and returns their number. */
 int64_t stepgraph_layout(int64_t *values, int64_t room) {
     const int64_t own[] = {
         LAYOUT_VERSION, sizeof(token_table), sizeof(forced_text), sizeof(marker_table), sizeof(marker_progress),
         sizeof(matcher_library), sizeof(mask_content), sizeof(matcher_row), sizeof(link_shape), sizeof(host_step), sizeof(host_node),
-        sizeof(xgrammar_library), sizeof(timed_call), sizeof(call_list), sizeof(llguidance_library),
+        sizeof(xgrammar_library), sizeof(llguidance_library),
     };
     int64_t count = sizeof own / sizeof *own;
     if (count <= room) memcpy(values, own, sizeof own);

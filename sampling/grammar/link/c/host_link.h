@@ -117,18 +117,6 @@ typedef struct {
     int32_t matcher_type;
 } xgrammar_library;
 
-/* One call of `stepgraph_run_calls`. */
-typedef struct {
-    void (*function)(void *data);
-    void *data;
-    double finished; /* CLOCK_MONOTONIC, in seconds */
-} timed_call;
-
-typedef struct {
-    timed_call *calls;
-    int64_t count;
-} call_list;
-
 /* llguidance's C API, and the matcher of a row that uses it. */
 typedef struct llguidance_matcher llguidance_matcher; /* the library's matcher and the history needed to rebuild it */
 typedef struct {
@@ -155,11 +143,10 @@ STEPGRAPH_API int stepgraph_push_batch(host_link *link, matcher_row *const *rows
 STEPGRAPH_API void stepgraph_log(host_link *link, int64_t *log, int64_t room);
 STEPGRAPH_API void stepgraph_counts(const host_link *link, int64_t *counts);
 STEPGRAPH_API const char *stepgraph_fault(matcher_row *row);
-STEPGRAPH_API void stepgraph_node(void *node);
+STEPGRAPH_API int stepgraph_node(void *node); /* 0, so that stepgraph_run_kernels may call it */
 STEPGRAPH_API void stepgraph_bind_xgrammar(xgrammar_library *library);
 STEPGRAPH_API void stepgraph_bind_llguidance(llguidance_library *library);
 STEPGRAPH_API llguidance_matcher *stepgraph_open_llguidance(const llguidance_library *library, const void *start,
                                                                 const void *cold_start, const int32_t *stop_words,
                                                                 const uint32_t *tokens, int64_t count);
 STEPGRAPH_API void *stepgraph_close_llguidance(const llguidance_library *library, llguidance_matcher *matcher, int keep);
-STEPGRAPH_API void stepgraph_run_calls(void *list);

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import inspect
 import threading
-import time
 from collections.abc import Sequence
-from ctypes import addressof, byref, c_void_p
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import pytest
 
 from stepgraph import Constraint
@@ -18,48 +16,27 @@ from stepgraph.graphs.cuda.context import HostCallback
 from stepgraph.graphs.errors import HostErrors
 from stepgraph.graphs.tape.player import HostCall
 from stepgraph.sampling.grammar import MaskStatus
-from stepgraph.sampling.grammar.link.layout import structs
-from stepgraph.sampling.grammar.link.native import NativeLink, NativeRow, load
+from stepgraph.sampling.grammar.link.native import NativeLink, NativeRow
 from stepgraph.sampling.grammar.link.protocol import HostLink, MatcherRow
 from stepgraph.sampling.grammar.link.python import PythonLink
 from stepgraph.sampling.grammar.matchers.protocol import Matcher
 from tests.helpers.link_bench import ROUND_STEPS, XGRAMMAR_COMPILER, A, Memory, letters_row, native_link, set_running
 from tests.helpers.planted import plant
 from tests.helpers.toy_engines import CONTROL, Setup, make_engine, needs_native, plain
+from tools.gpu.checks.timing import call_under_the_gil
 
 pytestmark = needs_native
 BOTH_LIBRARIES = [Constraint.regex("[a-z]+", "xgrammar"), Constraint.regex("[a-z]+", "llguidance")]
 
 
-def sequence(link: HostLink, rows: list[MatcherRow], rounds: int) -> tuple[Any, Any, list[Any]]:
-    """Calls for a C thread: sleep for 0.2 s, then run the rounds. Returns the list, its calls, and objects to keep alive."""
-    usleep = ctypes.cast(ctypes.CDLL(None).usleep, c_void_p).value
-    calls = (structs.timed_call * (rounds + 1))()
-    calls[0].function, calls[0].data = usleep, 200_000
-    node = HostCallback("walk", link.node(ROUND_STEPS), HostErrors())
-    for call in calls[1:]:
-        call.function, call.data = node.address, node.data
+def run_under_the_gil(link: HostLink, rows: list[MatcherRow], rounds: int, seconds: float) -> tuple[list[int], int, int]:
+    """Run rounds on a C thread while this thread holds the GIL. Returns when each round ended, and the time span of the GIL."""
+    log = np.zeros((rounds + 1, 3), np.int64)
+    link.log_nodes(log)
     for _ in range(rounds):
         link.push_batch(rows)
-    return structs.call_list(addressof(calls), len(calls)), calls, [node]
-
-
-def run_while_the_gil_is_held(call_list: Any, seconds: float) -> tuple[float, float]:
-    """Run the calls on a C thread while a Python thread holds the GIL. Returns the time span in which the GIL was held."""
-    thread, held = ctypes.c_ulong(), list[float]()
-    entry = c_void_p(load().run_calls_address)
-
-    def hold() -> None:
-        c_library = ctypes.PyDLL(None)  # does not release the GIL in its calls
-        assert c_library.pthread_create(byref(thread), None, entry, byref(call_list)) == 0
-        held.append(time.monotonic())
-        c_library.usleep(int(seconds * 1e6))
-
-    holder = threading.Thread(target=hold)
-    holder.start()
-    holder.join()
-    assert ctypes.CDLL(None).pthread_join(thread, None) == 0
-    return held[0], held[0] + seconds
+    start, end = call_under_the_gil(HostCallback("walk", link.node(ROUND_STEPS), HostErrors()), rounds, seconds)
+    return log[1 : 1 + log[0, 0], 2].tolist(), start, end
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -74,10 +51,8 @@ def test_rounds_complete_while_another_thread_holds_the_gil(threads: int) -> Non
     for slot, row in enumerate(rows):
         set_running(memory, row, slot)
     memory.drafts[:] = A
-    call_list, calls, _needed = sequence(link, rows, rounds)
-    start, end = run_while_the_gil_is_held(call_list, 2.0)
-    finished = [call.finished for call in calls[1:]]
-    assert start < finished[0] and finished[-1] < end, "all rounds ran while the GIL was held"
+    finished, start, end = run_under_the_gil(link, rows, rounds, 2.0)
+    assert len(finished) == rounds and start < finished[0] and finished[-1] < end, "all rounds ran while the GIL was held"
     assert link.stats.fills == rounds * 16 * 4
     assert [row.fault for row in rows] == [""] * 16
     assert memory.tags[:, :, 3].tolist() == [[MaskStatus.OK] * 16] * 4
@@ -90,9 +65,8 @@ def test_python_rounds_wait_for_the_gil() -> None:
     rows: list[MatcherRow] = [letters_row(link, owner) for owner in (1, 2)]
     for slot, row in enumerate(rows):
         set_running(memory, row, slot)
-    call_list, calls, _needed = sequence(link, rows, 3)
-    _, end = run_while_the_gil_is_held(call_list, 0.6)
-    assert calls[1].finished > end and link.stats.fills > 0
+    finished, _, end = run_under_the_gil(link, rows, 1, 0.6)
+    assert finished[0] > end and link.stats.fills > 0
 
 
 def bytecodes_in_host_nodes(host_link: str, constraints: Sequence[Constraint]) -> tuple[int, int]:
