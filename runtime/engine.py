@@ -20,7 +20,6 @@ from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.engine_core import EngineCore
 from stepgraph.runtime.extras.record import Recording
 from stepgraph.runtime.loras import LoraTable
-from stepgraph.runtime.models.files.loading import load_models
 from stepgraph.runtime.parallel.loading import load_part
 from stepgraph.runtime.request import EngineClosedError, FinishReason, Job, StepEvent
 from stepgraph.runtime.request_queue import QueuedRequest
@@ -98,12 +97,9 @@ class Engine(EngineCore, BoundToProcess):
         tensor_parallel: the number of processes, each with a part of every layer; this call starts them, unless torchrun did.
         ValueError for a wrong file, field or tensor. Downloads nothing and runs no code of the folder.
         """
-        options: dict[str, Any] = {"dtype": dtype, "weights": weights, "feature_layers": feature_layers, "implementation": implementation}
         check_value("tensor_parallel", tensor_parallel, whole(1))
-        if tensor_parallel == 1:
-            loaded = load_models(path, draft, config, progress=progress, **options)
-        else:
-            loaded = load_part(path, draft, config, tensor_parallel, record, progress=progress, **options)
+        options = {"dtype": dtype, "weights": weights, "feature_layers": feature_layers, "implementation": implementation}
+        loaded = load_part(path, draft, config, tensor_parallel, record, progress=progress, **options)
         tokenizer = functools.partial(TextCodec.open, path, loaded.vocabulary)
         return cls(loaded.target, loaded.draft, vocabulary=loaded.vocabulary, tokenizer=tokenizer, config=loaded.config, record=record)
 

@@ -61,12 +61,10 @@ class LoopInFlight(InFlight):
 
     def read(self, limit: int) -> Iterator[tuple[ActiveRequest, ResultRecord]]:
         """Wait for a round of the running loop, or until fewer than `limit` launches are in flight, and read the published rounds."""
-        looping = self._is_looping
-        if looping:
+        if self._is_looping:
             limit = max(limit, 2)
             yield from self.collect()
-        while len(self.pending) >= limit:
-            yield from self.collect()
+        yield from super().read(limit)
 
     def collect(self) -> Iterator[tuple[ActiveRequest, ResultRecord]]:
         """Wait for a published round or the end of the oldest launch, and read what is published."""

@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from stepgraph.runtime.commands.flags import check_range
 from stepgraph.runtime.config import EngineConfig
-from stepgraph.runtime.models.files.loading import Loaded, load_models
+from stepgraph.runtime.models.files.loading import Loaded
 from stepgraph.runtime.parallel.loading import load_part
 from stepgraph.runtime.request import Job
-from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
 MAX_THREADS = 1024
 
 
-def load(
-    options: argparse.Namespace, config: EngineConfig, progress: bool, vocabulary: Callable[[Vocabulary], Vocabulary] | None = None
-) -> Loaded:
-    """The models of --model and --draft. vocabulary: maps the vocabulary in the files to the engine's."""
+def load(options: argparse.Namespace, config: EngineConfig, progress: bool, **more: Any) -> Loaded:
+    """The models of --model and --draft. more: further arguments of load_part."""
     dtype, draft = getattr(torch, options.dtype) if options.dtype else None, "auto" if options.draft is None else options.draft
-    loading_options: dict[str, Any] = {"weights": options.weights, "implementation": options.implementation}
-    if (size := getattr(options, "tensor_parallel", 1)) > 1:
-        more = {} if vocabulary is None else {"vocabulary": vocabulary}
-        return load_part(options.model, draft, config, size, dtype=dtype, progress=progress, **loading_options, **more)
-    loaded = load_models(options.model, draft, config, dtype=dtype, progress=progress, **loading_options)
-    return loaded if vocabulary is None else loaded._replace(vocabulary=vocabulary(loaded.vocabulary))
+    more |= {"dtype": dtype, "weights": options.weights, "implementation": options.implementation, "progress": progress}
+    return load_part(options.model, draft, config, getattr(options, "tensor_parallel", 1), **more)
 
 
 def failure_of(job: Job) -> str:

@@ -88,7 +88,7 @@ def open_engine(options: argparse.Namespace) -> Engine:
         return Engine(target, draft, vocabulary=vocabulary, tokenizer=open_codec(options, vocabulary), config=config)
     with terminal.waiting("opening the model ..."):
         add_markers = functools.partial(vocabulary_with_markers, options.model, options.tool_format)
-        loaded = engines.load(options, config, terminal.shows_progress(), add_markers)
+        loaded = engines.load(options, config, terminal.shows_progress(), vocabulary=add_markers)
         codec = open_codec(options, loaded.vocabulary)
     return Engine(loaded.target, loaded.draft, vocabulary=codec.vocabulary, tokenizer=codec, config=loaded.config)
 

@@ -34,8 +34,8 @@ from stepgraph.sampling.lifetimes import call_after_fork
 
 FORMAT = 1
 PACKAGES = ("torch", "xgrammar", "llguidance", "triton")
-# Arguments of submit() that a line contains unchanged.
-SUBMIT_FIELDS = ("prompt_ids", "max_new_tokens", "num_speculative_tokens", "draft_ids", "cache_salt", "resume_from", "priority", "tenant")
+# Options of submit() that a line contains unchanged.
+SUBMIT_FIELDS = ("max_new_tokens", "num_speculative_tokens", "draft_ids", "cache_salt", "resume_from", "priority", "tenant")
 FULL_LINE = b'{"kind":"full"}\n'
 FIRST_VALUES = 16  # of each tensor: enough to distinguish models of the same shape
 
@@ -169,7 +169,7 @@ def model_fingerprints(models: ModelPair) -> dict[str, dict[str, Any]]:
 
 def request_fields(job: Job) -> dict[str, Any]:
     """The arguments of submit(); of prompt embeddings only position, length and hash."""
-    return {name: getattr(job, name) for name in SUBMIT_FIELDS} | {
+    return {name: getattr(job, name) for name in ("prompt_ids", *SUBMIT_FIELDS)} | {
         "job": job.id,
         "constraint": asdict(job.constraint) if job.constraint else None,
         "sampling": asdict(job.sampling) | {"seed": job.seed, "logit_bias": list(job.sampling.logit_bias.items())},

@@ -262,7 +262,7 @@ def _options(event: Mapping[str, Any]) -> dict[str, Any]:
     prompt = event["prompt_ids"]
     if not isinstance(prompt, list) or not all(map(is_int, prompt)):  # submit() also takes texts and messages
         raise ValueError(f"prompt_ids: got {clip_repr(prompt)}, expected a list of token ids")
-    copied = {name: event[name] for name in SUBMIT_FIELDS}
+    copied = {name: event[name] for name in ("prompt_ids", *SUBMIT_FIELDS)}
     return copied | {"draft_ids": event["draft_ids"] or None, "sampling": SamplingParams(**sampling), "constraint": constraint}
 
 

@@ -11,7 +11,7 @@ The state that is passed on is normalised by `shared_head.norm`, like the target
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,7 +25,7 @@ from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import cache_specs
 from stepgraph.graphs.model_call import ModelInput, ModelOutput
 from stepgraph.runtime.models.eagle3 import shift_inputs
-from stepgraph.runtime.models.llama import LlamaBase, LlamaLayer, embed
+from stepgraph.runtime.models.llama import LlamaBase, LlamaLayer, Rotation, embed
 from stepgraph.runtime.models.llama_config import LlamaConfig
 
 if TYPE_CHECKING:
@@ -66,10 +66,6 @@ class MtpModules(nn.Module):
     def entry_specs(self, count: int, limits: Limits) -> Sequence[BufferSpec]:
         """The caches of the first `count` modules."""
 
-    @abstractmethod
-    def run_module(self, index: int, previous: Tensor, embedded: Tensor, entries: ModelInput, buffers: StaticBuffers) -> Tensor:
-        """The output states [B * Q, H] of a module. previous, embedded: [B * Q, H], its input states and token embeddings."""
-
     def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:
         assert inputs.features is not None
         saved_states, shape, single = buffers["draft_states"], inputs.tokens.shape, len(self.depths) == 1
@@ -78,7 +74,7 @@ class MtpModules(nn.Module):
         for index in (0,) if single else range(inputs.step - 1, len(saved_states) + 1):
             entries = shift_inputs(inputs, index + 1)
             previous = inputs.features if index == 0 else saved_states[index - 1][entries.slots]
-            states = self.run_module(index, previous.flatten(0, 1), embedded, entries, buffers).view(*shape, -1)
+            states = self.depths[index](previous.flatten(0, 1), embedded, entries, buffers).view(*shape, -1)
             if index < len(saved_states):
                 saved_states[index].index_put_((entries.slots,), states)
             outputs.append(states)
@@ -95,17 +91,10 @@ class Mtp(MtpModules, LlamaBase):
         self.config, self.vocab_size, self.hidden_size = config, config.vocab_size, config.hidden_size
         like = torch.empty(0, dtype=config.dtype, device=device)
         self.embedding, self.head = embedding, head
-        self.depths = nn.ModuleList(MtpModule(config, index, like) for index in range(config.num_layers))
+        self.depths = nn.ModuleList(MtpModule(config, index, like, self.rotation) for index in range(config.num_layers))
 
     def entry_specs(self, count: int, limits: Limits) -> Sequence[BufferSpec]:
         return cache_specs("draft", count, limits, self.config.num_kv_heads, self.config.head_size, self.config.dtype)
-
-    def run_module(self, index: int, previous: Tensor, embedded: Tensor, entries: ModelInput, buffers: StaticBuffers) -> Tensor:
-        rotation = self.rotation(entries.positions, embedded.dtype)
-        states: Tensor = self.depths[index](
-            previous, embedded, rotation, entries, buffers["draft_keys"][index], buffers["draft_values"][index]
-        )
-        return states
 
 
 class TransformersMtp(MtpModules):
@@ -119,21 +108,17 @@ class TransformersMtp(MtpModules):
         self.embedding, self.head = embedding, head
         self.vocab_size, self.hidden_size = head.shape
         self.attends = tuple(shape for decoder in decoders for shape in decoder.attends)
-        self._decoder_modules = tuple(DecoderModule(decoder, epsilon) for decoder in decoders)
-        self.depths = nn.ModuleList(self._decoder_modules)
+        self._decoders, self.depths = tuple(decoders), nn.ModuleList(DecoderModule(decoder, epsilon) for decoder in decoders)
 
     def entry_specs(self, count: int, limits: Limits) -> Sequence[BufferSpec]:
-        return [spec for module in self._decoder_modules[:count] for spec in module.decoder.cache_specs(limits)]
-
-    def run_module(self, index: int, previous: Tensor, embedded: Tensor, entries: ModelInput, buffers: StaticBuffers) -> Tensor:
-        return self._decoder_modules[index].forward(previous, embedded, entries, buffers)
+        return [spec for decoder in self._decoders[:count] for spec in decoder.cache_specs(limits)]
 
     def logits(self, hidden: Tensor) -> Tensor:
         return linear(hidden.reshape(-1, hidden.shape[-1]), self.head).view(*hidden.shape[:-1], -1)
 
 
 class Join(nn.Module):
-    """Joins a state and a token embedding: the input of a module's layer."""
+    """Joins a state and a token embedding, both [B * Q, H]: the input of a module's layer, whose output states `forward` returns."""
 
     def __init__(self, hidden: int, epsilon: float, like: Tensor) -> None:
         super().__init__()
@@ -161,15 +146,14 @@ class DecoderModule(Join):
 class MtpModule(Join):
     """Joins, then applies one layer and the last norm."""
 
-    def __init__(self, config: LlamaConfig, index: int, like: Tensor) -> None:
+    def __init__(self, config: LlamaConfig, index: int, like: Tensor, rotation: Callable[[Tensor, torch.dtype], Rotation]) -> None:
         super().__init__(config.hidden_size, config.norm_epsilon, like)
+        self.index, self.rotation = index, rotation
         self.layer = LlamaLayer(config, index, like)
         self.norm = empty_weight(like, config.hidden_size)
 
-    def forward(
-        self, states: Tensor, embedded: Tensor, rotation: tuple[Tensor, Tensor], inputs: ModelInput, keys: Tensor, values: Tensor
-    ) -> Tensor:
-        joined = self.combine(states, embedded)
-        normed = rms_norm(joined, self.layer.attention_norm, self.epsilon)
-        output: Residual = self.layer(joined, normed, rotation, inputs, keys, values, self.norm)
+    def forward(self, previous: Tensor, embedded: Tensor, entries: ModelInput, buffers: StaticBuffers) -> Tensor:
+        rotation, joined = self.rotation(entries.positions, embedded.dtype), self.combine(previous, embedded)
+        normed, cache = rms_norm(joined, self.layer.attention_norm, self.epsilon), (buffers.draft_keys, buffers.draft_values)
+        output: Residual = self.layer(joined, normed, rotation, entries, *(part[self.index] for part in cache), self.norm)
         return output.normed

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.layers.dense import Residual
@@ -20,9 +21,9 @@ from stepgraph.graphs.layers.vocabulary_shard import VocabularyShard, rank_slice
 from stepgraph.graphs.model_call import ModelInput
 from stepgraph.runtime.models.draft_llama import DraftLlama, TokenMap
 from stepgraph.runtime.models.files.checkpoint import Checkpoint, quantised_parameters
-from stepgraph.runtime.models.files.draft import Draft, DraftCheckpoint, StoredDraft
+from stepgraph.runtime.models.files.draft import DraftCheckpoint, StoredDraft
 from stepgraph.runtime.models.files.quantised_folder import QuantisedSource
-from stepgraph.runtime.models.files.weights import SafetensorsSource, Source, StoredModel, StoredTensor, llama_slices
+from stepgraph.runtime.models.files.weights import SafetensorsSource, Source, StoredTensor, llama_slices
 from stepgraph.runtime.models.llama import Llama, LlamaLayer, unchanged
 from stepgraph.runtime.models.llama_config import LlamaConfig
 from stepgraph.runtime.parallel.ranks import Ranks
@@ -154,38 +155,17 @@ def _lengths(config: LlamaConfig, name: str, length: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class ShardedCheckpoint(Checkpoint):
-    """One rank's part of a checkpoint. next_source: the next rank's part in these files, to check what that rank loaded."""
+    """One rank's part of a checkpoint."""
 
     ranks: Ranks = field(kw_only=True)
-    next_source: Source = field(kw_only=True)
 
-    def outline(self, feature_layers: Sequence[int] = ()) -> Llama:
-        return self.allocate_packed(ShardedLlama(self.config, self.ranks, len(self.vocabulary.tokens), feature_layers, "meta"))
-
-    def load(self, device: str | torch.device, feature_layers: Sequence[int] = (), progress: bool = False) -> Llama:
-        model = self.allocate_packed(ShardedLlama(self.config, self.ranks, len(self.vocabulary.tokens), feature_layers, device))
-        self.fill(model, progress)
-        model.origin = self.path.name
-        require_equal_weights(self, model, self.ranks, self.next_source)
-        return model
+    def make(self, device: str | torch.device, feature_layers: Sequence[int]) -> Llama:
+        return ShardedLlama(self.config, self.ranks, len(self.vocabulary.tokens), feature_layers, device)
 
 
-@dataclass(frozen=True)
-class ShardedDraftCheckpoint(DraftCheckpoint):
-    """One rank's part of a draft model. next_source: as above."""
-
-    ranks: Ranks = field(kw_only=True)
-    next_source: Source = field(kw_only=True)
-
-    def load(self, target: Any, device: str | torch.device, progress: bool = False) -> Draft:
-        model = super().load(target, device, progress)
-        assert isinstance(model, DraftLlama)
-        require_equal_weights(self, model, self.ranks, self.next_source)
-        return model
-
-
-def require_equal_weights(stored: StoredModel, model: Llama, ranks: Ranks, next_source: Source) -> None:
-    """ValueError on every rank, unless each rank loaded the weights that the rank before it reads from its own files."""
+def require_equal_weights(stored: Checkpoint, ranks: Ranks, next_source: Source, model: nn.Module) -> None:
+    """ValueError on every rank, unless each rank loaded the weights that the rank before it reads from its own files. next_source: the next
+    rank's part in these files."""
     own, following = list[int](), list[int]()
     for name, target in stored.slices.items():
         if kind := stored.packed.get(target.parameter):
@@ -193,7 +173,7 @@ def require_equal_weights(stored: StoredModel, model: Llama, ranks: Ranks, next_
             following.append(checksum(torch.cat([pack(kind, rows) for rows in next_source.read_grouped(name)])))
         else:
             own.append(checksum(target.of(model)))
-            following.append(checksum(next_source.read(name).to(model.config.dtype)))
+            following.append(checksum(next_source.read(name).to(stored.config.dtype)))
     found = ranks.gather(torch.tensor([own, following]))
     for rank, (_, expected) in enumerate(found):
         loaded = (rank + 1) % ranks.size
@@ -248,8 +228,7 @@ def shard(checkpoint: Checkpoint, ranks: Ranks) -> ShardedCheckpoint:
     """This rank's part of the model."""
     tensors = sorted(checkpoint.source.tensors.items())
     ranks.require_equal("the configs and tensor tables of the models", repr((checkpoint.config, checkpoint.packed, tensors)).encode())
-    own, following = _own_and_next(checkpoint, ranks)
-    return ShardedCheckpoint(**vars(own), ranks=ranks, next_source=following.source)
+    return ShardedCheckpoint(**vars(_own_part(checkpoint, ranks)), ranks=ranks)
 
 
 def shard_draft(draft: StoredDraft | None, ranks: Ranks) -> StoredDraft | None:
@@ -260,7 +239,7 @@ def shard_draft(draft: StoredDraft | None, ranks: Ranks) -> StoredDraft | None:
     if sum(parameter.numel() for parameter in last.parameters()) < MIN_LAYER_WEIGHTS:
         return draft
     try:
-        own, following = _own_and_next(check_divisible(draft.model, ranks.size), ranks, tokens=False)
+        own = _own_part(check_divisible(draft.model, ranks.size), ranks, tokens=False)
     except ValueError:  # not divisible, or another format
         return draft
     tensors = sorted(draft.source.tensors.items())
@@ -269,10 +248,9 @@ def shard_draft(draft: StoredDraft | None, ranks: Ranks) -> StoredDraft | None:
     def make(target_model: object, device: str | torch.device) -> DraftLlama:
         return ShardedDraft(own.config, draft.token_map, ranks, device)
 
-    changed = {"source": own.source, "slices": own.slices, "packed": own.packed, "make": make}
-    return ShardedDraftCheckpoint(**vars(draft) | changed, ranks=ranks, next_source=following.source)
+    return replace(draft, source=own.source, slices=own.slices, packed=own.packed, check_filled=own.check_filled, make=make)
 
 
-def _own_and_next(checkpoint: Checkpoint, ranks: Ranks, tokens: bool = True) -> tuple[Checkpoint, Checkpoint]:
+def _own_part(checkpoint: Checkpoint, ranks: Ranks, tokens: bool = True) -> Checkpoint:
     own, following = (_divide(checkpoint, rank % ranks.size, ranks.size, tokens) for rank in (ranks.rank, ranks.rank + 1))
-    return own, following
+    return replace(own, check_filled=functools.partial(require_equal_weights, own, ranks, following.source))

@@ -27,11 +27,12 @@ _ACCEPTED = {
 }
 
 
-def load_part(path: str | Path, draft: object, config: EngineConfig | None, size: int, record: object = None, **options: Any) -> Loaded:
-    """Load this rank's part. ValueError for unsupported settings. The loaded config has a time limit of rounds, also for sums.
-
-    options: as for load_models; and `vocabulary`, a picklable function that maps the vocabulary in the files, on every rank.
+def load_part(path: str | Path, draft: Any, config: EngineConfig | None, size: int, record: object = None, **options: Any) -> Loaded:
+    """Load this rank's part, or all with size 1. ValueError for unsupported settings. With more ranks the loaded config has a time limit of
+    rounds, also for sums. options: as for load_models, in which `vocabulary` must be picklable.
     """
+    if size == 1:
+        return load_models(path, draft, config, **options)
     setting = f"tensor_parallel={size}"
     if record is not None:
         raise ValueError(f"record: got {clip_repr(record)} with {setting}, expected None")
@@ -66,10 +67,9 @@ def load_rank(
     options: dict[str, Any],
 ) -> Loaded:
     """join: called once the files are checked. gpu: index of the GPU that this thread uses."""
-    joined, options = list[Ranks](), dict(options)
+    joined = list[Ranks]()
     if gpu is not None:
         torch.cuda.set_device(gpu)
-    vocabulary = options.pop("vocabulary", lambda found: found)
 
     def divide(target: object, drafts: StoredDraft | None) -> tuple[ShardedCheckpoint, StoredDraft | None]:
         checkpoint = check_divisible(target, size)
@@ -82,7 +82,7 @@ def load_rank(
             assert isinstance(loaded.target, Llama)
             rows = loaded.config.max_rows * (loaded.config.num_speculative_tokens + 1)  # of the largest round
             joined[0].choose_sums(loaded.target.norm.new_empty(rows, loaded.target.config.hidden_size))
-        return _with_fixed_settings(loaded._replace(vocabulary=vocabulary(loaded.vocabulary)), joined[0])
+        return _with_fixed_settings(loaded, joined[0])
     except BaseException:
         for ranks in joined:
             ranks.close()

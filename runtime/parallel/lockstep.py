@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from stepgraph.graphs.row_layout import ResultRecord
+from stepgraph.runtime.extras.record import SUBMIT_FIELDS
 from stepgraph.runtime.parallel.ranks import STEPS_PER_COMPARISON, Ranks
 from stepgraph.runtime.request import ActiveRequest, FinishReason, Job, StepEvent
 from stepgraph.runtime.request_queue import QueuedRequest, RequestQueue
@@ -125,6 +126,5 @@ class LockstepScheduler(Scheduler):
 
 def _options(job: Job) -> dict[str, Any]:
     """The options of submit() for the same job on another rank."""
-    copied = ("constraint", "max_new_tokens", "num_speculative_tokens", "cache_salt", "resume_from", "priority", "tenant")
-    options = {name: getattr(job, name) for name in copied}
+    options = {name: getattr(job, name) for name in ("constraint", *SUBMIT_FIELDS)}
     return options | {"sampling": replace(job.sampling, seed=job.seed), "draft_ids": job.draft_ids or None}

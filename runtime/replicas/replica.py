@@ -44,7 +44,7 @@ class Refusal(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """New tokens of a request; the last part has a reason."""
+    """New tokens of a request; the last part has a reason. The first part says which replica has accepted the request."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
@@ -52,17 +52,11 @@ class Tokens(NamedTuple):
     error: str = ""
     rounds: int = 0
     num_cached_tokens: int = 0
+    replica: str = ""
+    identity: str = ""
 
 
-class Accepted(NamedTuple):
-    """The first part of a request that the replica has accepted; one message of Ray with its first tokens."""
-
-    replica: str
-    identity: str
-    part: Tokens
-
-
-AnswerPart = Accepted | Refusal | Tokens
+AnswerPart = Refusal | Tokens
 
 
 @dataclass(frozen=True)
@@ -132,15 +126,15 @@ async def answer(async_engine: AsyncEngine, request: ReplicaRequest, replica: st
         why = "value" if isinstance(error, ValueError) else "full" if isinstance(error, QueueFullError) else "failed"
         yield Refusal(replica, why, str(error))
         return
-    opened = False
+    accepted: dict[str, Any] = {"replica": replica, "identity": identity}
     async with stream:
         async for event in stream:
             if event.finish_reason == FinishReason.ERROR and async_engine.failure is not None:
                 yield Refusal(replica, "failed", event.error)  # an error of the engine and not of this request
                 return
-            part = Tokens(event.tokens, event.logprobs, event.finish_reason, event.error, stream.job.rounds, stream.job.num_cached_tokens)
-            yield part if opened else Accepted(replica, identity, part)
-            opened = True
+            counts = stream.job.rounds, stream.job.num_cached_tokens
+            yield Tokens(event.tokens, event.logprobs, event.finish_reason, event.error, *counts, **accepted)
+            accepted = {}
 
 
 def info_of(engine: Engine, replica: str) -> EngineInfo:

@@ -16,16 +16,15 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
-from stepgraph.runtime.replicas.replica import Accepted, AnswerPart, EngineInfo, Refusal, ReplicaRequest, Tokens
+from stepgraph.runtime.replicas.replica import AnswerPart, EngineInfo, Refusal, ReplicaRequest, Tokens
 from stepgraph.runtime.replicas.router import page_hashes
-from stepgraph.runtime.request import FinishReason, StepEvent, TokenLogprob
+from stepgraph.runtime.request import FinishReason, Job, StepEvent
 from stepgraph.runtime.request_queue import QueueFullError
 from stepgraph.runtime.serve.serving import AnswerError
 from stepgraph.sampling.fields import check_value, instance_of, number, one_of, whole
-from stepgraph.sampling.grammar.constraints.constraint import Constraint
 from stepgraph.sampling.params import SamplingParams
 
-# Calls a replica. Yields Accepted with the first tokens, then Tokens; or a Refusal. Raises ReplicaLost.
+# Calls a replica. Yields Tokens, or a Refusal. Raises ReplicaLost.
 Call = Callable[[ReplicaRequest], AsyncGenerator[AnswerPart, None]]
 POLICIES = ("exact", "same-hardware", "never")
 
@@ -39,18 +38,9 @@ class IdentityMismatch(ReplicaLost):
 
 
 @dataclass(eq=False)
-class RemoteJob:
-    """The known state of a request on a replica."""
+class RemoteJob(Job):
+    """A request on a replica. Numbers of the engine are known at its end."""
 
-    constraint: Constraint | None
-    seed: int
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    error: str = ""
-    rounds: int = 0
-    num_cached_tokens: int = 0
-    first_token_seconds: float | None = None
     replicas: list[str] = field(default_factory=list)  # in order; more than one if it was continued
 
 
@@ -94,7 +84,7 @@ class ResumedStream:
         options: dict[str, Any],
     ) -> None:
         """on_end: called once, at the end of a stream that was opened."""
-        self._call, self._info, self._resume, self._counts, self._started = call, info, resume, counts, time.perf_counter()
+        self._call, self._info, self._resume, self._counts = call, info, resume, counts
         sampling: SamplingParams = options.get("sampling") or SamplingParams()
         check_value("sampling", sampling, instance_of(SamplingParams, "SamplingParams"))
         if not sampling.greedy and sampling.seed is None:  # a seed drawn by the replica could not be repeated
@@ -109,7 +99,9 @@ class ResumedStream:
         options = options | {"sampling": sampling}
         pages = page_hashes(prompt_ids, info.page_size, (options.get("cache_salt", ""), options.get("lora_name", "")))
         self._request = ReplicaRequest(prompt_ids, options, pages)
-        self.job = RemoteJob(options.get("constraint"), sampling.seed or 0)
+        new_tokens = options.get("max_new_tokens") or info.max_length - len(prompt_ids)
+        constraint, seed, stop_ids = options.get("constraint"), sampling.seed or 0, sampling.stop_token_ids
+        self.job = RemoteJob(0, prompt_ids, constraint, sampling, new_tokens, drafts, stop_ids, seed, vocabulary=info.vocabulary)
         self._identity, self._avoid = "", set[str]()
         self._events = self._replicas(on_end)
         self._first: StepEvent | None = None
@@ -180,10 +172,9 @@ class ResumedStream:
             async for part in parts:
                 if isinstance(part, Refusal):
                     self._refused(part)
-                if isinstance(part, Accepted):
+                if part.replica:
                     self._identity = part.identity
                     job.replicas.append(part.replica)
-                    part = part.part
                 if (event := self._event(part, skip)) is not None:
                     yield event
 
@@ -214,7 +205,7 @@ class ResumedStream:
             raise ReplicaLost("the replica was shut down", job.replicas[-1])
         tokens, logprobs = tuple(part.tokens[count:]), tuple(part.logprobs[count:])
         if job.first_token_seconds is None and tokens:
-            job.first_token_seconds = time.perf_counter() - self._started
+            job.first_token_seconds = time.perf_counter() - job.submitted_at
         job.tokens += tokens
         job.logprobs += logprobs
         if part.reason is not None:

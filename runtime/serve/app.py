@@ -22,7 +22,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from stepgraph.runtime.metrics import gauge, prometheus_text
-from stepgraph.runtime.request import EngineClosedError, FinishReason, StepEvent
+from stepgraph.runtime.request import EngineClosedError, FinishReason, Job, StepEvent
 from stepgraph.runtime.request_queue import QueueFullError
 from stepgraph.runtime.serve.calls import Delta, choose_format
 from stepgraph.runtime.serve.fields import GenerationRequest, checked_model, parse_request, request_error
@@ -40,7 +40,7 @@ from stepgraph.runtime.serve.http import (
     until_disconnect,
 )
 from stepgraph.runtime.serve.replies import Reply, usage_of, whole_message
-from stepgraph.runtime.serve.serving import AnswerError, AnswerJob, AnswerStream, Serving
+from stepgraph.runtime.serve.serving import AnswerError, AnswerStream, Serving
 
 LOG = logging.getLogger("stepgraph.serve")  # one JSON object per request; never prompts, texts or keys
 
@@ -287,7 +287,7 @@ class Answer:
         reply.job = stream.job
         return stream
 
-    def _check_end(self, job: AnswerJob, event: StepEvent) -> None:
+    def _check_end(self, job: Job, event: StepEvent) -> None:
         if event.finish_reason == FinishReason.CANCELLED:
             raise HttpError(503, "the server is shutting down")
         if event.finish_reason == FinishReason.DEAD_END:

@@ -6,10 +6,10 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any
 
 from stepgraph.runtime.serve.calls import ChosenFormat
-from stepgraph.runtime.serve.http import HttpError
+from stepgraph.runtime.serve.http import HttpError, refuse
 from stepgraph.runtime.serve.reasoning import Reasoning, reasoning_of
 from stepgraph.runtime.serve.tools import ToolUse, tool_use
 from stepgraph.runtime.text import TextCodec
@@ -112,12 +112,12 @@ def parse_request(
     stream, include_usage = _checked(fields, "stream", _BOOL, False), _include_usage(fields)
     n = _checked(fields, "n", whole(1, MAX_CHOICES), 1)
     if fields.get("best_of", n) != n:
-        _refuse("best_of", fields["best_of"], f"n, which is {n}")
+        refuse("best_of", fields["best_of"], f"n, which is {n}")
     field = "tools" if tools is not None else "response_format"
     budget = _checked(fields, "thinking_token_budget", _BUDGET)
     reasoning = reasoning_of(prompt_ids, codec, _template_variables(fields), budget) if chat else None
     if budget is not None and reasoning is None:
-        _refuse("thinking_token_budget", budget, "none: the answer has no reasoning between <think> and </think>")
+        refuse("thinking_token_budget", budget, "none: the answer has no reasoning between <think> and </think>")
     return GenerationRequest(chat, model, prompt_ids, options, _stops(fields), stream, include_usage, logprobs, tools, n, field, reasoning)
 
 
@@ -144,10 +144,6 @@ def request_error(error: ValueError | str, prompt_field: str = "messages", const
     return HttpError(400, f"{field}{subject.removeprefix(runtime_field)}:{reason}", field or None)
 
 
-def _refuse(field: str, value: Any, expected: str) -> NoReturn:
-    raise HttpError(400, f"{field}: got {clip_json(value)}, expected {expected}", field)
-
-
 def _check_known(fields: dict[str, Any], known: set[str]) -> None:
     for full_name in fields.keys() - known:
         value, name = fields[full_name], full_name[:100] or "''"
@@ -161,7 +157,7 @@ def _check_known(fields: dict[str, Any], known: set[str]) -> None:
 def _chat_ids(fields: Mapping[str, Any], tools: ToolUse | None, codec: TextCodec) -> list[int]:
     messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:
-        _refuse("messages", messages, "a list of at least one message")
+        refuse("messages", messages, "a list of at least one message")
     plain = [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
     if not codec.template_mentions("developer"):
         plain = [message | {"role": "system"} if message["role"] == "developer" else message for message in plain]
@@ -175,9 +171,9 @@ def _chat_ids(fields: Mapping[str, Any], tools: ToolUse | None, codec: TextCodec
 def _message(message: Any, name: str) -> dict[str, Any]:
     """The message with its content as one text."""
     if not isinstance(message, dict):
-        _refuse(name, message, "an object with a role and a content")
+        refuse(name, message, "an object with a role and a content")
     if message.get("role") not in _ROLES:
-        _refuse(f"{name}.role", message.get("role"), f"one of {', '.join(_ROLES)}")
+        refuse(f"{name}.role", message.get("role"), f"one of {', '.join(_ROLES)}")
     message = {field: value for field, value in message.items() if value is not None}
     for field in message.keys() - _MESSAGE_FIELDS:
         raise HttpError(400, f"{name}.{field[:100]}: the field is not supported", f"{name}.{field[:100]}")
@@ -185,15 +181,15 @@ def _message(message: Any, name: str) -> dict[str, Any]:
     if isinstance(content, list):
         for part in content:
             if not isinstance(part, dict) or part.keys() != {"type", "text"} or part["type"] != "text" or not isinstance(part["text"], str):
-                _refuse(f"{name}.content", part, "parts of type text")
+                refuse(f"{name}.content", part, "parts of type text")
         content = "".join(part["text"] for part in content)
     if content is None and message.get("tool_calls"):
         content = ""
     if not isinstance(content, str):
-        _refuse(f"{name}.content", content, "text")
+        refuse(f"{name}.content", content, "text")
     calls = message.get("tool_calls", [])
     if not isinstance(calls, list):
-        _refuse(f"{name}.tool_calls", calls, "a list of calls")
+        refuse(f"{name}.tool_calls", calls, "a list of calls")
     parsed = [_past_call(call, f"{name}.tool_calls[{index}]") for index, call in enumerate(calls)]
     return {**message, "content": content} | ({"tool_calls": parsed} if parsed else {})
 
@@ -202,13 +198,13 @@ def _past_call(call: Any, name: str) -> dict[str, Any]:
     """A call of an earlier answer. Templates write its arguments as JSON, so they get the object and not its text."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        _refuse(name, call, "an object of type function with a name and arguments")
+        refuse(name, call, "an object of type function with a name and arguments")
     try:
         arguments = json.loads(function.get("arguments") or "{}")
     except (TypeError, ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
-        _refuse(f"{name}.function.arguments", function.get("arguments"), "the text of a JSON object")
+        refuse(f"{name}.function.arguments", function.get("arguments"), "the text of a JSON object")
     return {**call, "function": {**function, "arguments": arguments}}
 
 
@@ -230,7 +226,7 @@ def _max_tokens(fields: Mapping[str, Any], prompt: int, max_length: int, chat: b
     field = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
     value = fields.get(field, room if chat else min(16, room))
     if not is_int(value) or not 1 <= value <= room:
-        _refuse(field, value, f"a whole number from 1 to {room}: {max_length} tokens less {prompt} of the prompt")
+        refuse(field, value, f"a whole number from 1 to {room}: {max_length} tokens less {prompt} of the prompt")
     return value
 
 
@@ -241,7 +237,7 @@ def _prompt_ids(fields: Mapping[str, Any], codec: TextCodec) -> list[int]:
     if isinstance(prompt, list) and prompt and all(map(is_int, prompt)):
         return prompt
     if not isinstance(prompt, str):
-        _refuse("prompt", prompt, "one text or one list of token ids")
+        refuse("prompt", prompt, "one text or one list of token ids")
     try:
         return codec.encode(prompt)
     except ValueError as error:
@@ -252,7 +248,7 @@ def _sampling(fields: Mapping[str, Any], logprobs: bool, top_logprobs: int) -> S
     params = {runtime: fields[field] for field, runtime in _SAMPLING_FIELDS.items() if field in fields}
     biases = fields.get("logit_bias", {})
     if not isinstance(biases, dict) or not all(re.fullmatch(r"\d{1,9}", token) for token in biases):
-        _refuse("logit_bias", biases, "an object from token ids to numbers")
+        refuse("logit_bias", biases, "an object from token ids to numbers")
     try:
         params = {"temperature": 1.0, **params, "logit_bias": {int(token): bias for token, bias in biases.items()}}
         return SamplingParams(**params, logprobs=logprobs, top_logprobs=top_logprobs)
@@ -266,7 +262,7 @@ def _constraint(fields: Mapping[str, Any], tools: ToolUse | None) -> Constraint 
         if tools is None:
             return constraint
         if constraint is not None:
-            _refuse("response_format", fields["response_format"], "none beside tools, or tool_choice 'none'")
+            refuse("response_format", fields["response_format"], "none beside tools, or tool_choice 'none'")
         try:
             return tools.constraint()
         except ValueError as error:
@@ -279,7 +275,7 @@ def _stops(fields: Mapping[str, Any]) -> tuple[str, ...]:
     stops = fields.get("stop", [])
     stops = [stops] if isinstance(stops, str) else stops
     if not isinstance(stops, list) or len(stops) > MAX_STOPS or not all(isinstance(stop, str) and stop for stop in stops):
-        _refuse("stop", stops, f"a non-empty text, or a list of up to {MAX_STOPS} of them")
+        refuse("stop", stops, f"a non-empty text, or a list of up to {MAX_STOPS} of them")
     return tuple(stops)
 
 
@@ -287,16 +283,16 @@ def _include_usage(fields: Mapping[str, Any]) -> bool:
     options = fields.get("stream_options", {})
     known = isinstance(options, dict) and not options.keys() - {"include_usage", "include_obfuscation"}
     if not known or not isinstance(options.get("include_usage", False), bool) or options.get("include_obfuscation"):
-        _refuse("stream_options", options, "an object with include_usage; include_obfuscation may be false")
+        refuse("stream_options", options, "an object with include_usage; include_obfuscation may be false")
     if options and not fields.get("stream"):
-        _refuse("stream_options", options, "none without stream: true")
+        refuse("stream_options", options, "none without stream: true")
     return bool(options.get("include_usage"))
 
 
 def _checked(fields: Mapping[str, Any], name: str, check: Check, default: Any = None) -> Any:
     """The value of a field, or the default where there is none."""
     if name in fields and not check.accepts(fields[name]):
-        _refuse(name, fields[name], check.expected)
+        refuse(name, fields[name], check.expected)
     return fields.get(name, default)
 
 
@@ -307,5 +303,5 @@ def _logprobs(fields: Mapping[str, Any], chat: bool) -> tuple[bool, int]:
         return top is not None, top or 0
     chosen, top = _checked(fields, "logprobs", _BOOL, False), _checked(fields, "top_logprobs", whole(0, MAX_CHAT_LOGPROBS), 0)
     if top and not chosen:
-        _refuse("top_logprobs", top, "none without logprobs: true")
+        refuse("top_logprobs", top, "none without logprobs: true")
     return chosen, top

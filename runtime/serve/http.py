@@ -7,7 +7,7 @@ import contextlib
 import json
 from collections.abc import Coroutine, Generator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import uvicorn
 from starlette.exceptions import HTTPException
@@ -17,6 +17,7 @@ from starlette.types import Receive, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from stepgraph.sampling.fields import reject_constant, reject_repeated_keys
+from stepgraph.sampling.grammar.schema.reader import clip_json
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,10 @@ class HttpError(HTTPException):
     def body(self) -> dict[str, Any]:
         kind = "invalid_request_error" if self.status_code < 500 else "server_error"
         return {"error": {"message": self.detail, "type": kind, "param": self.field, "code": self.code}}
+
+
+def refuse(field: str, value: Any, expected: str) -> NoReturn:
+    raise HttpError(400, f"{field}: got {clip_json(value)}, expected {expected}", field)
 
 
 class EventStream:

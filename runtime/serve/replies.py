@@ -6,11 +6,10 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from stepgraph.runtime.request import FinishReason, StepEvent, TokenLogprob
+from stepgraph.runtime.request import FinishReason, Job, StepEvent, TokenLogprob
 from stepgraph.runtime.serve.calls import CallParser, Delta, merge_deltas
 from stepgraph.runtime.serve.fields import GenerationRequest
 from stepgraph.runtime.serve.reasoning import make_splitter
-from stepgraph.runtime.serve.serving import AnswerJob
 from stepgraph.runtime.text import TextCodec
 
 
@@ -19,7 +18,7 @@ class Reply:
 
     def __init__(self, request: GenerationRequest, codec: TextCodec, index: int) -> None:
         self.request, self.index, self._codec = request, index, codec
-        self.job: AnswerJob | None = None  # set when it is submitted
+        self.job: Job | None = None  # set when it is submitted
         self._text_stream = codec.stream()
         tools = request.tools
         only_calls = tools is not None and tools.required

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from stepgraph.runtime.aio import AsyncEngine, JobStream
-from stepgraph.runtime.request import FinishReason, StepEvent
+from stepgraph.runtime.request import Job, StepEvent
 from stepgraph.runtime.text import TextCodec
-from stepgraph.sampling.grammar.constraints.constraint import Constraint
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -19,23 +18,11 @@ class AnswerError(RuntimeError):
     """An answer cannot be completed, and the request is not the cause."""
 
 
-class AnswerJob(Protocol):
-    """The part of a Job that an answer reports."""
-
-    finish_reason: FinishReason | None
-    first_token_seconds: float | None
-    num_cached_tokens: int
-    rounds: int
-
-    @property
-    def constraint(self) -> Constraint | None: ...
-
-
 class AnswerStream(Protocol):
     """Events of one request, the last one with a finish reason."""
 
     @property
-    def job(self) -> AnswerJob: ...
+    def job(self) -> Job: ...
 
     def __aiter__(self) -> AnswerStream: ...
 

@@ -11,7 +11,7 @@ from types import NoneType
 from typing import Any
 
 from stepgraph.runtime.serve.calls import CallFormat, ChosenFormat, TextParameters
-from stepgraph.runtime.serve.http import HttpError
+from stepgraph.runtime.serve.http import HttpError, refuse
 from stepgraph.runtime.text import Message, TextCodec
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
 from stepgraph.sampling.grammar.constraints.unsupported import naming_schema
@@ -66,16 +66,15 @@ def tool_use(tools: Any, choice: Any, parallel: bool, chosen_format: ChosenForma
     """The functions that may be called; None if there are none. HttpError names the field that is wrong."""
     if tools is None:
         if choice not in (None, "none"):
-            raise HttpError(400, f"tool_choice: got {json.dumps(choice)[:60]} without tools, expected tools", "tool_choice")
+            refuse("tool_choice", choice, "none without tools")
         return None
     if not isinstance(tools, list) or not tools:
-        raise HttpError(400, f"tools: got {json.dumps(tools)[:60]}, expected a list of at least one function", "tools")
+        refuse("tools", tools, "a list of at least one function")
     for index, tool in enumerate(tools):
         _check_tool(tool, f"tools[{index}]")
     by_name = {tool["function"]["name"]: tool for tool in tools}
     if len(by_name) < len(tools):
-        names = ", ".join(tool["function"]["name"] for tool in tools)
-        raise HttpError(400, f"tools: got the names {names}, expected different names", "tools")
+        refuse("tools", [tool["function"]["name"] for tool in tools], "functions with different names")
     if choice in (None, "auto", "required"):
         return ToolUse(tuple(tools), *chosen_format, choice == "required", parallel)
     if choice == "none":
@@ -83,23 +82,21 @@ def tool_use(tools: Any, choice: Any, parallel: bool, chosen_format: ChosenForma
     for name, tool in by_name.items():
         if choice == {"type": "function", "function": {"name": name}}:
             return ToolUse((tool,), *chosen_format, required=True, parallel=False)
-    expected = "none, auto, required or one of the functions"
-    raise HttpError(400, f"tool_choice: got {json.dumps(choice)[:60]}, expected {expected}", "tool_choice")
+    refuse("tool_choice", choice, "none, auto, required or one of the functions")
 
 
 def _check_tool(tool: Any, name: str) -> None:
     function = tool.get("function") if isinstance(tool, dict) and tool.keys() == {"type", "function"} else None
     if not isinstance(function, dict) or tool["type"] != "function":
-        raise HttpError(400, f"{name}: got {json.dumps(tool)[:60]}, expected an object of type function with a function", name)
+        refuse(name, tool, "an object of type function with a function")
     field = f"{name}.function"
     for unknown in function.keys() - {"name", "description", "parameters", "strict"}:
         raise HttpError(400, f"{field}.{unknown[:100]}: the field is not supported", f"{field}.{unknown[:100]}")
     if not isinstance(function.get("name"), str) or not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", function["name"]):
-        raise HttpError(400, f"{field}.name: got {json.dumps(function.get('name'))[:60]}, expected up to 64 letters, digits, _ or -", field)
+        refuse(field, function.get("name"), "a name of up to 64 letters, digits, _ or -")
     if not isinstance(function.get("strict"), (bool, NoneType)):  # calls match their schemas in any case
-        raise HttpError(400, f"{field}.strict: got {json.dumps(function['strict'])[:60]}, expected true or false", f"{field}.strict")
+        refuse(f"{field}.strict", function["strict"], "true or false")
     if not isinstance(function.get("parameters") or {}, dict):
-        got = type(function["parameters"]).__name__
-        raise HttpError(400, f"{field}.parameters: got {got}, expected a JSON schema", f"{field}.parameters")
+        refuse(f"{field}.parameters", function["parameters"], "a JSON schema")
     if (found := (function.get("parameters") or {}).get("type", "object")) != "object":
-        raise HttpError(400, f"{field}.parameters.type: got {json.dumps(found)[:60]}, expected object", f"{field}.parameters")
+        refuse(f"{field}.parameters.type", found, "object")

@@ -13,7 +13,7 @@ from stepgraph import AsyncEngine, Constraint, Engine, EngineConfig, SamplingPar
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.model_call import ModelInput, ModelOutput
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
-from stepgraph.runtime.replicas.replica import Accepted, AnswerPart, EngineInfo, ReplicaRequest, Tokens, info_of
+from stepgraph.runtime.replicas.replica import AnswerPart, EngineInfo, ReplicaRequest, Tokens, info_of
 from stepgraph.runtime.request import FinishReason
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,7 +109,7 @@ class Canned:
         count = ask.options["max_new_tokens"]
         for index in range(count):
             part = Tokens((index,), reason=None if index < count - 1 else FinishReason.LENGTH, rounds=1)
-            yield part if index else Accepted("canned", "x", part)
+            yield part if index else part._replace(replica="canned", identity="x")
 
 
 class Bare:

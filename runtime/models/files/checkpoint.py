@@ -39,7 +39,13 @@ class Checkpoint(StoredModel):
 
     def outline(self, feature_layers: Sequence[int] = ()) -> Llama:
         """The model on the meta device."""
-        return self.allocate_packed(Llama(self.config, feature_layers=feature_layers, device="meta"))
+        return self.allocate_packed(self.make("meta", feature_layers))
+
+    def make(self, device: str | torch.device, feature_layers: Sequence[int]) -> Llama:
+        """The model, whose weights are uninitialised and not packed."""
+        # Packed weights replace empty ones, for which a GPU would have to allocate memory; on the host untouched memory costs nothing.
+        on_host = self.packed and device != "meta"
+        return Llama(self.config, feature_layers=feature_layers, device="cpu" if on_host else device)
 
     @property
     def mtp_tensors(self) -> frozenset[str]:
@@ -52,8 +58,7 @@ class Checkpoint(StoredModel):
 
     def load(self, device: str | torch.device, feature_layers: Sequence[int] = (), progress: bool = False) -> Llama:
         """Call `check` first."""
-        # Packed weights replace empty ones, for which a GPU would have to allocate memory; on the host untouched memory costs nothing.
-        model = self.allocate_packed(Llama(self.config, feature_layers=feature_layers, device="cpu" if self.packed else device)).to(device)
+        model = self.allocate_packed(self.make(device, feature_layers)).to(device)
         self.fill(model, progress)
         model.origin = self.path.name
         return model

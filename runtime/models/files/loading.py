@@ -45,12 +45,14 @@ def load_models(
     weights: str = DEQUANTISED,
     implementation: str = AUTO_CLASS,
     divide: Divide = lambda target, draft: (target, draft),
+    vocabulary: Callable[[Vocabulary], Vocabulary] = lambda found: found,
 ) -> Loaded:
     """A target and its drafter on the device of the config's backend. "demo" is the pair of the demonstration.
 
     config: None for the defaults, reduced to the positions and drafts that the models support. draft: "auto" uses the MTP
     modules in the target's folder, or n-gram look-up if there are none. weights: quantised ones are kept QUANTISED or DEQUANTISED.
     implementation: of the target, as in `open_target`. divide: returns the parts of the opened target and draft to load.
+    vocabulary: maps the vocabulary in the files to that of the engine.
     """
     check_config(config)
     check_value("progress", progress, BOOL)
@@ -92,7 +94,7 @@ def load_models(
     target = checkpoint.load(device, feature_layers, progress)
     if draft_checkpoint is not None:
         drafter = draft_checkpoint.load(target, device, progress)
-    return Loaded(target, drafter, checkpoint.vocabulary, config)
+    return Loaded(target, drafter, vocabulary(checkpoint.vocabulary), config)
 
 
 def uses_cuda(backend: str) -> bool:

@@ -225,6 +225,7 @@ class StoredModel:
     source: Source
     slices: Slices
     packed: Mapping[str, QuantKind] = field(default_factory=dict, kw_only=True)  # parameters that stay quantised
+    check_filled: Callable[[nn.Module], object] = field(default=lambda model: None, kw_only=True)  # called with the model after `fill`
 
     def check_header(self, outline: nn.Module, unused: Iterable[str] = ()) -> None:
         """Check names, shapes and types. Raises ValueError for a tensor that is missing, does not fit, or is neither needed nor
@@ -277,7 +278,7 @@ class StoredModel:
                 packed = pack(self.packed[target.parameter], rows)
                 packed_weight[start : start + len(packed)].view(torch.int64).copy_(packed.view(torch.int64))  # few elements, so no threads
                 start += len(packed)
-        model.eval()
+        self.check_filled(model.eval())
 
     def _read_one(self, name: str) -> Tensor | Iterator[Grouped]:
         return self.source.read_grouped(name) if self.slices[name].parameter in self.packed else self.source.read(name)
