@@ -168,7 +168,7 @@ class CallParser:
 
     def _object(self) -> Steps[bool]:
         """Parse arguments that are a JSON object. Returns whether they are complete."""
-        end, size = _ObjectEnd(), None
+        end, size = ObjectEnd(), None
         while size is None:
             if not self._pending:
                 if self._ended:
@@ -209,10 +209,10 @@ class CallParser:
         return self._arguments(json.dumps(text, ensure_ascii=False)[1:-1])
 
     def _up_to(self, delimiters: Sequence[str], delta: Callable[[str], Delta], is_dropped: bool = False) -> Steps[str]:
-        """Yield the text up to the first delimiter. Returns the delimiter, with which the rest begins; empty if the text ended before."""
+        """Yield the text up to the delimiter that ends first. Returns it; the rest begins with it. Empty if the text ended before."""
         while True:
-            found = [(start, -len(each), each) for each in delimiters if (start := self._pending.find(each)) >= 0]
-            start, _, delimiter = min(found, default=(len(self._pending), 0, ""))
+            found = [(start + len(each), start, each) for each in delimiters if (start := self._pending.find(each)) >= 0]
+            _, start, delimiter = min(found, default=(0, len(self._pending), ""))
             size = start if found or self._ended else start - partial_match(self._pending, delimiters)
             text, self._pending = self._pending[:size], self._pending[size:]
             if text and not is_dropped:
@@ -237,14 +237,16 @@ class CallParser:
         return size == len(text)
 
 
-class _ObjectEnd:
+class ObjectEnd:
     """Finds the end of a JSON object in text that arrives in pieces."""
 
     def __init__(self) -> None:
         self._depth, self._in_string, self._escaped = 0, False, False
 
     def find(self, text: str) -> int | None:
-        """The index after the object; None if the object continues."""
+        """The index after the object, 0 if the text is no object; None if the object continues."""
+        if not self._depth and text and text[0] != "{":
+            return 0
         for index, char in enumerate(text):
             if self._in_string:
                 self._in_string = char != '"' or self._escaped

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stepgraph.runtime.serve.calls import FORMATS, choose_format
+from stepgraph.runtime.serve.calls import FORMATS, ObjectEnd, choose_format
 from stepgraph.runtime.text import TextCodec, partial_match
 
 THINK_BEGIN, THINK_END = "<think>", "</think>"
@@ -26,7 +26,8 @@ class Reasoning:
     def marker(self, of_calls: bool, required: bool, closed: bool) -> str | None:
         """The text after which a constraint applies; None for the whole answer. closed: the answer continues after closed reasoning."""
         if not self.in_channels:
-            return None if closed else THINK_END
+            # The triggers of calls in free text apply from the start where the model may answer without reasoning.
+            return None if closed or (of_calls and not required and not self.opened) else THINK_END
         if of_calls:
             return MESSAGE_END if required and not closed else None  # free text with calls has triggers that occur nowhere else
         return f"{CHANNEL}final{MESSAGE}"
@@ -36,7 +37,7 @@ def with_markers(codec: TextCodec, tool_format: str) -> TextCodec:
     """The codec in which markers of reasoning and calls are text, even if they are control tokens."""
     markers = {
         *([THINK_BEGIN, THINK_END] if codec.template_mentions(THINK_BEGIN) else ()),
-        *([MESSAGE_END] if codec.template_mentions(CHANNEL) else ()),
+        *([MESSAGE_END, *FORMATS["gpt-oss"].markers] if codec.template_mentions(CHANNEL) else ()),
     }
     return codec.with_text(choose_format(codec, tool_format).call_format.markers | markers)
 
@@ -97,6 +98,7 @@ class ChannelSplitter:
     def __init__(self) -> None:
         self.in_reasoning = False
         self._pending, self._in_header = "", True
+        self._arguments: ObjectEnd | None = None  # of the call that is read
 
     def push(self, text: str, ended: bool = False) -> Iterator[tuple[bool, str]]:
         """Yields pieces, with True for reasoning. ended: no more text follows."""
@@ -112,9 +114,13 @@ class ChannelSplitter:
                 call = re.search(r" to=functions\.([\w-]+)", header)
                 self.in_reasoning = call is None and f"{CHANNEL}analysis" in header
                 if call:
+                    self._arguments = ObjectEnd()
                     yield False, FORMATS["gpt-oss"].begin(call[1])
-            end = re.search(r"<\|end\|>|<\|start\|>", self._pending)
-            size = end.start() if end else len(self._pending) - (0 if ended else partial_match(self._pending, [MESSAGE_END, "<|start|>"]))
+            inside = self._arguments.find(self._pending) if self._arguments else 0  # markers in strings of arguments end nothing
+            self._arguments = self._arguments if inside is None else None
+            end = None if inside is None else re.compile(r"<\|end\|>|<\|start\|>").search(self._pending, inside)
+            held = 0 if ended or inside is None else partial_match(self._pending, [MESSAGE_END, "<|start|>"])
+            size = end.start() if end else len(self._pending) - held
             piece, self._pending = self._pending[:size], self._pending[end.end() if end else size :]
             if piece:
                 yield self.in_reasoning, piece

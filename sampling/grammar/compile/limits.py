@@ -16,6 +16,7 @@ _MESSAGE_PARTS = {  # part of a message of llguidance, or of either matcher -> t
     "one step of the grammar took": "step_seconds",
     TOO_DEEP: "automaton_depth",
     "initial lexer configuration": "compile_fuel",
+    "lexer precomputation failed": "compile_fuel",
     "grammar size": "grammar_symbols",
     "too many states": "lexer_states",
     "too many expressions": "mask_fuel",

@@ -9,7 +9,7 @@ CharSet = tuple[tuple[int, int], ...]  # first and last code points of ranges, a
 
 LAST_CODE_POINT, LAST_ASCII = 0x10FFFF, 0x7F
 _SURROGATES = (0xD800, 0xDFFF)
-EBNF_CHAR = re.compile(r"\\U([0-9a-fA-F]{8})|\\u([0-9a-fA-F]{4})|\\x([0-9a-fA-F]{2})|\\(.)|(.)", re.DOTALL)
+EBNF_CHAR = re.compile(r"\\U([0-9a-fA-F]{8})|\\u([0-9a-fA-F]{4})|\\x([0-9a-fA-F]{1,2})|\\(.)|(.)", re.DOTALL)
 _ESCAPES = {"0": "\0", "n": "\n", "r": "\r", "t": "\t", "a": "\a", "b": "\b", "e": "\x1b", "f": "\f", "v": "\v"}
 
 

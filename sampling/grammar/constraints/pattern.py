@@ -31,17 +31,18 @@ def _translate(pattern: str, write_class: Callable[[CharSet], str], opening: str
         return f"{separator}|{separator}".join(separator.join([empty, *map(text, sequence)]) for sequence in sequences)
 
     def text(item: Item) -> str:
+        suffix = ""
+        if isinstance(item, Repeat):  # not a call of its own: groups may be inside each other up to the limit of recursion
+            suffix, item = repeat_suffix(item.low, item.high), item.item
         if isinstance(item, Group):
-            return f"{opening}{separator}{alternatives(item.alternatives)}{separator})"
-        if isinstance(item, Repeat):
-            return text(item.item) + repeat_suffix(item.low, item.high)
-        if isinstance(item, (int, LookAhead)):
+            return f"{opening}{separator}{alternatives(item.alternatives)}{separator}){suffix}"
+        if isinstance(item, (int, LookAhead, Repeat)):
             raise PatternError(f"has {pattern[:40]!r}, expected anchors at its ends only, and no look-around")
         if item not in classes:
             if not intersection(item, ALL_CHARS):
                 raise PatternError(f"has {pattern[:40]!r}, expected classes of at least one character")
             classes[item] = write_class(intersection(item, ALL_CHARS))
-        return classes[item]
+        return classes[item] + suffix
 
     try:
         return alternatives([inner[inner[:1] == [START] : len(inner) - (inner[-1:] == [END])] for inner in parse_pattern(pattern)])

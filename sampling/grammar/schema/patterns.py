@@ -24,6 +24,7 @@ _DOT = complement(charset("\n\r\u2028\u2029"))
 _COUNT = re.compile(r"\{([0-9]+)(,?)([0-9]*)\}")
 _ESCAPE = re.compile(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]+)\}|c([a-zA-Z])|([pP])\{((?:\w+=)?\w+)\}", re.DOTALL)
 _PROPERTY = re.compile(r"\\[pP]\{")
+_ANCHORS = re.compile(r"[\^$]{2,}(?![*+?])")
 _LOW_HALF = re.compile(r"\\u([dD][c-fC-F][0-9a-fA-F]{2})")
 
 
@@ -178,6 +179,9 @@ class _Parser:
         while self._position < len(self._pattern) and self._pattern[self._position] != ")":
             if self._accept("|"):
                 found.append([])
+            elif anchors := _ANCHORS.match(self._pattern, self._position):  # `$^` is `^$`, and `$$` is `$`
+                found[-1] += [START] * ("^" in anchors[0]) + [END] * ("$" in anchors[0])
+                self._position = anchors.end()
             else:
                 found[-1].append(self._repeated(self._item()))
         return found
@@ -218,8 +222,8 @@ class _Parser:
         found = _COUNT.match(self._pattern, self._position)
         char = self._pattern[self._position : self._position + 1]
         if found:
-            low = int(found[1])
-            high = None if found[2] and not found[3] else int(found[3]) if found[2] else low
+            low = int(found[1].lstrip("0")[:9] or 0)
+            high = None if found[2] and not found[3] else int(found[3].lstrip("0")[:9] or 0) if found[2] else low
             if max(low, high or 0) > MAX_COUNT:
                 self._fail(f"at most {MAX_COUNT} repetitions")
             if high is not None and high < low:
@@ -240,11 +244,11 @@ class _Parser:
     def _set(self) -> CharSet:
         negated, found = self._accept("^"), list[tuple[int, int]]()
         while not self._accept("]"):
-            first = self._member()
+            start, first = self._position, self._member()
             dash = self._position
             if self._accept("-") and self._pattern[self._position : self._position + 1] != "]":
                 last = self._member()
-                if _size(first) == _size(last) == 1:
+                if _size(first) == _size(last) == 1 and not _PROPERTY.search(self._pattern, start, self._position):
                     if last[0][0] < first[0][0]:
                         self._position = dash
                         self._fail("a range that ascends")

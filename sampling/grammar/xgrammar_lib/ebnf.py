@@ -9,13 +9,13 @@ from __future__ import annotations
 import functools
 import heapq
 import json
-import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from stepgraph.sampling.fields import clip_repr
 from stepgraph.sampling.grammar.compile.limits import CompileAbortedError, limit_exceeded
 from stepgraph.sampling.grammar.constraints.charset import (
     EBNF_CHAR,
@@ -34,7 +34,13 @@ from stepgraph.sampling.grammar.schema.parameters import parameters_grammar
 from stepgraph.sampling.grammar.schema.reader import parse_json
 from stepgraph.sampling.grammar.schema.spelling import literal
 
-_LITERAL_OR_CLASS = re.compile(r'"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]|#[^\n]*')  # a literal, a class or a comment
+# A literal, a class or a comment; also without an end, which would be searched again and again.
+_LITERAL_OR_CLASS = re.compile(r'"(?:[^"\\]|\\.)*"?|\[(?:[^\]\\]|\\.)*\]?|#[^\n]*')
+_BLANKS = r"(?:\s|#[^\n]*(?:\n|\Z))*"
+# What precedes an empty alternative, which the library expects to be written as "".
+_BEFORE_EMPTY = re.compile(rf"({_LITERAL_OR_CLASS.pattern})|(?:::=|[|(])(?={_BLANKS}\|)|\|(?={_BLANKS}(?:\)|[\w.-]+\s*::=|\Z))")
+# The library reads numbers as 32 bits, and its parser of regular expressions is wrong: see `constraints.pattern`.
+_MISREAD = re.compile(r"[{(][\s\d,]*\d{10}|(?<![\w.-])Regex\s*\(")
 _MAYBE_NON_ASCII = re.compile(r"[^\x00-\x7f]|\\[uUx]|\[\^")  # if found, a grammar may have a class beyond ASCII
 
 
@@ -57,6 +63,9 @@ def ebnf_text(core: Any, kind: str, payload: str, options: Options) -> tuple[str
     """The constraint in the library's notation, and the name of its root rule."""
     if kind == "ebnf":
         root, grammar = json.loads(payload)
+        if found := _MISREAD.search(_LITERAL_OR_CLASS.sub("", grammar)):
+            raise ValueError(f"got {clip_repr(found.group())}, expected numbers below 1,000,000,000, and rules instead of Regex(...)")
+        grammar = _BEFORE_EMPTY.sub(lambda found: found[1] or f'{found[0]} ""', grammar)
         return _with_safe_classes(core, grammar, root), root
     if kind == "regex":
         return f"root ::= {pattern_to_ebnf(payload)}", "root"
@@ -111,7 +120,7 @@ def _safe_token(token: re.Match[str]) -> str:
 
 
 def _fixed_width(char: re.Match[str]) -> str:
-    """The notation has two digits after `\\x`; the library reads as many as follow."""
+    """The notation has up to two digits after `\\x`; the library reads as many as follow."""
     code = int(char[1] or char[2] or char[3] or "0", 16)
     if 0xD800 <= code < 0xE000 or code > LAST_CODE_POINT:
         raise ValueError(f"got {char.group()}, expected Unicode characters other than surrogates")
@@ -126,8 +135,6 @@ def _fixed_width(char: re.Match[str]) -> str:
 
 # The library's kinds of expressions, by number. A token, a set of tokens and a part of a text have a bounded length.
 _BYTES, _CLASS, _STAR, _EMPTY, _RULE, _SEQUENCE, _CHOICES, _TAGS, _REPEAT, _TOKEN, _OTHER_TOKENS, _TOKEN_TAGS, _REGEX, _PART = range(14)
-_ESCAPE = rb"\\(?:[uxpP]\{[^}]*\}|.)"
-_REGEX_PIECE = re.compile(rb"\{(\d+)[\d,]*\}|" + _ESCAPE + rb"|\[(?:" + _ESCAPE + rb"|[^\]])*\]|[^()|?*+^$]", re.DOTALL)
 
 
 @dataclass(slots=True)
@@ -190,8 +197,6 @@ class _SerialisedGrammar:
             alternative.optional += tuple(content[1:-2:2])
         elif kind == _TOKEN_TAGS:
             alternative.optional += tuple(content[2 : 1 + 2 * content[0] : 2])
-        elif kind == _REGEX:
-            alternative.num_bytes += _max_shortest_bytes(bytes(content[1:]))
         elif kind not in (_STAR, _EMPTY, _TOKEN, _OTHER_TOKENS, _PART):
             raise ValueError(f"the library's grammar has an expression of the unknown kind {kind}")
 
@@ -248,10 +253,3 @@ def _reached(root: int, alternatives: Sequence[_Alternative]) -> set[int]:
         reached |= new
         waiting += new
     return reached
-
-
-def _max_shortest_bytes(pattern: bytes) -> int:
-    """An upper bound of the shortest text of a regular expression: the number of its characters times the product of its counts."""
-    pieces = list(_REGEX_PIECE.finditer(pattern))
-    counts = [int(piece[1][:9]) for piece in pieces if piece[1]]
-    return (len(pieces) - len(counts)) * math.prod(max(count, 1) for count in counts)

@@ -122,6 +122,13 @@ def test_calls_in_free_text_do_not_depend_on_the_pieces(name: str, parts: list[A
         assert calls_in(whole) == given_calls
 
 
+@pytest.mark.parametrize("stop", ["<tool", "tool"])
+def test_a_stop_text_within_a_trigger_does_not_depend_on_the_pieces(stop: str) -> None:
+    use = use_of("hermes")
+    text = written(use.call_format, [("f", {})])
+    assert read([text], use, [stop]) == read([*text], use, [stop])
+
+
 @pytest.mark.parametrize("backend", EACH_BACKEND)
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_call_in_free_text_has_the_arguments_of_its_schema(name: str, backend: BackendChoice) -> None:

@@ -122,6 +122,25 @@ def test_a_format_is_enforced_after_reasoning_that_the_prompt_does_not_open(
         jsonschema.validate(json.loads(message.content or "0"), content or True)
 
 
+@pytest.mark.parametrize(("text", "content", "called"), [("hello", "hello", []), ("<tool_call>\n<function=other>", None, ["give_up"])])
+def test_calls_are_enforced_in_an_answer_without_reasoning(
+    text: str, content: str | None, called: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(PAST, "qwen3-coder", PAST["qwen3-coder"] + "{# <think> enable_thinking #}")
+    with serving("qwen3-coder") as (server, target), server.client as client:
+        target.script = SPELLED.split_longest(text.encode())
+        answer = client.chat.completions.create(model="toy", messages=CHAT, tools=TOOLS, temperature=0, max_tokens=60)
+        message = answer.choices[0].message
+        assert (message.content, [call.function.name for call in message.tool_calls or ()]) == (content, called)
+
+
+def test_channels_are_text_with_each_format_of_calls() -> None:
+    vocabulary = Vocabulary(TOKENS, [STOP], control_token_ids=range(256, STOP))
+    text = "<|start|>assistant<|channel|>final<|message|>yes<|end|>"
+    codec = TextCodec(vocabulary, lambda text, begins: SPELLED.split_longest(text.encode()), template("gpt-oss"))
+    assert with_markers(codec, "hermes").decode(codec.encode(text)) == text
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_channels_of_gpt_oss(stream: bool) -> None:
     def ask(text: str, **options: Any) -> tuple[str, str, str]:

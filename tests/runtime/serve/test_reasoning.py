@@ -108,9 +108,10 @@ HEADERS = {
     " to=functions.f<|channel|>commentary json": False,
 }
 MESSAGES = st.lists(st.tuples(st.sampled_from([*HEADERS]), st.sampled_from(["", "a", "<", "<|", "to=functions.", "<|end"])), max_size=4)
+MARKED_CALL = (" to=functions.f<|channel|>commentary json", '{"s": ["}<|end|>\\"<|start|>"]}')
 
 
-@given(MESSAGES, st.sets(st.integers(0, 300), max_size=8))
+@given(MESSAGES.map(lambda messages: [MARKED_CALL, *messages]), st.sets(st.integers(0, 300), max_size=8))
 def test_channels_do_not_depend_on_the_pieces(messages: list[tuple[str, str]], cuts: set[int]) -> None:
     text = "".join(f"{header}<|message|>{body}<|end|>" for header, body in messages)
     splitter, found = ChannelSplitter(), {True: "", False: ""}

@@ -153,6 +153,7 @@ def test_exceeded_limit_is_named_and_the_next_compile_succeeds(limits: dict[str,
 
 LLGUIDANCE_LIMITS = [
     ({"compile_fuel": 20}, Constraint.regex("([a-z]+[0-9]){3,900}x", "llguidance"), "compile_fuel"),
+    ({"compile_fuel": 10_000}, Constraint.regex("a?" * 1000 + "a" * 1000, "llguidance"), "compile_fuel"),
     ({"grammar_symbols": 20}, Constraint.json_object(backend="llguidance"), "grammar_symbols"),
     ({"lexer_states": 20}, Constraint.json_object(backend="llguidance"), "lexer_states"),
     ({"mask_items": 1}, Constraint.json_object(backend="llguidance"), "mask_items"),

@@ -49,6 +49,7 @@ PATTERNS = ["a*b", "^a|b$", "(a|b1)+", "^(?:a|b){2,3}$", "a{2}", "[^a]b", "\\d",
 PATTERNS += ["^(?!ab).*1", "a(?=1)", "b(?!1)", "a??b+?"]
 PATTERNS += [r"(?!1)^\w+$", "(?!.*a1)^b.*$", "(?!^)b", r"(?=.*1)^\w+$", "(?=^.{3,}$)(?=.*1)(?=.*[a-z]).*$", "(?=^a)ab"]
 PATTERNS += ["^(?!a(?=b)).*$", "^(?!.*1(?!a$)).*$", "^(?!.*a(?!b)).*$", "^(?=a(?=b)).*$"]
+PATTERNS += ["$^", "^(?!$^)", "^(?!$$)", "a(?!$$)"]
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -145,6 +146,7 @@ def test_pattern_that_is_not_regular_is_an_error(pattern: str, reason: str) -> N
 def test_escapes_and_properties_are_those_of_javascript() -> None:
     assert matches(patterns.full(r"\u{1F600}\ud83d\ude00\x41\cJ\/\-[\b]"), "😀😀A\n/-\b")
     assert matches(patterns.full(r"\p{Lu}\P{L}\p{gc=Ll}"), "É1α") and not matches(patterns.full(r"\p{Lu}"), "é")
+    assert not matches(patterns.full(r"[\p{Zl}-\u{3000}\u{3001}-\p{Zp}]"), "\u2500")
     assert matches(patterns.full("a{٣}"), "a{٣}") and not matches(patterns.full("a{٣}"), "aaa")
 
 

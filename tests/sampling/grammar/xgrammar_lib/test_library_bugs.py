@@ -276,8 +276,12 @@ def test_rewritten_class_accepts_the_same_characters(isolation: Literal["none", 
         (r'"\x41B"', ["AB"], ["A", "B", "\u041b"]),
         (r"[\x41B]", ["A", "B"], ["\u041b"]),
         (r"[\u005eab] [\xe9]", ["a\xe9", "b\xe9", "^\xe9"], ["c\xe9"]),
+        (r"[\x4] [^\x4]", ["\x044", "\x04x"], ["44", "\x04\x04"]),
+        ('| "a" | "b"', ["", "a", "b"], ["ab"]),
+        ('"a" | # |\n | "b" |', ["", "a", "b"], ["ab"]),
+        ('( | "a" | # ' + "#" * 99 + '\n "b") [|] ("c" | )', ["|", "a|c"], ["", "a"]),
     ],
 )
-def test_escapes_of_a_grammar_are_those_of_llama_cpp(rule: str, taken: list[str], refused: list[str]) -> None:
+def test_grammars_are_read_as_by_llama_cpp(rule: str, taken: list[str], refused: list[str]) -> None:
     compiled = compiler(BYTES).compile(Constraint.ebnf(f"root ::= {rule}"))
     assert [text for text in (*taken, *refused) if takes(compiled, text)] == taken
