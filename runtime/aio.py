@@ -20,7 +20,7 @@ from stepgraph.runtime.parallel.lockstep import LockstepQueue
 from stepgraph.runtime.request import NO_DRAFTS, EngineClosedError, Job, StepEvent
 from stepgraph.runtime.request_queue import QueueFullError
 from stepgraph.runtime.validate import REQUEST_NAMES, Prompt, RequestOptions
-from stepgraph.sampling.fields import check_value, checked_keywords, instance_of
+from stepgraph.sampling.fields import check_value, checked_keywords, instance_of, message_of
 from stepgraph.sampling.lifetimes import EXIT_SECONDS, BoundToProcess, ExitStage, close_at_exit
 
 if TYPE_CHECKING:
@@ -90,6 +90,13 @@ class StepThread:
             if self.engine.queue.full:  # otherwise room appeared before `_room_event` was set
                 await room.wait()
 
+    def check(self, call: str) -> None:
+        """RuntimeError in another process or event loop."""
+        if os.getpid() != self.process_id:
+            raise RuntimeError(f"{call}(): got a forked process, expected the process that opened it, where the stepping thread is")
+        if _running_loop() is not self.loop:
+            raise RuntimeError(f"{call}(): expected a call in the event loop that opened it; Engine.submit() works in any thread")
+
     def stop(self, drain: bool) -> None:
         """Let the thread end after the present jobs have ended, or cancel them. Takes no lock, because finalisers call it."""
         self._cancel_jobs = self._cancel_jobs or not drain
@@ -112,9 +119,13 @@ class StepThread:
                 self.engine.ensure_captured()
                 self.engine.wait(0)  # raises if the engine is closed
                 self._call_in_loop(self.opened.set)
-                while not self._done():
-                    if self.engine.wait():
-                        self._store_events(self.engine.step())
+                try:
+                    while not self._done():
+                        if self.engine.wait():
+                            self._store_events(self.engine.step())
+                except BaseException:  # also between two steps
+                    self.engine.close()  # or wait until another thread has closed it: all jobs have ended then
+                    raise
         except BaseException as error:  # any exception: all streams must end
             self.failure = error
         self.stopping = True
@@ -184,7 +195,7 @@ class JobStream:
         return self
 
     async def __anext__(self) -> StepEvent:
-        self._async_engine.check("JobStream.__anext__")
+        self._stepper.check("JobStream.__anext__")
         buffer = self._buffer
         while True:
             if event := buffer.take():
@@ -217,7 +228,7 @@ class JobStream:
 
     async def aclose(self) -> None:
         """Cancel the job if it is running, and wait until its row is free."""
-        self._async_engine.check("JobStream.aclose")
+        self._stepper.check("JobStream.aclose")
         if not self._buffer.ended:
             self.cancel()
         await self.result()
@@ -245,6 +256,7 @@ class AsyncEngine(BoundToProcess):
             raise ValueError("AsyncEngine.engine: got an engine under torchrun, expected one that started its ranks")
         self.engine = engine
         self._stepper: StepThread | None = None
+        self._finalizer: weakref.finalize[..., AsyncEngine] | None = None
         self._submit_lock = asyncio.Lock()
 
     async def open(self) -> None:
@@ -255,7 +267,10 @@ class AsyncEngine(BoundToProcess):
             raise RuntimeError("AsyncEngine.open(): already open")
         self._stepper = stepper = StepThread(self.engine, asyncio.get_running_loop())
         self._submit_lock = asyncio.Lock()  # a used lock is bound to its event loop
-        weakref.finalize(self, stepper.stop, drain=False).atexit = False
+        if self._finalizer is not None:
+            self._finalizer.detach()  # it would keep the previous thread and its event loop
+        self._finalizer = weakref.finalize(self, stepper.stop, drain=False)
+        self._finalizer.atexit = False
         try:
             await stepper.opened.wait()
         except asyncio.CancelledError:
@@ -270,7 +285,7 @@ class AsyncEngine(BoundToProcess):
         """Submit a request and return its stream. Options and errors as in Engine.submit(), QueueFullError included."""
         stepper = self.check("AsyncEngine.generate")
         if stepper.stopping:
-            why = f"the engine failed: {type(self.failure).__name__}: {self.failure}" if self.failure else "it was closed"
+            why = f"the engine failed: {type(self.failure).__name__}: {message_of(self.failure)}" if self.failure else "it was closed"
             raise EngineClosedError(f"AsyncEngine.generate(): {why}") from stepper.failure
         buffer = StreamBuffer(self.engine.submit(prompt, **options))
         stepper.buffers[buffer.job.id] = buffer  # before the event loop runs the call that delivers its first event
@@ -330,10 +345,7 @@ class AsyncEngine(BoundToProcess):
         stepper = self._stepper
         if stepper is None:
             raise RuntimeError(f"{call}(): not open; call it inside `async with AsyncEngine(engine) as serving`")
-        if os.getpid() != stepper.process_id:
-            raise RuntimeError(f"{call}(): got a forked process, expected the process that opened it, where the stepping thread is")
-        if _running_loop() is not stepper.loop:
-            raise RuntimeError(f"{call}(): expected a call in the event loop that opened it; Engine.submit() works in any thread")
+        stepper.check(call)
         return stepper
 
 

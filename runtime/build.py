@@ -105,9 +105,9 @@ class EngineParts:
         self.validator = RequestValidator(config, limits, vocabulary, models, pinned=device.type == "cuda")
         self.hidden_states = states = HiddenStates(timed, buffers, layout, folder, config.states_shard_bytes) if layout and folder else None
         (queue_type, scheduler_type), self.sharing = queue_types(config, self.ranks, record), sharing_for(config, models)
+        read_range(os.environ)  # ValueError before the recording exists
         recorder = None if record is None else open_recorder(record, config, models, vocabulary, self.backend)
-        draft_function = proposer.function if isinstance(proposer, FunctionProposer) else None
-        self.function_drafts = None if draft_function is None else FunctionDrafts(draft_function, timed, buffers, limits)
+        self.function_drafts = FunctionDrafts(proposer.function, timed, buffers, limits) if isinstance(proposer, FunctionProposer) else None
         self.draft_lengths = make_chooser(config, models, recorder, tables is not None, self.function_drafts)
         draftings = self.draft_lengths.choices if self.draft_lengths else (FULL,)
         self.graphs = GraphSet(

@@ -186,7 +186,7 @@ class Engine(EngineCore, BoundToProcess):
         self._require_open("compile")
         try:
             return self.queue.compile(typed_constraint(constraint).constraint)
-        except RuntimeError:
+        except (RuntimeError, ValueError):  # of the compiler, for example, which another thread has closed with the engine
             self._require_open("compile")
             raise
 
@@ -202,7 +202,7 @@ class Engine(EngineCore, BoundToProcess):
         """
         self._require_open("add_lora")
         contents = self._loras.read(lora_name, lora_path)
-        with self.step_lock:
+        with self.step_lock.entered():
             self._require_open("add_lora")
             self._in_flight.interrupt()
             self._loras.add(lora_name, contents)
@@ -289,8 +289,8 @@ class Engine(EngineCore, BoundToProcess):
 
     def close(self) -> None:
         """Cancel all jobs, wait for the device, release threads and graphs. Idempotent."""
-        with self.step_lock:
-            if not self._closed_reason:
+        with self.step_lock.entered():
+            if not self._ended:
                 self._shut_down("the engine was closed", FinishReason.CANCELLED)
 
     def __enter__(self) -> Engine:

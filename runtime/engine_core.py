@@ -19,7 +19,7 @@ class EngineCore(EngineState):
         if self._closed_reason or not self._graphs.captured:
             self._require_open("step")
             self.ensure_captured()
-        with self.step_lock:
+        with self.step_lock.entered():
             if self._closed_reason:
                 self._require_open("step")
             self.step_lock.check_owner()
@@ -31,7 +31,7 @@ class EngineCore(EngineState):
                     self.queue.pause()  # every request waits for its grammar
                 return events
             except BaseException as error:
-                self._shut_down(f"{type(error).__name__}: {str(error) or 'in a step, which closed the engine'}", FinishReason.ERROR)
+                self._fail(error, "a step")
                 raise
 
     def _admit(self) -> list[StepEvent]:

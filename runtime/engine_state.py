@@ -12,6 +12,7 @@ from stepgraph.runtime.profiled import read_range
 from stepgraph.runtime.request import EngineClosedError, FinishReason
 from stepgraph.runtime.step_lock import StepLock
 from stepgraph.sampling import kernels
+from stepgraph.sampling.fields import message_of
 from stepgraph.sampling.lifetimes import FORKED_ERROR, call_after_fork
 
 
@@ -22,6 +23,7 @@ class EngineState:
         self._parts = parts
         self.config, self.limits, self.backend, self.buffers = parts.config, parts.limits, parts.backend, parts.buffers
         self.queue, self.step_lock, self._closed_reason = parts.queue, StepLock(), ""
+        self._ended = False  # once `_shut_down` has returned
         self._graphs, self._scheduler, self._uploader, self._in_flight = parts.graphs, parts.scheduler, parts.uploader, parts.in_flight
         call_after_fork(self._detach)
 
@@ -30,15 +32,20 @@ class EngineState:
 
         If it was not called, the first step does it on CUDA; on the CPU each graph is recorded when a batch first needs it.
         """
-        with self.step_lock:
+        with self.step_lock.entered():
             self._require_open("capture")
             if self.captured:
                 raise RuntimeError("Engine.capture(): already captured, by a call or by a step; call it before the first request")
             if self._parts.ranks:
                 self._parts.ranks.publish(CAPTURE)
-            with self._in_flight.capturing():
-                report = self._graphs.capture(self.notes, self.config.eager, self.config.greedy_only, progress)
-            self._in_flight.calibrate()
+            try:
+                with self._in_flight.capturing():
+                    report = self._graphs.capture(self.notes, self.config.eager, self.config.greedy_only, progress)
+                self._in_flight.calibrate()
+            except BaseException as error:
+                if self.captured:  # not calibrated
+                    self._fail(error, "capture()")
+                raise
             return report
 
     def ensure_captured(self, progress: bool = False) -> None:
@@ -94,8 +101,14 @@ class EngineState:
         if self._closed_reason:
             raise EngineClosedError(f"Engine.{call}(): {self._closed_reason}")
 
+    def _fail(self, error: BaseException, where: str) -> None:
+        """End every job with this error, and close the engine."""
+        why = message_of(error) or f"in {where}, which closed the engine"
+        self._shut_down(f"{type(error).__name__}: {why}", FinishReason.ERROR)
+
     def _shut_down(self, why: str, reason: FinishReason) -> None:
-        self._closed_reason = why
+        """After an interrupt, another call does what is left."""
+        self._closed_reason = why = self._closed_reason or why
         self._scheduler.finish_all(reason, why)
         self.queue.wake.notify()
         self._in_flight.interrupt()
@@ -106,7 +119,8 @@ class EngineState:
             self._parts.hidden_states.writer.close()
         if self._parts.ranks:
             self._parts.ranks.close()
+        self._ended = True
 
     def _detach(self) -> None:
         """Called in a fork, in which every call raises EngineClosedError."""
-        self._closed_reason, self.step_lock = FORKED_ERROR, StepLock()
+        self._closed_reason, self._ended, self.step_lock = FORKED_ERROR, True, StepLock()

@@ -22,6 +22,7 @@ from stepgraph.graphs.row_layout import Column
 from stepgraph.runtime.request import ActiveRequest, Job
 from stepgraph.runtime.upload import PinnedRing
 from stepgraph.runtime.validate import checked_count
+from stepgraph.sampling.fields import message_of
 
 DraftFunction = Callable[[Job], Sequence[int]]
 
@@ -72,7 +73,7 @@ class FunctionDrafts:
                     lines.append(self._line(request))
                     self.num_drafts[request] = lines[-1][1]
                 except Exception as error:  # any exception fails this request only
-                    failed.append((request, f"the draft function failed: {type(error).__name__}: {error}"))
+                    failed.append((request, f"the draft function failed: {type(error).__name__}: {message_of(error)}"))
         if not lines:
             return failed
         buffers, width = self._buffers, len(lines[0])

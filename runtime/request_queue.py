@@ -115,9 +115,8 @@ class RequestQueue:
             # A job of another engine may have the id of one of this engine.
             if queued is None or queued.job.finished or requested not in (job_id, queued.job):
                 return False
+            # The next step releases its claim: this may be a finaliser or a signal handler within a submit(), which locks the compiler.
             self.cancelled[job_id] = queued.job
-        if queued.claim and not queued.claim.done:
-            queued.claim.release()  # at once: this ends a compile that no other request needs
         self.wake.notify()
         return True
 

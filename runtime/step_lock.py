@@ -13,19 +13,14 @@ class StepLock:
     A re-entrant call, e.g. from a draft function or a signal handler, raises RuntimeError."""
 
     def __init__(self) -> None:
-        self._lock, self._held = threading.RLock(), False
+        self._lock = threading.RLock()
         self._owner: int | None = None
 
-    def __enter__(self) -> None:
-        self._lock.acquire()
-        if self._held:
-            self._lock.release()
+    def entered(self) -> contextlib.AbstractContextManager[object]:
+        """For `with`. The lock is in C: an interrupt at the begin or the end of methods in Python would leave it locked."""
+        if self._lock._is_owned():  # type: ignore[attr-defined]
             raise RuntimeError("Engine: re-entrant step(), capture() or close(); call it after the current one returns")
-        self._held = True
-
-    def __exit__(self, *_: object) -> None:
-        self._held = False
-        self._lock.release()
+        return self._lock
 
     def check_owner(self) -> None:
         """RuntimeError if stepping is reserved for another thread."""

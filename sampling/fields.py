@@ -40,13 +40,21 @@ def clip_repr(value: object) -> str:
 
 def clip_error(error: BaseException) -> str:
     """str(error), cut after 5 * MAX_REPR_CHARS characters: a parser may repeat the whole file."""
-    text = str(error)
+    text = message_of(error)
     return text if len(text) <= 5 * MAX_REPR_CHARS else f"{text[: 5 * MAX_REPR_CHARS]}..."
+
+
+def message_of(error: BaseException) -> str:
+    """str(error), also for a class whose `__str__` raises."""
+    try:
+        return str(error)
+    except Exception as raised:
+        return f"str() of it raised {type(raised).__name__}"
 
 
 def error_summary(error: Exception) -> str:
     """Type and first line of an error, for a report."""
-    lines = str(error).strip().splitlines() or ["no reason given"]
+    lines = message_of(error).strip().splitlines() or ["no reason given"]
     return f"{type(error).__name__}: {lines[0]}"[:200]
 
 

@@ -10,13 +10,14 @@ import atexit
 import enum
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from types import MethodType
 from typing import Any, NoReturn, Protocol
 
 THREAD_NAME_PREFIX = "stepgraph-"  # prefix of thread names
-EXIT_SECONDS = 10.0  # how long the exiting interpreter waits for each resource
+EXIT_SECONDS = 10.0  # how long the exiting interpreter waits for all resources together
 FORKED_ERROR = "the engine belongs to the parent process; call it there"
 
 
@@ -57,12 +58,13 @@ def call_after_fork(method: Callable[[], None]) -> None:
 
 @atexit.register
 def _close_all() -> None:
+    end = time.monotonic() + EXIT_SECONDS
     for resources in _closables:
         for resource in tuple(resources):
-            resource.close(EXIT_SECONDS)
+            resource.close(max(1.0, end - time.monotonic()))  # a device that hangs leaves time to write hidden states
     for thread in threading.enumerate():  # their owners no longer exist, but the threads may release the last references to a model
         if thread.name.startswith(THREAD_NAME_PREFIX) and thread is not threading.current_thread():
-            thread.join(EXIT_SECONDS)
+            thread.join(max(0.0, end - time.monotonic()))
 
 
 def _after_fork() -> None:

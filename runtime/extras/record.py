@@ -61,7 +61,7 @@ class Recorder:
 
     def __init__(self, recording: Recording, header: dict[str, Any]) -> None:
         """ValueError if the file cannot be created."""
-        self._path, self._bytes_left, self._lock = Path(recording.path), recording.max_bytes - len(FULL_LINE), threading.Lock()
+        self._path, self._bytes_left, self._lock = Path(recording.path), recording.max_bytes - len(FULL_LINE), threading.RLock()
         self.steps = 0  # begun so far
         try:
             # Unbuffered, readable by its owner only, and never over an existing file.

@@ -52,8 +52,11 @@ def held(engine: Engine) -> Iterator[None]:
     inside, go = threading.Event(), threading.Event()
 
     def hold() -> None:
-        writer = engine._parts.hidden_states.writer  # type: ignore[union-attr]
-        with engine.step_lock, engine.queue.lock, writer._lock, engine._scheduler._recorder._lock:  # type: ignore[union-attr]
+        compiler, link, writer = engine._parts.compiler, engine._parts.host_link, engine._parts.hidden_states.writer  # type: ignore[union-attr]
+        others = writer._lock, engine._scheduler._recorder._lock, compiler._lock, getattr(link, "_closing", None)  # type: ignore[union-attr]
+        with contextlib.ExitStack() as stack:
+            for lock in filter(None, (engine.step_lock.entered(), engine.queue.lock, *others)):
+                stack.enter_context(lock)
             inside.set()
             go.wait()
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -115,6 +116,26 @@ def test_failed_step_ends_every_stream_with_its_error(monkeypatch: pytest.Monkey
         run(opened(engine))
 
 
+def test_error_between_two_steps_ends_every_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(SETUP)
+
+    def out_of_memory() -> bool:
+        raise MemoryError
+
+    async def main() -> None:
+        gate, serving = Gate(engine, steps=3), AsyncEngine(engine)
+        await serving.open()
+        stream = serving.generate([1], max_new_tokens=60, sampling=LONG)
+        begun = await first(1, stream)
+        monkeypatch.setattr(engine, "wait", out_of_memory)
+        gate.open()
+        check_events([*begun, *await read(stream)], stream.job)
+        with pytest.raises(MemoryError):
+            await serving.close()
+
+    run(main())
+
+
 def test_closing_the_engine_ends_every_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(SETUP)
 
@@ -209,19 +230,29 @@ def test_engine_left_open_in_a_closed_loop_opens_in_another(engine: Engine, monk
     """The thread is asleep when the loop closes."""
     serving, asleep = AsyncEngine(engine), watch_sleep(engine, monkeypatch)
 
-    async def left_open() -> None:
+    async def left_open() -> tuple[JobStream, weakref.ref[StepThread]]:
         await serving.open()
         await asyncio.to_thread(asleep.wait)
+        asleep.clear()
+        stream = serving.generate([1], max_new_tokens=3)
+        await stream.result()
+        await asyncio.to_thread(asleep.wait)
+        return stream, weakref.ref(stream._stepper)
 
-    async def opened_twice() -> None:
+    async def opened_twice(stream: JobStream) -> None:
         await opened_again(serving)
+        with pytest.raises(RuntimeError, match="expected a call in the event loop"):
+            await stream.result()
         await serving.open()
         with pytest.raises(RuntimeError, match="already open"):
             await serving.open()
         await serving.close()
 
-    asyncio.run(left_open())
-    run(opened_twice())
+    stream, former = asyncio.run(left_open())
+    run(opened_twice(stream))
+    del stream
+    gc.collect()
+    assert former() is None
 
 
 EXITING = """

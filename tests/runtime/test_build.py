@@ -142,9 +142,18 @@ def test_function_needs_one_round_in_flight_and_its_error_ends_its_job() -> None
             Engine.from_pretrained(folder_of("llama-2"), broken, config=EngineConfig(max_rows=1, max_length=64))
     with pytest.raises(ValueError, match=r"Engine.draft: got list, expected a draft model, a proposer, a function or a name"):
         Engine(TARGET, [1, 2], config=CONFIG)  # type: ignore[arg-type]
+
+    class Unprintable(Exception):
+        def __str__(self) -> str:
+            raise IndexError
+
+    def unprintable(job: Job) -> list[int]:
+        raise Unprintable
+
     alone = replace(CONFIG, rounds_in_flight=1, eager=True)
     cases: list[tuple[Any, str]] = [
         (broken, "KeyError: 'no such text'"),
+        (unprintable, "Unprintable: str() of it raised IndexError"),
         (lambda job: [0.5], "ValueError: drafts of the function: got 0.5"),
         (lambda job: None, "ValueError: drafts of the function: got NoneType, expected a sequence of token ids"),
     ]

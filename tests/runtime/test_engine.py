@@ -358,15 +358,17 @@ def test_schema_constrained_output_matches_the_schema() -> None:
     assert COMPILER.compile(Constraint.json_schema(SCHEMA)).nbytes > 0
 
 
-@pytest.mark.parametrize("call", ["submit", "compile"])
-def test_engine_that_another_thread_closes_during_a_call_raises_engine_closed_error(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("call", "during"), [("submit", "check"), ("compile", "check"), ("compile", "_compile_entry")])
+def test_engine_that_another_thread_closes_during_a_call_raises_engine_closed_error(
+    call: str, during: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = EngineConfig(max_rows=1, num_speculative_tokens=0, max_length=64)
-    engine, check = Engine(TARGET, vocabulary=VOCABULARY, config=config), GrammarCompiler.check
+    engine, real = Engine(TARGET, vocabulary=VOCABULARY, config=config), getattr(GrammarCompiler, during)
 
-    def close_after(compiler: GrammarCompiler, constraint: Any) -> None:
-        check(compiler, constraint)
+    def close_before(*arguments: Any) -> Any:
         engine.close()
+        return real(*arguments)
 
-    monkeypatch.setattr(GrammarCompiler, "check", close_after)
+    monkeypatch.setattr(GrammarCompiler, during, close_before)
     with pytest.raises(EngineClosedError, match=rf"Engine.{call}\(\): the engine was closed"):
         engine.submit([5], constraint=Constraint.regex("a+")) if call == "submit" else engine.compile(Constraint.regex("a+"))

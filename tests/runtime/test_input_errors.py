@@ -135,14 +135,22 @@ def test_error_names_field_value_and_accepted_values(call: Callable[[], object],
         call()
 
 
-def test_a_call_after_an_interrupted_step_reports_the_interruption() -> None:
+class Unprintable(BaseException):
+    def __str__(self) -> str:
+        raise IndexError
+
+
+@pytest.mark.parametrize(
+    ("raised", "reason"), [(KeyboardInterrupt, "in a step, which closed the engine"), (Unprintable, r"str\(\) of it raised IndexError")]
+)
+def test_a_call_after_an_interrupted_step_reports_the_interruption(raised: type[BaseException], reason: str) -> None:
     def interrupted(job: Job) -> list[int]:
-        raise KeyboardInterrupt
+        raise raised
 
     engine = Engine(TARGET, interrupted, config=EngineConfig(max_rows=1, max_length=16, num_speculative_tokens=1, rounds_in_flight=1))
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(raised):
         engine.generate([1])
-    with pytest.raises(EngineClosedError, match=r"^Engine\.submit\(\): KeyboardInterrupt: in a step, which closed the engine$"):
+    with pytest.raises(EngineClosedError, match=rf"^Engine\.submit\(\): {raised.__name__}: {reason}$"):
         engine.generate([1])
 
 

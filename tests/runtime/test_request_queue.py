@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -62,8 +63,8 @@ def test_request_waiting_for_a_grammar_does_not_delay_later_ones(engine: Engine)
     assert engine.step() == []
     assert time.perf_counter() - start < 5, "a step waited for the compile"
     assert engine.cancel(slow)
-    waited(lambda: gone(pid), "the compile of an unused grammar continues")
     (event,) = engine.step()
+    waited(lambda: gone(pid), "the compile of an unused grammar continues")
     assert (event.job_id, slow.finish_reason, slow.error) == (slow.id, FinishReason.CANCELLED, "")
     assert not engine.has_work
 
@@ -79,6 +80,18 @@ def test_compile_is_shared_and_continues_while_a_job_needs_it(engine: Engine) ->
     engine.cancel(second)
     engine.step()
     waited(lambda: gone(pid), "the compile of an unused grammar continues")
+
+
+def test_cancel_does_not_wait_for_the_compiler(engine: Engine) -> None:
+    """A finaliser may cancel a request in a thread that is being started under the lock of the compiler."""
+    job = engine.submit([7], constraint=SLOW, max_new_tokens=4)
+    thread = threading.Thread(target=engine.cancel, args=(job,), daemon=True)
+    with compiler_of(engine)._lock:
+        thread.start()
+        thread.join(5)
+        assert not thread.is_alive()
+    stepped(engine, [job])
+    waited(lambda: engine.stats().grammars.running == 0, "the compile of an unused grammar continues")
 
 
 @pytest.mark.parametrize("killer", [signal.SIGSEGV, signal.SIGKILL])

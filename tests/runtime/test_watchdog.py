@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -110,6 +111,17 @@ def test_close_times_out_like_a_step(hang: Hang, caplog: pytest.LogCaptureFixtur
     assert "host node commit" in caplog.text
     with pytest.raises(RuntimeError, match="the engine was closed"):
         engine.step()
+
+
+def test_errors_of_work_in_flight_do_not_end_close_early_when_warnings_are_errors() -> None:
+    engine, go = make(None, round_timeout_seconds=None), threading.Event()
+    for work in (go.wait, lambda: 1 / 0, lambda: 1 / 0):
+        engine.backend.run(work)
+    go.set()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.close()
+    assert engine._parts.compiler and engine._parts.compiler._closed
 
 
 def test_hanging_prefill_times_out(monkeypatch: pytest.MonkeyPatch, hang: Hang) -> None:

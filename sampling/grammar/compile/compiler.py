@@ -25,7 +25,7 @@ from stepgraph.sampling.grammar.matchers.checked import CheckedMatcher
 from stepgraph.sampling.grammar.matchers.marker import Marker, MarkerMatcher, check_marker
 from stepgraph.sampling.grammar.matchers.protocol import Matcher
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
-from stepgraph.sampling.lifetimes import BoundToProcess, close_at_exit
+from stepgraph.sampling.lifetimes import BoundToProcess, call_after_fork, close_at_exit
 
 Isolation = Literal["process", "none"]
 
@@ -236,7 +236,7 @@ class GrammarCompiler:
         self.vocabulary, self._check_masks = vocabulary, check_masks
         self._max_compiles = max_compiles
         self._backends = Backends(vocabulary, backend, self.limits, max_threads)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # reentrant: a signal handler may call Engine.stats()
         self._cache = GrammarCache(cache_bytes)
         self._waiting: deque[CacheEntry] = deque()
         self._running: dict[CacheEntry, CompileWorker | None] = {}
@@ -248,6 +248,10 @@ class GrammarCompiler:
         self._counts = {"failures": 0, "compiles": 0, "compile_seconds": 0.0, "longest_compile_seconds": 0.0}  # as in CompileStats
         self._closed = False
         close_at_exit(self)
+        call_after_fork(self._detach)
+
+    def _detach(self) -> None:
+        self._lock = threading.RLock()  # for `stats` in a fork
 
     @property
     def note(self) -> str:

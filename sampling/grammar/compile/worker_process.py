@@ -179,6 +179,9 @@ class CompileWorker:
                 message += f", before it was ready: {process.stderr_tail()}".removesuffix(": ")
             self.close()
             raise CompileAbortedError(message) from None
+        except BaseException:  # e.g. MemoryError: the rest of the answer must not become that of the next call
+            self.close()
+            raise
         return status, needs_restart, result
 
     def _failure_message(self, process: _Process, error: BaseException) -> str:

@@ -38,6 +38,7 @@ from stepgraph.sampling.grammar.matchers.protocol import Matcher
 from stepgraph.sampling.grammar.status import CONTENT_FIELDS, TAG_FIELDS, HostColumn
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammarMatcher
+from stepgraph.sampling.lifetimes import call_after_fork
 from stepgraph.sampling.native import Unavailable, find_library
 
 HOST_LINKS = ("auto", "native", "python")
@@ -221,7 +222,11 @@ class NativeLink:
         self._counts = _new_counts()  # used by the launching thread only
         self._last_stats = HostStats()
         self._log: npt.NDArray[np.int64] | None = None
-        self._closing = threading.Lock()
+        self._closing = threading.RLock()  # reentrant: a signal handler may call Engine.stats()
+        call_after_fork(self._detach)
+
+    def _detach(self) -> None:
+        self._closing = threading.RLock()  # for `stats` in a fork
 
     @property
     def stats(self) -> HostStats:

@@ -7,6 +7,7 @@ import io
 import json
 import re
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -232,7 +233,7 @@ def test_full_disk_affects_no_request(strict: bool, tmp_path: Path) -> None:
     assert [str(each.message) for each in caught] == ([] if strict else [ending])
 
 
-def test_recording_to_an_invalid_path_raises(tmp_path: Path) -> None:
+def test_recording_to_an_invalid_path_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     there = tmp_path / "there.jsonl"
     there.write_text("another file")
     for path, message in ((there, "File exists"), (tmp_path / "no" / "run.jsonl", "No such file")):
@@ -252,6 +253,26 @@ def test_recording_to_an_invalid_path_raises(tmp_path: Path) -> None:
         Engine(TARGET, DRAFT, vocabulary=VOCABULARY, config=CONFIG, record=3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"Recording\.max_bytes: got 0"):
         Recording(there, 0)
+    monkeypatch.setenv("STEPGRAPH_PROFILE_ROUNDS", "x")
+    with pytest.raises(ValueError, match="STEPGRAPH_PROFILE_ROUNDS: got 'x'"):
+        recorded_engine(tmp_path / "run.jsonl")
+    assert not (tmp_path / "run.jsonl").exists()
+
+
+def test_a_signal_handler_may_cancel_and_read_statistics_under_any_lock(tmp_path: Path) -> None:
+    engine = recorded_engine(tmp_path / "run.jsonl")
+    parts, recorder = engine._parts, engine._scheduler._recorder
+
+    def handle() -> None:
+        with parts.compiler._lock, getattr(parts.host_link, "_closing", parts.queue.lock), recorder._lock:  # type: ignore[union-attr]
+            engine.cancel(engine.submit([1]))
+            engine.stats()
+
+    thread = threading.Thread(target=handle, daemon=True)
+    thread.start()
+    thread.join(5)
+    assert not thread.is_alive()
+    engine.close()
 
 
 def test_engine_without_recording_has_no_observer() -> None:

@@ -124,6 +124,18 @@ def test_stopped_worker_is_replaced(worker: CompileWorker) -> None:
     assert worker.pid is None and worker.call(*A) == first and worker.processes_started == 2
 
 
+def test_answer_that_could_not_be_read_is_not_that_of_the_next_call(worker: CompileWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    def out_of_memory(stream: object) -> None:
+        raise MemoryError
+
+    first = worker.call(*A)
+    monkeypatch.setattr("stepgraph.sampling.grammar.compile.worker_process.receive", out_of_memory)
+    with pytest.raises(MemoryError):
+        worker.call(*ebnf('root ::= "b"'))
+    monkeypatch.undo()
+    assert worker.call(*A) == first
+
+
 def test_kill_before_the_process_exists_cancels_the_compile(worker: CompileWorker) -> None:
     worker.kill()
     with pytest.raises(CompileAbortedError, match="the compile was cancelled, before it was ready"):
