@@ -81,10 +81,11 @@ class Activation(IntEnum):
 
 
 def _activated_outputs(pairs: Tensor, activation: int) -> Tensor:
+    assert pairs.shape[-1] % 2 == 0, f"pairs {pairs.shape}"
     return pairs.new_empty(*pairs.shape[:-1], pairs.shape[-1] // 2)
 
 
-@operation(_activated_outputs, triton=True, c=True, supports=lambda pairs, _: 2 <= pairs.dim() <= 4)
+@operation(_activated_outputs, triton=True, c=True, supports=lambda pairs, _: 2 <= pairs.dim() <= 4 and pairs.shape[-1] > 0)
 def activate_and_mul(pairs: ContiguousFloats, activation: int = Activation.SILU) -> Tensor:
     """An Activation of the first half of the last dimension, times the second half; LIMITED: times its clamped value plus one."""
     gate, up = pairs.chunk(2, -1)

@@ -65,7 +65,9 @@ def choose_grouped_experts(
 
 def _product_outputs(states: Tensor, experts: Tensor, weights: Tensor, num_experts: int, biases: Tensor | None = None) -> Tensor:
     assert experts.numel() % len(states) == 0 and len(weights) % num_experts == 0, f"states {states.shape}, experts {experts.shape}"
-    return states.new_empty(experts.numel(), len(weights) // num_experts * (TILE if weights.dtype is torch.uint8 else 1))
+    outer = len(weights) * (TILE if weights.dtype is torch.uint8 else 1)
+    assert biases is None or biases.shape == (outer,), f"weights {weights.shape}, biases {biases.shape}"
+    return states.new_empty(experts.numel(), outer // num_experts)
 
 
 def _c_supports_product(states: Tensor, experts: Tensor, weights: Tensor, *_: object) -> bool:

@@ -164,11 +164,16 @@ def c_supports_weight(weight: Tensor) -> bool:
     return fits and weight.shape[1] * kind_of(weight).together <= _MAX_BLOCKS and inner_size(weight) <= MAX_INNER
 
 
+def _product_outputs(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    assert bias is None or bias.shape == (len(weight) * TILE,), f"weight {weight.shape}, bias {bias.shape}"
+    return empty_of((len(states), len(weight) * TILE), states)
+
+
 def _c_supports(states: Tensor, weight: Tensor, *_: object) -> bool:
     return states.dim() == 2 and c_supports_weight(weight) and states.shape[1] == inner_size(weight)
 
 
-@operation(lambda states, weight, *_: empty_of((len(states), len(weight) * TILE), states), triton=True, c=True, supports=_c_supports)
+@operation(_product_outputs, triton=True, c=True, supports=_c_supports)
 def quantised_product(states: DenseFloats, weight: Contiguous, bias: ContiguousFloats | None = None) -> Tensor:
     """`product` with packed weights, in float32. On the CPU a row has the same bits in any batch."""
     return matrix_product(states.float(), unpack(weight), None if bias is None else bias.float()).to(states.dtype)

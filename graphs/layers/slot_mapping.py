@@ -97,6 +97,7 @@ def _rope_outputs(
 ) -> Tensor:
     tokens, _, size = query.shape
     assert key.shape == value.shape and keys.shape[1:] == key.shape[1:], f"key {key.shape}, value {value.shape}, keys {keys.shape}"
+    assert keys.shape == values.shape, f"keys {keys.shape}, values {values.shape}"
     assert cosines.shape == sines.shape and cosines.shape[:2] == (tokens, 1) and cosines.shape[2] <= size, f"cosines {cosines.shape}"
     assert slots.shape == (tokens,), f"query {query.shape}, slots {slots.shape}"
     assert query.dtype is key.dtype is value.dtype is cosines.dtype and keys.dtype in (key.dtype, ENTRIES), f"{cosines.dtype}, {keys.dtype}"

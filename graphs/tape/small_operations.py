@@ -116,10 +116,10 @@ def _indexing(name: str, values: Mapping[str, Any], target: Tensor) -> Run | Non
     one = name == "embedding" or len(values["indices"]) == 1
     if not one or index is None or index.dtype is not torch.int64 or not _is_plain(table) or target.dim() != index.dim() + rest:
         return None
-    row = table[:1].view(*[1] * index.dim(), *table.shape[1:]) if table[:1].is_contiguous() else None
+    row = table[:1].view([*[1] * index.dim(), *table.shape[1:]]) if table[:1].is_contiguous() else None
     if row is None:
         return None
-    return _small_call("gather", target, row, index.view(*index.shape, *[1] * rest), indexed=table[..., None], wraparound=name == "index")
+    return _small_call("gather", target, row, index.view([*index.shape, *[1] * rest]), indexed=table[..., None], wraparound=name == "index")
 
 
 def _concatenation(target: Tensor, tensors: Sequence[Tensor], dim: int) -> Run | None:

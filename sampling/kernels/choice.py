@@ -23,13 +23,14 @@ class GrammarMask(NamedTuple):
 
 
 def _argmax_outputs(
-    logits: Tensor, masks: Tensor | None, rows: Tensor | None, constrained: Tensor | None, ids: Tensor | None, *_: object
+    logits: Tensor, masks: Tensor | None, rows: Tensor | None, constrained: Tensor | None, ids: Tensor | None, status: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     assert logits.dim() == 3 and (masks is None) == (constrained is None), f"logits {logits.shape}"
     if masks is not None:
         assert masks.dim() == 3 and masks.shape[1] == logits.shape[1], f"logits {logits.shape}, masks {masks.shape}"
         assert masks.dtype is torch.int32, f"masks {masks.dtype}"
         assert ids is not None or masks.shape[2] * BITS_PER_WORD >= logits.shape[2], f"masks {masks.shape}, logits {logits.shape}"
+    assert status is None or status.shape == logits.shape[:2], f"logits {logits.shape}, status {status.shape}"
     finite = torch.empty(logits.shape[:2], dtype=torch.bool, device=logits.device)
     return finite, torch.empty(logits.shape[:2], dtype=torch.int64, device=logits.device)
 

@@ -55,7 +55,7 @@ def wide_product(
 def product(states: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor) -> None:
     (count, inner), outer = states.shape, len(weight)
     dense = states.stride(1) == 1 and weight.is_contiguous() and inner % INNER_TILE == 0 and states.dtype is not torch.float32
-    if not (dense and count <= WIDE_ROWS and outer >= WIDE_COLUMNS):
+    if not (dense and count <= WIDE_ROWS and outer >= WIDE_COLUMNS and (bias is None or len(bias) == outer)):
         matrix = weight.t()
         torch.mm(states, matrix, out=output) if bias is None else torch.addmm(bias, states, matrix, out=output)
         return
@@ -144,5 +144,5 @@ def gate_tile(pairs, output, size, TILE: tl.constexpr, ACTIVATION: tl.constexpr)
 
 def activate_and_mul(pairs: Tensor, activation: int, output: Tensor) -> None:
     size = output.shape[-1]
-    grid = (output.numel() // size, triton.cdiv(size, ACTIVATED_TILE))
+    grid = (output.numel() // max(1, size), triton.cdiv(size, ACTIVATED_TILE))
     gate_tile[grid](pairs, output, size, TILE=ACTIVATED_TILE, ACTIVATION=int(activation), num_warps=4, enable_fp_fusion=False)

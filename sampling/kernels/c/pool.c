@@ -110,7 +110,7 @@ void pool_run(pool *pool, pool_work work, void *context, unsigned items, unsigne
     atomic_store(&pool->done, 0);
     uint64_t job = job_of(atomic_load(&pool->ticket)) + 1u;
     atomic_store(&pool->ticket, job << 32 | (uint64_t)items << 16);
-    if (atomic_load(&pool->sleepers)) {
+    if (atomic_load(&pool->sleepers) && pool->owner == getpid()) { /* a fork copies a lock that helpers hold, and no helpers */
         pthread_mutex_lock(&pool->mutex);
         if (wake >= pool->helpers) pthread_cond_broadcast(&pool->posted);
         else for (; wake; wake--) pthread_cond_signal(&pool->posted);

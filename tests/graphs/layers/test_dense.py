@@ -25,7 +25,7 @@ from stepgraph.graphs.layers.dense import (
     product,
     rms_norm,
 )
-from stepgraph.graphs.layers.experts import expert_product
+from stepgraph.graphs.layers.experts import expert_product, quantised_expert_product
 from stepgraph.graphs.layers.lora import slot_product
 from stepgraph.graphs.layers.quantised import KINDS, MAX_INNER, quantised_product
 from stepgraph.graphs.layers.slot_mapping import rope_and_write_kv
@@ -333,6 +333,7 @@ def test_activate_and_mul_equals_the_reference(activation: Activation) -> None:
     assert int(((found != expected) & (expected.abs() > 1e-30)).sum()) <= found.numel() // 1000
     torch.testing.assert_close(found, expected, rtol=2**-7, atol=1e-30)
     assert bool(activate_and_mul(torch.tensor([[torch.nan, 1.0]]), activation).isnan().all())
+    assert activate_and_mul(torch.empty(2, 3, 0), activation).shape == (2, 3, 0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -354,10 +355,15 @@ def test_layers_are_independent_of_the_batch(dtype: torch.dtype) -> None:
         lambda states: quantised_product(states, made(KINDS["Q8_0"], 16, 96)[0]),
         lambda states: slot_product(states, torch.tensor([1]), random(2, 8, 4)),
         lambda states: expert_product(states, torch.tensor([[1]]), random(8, 4), 2),
+        lambda states: quantised_product(states, made(KINDS["Q8_0"], 16, 64)[0], random(1)),
+        lambda states: slot_product(states.expand(2, 64), torch.tensor([1]), random(2, 8, 64), random(1, 8)),
+        lambda states: expert_product(states, torch.tensor([[1]]), random(8, 64), 2, random(2)),
+        lambda states: quantised_expert_product(states, torch.tensor([[1]]), made(KINDS["Q8_0"], 32, 64)[0], 2, random(2)),
+        lambda states: activate_and_mul(states[:, 1:]),
     ],
 )
-def test_weights_of_another_size_are_refused(run: Callable[[Tensor], object]) -> None:
-    with pytest.raises(RuntimeError, match=r"size|shape"):
+def test_weights_biases_and_pairs_of_another_size_are_refused(run: Callable[[Tensor], object]) -> None:
+    with pytest.raises((RuntimeError, AssertionError), match=r"size|shape|Size"):
         run(random(1, 64))
 
 

@@ -57,6 +57,8 @@ def test_arguments_of_wrong_shapes_are_refused() -> None:
     slots = torch.arange(TOKENS)
     with pytest.raises(AssertionError, match="keys"):
         rope_and_write_kv(query, key[:, :1], value[:, :1], *turns(), slots, keys, keys.clone())
+    with pytest.raises(AssertionError, match="values"):
+        rope_and_write_kv(query, key, value, *turns(), slots, keys, keys[:8].clone())
     with pytest.raises(AssertionError, match="slots"):
         rope_and_write_kv(query, key, value, *turns(), slots[:3], keys, keys.clone())
     with pytest.raises(AssertionError, match="bfloat16"):

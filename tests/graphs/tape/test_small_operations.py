@@ -50,9 +50,9 @@ def chosen(rng: random.Random) -> Arguments:
 
 
 def rows_of_table(rng: random.Random) -> Arguments:
-    """Some of the row indices are negative."""
+    """Some of the row indices are negative; they may have no dimension."""
     table = torch.randn(5, *(rng.randint(1, 4) for _ in range(rng.randrange(3)))).to(rng.choice([torch.float32, torch.bfloat16]))
-    return table, [numbers(rng, shape_of(rng, 2), least=-5, most=4)]
+    return table, [numbers(rng, shape_of(rng, 2)[rng.randrange(2) :], least=-5, most=4)]
 
 
 def embedded(rng: random.Random) -> Arguments:

@@ -64,7 +64,7 @@ def test_norms_and_activations_equal_the_references(dtype: torch.dtype) -> None:
                 compare(dense.rms_norm, dense_programs.rms_norm, states, weight, 1e-5, offset, tol=tol)
         both = random(5, size, dtype=dtype), random(5, size, dtype=dtype)
         compare(dense.add_rms_norm, dense_programs.add_rms_norm, *both, weight, 1e-5, 0.0, tol=tol)
-    for size in (3, dense_programs.ACTIVATED_TILE + 5):
+    for size in (0, 3, dense_programs.ACTIVATED_TILE + 5):
         for activation in dense.Activation:
             pairs = random(2, 3, 2 * size, dtype=dtype) * 4
             compare(dense.activate_and_mul, dense_programs.activate_and_mul, pairs, activation, tol=8 * tol)
@@ -76,9 +76,9 @@ def test_products_equal_the_reference(dtype: torch.dtype, least: int, monkeypatc
     """The program for few rows and many columns, with a lower limit for many; other sizes and float32 use torch."""
     monkeypatch.setattr(dense_programs, "WIDE_COLUMNS", least)
     tol, outer = TOLERANCES[dtype] * 8, least + 5
-    for count, inner, biased in ((1, 128, True), (5, 256, False), (16, 128, True), (17, 128, False), (3, 96, True)):
+    for count, inner, biases in ((1, 128, outer), (5, 256, 0), (16, 128, outer), (17, 128, 0), (3, 96, outer), (4, 128, 1)):
         states, weight = random(count, inner + 3, dtype=dtype)[:, :inner], random(outer, inner, dtype=dtype) * inner**-0.5
-        compare(dense.product, dense_programs.product, states, weight, random(outer, 2, dtype=dtype)[:, 0] if biased else None, tol=tol)
+        compare(dense.product, dense_programs.product, states, weight, random(biases, 2, dtype=dtype)[:, 0] if biases else None, tol=tol)
     alone, together = (torch.full((count, outer), 7, dtype=dtype) for count in (1, 9))
     states, weight = random(9, 256, dtype=dtype), random(outer, 256, dtype=dtype)
     dense_programs.product(states[4:5], weight, None, alone)

@@ -183,10 +183,12 @@ def test_distributions_of_different_shapes_are_refused() -> None:
         kernels.reject_sample(target.bfloat16(), draft, *others)
 
 
-def test_mask_narrower_than_the_logits_is_refused() -> None:
+def test_masks_and_statuses_of_another_size_than_the_logits_are_refused() -> None:
     logits, masks, rows, constrained = masked_argmax_inputs()
     with pytest.raises(AssertionError, match="masks"):
         kernels.masked_argmax(logits, masks[..., :3], rows, constrained)
+    with pytest.raises(AssertionError, match="status"):
+        kernels.masked_argmax(logits, masks, rows, constrained, status=torch.ones(3, 1, dtype=torch.int64))
 
 
 def test_tape_replays_the_operations_in_place() -> None:
