@@ -131,7 +131,7 @@ def test_replay_repeats_the_draft_lengths_of_another_machine(
 ) -> None:
     """Recorded where the first copy of a grammar takes longer than a step, or where no grammar can be on the device."""
     path, config = tmp_path / "run.jsonl", replace(CONFIG, num_speculative_tokens=4, draft_length="auto", look_up=0)
-    constraint, late, ready = Constraint.regex("[a-f]{40}", backend=backend), iter([False]), PinnedRing.ready.fget
+    constraint, late, ready = Constraint.regex("[a-f]{40}", backend=backend), iter([False]), vars(PinnedRing)["ready"].fget
     slow = property(lambda ring: next(late, True) and ready(ring))
     with monkeypatch.context() as machine:
         machine.setattr(f"stepgraph.runtime.{replaced}", slow if "ready" in replaced else lambda *_: "no kernel in C")
