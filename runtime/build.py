@@ -106,7 +106,7 @@ class EngineParts:
         self.hidden_states = states = HiddenStates(timed, buffers, layout, folder, config.states_shard_bytes) if layout and folder else None
         (queue_type, scheduler_type), self.sharing = queue_types(config, self.ranks, record), sharing_for(config, models)
         read_range(os.environ)  # ValueError before the recording exists
-        recorder = None if record is None else open_recorder(record, config, models, vocabulary, self.backend)
+        recorder = None if record is None else open_recorder(record, config, models, vocabulary, self.backend, tables is not None)
         self.function_drafts = FunctionDrafts(proposer.function, timed, buffers, limits) if isinstance(proposer, FunctionProposer) else None
         self.draft_lengths = make_chooser(config, models, recorder, tables is not None, self.function_drafts)
         draftings = self.draft_lengths.choices if self.draft_lengths else (FULL,)
@@ -125,7 +125,7 @@ class EngineParts:
         self.scheduler = scheduler_type(
             self.queue, self.grammars, limits, self.sharing, recorder, states.save if states else None, isinstance(proposer, NgramLookup)
         )
-        self.uploader = Uploader(timed, buffers, models, limits, prompts, self.graphs, states, config.logits_processors)
+        self.uploader = Uploader(timed, buffers, models, limits, prompts, self.graphs, states, config.logits_processors, record is not None)
         draft = models.draft if "row_skipped_tokens" in buffers else None
         catch_up = functools.partial(process_skipped, buffers, model=draft, limits=limits) if draft is not None else None
         in_flight = loop_in_flight_type(self) if limits.loops else in_flight_type()

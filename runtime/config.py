@@ -189,8 +189,8 @@ class EngineConfig:
         }
         for name in (name for name, value in needs_sampled.items() if value and self.greedy_only):
             raise ValueError(f"EngineConfig.{name}: got {clip_repr(getattr(self, name))} with greedy_only=True, expected its default")
-        if self.look_up and not self.num_speculative_tokens:
-            raise ValueError(f"EngineConfig.look_up: got {self.look_up} with num_speculative_tokens=0, expected 0: nothing is drafted")
+        for name in (name for name in ("num_speculative_tokens", "draft_length") if self.look_up and getattr(self, name) == 0):
+            raise ValueError(f"EngineConfig.look_up: got {self.look_up} with {name}=0, expected 0: nothing is drafted")
         if self.forced_drafts and not self.draft_masks:
             raise ValueError(
                 "EngineConfig.forced_drafts: got True with draft_masks=False, expected draft_masks=True: masks show which drafts are forced"

@@ -36,6 +36,7 @@ class ForcedDrafts(_EmptyChains):
     """Proposes nothing, so that a chain ends where the grammar forces no token."""
 
     batch_invariant = True
+    takes_draft_ids = False
     notes = ("draft: tokens forced by grammars",)
 
 

@@ -83,6 +83,7 @@ class Uploader:
         graphs: GraphSet,
         states: HiddenStates | None = None,
         processors: Sequence[LogitsProcessor] = (),
+        waits_for_grammars: bool = False,  # else a request begins in a step that depends on the speed of copies, which no recording has
     ) -> None:
         self._backend, self._buffers, self._models, self._limits = backend, buffers, models, limits
         self._prompts, self._graphs, self._states = prompts, graphs, states
@@ -91,18 +92,18 @@ class Uploader:
         self._text_ring = PinnedRing(backend, buffers.text_ring_host) if models.reads_text else None
         self._seen_ring = PinnedRing(backend, buffers.seen_ring_host)
         self._option_ring = PinnedRing(backend, buffers.options_ring_host) if "options_ring_host" in buffers else None
-        self._processors = processors
+        self._processors, self.waits_for_grammars = processors, waits_for_grammars
         self._grammar_ring = PinnedRing(backend, buffers.image_ring_host) if "image_ring_host" in buffers else None
         self._copy_events: weakref.WeakKeyDictionary[ArenaBlock, Event] = weakref.WeakKeyDictionary()  # the event of its last copy
 
     def send_grammar(self, request: ActiveRequest) -> bool:
-        """Launch copies of the request's grammar to its block, until one would wait. Returns whether all are launched.
+        """Launch copies of the request's grammar to its block, until one would wait (or all). Returns whether all are launched.
 
         The copies run beside the rounds. Rounds in flight may still read the grammar that had this memory before.
         """
         block, grammar_ring = request.arena_block, self._grammar_ring
         while block is not None and grammar_ring is not None and block.num_copied < len(block.image):
-            if not grammar_ring.ready:
+            if not (self.waits_for_grammars or grammar_ring.ready):
                 return False
             part = block.image[block.num_copied : block.num_copied + grammar_ring.width]
             start = block.offset + block.num_copied

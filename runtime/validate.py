@@ -98,7 +98,7 @@ class RequestValidator:
                 "the number of the vocabulary's stop ids"
             )
         self._config, self._limits, self._vocabulary, self._stop_token_ids = config, limits, vocabulary, tuple(stop_token_ids)
-        self._takes_draft_ids = models.reads_text
+        self._takes_draft_ids = models.reads_text and getattr(models.proposer, "takes_draft_ids", True)
         self._embedding_size, self._embedding_dtype = int(getattr(models.target, "embedding_size", 0)), models.target.feature_dtype
         self._pinned = pinned
         self._ids = itertools.count(1)  # never reused: an id also identifies the owner in mask tags

@@ -119,9 +119,9 @@ class Recorder:
 
 
 def open_recorder(
-    record: Recording | str | Path, config: EngineConfig, models: ModelPair, vocabulary: Vocabulary | None, backend: Backend
+    record: Recording | str | Path, config: EngineConfig, models: ModelPair, vocabulary: Vocabulary | None, backend: Backend, tables: bool
 ) -> Recorder:
-    """The recorder of an engine. ValueError if the file cannot be created."""
+    """The recorder of an engine. ValueError if the file cannot be created. tables: whether grammars can be on the device."""
     if config.rounds_per_launch != 1:
         raise ValueError(
             f"EngineConfig.rounds_per_launch: got {config.rounds_per_launch!r}, "
@@ -135,11 +135,12 @@ def open_recorder(
         raise ValueError(f"Engine.record: got {clip_repr(record)}, {expected}")
     if config.logits_processors:
         raise ValueError(f"Engine.record: got {clip_repr(record)}, expected None with logits_processors: a recording has no functions")
+    lane = config.grammar_lane if tables else "host"  # a replay with grammars on the device would have other draft lengths
     header = {
         "format": FORMAT,
         "versions": versions(),
         "backend": backend.name,
-        "config": asdict(config) | {"save_hidden_states": None},  # the folder belongs to the recorded engine
+        "config": asdict(config) | {"save_hidden_states": None, "grammar_lane": lane},  # the folder belongs to the recorded engine
         "vocabulary": vocabulary_fingerprint(vocabulary),
         "models": model_fingerprints(models),
     }

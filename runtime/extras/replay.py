@@ -190,6 +190,7 @@ def _execute(run: RecordedRun, engine: Engine) -> dict[int, Job]:
     cancels = [(max(request.end_step, request.step + 1), run.num_admits + 1, request, True) for request in cancelled]
     actions = collections.deque(sorted([*submits, *cancels], key=lambda action: action[:2]))
     jobs, step = dict[int, Job](), 0
+    engine._parts.uploader.waits_for_grammars = True  # like the recorded engine
     while actions or engine.has_work:
         if actions and (actions[0][0] <= step + 1 or not engine.has_work):  # steps of an idle engine are skipped
             action_step, _, request, cancels_it = actions.popleft()

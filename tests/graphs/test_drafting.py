@@ -265,6 +265,7 @@ def test_correct_draft_text_needs_few_rounds(constraint: Constraint | None) -> N
         ({"look_up": -1}, r"EngineConfig\.look_up: got -1, expected"),
         ({"look_up": None}, r"EngineConfig\.look_up: got None, expected"),
         ({"look_up": 3, "num_speculative_tokens": 0}, r"EngineConfig\.look_up: got 3 with num_speculative_tokens=0, expected 0"),
+        ({"look_up": 3, "draft_length": 0}, r"EngineConfig\.look_up: got 3 with draft_length=0, expected 0"),
     ],
     ids=str,
 )

@@ -351,6 +351,8 @@ def test_engine_with_forced_drafts_only() -> None:
     report = made.capture()
     assert "draft: tokens forced by grammars" in report.notes
     assert {len(each.host_nodes) for key, each in report.keys if key.constrained and not key.device} == {2}, "one follows a whole chain"
+    with pytest.raises(ValueError, match="draft_ids: got 2 tokens, expected None: the engine has no look-up drafter"):
+        made.submit([1], draft_ids=[5, 6])
     jobs = run(made)
     check(jobs)
     stats = made.stats()

@@ -24,6 +24,9 @@ from stepgraph.runtime.extras.record import Recorder, Recording
 from stepgraph.runtime.extras.replay import ReplayReport, read_recording, replay, replay_on
 from stepgraph.runtime.models.files.loading import load_models
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
+from stepgraph.runtime.upload import PinnedRing
+from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
+from tests.helpers.c_library import needs_c
 from tests.helpers.command_models import model_folder
 from tests.helpers.toy_engines import CONSTRAINTS, TARGET, VOCABULARY, switch_draft_lengths
 
@@ -118,6 +121,27 @@ def test_replay_repeats_the_draft_lengths_of_sampled_requests(ready: bool, tmp_p
     assert found.equal and (found.tokens, found.rounds) == (found.recorded_tokens, rounds), found.differences
     run.draftings.clear()
     assert not replay(run, TARGET, DRAFT, VOCABULARY).equal, "the lengths have no effect"
+
+
+@needs_c
+@pytest.mark.parametrize(
+    ("replaced", "backend"), [("upload.PinnedRing.ready", "auto"), ("build.why_no_device_grammars", "xgrammar")], ids=["slow copy", "no C"]
+)
+def test_replay_repeats_the_draft_lengths_of_another_machine(
+    monkeypatch: pytest.MonkeyPatch, replaced: str, backend: BackendChoice, tmp_path: Path
+) -> None:
+    """Recorded where the first copy of a grammar takes longer than a step, or where no grammar can be on the device."""
+    path, config = tmp_path / "run.jsonl", replace(CONFIG, num_speculative_tokens=4, draft_length="auto", look_up=0)
+    constraint, late, ready = Constraint.regex("[a-f]{40}", backend=backend), iter([False]), vars(PinnedRing)["ready"].fget
+    slow = property(lambda ring: next(late, True) and ready(ring))
+    with monkeypatch.context() as machine:
+        machine.setattr(f"stepgraph.runtime.{replaced}", slow if "ready" in replaced else lambda *_: "no kernel in C")
+        with recorded_engine(path, config) as engine:
+            switch_draft_lengths(engine)
+            engine.compile(constraint)
+            engine.generate([1, 3], constraint=constraint, sampling=SamplingParams(temperature=1.0), max_new_tokens=30)
+    found = replay(read_recording(path), TARGET, DRAFT, VOCABULARY)
+    assert found.equal, found.differences
 
 
 @functools.cache
