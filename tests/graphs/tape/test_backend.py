@@ -424,7 +424,7 @@ def test_arguments_are_checked(buffers: StaticBuffers) -> None:
         ({"function": print, "reads": "x"}, "host_node.reads and writes of 'h': got 'x', expected tensors of pinned buffers"),
     ):
         with pytest.raises(ValueError, match=message):
-            TapeBackend().capture(lambda b: current_context().host_node("h", **arguments), buffers)  # type: ignore[arg-type]  # noqa: B023
+            TapeBackend().capture(lambda b: current_context().host_node("h", **arguments), buffers)  # noqa: B023
 
 
 _library = torch.library.Library("stepgraph_test_tape", "DEF")  # .out overloads that do not give the functional result
@@ -673,7 +673,7 @@ def test_another_thread_may_capture_during_a_look_at_all_tapes(buffers: StaticBu
     thread.start()
     monkeypatch.setattr(tape.Tape, "owns", owns)
     with pytest.raises(CaptureError, match="unregistered-input"):
-        TapeBackend().capture(lambda b: b.x.add_(unknown), buffers)
+        TapeBackend().capture(lambda b: b.x.add_(unknown), buffers)  # type: ignore[arg-type]
     thread.join()
 
 
