@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from stepgraph.graphs.buffer_spec import BufferSpec, NamedTensors, check_fit, checked_specs, named_tensors
 from stepgraph.sampling.fields import clip_repr
+from stepgraph.sampling.lifetimes import BoundToProcess
 
 Residence = Literal["device", "pinned", "constant"]
 
 
-class StaticBuffers:
+class StaticBuffers(BoundToProcess):
     """The tensors of a spec table as attributes, and the constants (weights) that a step may read.
 
     buffers = StaticBuffers([BufferSpec("x", (4,), torch.float32)], constants={"model": module})
@@ -39,9 +40,7 @@ class StaticBuffers:
             raise ValueError(f"StaticBuffers.device: got {clip_repr(device)}, expected the name of a torch device") from None
         check_fit("StaticBuffers.specs", self.specs, self._device)
         self._tensors = NamedTensors((name, spec.allocate(self._device)) for name, spec in self._specs.items())
-        self._residence: dict[int, tuple[str, Residence]] = {}
-        for name, tensor in self._constants.items():
-            self._residence[storage_key(tensor)] = (name, "constant")
+        self._residence: dict[int, tuple[str, Residence]] = {storage_key(t): (name, "constant") for name, t in self._constants.items()}
         for name, tensor in self._tensors.items():
             self._residence[storage_key(tensor)] = (name, self._specs[name].memory)
 
@@ -80,7 +79,7 @@ class StaticBuffers:
 
     def owner_of(self, tensor: Tensor) -> tuple[str, Residence] | None:
         """Name and residence of the registered memory that `tensor` is a view of; None if it is not registered."""
-        return self._residence.get(storage_key(tensor))
+        return self._residence.get(storage_key(tensor)) if tensor.layout is torch.strided else None
 
     def reset(self) -> None:
         """Fill every tensor in place with its declared value."""

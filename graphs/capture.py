@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from multiprocessing.pool import Pool
 from typing import Any, Literal, Protocol
 
 import torch
@@ -21,7 +22,7 @@ from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.context import temporarily_set
 from stepgraph.graphs.errors import CaptureError, Site, fail
 from stepgraph.graphs.spans import RangeFactory, RecordedReport, Span
-from stepgraph.sampling.fields import check_value, instance_of, whole
+from stepgraph.sampling.fields import FUNCTION, check_value, instance_of, whole
 
 Step = Callable[[StaticBuffers], None]
 CaptureCheck = Literal["once", "twice"]
@@ -140,6 +141,7 @@ C_HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 def native_entry(name: str, function: Callable[[], object]) -> tuple[int, int] | None:
     """Address and data of a host node that is a C function; None for a Python function."""
+    check_value(f"host_node.function of {name!r}", function, FUNCTION)
     address, data = getattr(function, "native_address", None), getattr(function, "native_data", None)
     if (address is None) != (data is None):
         raise ValueError(f"host node {name!r}: got one of native_address and native_data, expected both or neither")
@@ -166,15 +168,17 @@ def _refusing(start_work: Callable[..., Any], what: str) -> Callable[..., Any]:
 
 _refusing_start = _refusing(threading.Thread.start, "starts a thread")
 _refusing_submit = _refusing(ThreadPoolExecutor.submit, "submits work to a thread")
+_refusing_pool = _refusing(Pool._check_running, "submits work to a pool")  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
 def refusing_threads() -> Iterator[None]:
-    """Within the block, starting a thread from this one and submitting work to a ThreadPoolExecutor are CaptureErrors. For backends."""
+    """Within the block, starting a thread from this one and submitting work to a pool are CaptureErrors. For backends."""
     with (
         temporarily_set(_thread_state, "refuses_threads", True),
         temporarily_set(threading.Thread, "start", _refusing_start),
         temporarily_set(ThreadPoolExecutor, "submit", _refusing_submit),
+        temporarily_set(Pool, "_check_running", _refusing_pool),
     ):
         yield
 

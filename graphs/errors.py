@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import functools
 import linecache
@@ -32,7 +31,7 @@ _SKIPPED_FILES = {
 }
 _SKIPPED_FOLDERS = (
     *(os.path.join(_GRAPHS, name) + os.sep for name in ("tape", "cuda")),
-    os.path.dirname(os.path.abspath(concurrent.futures.__file__)) + os.sep,
+    *(os.path.join(os.path.dirname(os.path.abspath(threading.__file__)), name) + os.sep for name in ("concurrent", "multiprocessing")),
     os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
     "<frozen",
 )

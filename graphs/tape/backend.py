@@ -24,14 +24,14 @@ from stepgraph.graphs.context import COPY_STREAM, MAIN, NULL_CONTEXT, temporaril
 from stepgraph.graphs.errors import fail
 from stepgraph.graphs.spans import RangeFactory, RecordedReport, Span
 from stepgraph.graphs.tape.arena import Arena
-from stepgraph.graphs.tape.player import Delay, Item, ItemTimer, Tracer, Worker, acquired_lock, make_report, stop_workers, stream_programs
+from stepgraph.graphs.tape.player import Await, Delay, Item, ItemTimer, Tracer, Worker, make_report, stop_workers, stream_programs
 from stepgraph.graphs.tape.recorder import Recorder, first_difference, record_perturbed
 from stepgraph.graphs.tape.replay_ops import poison
 from stepgraph.sampling.fields import clip_repr
 
 _DEVICE = "device"
 _local = threading.local()  # .recording: the capture in progress on this thread
-_tapes: weakref.WeakSet[Tape] = weakref.WeakSet()
+_tapes: weakref.WeakValueDictionary[int, Tape] = weakref.WeakValueDictionary()  # by id
 
 
 class Tape:
@@ -40,7 +40,8 @@ class Tape:
         self._memory = [tensor for tensor, *_ in recorder.memory.intermediates.values()]
         self._keys = frozenset(recorder.memory.intermediates)
         self._programs = stream_programs(recorder, backend.delay, backend.verify_host_nodes, backend.stats)
-        self._done = {stream: acquired_lock() for stream in self._programs if stream != MAIN}
+        self._done = {stream: threading.Lock() for stream in self._programs if stream != MAIN}  # held while the stream runs
+        self._locks = [*self._done.values(), *(item.lock for items in self._programs.values() for item in items if isinstance(item, Await))]
         self.current_items: dict[str, Item] = {}  # the current item of each running stream
         self._timed: ItemTimer | None = None  # of the running replay, if it is traced
         self._error: BaseException | None = None
@@ -49,7 +50,7 @@ class Tape:
         self.report, self.rounds = make_report(recorder, nbytes, seconds), 0
         self._buffers, self._uses_generator = recorder.memory.buffers, bool(recorder.rules.generators)
         self._host_node = next(((node.name, node.site) for node in recorder.nodes if node.kind == "host"), None)
-        _tapes.add(self)
+        _tapes[id(self)] = self
 
     def replay(self, *, until: Tensor | None = None, limit: int | None = None, is_round: bool = True) -> None:
         run = self._run
@@ -76,16 +77,26 @@ class Tape:
             self.rounds += 1
 
     def _run(self, timed: ItemTimer | None) -> None:
+        for stream, done in self._done.items():
+            self._backend.worker(stream)  # starts its thread
+            with done:  # after several interrupts a stream of the last replay may still run
+                pass
         self._backend.replaying, self._timed = self, timed
         if self._backend.poison == "every" or not self._poisoned:
             poison(self._memory)
             self._poisoned = True
         self._error = None
+        for lock in self._locks:  # also of an event that an interrupted replay did not receive
+            lock.acquire(blocking=False)
         for stream in self._done:
             self._backend.worker(stream).submit(functools.partial(self._run_side, stream))
         self._run_stream(MAIN)
-        for done in self._done.values():
-            done.acquire()
+        for done in [*self._done.values()] * 2:  # again after an interrupt: the caller may change memory that a stream still uses
+            try:
+                with done:
+                    pass
+            except BaseException as interrupt:
+                self._error = self._error or interrupt
         self._backend.replaying = None
         self._backend.stats.host_nodes += len(self.report.host_nodes)
         if self._error is not None:
@@ -245,7 +256,7 @@ class TapeBackend:
         self._finalizer()
         for worker in self._workers.values():
             worker.join()
-        for tape in [tape for tape in _tapes if tape._backend is self]:
+        for tape in [tape for tape in _live_tapes() if tape._backend is self]:
             tape.free()
         for error in self._errors:
             warnings.warn(f"TapeBackend.close(): an error was never raised: {error}", RuntimeWarning, stacklevel=2)
@@ -281,9 +292,9 @@ class TapeBackend:
 
     def worker(self, stream: str) -> Worker:
         """The thread of a side stream, started on first use and shared by all tapes."""
-        if stream not in self._workers:
-            self._workers[stream] = Worker(stream)
-        return self._workers[stream]
+        if (key := f"stream {stream}") not in self._workers:  # a step may name a stream like a thread of the backend
+            self._workers[key] = Worker(stream)
+        return self._workers[key]
 
     def raise_pending(self) -> None:
         if self._errors:
@@ -314,6 +325,10 @@ class TapeBackend:
         _refuse_while_recording(what)
 
 
+def _live_tapes() -> list[Tape]:
+    return [tape for ref in _tapes.valuerefs() if (tape := ref()) is not None]  # a snapshot: other threads capture meanwhile
+
+
 def _refuse_while_recording(what: str) -> None:
     recorder: Recorder | None = getattr(_local, "recording", None)
     if recorder is not None:
@@ -323,7 +338,7 @@ def _refuse_while_recording(what: str) -> None:
 
 def _record(step: Step, buffers: StaticBuffers, generators: Generators, arena: Arena, records_leaves: bool) -> Recorder:
     arena.restart()
-    recorder = Recorder(buffers, generators, lambda key: any(tape.owns(key) for tape in _tapes), arena, records_leaves)
+    recorder = Recorder(buffers, generators, lambda key: any(tape.owns(key) for tape in _live_tapes()), arena, records_leaves)
     with temporarily_set(_local, "recording", recorder):
         recorder.record_step(step)
     return recorder

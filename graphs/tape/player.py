@@ -74,13 +74,6 @@ def stop_workers(workers: Mapping[str, Worker]) -> None:
         worker.stop()
 
 
-def acquired_lock() -> threading.Lock:
-    """An acquired lock as a signal that resets itself: `release` sends, `acquire` receives."""
-    lock = threading.Lock()
-    lock.acquire()
-    return lock
-
-
 class Item:
     """One entry of a program. `kind` and `name` as in Span; a signal takes no time and has no span."""
 
@@ -181,18 +174,18 @@ class Signal(Item):
 
 
 class Await(Item):
-    """Waits for an event of another stream; `name`: as in Signal. `stats`, if any, counts the time."""
+    """Waits for an event of another stream, until which the replay holds `lock`; `name`: as in Signal. `stats`, if any, counts the time."""
 
     kind = "wait"
 
     def __init__(self, lock: threading.Lock, name: str, stats: BackendStats | None) -> None:
-        self._lock, self.name, self._stats = lock, name, stats
+        self.lock, self.name, self._stats = lock, name, stats
 
     def __call__(self, skip: bool) -> None:
-        if self._lock.acquire(blocking=False):
+        if self.lock.acquire(blocking=False):
             return
         begin = time.perf_counter_ns()
-        self._lock.acquire()
+        self.lock.acquire()
         if self._stats:
             self._stats.wait_ns = (self._stats.wait_ns or 0) + time.perf_counter_ns() - begin
 
@@ -211,7 +204,7 @@ def stream_programs(recorder: Recorder, delay: Delay | None, verify: bool, stats
             program.append(signals[event.number])
         elif event is not None and event.stream != node.stream and (event.number, node.stream) not in waited:
             waited.add((event.number, node.stream))
-            signal, lock = signals[event.number], acquired_lock()
+            signal, lock = signals[event.number], threading.Lock()
             signal.locks.append(lock)
             program.append(Await(lock, signal.name, stats if node.stream == MAIN else None))
         elif node.call is not None:

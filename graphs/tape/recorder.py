@@ -6,6 +6,8 @@ The operations run once on the real buffers, whose contents are then restored.
 from __future__ import annotations
 
 import contextlib
+import functools
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -16,17 +18,19 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from stepgraph.graphs.buffers import StaticBuffers, storage_key
-from stepgraph.graphs.capture import Step, refusing_threads
-from stepgraph.graphs.context import MAIN, StreamEvent, temporarily_set, use_context
+from stepgraph.graphs.capture import Step, native_entry, refusing_threads
+from stepgraph.graphs.context import MAIN, NULL_CONTEXT, StreamEvent, temporarily_set, use_context
 from stepgraph.graphs.errors import CaptureError, Site, call_site, fail
 from stepgraph.graphs.memory import Backup
 from stepgraph.graphs.spans import DEFAULT_STAGE
 from stepgraph.graphs.tape.arena import Arena
 from stepgraph.graphs.tape.races import WHOLE, Access, Clock, RaceChecker, region_of
 from stepgraph.graphs.tape.replay_ops import OpCall, replay_of, signature, tensors_in
-from stepgraph.graphs.tape.rules import Memory, Rules, generator_key, has_rule
+from stepgraph.graphs.tape.rules import Memory, Rules, check_plain, generator_key, has_rule
+from stepgraph.sampling.fields import check_value, instance_of
 
 Leaf = tuple[str, str]  # ("scalar" | "tensor", description)
 
@@ -84,17 +88,22 @@ class Recorder(TorchDispatchMode):
         self._capture = object()  # identifies the events of this capture; the recorder itself would be a cycle, which keeps memory alive
         self.paused = False
         self._failure: CaptureError | None = None
+        self.autocast = self._outer_autocast = torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cpu")
 
     def record_step(self, step: Step) -> None:
         """Run `step` once, then restore buffers and generators."""
-        states = [(generator, generator.get_state()) for generator in self.rules.generators.values()]
+        self._states = states = self._generator_states()  # after the latest draw
+        # A compiled function runs as it is: torch would compile the recorder, not the function.
+        stance = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else NULL_CONTEXT
         torch.clear_autocast_cache()  # cached casts of weights would be unknown memory
         try:
             # in inference mode, composite operations would not be decomposed
-            with torch.inference_mode(False), torch.no_grad(), use_context(self), refusing_threads(), self, _FunctionGuard(self):
+            with torch.inference_mode(False), torch.no_grad(), use_context(self), refusing_threads(), stance, self, _FunctionGuard(self):
                 step(self.memory.buffers)
             if self._failure is not None:  # the step caught it
                 raise self._failure
+            if self._states is not states:
+                self._check_generators(Site("", 0))
             unjoined = self.races.unjoined()
             if unjoined is not None:
                 raise fail("unjoined-fork", f"the main stream does not wait for {unjoined}", unjoined.site)
@@ -104,8 +113,15 @@ class Recorder(TorchDispatchMode):
             for saved in self._backups.values():
                 saved.restore()
             self._backups.clear()
-            for generator, state in states:
+            for generator, state in zip(self.rules.generators.values(), states, strict=True):
                 generator.set_state(state)
+
+    def _generator_states(self) -> list[Tensor]:
+        return [generator.get_state() for generator in self.rules.generators.values()]
+
+    def _check_generators(self, site: Site | None = None) -> None:
+        if not all(map(torch.equal, self._generator_states(), self._states)):
+            raise fail("generator", "the step seeds a generator or sets its state, which a replay does not repeat", site)
 
     def unrecorded(self) -> _Unrecorded:
         """Run the recorder's own tensor operations unrecorded. Keeps a failure even if the step catches it."""
@@ -134,12 +150,20 @@ class Recorder(TorchDispatchMode):
             call = OpCall(func, args, kwargs)
             self._move_results([tensor for tensor in call.allocated if not self.memory.has(tensor)], call, site)
             self.rules.check_operation(call)
+            is_custom = call.operation is None and not name.startswith("aten::")
+            if draws := is_custom or call.schema.seeded:
+                self._check_generators()
             for tensor in call.targets:
                 self._back_up(tensor)
             if call.schema.outs:
                 _check_out(call)
             result = call.run()
+            check_plain(name, tensors_in(result))
+            if is_custom:  # may keep its results, or expand them
+                result = tree_map_only(Tensor, lambda each: each.clone() if 0 in each.stride() else each.detach(), result)
             self._add_operation(call, result, site)
+            if draws:
+                self._states = self._generator_states()
             return result
 
     def _move_results(self, fresh: Sequence[Tensor], call: OpCall, site: Site) -> None:
@@ -163,6 +187,8 @@ class Recorder(TorchDispatchMode):
         leaves = tuple(self._leaves(call.values)) if self.records_leaves else ()
         self._move_results(fresh, call, site)
         kind, replay_call = replay_of(call, result, results, fresh)
+        if replay_call is not None and self.autocast != self._outer_autocast:
+            replay_call = functools.partial(_call_under, self.autocast, replay_call)
         node = Node(kind, name, self._stream, site, leaves, replay_call)
         self._add(node)
         if replay_call is not None:
@@ -245,7 +271,9 @@ class Recorder(TorchDispatchMode):
     def host_node(self, name: str, function: Callable[[], object], *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
         with self.unrecorded():
             self._join_or_fail(f"host node {name!r}")
+            native_entry(name, function)  # checks it
             for tensor in (*reads, *writes):
+                check_value(f"host_node.reads and writes of {name!r}", tensor, instance_of(Tensor, "tensors of pinned buffers"))
                 if self.memory.kind(tensor) != "pinned":
                     raise fail("host-node-memory", f"host node {name!r} declares {self.memory.name(tensor)}, which is not a pinned buffer")
             leaves = tuple(self._leaves([*reads, *writes]))
@@ -282,6 +310,7 @@ class _FunctionGuard(TorchFunctionMode):
         kwargs, rules = kwargs or {}, self._recorder.rules
         if self._recorder.paused:
             return func(*args, **kwargs)
+        self._recorder.autocast = torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cpu")  # always off in a dispatch mode
         if has_rule(func):
             with self._recorder.unrecorded():
                 rules.check_function(func, args, kwargs)
@@ -292,6 +321,11 @@ class _FunctionGuard(TorchFunctionMode):
             return func(*args, **kwargs)
         finally:
             rules.scalar_store = False
+
+
+def _call_under(autocast: tuple[torch.dtype, bool], call: Callable[[], object]) -> None:
+    with torch.autocast("cpu", *autocast):
+        call()
 
 
 def _check_out(call: OpCall) -> None:
@@ -323,7 +357,7 @@ def _perturb(tensor: torch.Tensor) -> None:
     if tensor.element_size() == 1:  # torch does not multiply float8
         tensor.view(torch.uint8).bitwise_xor_(1)
     elif tensor.is_floating_point() or tensor.is_complex():
-        tensor.mul_(0.5).add_(0.25)
+        tensor.copy_(torch.where(tensor.isfinite() & (tensor != 0.5), tensor * 0.5 + 0.25, 0.75))
     else:
         tensor.bitwise_xor_(1)
 

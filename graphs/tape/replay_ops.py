@@ -87,7 +87,8 @@ class OpCall:
         self.schema = signature(func)
         self.inputs = tensors_in([args, kwargs])
         self.targets = [tensor for name in self.schema.writes for tensor in tensors_in(self.values[name])]  # tensors that it writes
-        if self.schema.name == "aten::native_batch_norm" and self.values["training"]:  # its schema does not name what it writes
+        # Their schemas do not name what they write.
+        if self.schema.name in {"aten::native_batch_norm", "aten::batch_norm_update_stats"} and self.values.get("training", True):
             self.targets += tensors_in([self.values["running_mean"], self.values["running_var"]])
         self.operation = OPERATIONS.get(self.schema.name)
         self.native: Callable[[], object] | None = None  # the call in C, set by `run`
@@ -185,7 +186,7 @@ def _same_inputs(func: OpOverload, candidate: OpOverload) -> bool:
 def _repeats_exactly(call: Callable[[], object], fresh: Sequence[Tensor], compare: bool) -> bool:
     """Try the replay once: an `.out` kernel may be missing, or its last bits may differ from the functional one."""
     words = [_words(tensor) for tensor in fresh]
-    before = [tensor.clone() for tensor in words]
+    before, places = [tensor.clone() for tensor in words], [(t.shape, t.stride(), t.storage_offset()) for t in fresh]
     for tensor, word in zip(fresh, words, strict=True):
         word.fill_(_poison_of(tensor.dtype))
     try:
@@ -193,8 +194,11 @@ def _repeats_exactly(call: Callable[[], object], fresh: Sequence[Tensor], compar
     except (RuntimeError, TypeError):
         exact = False
     else:
-        exact = not compare or all(map(torch.equal, before, words))
+        kept = all(tensor.shape == shape for tensor, (shape, *_) in zip(fresh, places, strict=True))
+        exact = kept and (not compare or all(map(torch.equal, before, words)))
     if not exact:
+        for tensor, place in zip(fresh, places, strict=True):
+            tensor.as_strided_(*place)  # the kernel may have resized it
         _copy_all(words, before)
     return exact
 

@@ -40,7 +40,7 @@ _FACTORIES = {
     )
 }  # fmt: skip
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-_CHECKED = {*_SYNCS, *_POINTERS, *_FACTORIES, Tensor.to, _SET_DATA}
+_CHECKED = {*_SYNCS, *_POINTERS, *_FACTORIES, Tensor.to, torch.tensor_split, Tensor.tensor_split, _SET_DATA}
 _SYNCING_OPS = {
     "aten::multinomial": "checks its probabilities on the host; draw with exponential noise and argmax instead",
     "aten::_linalg_check_errors": "reads an error code on the host; use the variant of the function that ends in _ex",
@@ -102,6 +102,7 @@ class Rules:
     def __init__(self, memory: Memory, generators: Sequence[torch.Generator]) -> None:
         self.memory = memory
         self.generators = {generator_key(generator): generator for generator in generators}
+        self._default_dtype = torch.get_default_dtype()
         self.scalar_store = False  # inside x[...] = number, for which torch creates a 0-d tensor
 
     def check_function(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -113,6 +114,8 @@ class Rules:
             raise fail("raw-pointer", f"{pointer} lets memory escape the recording; wrap the kernel in torch.library.custom_op")
         if func is Tensor.to:
             self._check_to(args, kwargs)
+        if func in (torch.tensor_split, Tensor.tensor_split) and len(tensors_in([args, kwargs])) > 1:
+            raise fail("host-sync", "tensor_split reads a tensor of indices on the host; give it integers")
         if func in _FACTORIES and kwargs.get("out") is None:
             _check_factory(func, kwargs)
         if func == _SET_DATA:
@@ -128,6 +131,8 @@ class Rules:
 
     def check_operation(self, call: OpCall) -> None:
         name, schema = call.schema.name, call.schema
+        if torch.get_default_dtype() is not self._default_dtype:
+            raise fail("default-dtype", f"{name} follows torch.set_default_dtype in the step, which a replay does not repeat")
         if name == "aten::lift_fresh":
             if self.scalar_store and call.args[0].dim() == 0:
                 return
@@ -157,7 +162,7 @@ class Rules:
             raise fail("dynamic-shape", f"{name} has a result whose shape depends on values; use a mask and torch.where")
         if name in _INDEX_PUT and _has_mask(values["indices"]):
             fill = self.memory.kind(values["values"]) == "literal" and not values["accumulate"]
-            if not fill:  # with a Python scalar torch turns it into masked_fill_
+            if not fill or len(tensors_in(values["indices"])) > 1:  # torch turns one mask and a Python scalar into masked_fill_
                 raise fail("dynamic-shape", f"{name} with a bool mask counts the mask on the host; use torch.where or masked_fill_")
 
     def _check_generator(self, call: OpCall) -> None:
@@ -171,11 +176,8 @@ class Rules:
     def _check_inputs(self, call: OpCall) -> list[Tensor]:
         """Check residence and registration; returns the inputs in pinned memory."""
         name, pinned = call.schema.name, list[Tensor]()
+        check_plain(name, call.inputs)
         for tensor in call.inputs:
-            if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-                raise fail("wrapper-subclass", f"{name} uses a {type(tensor).__name__}, which has no memory; use the tensors that it wraps")
-            if tensor.layout is not torch.strided:
-                raise fail("unregistered-input", f"{name} uses a {tensor.layout} tensor; keep it inside a torch.library.custom_op")
             if tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0:
                 raise fail("freed-input", f"{name} uses {self.memory.name(tensor)}, whose memory was freed")
             kind = self.memory.kind(tensor)
@@ -207,6 +209,16 @@ class Rules:
             raise fail(
                 "pinned-copy", f"copy_ with a strided or broadcast view of pinned {self.memory.name(pinned[0])} is staged on the host"
             )
+
+
+def check_plain(name: str, tensors: Sequence[Tensor]) -> None:
+    """CaptureError unless arguments or results are plain tensors."""
+    for tensor in tensors:
+        if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+            raise fail("wrapper-subclass", f"{name} uses a {type(tensor).__name__}, which has no memory; use the tensors that it wraps")
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+            kind = "nested" if tensor.is_nested else tensor.dtype if tensor.is_quantized else tensor.layout
+            raise fail("unregistered-input", f"{name} uses a {kind} tensor; keep it inside a torch.library.custom_op")
 
 
 def _check_factory(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:

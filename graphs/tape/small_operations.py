@@ -123,7 +123,8 @@ def _indexing(name: str, values: Mapping[str, Any], target: Tensor) -> Run | Non
 
 
 def _concatenation(target: Tensor, tensors: Sequence[Tensor], dim: int) -> Run | None:
-    if not all(each.dtype is target.dtype and each.dim() == target.dim() and _is_plain(each) for each in tensors):
+    overlaps = any(storage_key(each) == storage_key(target) for each in tensors)  # torch copies row by row
+    if overlaps or not all(each.dtype is target.dtype and each.dim() == target.dim() and _is_plain(each) for each in tensors):
         return None
     calls, start = list[PackedCall](), 0
     for each in tensors:

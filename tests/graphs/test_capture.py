@@ -105,6 +105,14 @@ def test_replay_after_close_without_waiting_raises(asynchronous: bool) -> None:
         tape.replay()
 
 
+@pytest.mark.slow  # imports the compiler
+def test_a_compiled_function_is_recorded_as_it_is() -> None:
+    compiled, buffers = torch.compile(lambda x: x.copy_((x * 2 + 1).sin()), backend="eager"), one_buffer()
+    recorded = capture(lambda buffers: compiled(buffers.x), buffers, backend="tape")
+    recorded.replay()
+    assert torch.equal(buffers.x, torch.ones(2).sin()) and recorded.report.nodes["kernel"] == 3
+
+
 def test_same_bits_compares_shape_and_dtype() -> None:
     zero = torch.zeros(2)
     assert same_bits(zero, zero.clone()) and not same_bits(zero, -zero)

@@ -219,7 +219,7 @@ def test_static_buffers_beyond_the_memory_are_refused() -> None:
 
 @pytest.mark.parametrize("copied", [pickle.dumps, copy.copy, copy.deepcopy], ids=["pickle", "copy", "deepcopy"])
 @pytest.mark.parametrize(
-    "value", [ENGINE, AsyncEngine(ENGINE), CODEC, ENGINE.compile(Constraint.regex("a"))], ids=lambda value: type(value).__name__
+    "value", [ENGINE, AsyncEngine(ENGINE), CODEC, BUFFERS, ENGINE.compile(Constraint.regex("a"))], ids=lambda value: type(value).__name__
 )
 def test_objects_of_one_process_cannot_be_copied_or_pickled(value: object, copied: Callable[[object], object]) -> None:
     with pytest.raises(TypeError, match=rf"{type(value).__name__}: cannot be copied or pickled; create one in each process"):

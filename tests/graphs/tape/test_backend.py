@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import subprocess
 import sys
 import threading
@@ -48,14 +49,14 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return all(torch.equal(a[name], b[name]) for name in a)
 
 
-def through_host(function: Callable[[], None], name: str = "double") -> Callable[[StaticBuffers], None]:
+def through_host(function: Callable[[], None], name: str = "double", stream: str = "side") -> Callable[[StaticBuffers], None]:
     """x -> pinned -> host node on a side stream -> y, while the main stream continues."""
 
     def step(b: StaticBuffers) -> None:
         context = current_context()
         b.x_host.copy_(b.x, non_blocking=True)
         fork = context.record()
-        with context.stream("side"):
+        with context.stream(stream):
             context.wait(fork)
             context.host_node(name, function, reads=[b.x_host], writes=[b.ring_host])
             join = context.record()
@@ -125,6 +126,20 @@ def test_capture_restores_generators(buffers: StaticBuffers) -> None:
     assert torch.equal(generator.get_state(), state)
     recorded.replay()
     assert torch.equal(buffers.x, torch.empty(4, 8).uniform_(generator=torch.Generator().manual_seed(5)))
+
+
+@pytest.mark.parametrize("draws_again", [True, False])
+def test_a_step_that_sets_the_state_of_a_generator_is_refused(buffers: StaticBuffers, draws_again: bool) -> None:
+    generator = torch.Generator()
+
+    def step(b: StaticBuffers) -> None:
+        b.x.uniform_(generator=generator)
+        generator.manual_seed(5)
+        if draws_again:
+            b.y.uniform_(generator=generator)
+
+    with pytest.raises(CaptureError, match=r"\[generator\] the step seeds a generator or sets its state"):
+        TapeBackend().capture(step, buffers, generators=[generator])
 
 
 # host state frozen into a recording
@@ -232,6 +247,14 @@ def test_check_twice_finds_an_unrecorded_buffer_read(buffers: StaticBuffers) -> 
         TapeBackend().capture(baked_device_value, buffers, check="twice")
     assert caught.value.rule == "baked-scalar" and "# baked" in caught.value.source
     assert buffers.index.tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("fill", [0.5, float("inf"), float("nan")])
+def test_check_twice_changes_every_number(fill: float) -> None:
+    b = StaticBuffers([BufferSpec("y", (1,), torch.float32, fill=fill)])
+    PEEK["array"] = b.y.numpy()
+    with pytest.raises(CaptureError, match="baked-scalar"):
+        TapeBackend().capture(baked_device_value, b, check="twice")
 
 
 def test_check_twice_with_contents_that_an_operation_rejects() -> None:
@@ -396,6 +419,12 @@ def test_arguments_are_checked(buffers: StaticBuffers) -> None:
         TapeBackend(poison="never")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"check: got 'thrice', expected 'once' or 'twice'"):
         TapeBackend().capture(lambda b: None, buffers, check="thrice")  # type: ignore[arg-type]
+    for arguments, message in (
+        ({"function": None}, "host_node.function of 'h': got None, expected a function"),
+        ({"function": print, "reads": "x"}, "host_node.reads and writes of 'h': got 'x', expected tensors of pinned buffers"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            TapeBackend().capture(lambda b: current_context().host_node("h", **arguments), buffers)  # noqa: B023
 
 
 _library = torch.library.Library("stepgraph_test_tape", "DEF")  # .out overloads that do not give the functional result
@@ -445,6 +474,27 @@ def test_host_node_error_names_the_node_and_the_next_replay_works(buffers: Stati
     buffers.reset()
     replay()
     assert bool((buffers.y == 2).all()) and backend.stats.host_nodes == 2
+    backend.close()
+
+
+def test_an_interrupt_has_no_effect_on_later_replays(buffers: StaticBuffers) -> None:
+    backend, interrupted = TapeBackend(), [threading.main_thread().ident or 0]
+
+    def work() -> None:
+        deadline = time.monotonic() + 10
+        while not any(text.startswith("stream main: waits") for text in backend.active_work()) and time.monotonic() < deadline:
+            time.sleep(1e-3)
+        if interrupted:
+            signal.pthread_kill(interrupted.pop(), signal.SIGINT)
+        doubling(buffers)()
+
+    recorded = backend.capture(through_host(work), buffers)
+    with pytest.raises(KeyboardInterrupt):
+        recorded.replay()
+    for value in (3, 4):
+        buffers.x.fill_(value)
+        recorded.replay()
+        assert bool((buffers.y == 2 * value).all())
     backend.close()
 
 
@@ -597,6 +647,34 @@ def test_threads_are_reused_and_end(buffers: StaticBuffers) -> None:
     assert len({*threading.enumerate()} - before) == 3
     backend.close()
     assert {*threading.enumerate()} <= before
+
+
+def test_a_stream_may_have_the_name_of_the_device_thread(buffers: StaticBuffers) -> None:
+    backend = TapeBackend(asynchronous=True)
+    backend.capture(through_host(doubling(buffers), stream="device"), buffers).replay()
+    assert backend.event().wait(10) and bool((buffers.y == 2).all())
+    backend.close()
+
+
+def test_another_thread_may_capture_during_a_look_at_all_tapes(buffers: StaticBuffers, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted, captured, unknown = threading.Event(), threading.Event(), torch.ones(4, 8)
+    tapes = [TapeBackend().capture(add_one, buffers)]
+
+    def capture_when_wanted() -> None:
+        assert wanted.wait(10)
+        tapes.append(TapeBackend().capture(add_one, StaticBuffers(SPECS)))
+        captured.set()
+
+    def owns(_: object, key: int) -> bool:
+        wanted.set()
+        return not captured.wait(10)
+
+    thread = threading.Thread(target=capture_when_wanted)
+    thread.start()
+    monkeypatch.setattr(tape.Tape, "owns", owns)
+    with pytest.raises(CaptureError, match="unregistered-input"):
+        TapeBackend().capture(lambda b: b.x.add_(unknown), buffers)  # type: ignore[arg-type]
+    thread.join()
 
 
 def test_close_without_waiting_ends_the_threads(buffers: StaticBuffers) -> None:

@@ -7,6 +7,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.pool import ThreadPool
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,20 @@ def add_one_(x: Tensor) -> None:
 def count_and_sum(x: Tensor, count: Tensor) -> Tensor:
     count.add_(1)
     return x.sum(0)
+
+
+KEPT = torch.ones(4, 8)
+
+
+@torch.library.custom_op("stepgraph_test::kept_and_expanded", mutates_args=())
+def kept_and_expanded(x: Tensor) -> tuple[Tensor, Tensor]:
+    assert bool((KEPT == 1).all())
+    return KEPT, x[:1].clone().expand(4, 8)
+
+
+@torch.library.custom_op("stepgraph_test::product_of_rows", mutates_args=())
+def product_of_rows(x: Tensor) -> Tensor:
+    return (x @ x.T).float()
 
 
 class Wrapped(Tensor):
@@ -246,6 +261,11 @@ def one_hot_with_classes(b: StaticBuffers) -> object:
 
 
 @illegal("host-sync")
+def split_by_tensor(b: StaticBuffers) -> object:
+    return torch.tensor_split(b.x, b.index)  # illegal
+
+
+@illegal("host-sync")
 def multinomial(b: StaticBuffers) -> object:
     return torch.multinomial(b.x.abs(), 1, generator=GENERATOR)  # illegal
 
@@ -319,6 +339,11 @@ def index_put_by_mask(b: StaticBuffers) -> None:
     b.x.index_put_((b.mask,), b.y[0, 0])  # illegal
 
 
+@illegal("dynamic-shape")
+def write_number_by_mask_and_index(b: StaticBuffers) -> None:
+    b.x[b.index < 2, b.index] = 5.0  # illegal
+
+
 # Python data
 
 
@@ -371,6 +396,15 @@ def arange_on_host(b: StaticBuffers) -> None:
 @illegal("missing-device")
 def zeros_on_host(b: StaticBuffers) -> None:
     b.x.copy_(torch.zeros(4, 8, device="cpu"))  # illegal
+
+
+@illegal("default-dtype")
+def other_default_dtype(b: StaticBuffers) -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        b.x[0, :4].copy_(b.index / 3)  # illegal
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 # randomness
@@ -488,6 +522,11 @@ def unregistered_write(b: StaticBuffers) -> None:
 @illegal("unregistered-input")
 def opaque(b: StaticBuffers) -> None:
     b.x.copy_(PACKED + PACKED)  # illegal
+
+
+@illegal("unregistered-input")
+def quantised_result(b: StaticBuffers) -> None:
+    torch.quantize_per_tensor(b.x, 0.1, 0, torch.qint8)  # illegal
 
 
 @illegal("wrapper-subclass")
@@ -694,6 +733,11 @@ def test_illegal(rule: str, step: SnippetStep, another_capture: object) -> None:
     assert BUFFERS.fingerprint() == fingerprint
 
 
+def test_thread_of_a_pool_of_multiprocessing() -> None:
+    with ThreadPool(1) as pool, pytest.raises(CaptureError, match=r"(?s)other-thread.*# illegal"):
+        BACKEND.capture(lambda b: pool.apply(b.x.add_, (1,)), BUFFERS)  # type: ignore[arg-type]  # illegal
+
+
 # legal look-alikes
 
 
@@ -701,6 +745,7 @@ def test_illegal(rule: str, step: SnippetStep, another_capture: object) -> None:
 def batch_statistics(b: StaticBuffers) -> None:
     torch.nn.functional.batch_norm(b.x, b.x[0].mul(1), b.x[1].add_(1), training=True)
     torch.nn.functional.batch_norm(b.x, b.y[0], b.y[1], training=True)
+    torch.batch_norm_update_stats(b.x, b.big[0], b.big[1], 0.1)
 
 
 @legal
@@ -895,6 +940,7 @@ def vectorised(b: StaticBuffers) -> None:
 @legal
 def given_out(b: StaticBuffers) -> None:
     torch.add(b.x, b.y, out=b.x)
+    torch.cat([b.y[:, -1:], b.y[:, :-1]], 1, out=b.y)  # overlaps
     torch.mm(b.x, b.y.T, out=b.big.view(-1)[:16].view(4, 4))
 
 
@@ -911,6 +957,24 @@ def custom_kernels(b: StaticBuffers) -> None:
     b.y.copy_(doubled(b.x))
     add_one_(b.big[2:4])
     b.x.add_(count_and_sum(b.x, b.count))
+
+
+@legal
+def kernel_that_keeps_and_expands_its_results(b: StaticBuffers) -> None:
+    kept, expanded = kept_and_expanded(b.x)
+    b.y.copy_(kept * 2 + expanded)
+
+
+@legal
+def kernel_under_autocast(b: StaticBuffers) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        b.x[:, :4].copy_(product_of_rows(b.x))
+    b.x[:, 4:].copy_(product_of_rows(b.x))
+
+
+@legal
+def kernel_that_resizes_its_out(b: StaticBuffers) -> None:
+    b.y[0, 0].copy_(F.huber_loss(b.x, b.y))
 
 
 @legal
