@@ -20,7 +20,7 @@ BUDGETS = {  # each was the count when it was frozen; the main reasons for raisi
     # native classes of more families (550), requests that continue others, preemption, replicas under Ray Serve (1,000), MTP modules (240),
     # steps of ranks in shared memory (81), automatic draft lengths with accounts and measured costs; then 15,870: work of the draft model
     # before a run of drafts (19), corrections of model folders, ranks and the server (52), of recordings and calibration (18);
-    # then 15,934: corrections of preemption (8), of the API, commands and templates (28), drafters that are never right (6); then lowered by merging
+    # then 15,934: corrections of preemption (8), of the API, commands and templates (28), drafters that are never right (6); merges (-101)
     "runtime": 15_934,
     # 7,588 at first. Quantised products (376), their Triton programs (219) and vectors (131), rings inside the graph (180), soft-caps and
     # sinks, adapters (180), experts (640), caches in eight bits (130), heads over ranks (178), sums over ranks (290), user functions in
