@@ -97,7 +97,7 @@ class Uploader:
         self._copy_events: weakref.WeakKeyDictionary[ArenaBlock, Event] = weakref.WeakKeyDictionary()  # the event of its last copy
 
     def send_grammar(self, request: ActiveRequest) -> bool:
-        """Launch copies of the request's grammar to its block, until one would wait (or all). Returns whether all are launched.
+        """Launch copies of the request's grammar to its block, until one would wait (see __init__). Returns whether all are launched.
 
         The copies run beside the rounds. Rounds in flight may still read the grammar that had this memory before.
         """
