@@ -47,6 +47,7 @@ FREE_TRIES = 3  # runs of drafts without an accepted one after which the next on
 MAX_BACKOFF = 8  # times, so that a drafter that was never right is still tried about every 300 rounds
 MAX_CREDIT = 16.0  # maximum account, in plain rounds
 PLAIN_RUN = 5  # plain rounds after a choice of PLAIN, unless the requests change
+SETTLED_ROUNDS = 8  # rounds of a choice after others that measure its time relative to theirs; later changes are the machine's
 STALE_ROUNDS = 64  # rounds after which a draft length is tried again, since its time may have been measured on a busier machine,
 RETRY_SHARE = 0.9  # if its expected tokens per second are at least this share of the best; after 2 * STALE_ROUNDS, its square
 
@@ -244,18 +245,21 @@ class RoundCosts:
         self._bound_shorter(costs, key.drafting)
 
     def add(self, key: GraphKey, drafting: Drafting, seconds: float, context: int = 0) -> None:
-        """Add a round of `key` with this drafting. A change, by a longer context or a busy machine, affects all choices: its square root
-        is applied to the others. After rounds of other choices it is applied to this one only, with more weight after many of them."""
+        """Add a round of `key` with this drafting. A change, by a longer context or a busy machine, affects all choices: its square root is
+        applied to the others. In the first SETTLED_ROUNDS rounds after other choices it is applied to this one and those that no round has
+        measured, with more weight after many of the others."""
         costs, counts, latest = self._measured_for(key, context)
         before, rounds = sum(counts.values()), counts.get(drafting, 0) + 1
         others, counts[drafting], latest[drafting] = before - latest.get(drafting, 0), rounds, before + 1
         if rounds == 1:
             return  # the first replay of a graph takes longer
         seconds += self._later_seconds(key.rows, drafting)
+        settled = before + 1 - max((each for choice, each in latest.items() if choice != drafting), default=0) > SETTLED_ROUNDS
         weight = max(self._weight, 1 / rounds, min(others / (4 * STALE_ROUNDS), 0.25))
         change = 1 + weight * (min(seconds / costs[drafting], 2) - 1)  # at most doubled: a round may have been interrupted
         for each in costs:
-            costs[each] *= change if each == drafting else 1 if others else math.sqrt(change)
+            if each == drafting or settled or counts.get(each, 0) < 2:
+                costs[each] *= change if each == drafting else math.sqrt(change)
         self._bound_shorter(costs, drafting)
 
     def add_catch_up(self, key: GraphKey, drafting: Drafting, seconds: float, context: int = 0) -> None:
