@@ -7,8 +7,9 @@
 Costs, also those that the choice uses, are processor times of the whole process, since other processes may share the machine. Rounds,
 tokens per round and draft lengths are counts. Ratios are medians over turns; the first turn, in which "auto" learns, is listed apart.
 All workloads run in each turn, most of them several times, short ones most often; turns from the third on begin only if
-`--seconds` leaves time for them. After three samples, fixed lengths that are slower than nine tenths of the best one are left out. In the
-mixed batch each request that ends is replaced by one of its kind, whose prompt is measured too: both kinds are in it until the end.
+`--seconds` leaves time for them. Fixed lengths slower than nine tenths of the best one in each of the first three samples are left out of
+the others. In the mixed batch each request that ends is replaced by one of its kind, whose prompt is measured too: both are in it until the
+end.
 """
 
 from __future__ import annotations
@@ -223,11 +224,10 @@ def _over_best_fixed(samples: Mapping[Drafting | str, Sequence[Sample]]) -> floa
 
 
 def contenders(samples: Mapping[Drafting | str, Sequence[Sample]]) -> list[Drafting | str]:
-    """The fixed choices that run in every turn: those within CONTENDS of the best one in the first turns."""
-    turns = range(min(ALL_TURNS, len(samples[PLAIN])))
-    over_plain = {variant: _ratio(each, samples[PLAIN], turns[1:] or turns) for variant, each in samples.items() if variant != AUTO}
-    least = CONTENDER_SHARE * max(over_plain.values())
-    return [variant for variant, ratio in over_plain.items() if ratio >= least]
+    """The fixed choices that run in every turn: those within CONTENDER_SHARE of the best one in any of the first turns."""
+    fixed, turns = [each for each in samples if each != AUTO], range(min(ALL_TURNS, len(samples[PLAIN])))
+    least = [CONTENDER_SHARE * max(samples[each][turn].rate for each in fixed) for turn in turns]
+    return [each for each in fixed if any(samples[each][turn].rate >= least[turn] for turn in turns)]
 
 
 def _ratio(turns: Sequence[Sample], others: Sequence[Sample], measured: Sequence[int] = ()) -> float:

@@ -42,8 +42,8 @@ BUDGETS = {  # each was the count when it was frozen; the main reasons for raisi
     "tools": 17_207,
     # 41,566 at first. Tests of the features above; the stub CUDA (1,000) with a stub of NCCL (183), families of transformers, entry points
     # with wrong values, replicas (980), ranks, records of long runs, builds of torch, hosts without a C compiler, malformed files;
-    # then 56,830: tests of corrections (1,309), of which the stub CUDA has 290 and races of Triton programs 90
-    "tests": 58_167,
+    # then 56,830: tests of corrections (1,311), of which the stub CUDA has 290 and races of Triton programs 90
+    "tests": 58_169,
 }
 # 6,198 at first, with the host link; 7,056 with the files of kernels that follow grammars and of the choice of the draft length. Lowered by
 # moving code that a steady round does not run; the goal is 5,500. Of it, heads by a program, argmax without masks and loads of attention

@@ -84,3 +84,5 @@ def test_lengths_that_were_slow_are_not_compared_in_later_turns() -> None:
     assert contenders(samples) == [Drafting(1), Drafting(2)]
     found = figures(samples)
     assert found["auto_over_best_fixed"] == 1 and found["variants"]["3"]["over_plain"] == 1.667
+    samples[Drafting(3)][2] = samples[AUTO][2]  # as fast as the best one in one turn
+    assert Drafting(3) in contenders(samples)
