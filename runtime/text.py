@@ -172,9 +172,9 @@ class TextStream:
         if not self._stop:
             return text
         text = "" if self.stopped else self._pending_text + text
-        found = [index for stop in self._stop if (index := text.find(stop)) >= 0]
+        found = [(index + len(stop), index) for stop in self._stop if (index := text.find(stop)) >= 0]
         self.stopped = self.stopped or bool(found)
-        end = min(found) if found else len(text) - partial_match(text, self._stop)
+        end = min(found)[1] if found else len(text) - partial_match(text, self._stop)
         self._pending_text = "" if found else text[end:]
         return text[:end]
 

@@ -85,7 +85,7 @@ def add_generate_flags(parser: argparse.ArgumentParser) -> None:
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("prompt", metavar="PROMPT", nargs="?", help="the prompt; - reads it from standard input")
     prompt.add_argument("--prompt-file", metavar="FILE", help="read the prompt from a file")
-    prompt.add_argument("--token-ids", metavar="IDS", help="the prompt as token ids, such as 1,2,3; needs no tokenizer library")
+    prompt.add_argument("--token-ids", metavar="IDS", help="the prompt as ids, such as 1,2,3; needs a tokenizer library only with --after")
     parser.add_argument("--chat", action=argparse.BooleanOptionalAction, help="use the chat template (default: if the model has one)")
     parser.add_argument("--system", metavar="TEXT", help="a system message before the prompt, in a chat")
     add_max_new_tokens(parser, 256)

@@ -64,7 +64,8 @@ def _read_request(options: argparse.Namespace) -> Request:
         with terminal.waiting("checking the constraint ..."):
             check_constraints([constraint])
     if options.token_ids is not None:
-        return Request(options.token_ids, constraint_of(options, None), _sampling_of(options))
+        marker_codec = None if options.after is None else TextCodec.open(options.model)
+        return Request(options.token_ids, constraint_of(options, marker_codec), _sampling_of(options))
     text, sampling = _prompt(options), _sampling_of(options)
     with terminal.waiting("opening the model ..."):
         codec = TextCodec.open(options.model)

@@ -13,7 +13,7 @@ from stepgraph.runtime.serve.http import HttpError, refuse
 from stepgraph.runtime.serve.reasoning import Reasoning, reasoning_of
 from stepgraph.runtime.serve.tools import ToolUse, tool_use
 from stepgraph.runtime.text import TextCodec
-from stepgraph.sampling.fields import BOOL, Check, instance_of, is_int, whole
+from stepgraph.sampling.fields import BOOL, Check, instance_of, is_int, reject_constant, whole
 from stepgraph.sampling.grammar.constraints.constraint import MAX_MARKER_LIMIT, Constraint
 from stepgraph.sampling.grammar.schema.reader import clip_json
 from stepgraph.sampling.params import SamplingParams
@@ -177,6 +177,9 @@ def _message(message: Any, name: str) -> dict[str, Any]:
     message = {field: value for field, value in message.items() if value is not None}
     for field in message.keys() - _MESSAGE_FIELDS:
         raise HttpError(400, f"{name}.{field[:100]}: the field is not supported", f"{name}.{field[:100]}")
+    for field in message.keys() & {"name", "tool_call_id", "reasoning_content"}:
+        if not isinstance(message[field], str):
+            refuse(f"{name}.{field}", message[field], "text")
     content = message.get("content")
     if isinstance(content, list):
         for part in content:
@@ -200,7 +203,8 @@ def _past_call(call: Any, name: str) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         refuse(name, call, "an object of type function with a name and arguments")
     try:
-        arguments = json.loads(function.get("arguments") or "{}")
+        text = function.get("arguments")
+        arguments = json.loads("{}" if text in (None, "") else text, parse_constant=reject_constant)
     except (TypeError, ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
@@ -223,10 +227,10 @@ def _max_tokens(fields: Mapping[str, Any], prompt: int, max_length: int, chat: b
         field = "messages" if chat else "prompt"
         message = f"{field}: got {prompt} tokens, expected 1 to {max_length - 1}"
         raise HttpError(400, message, field, "context_length_exceeded" if prompt else None)
-    field = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
-    value = fields.get(field, room if chat else min(16, room))
-    if not is_int(value) or not 1 <= value <= room:
-        refuse(field, value, f"a whole number from 1 to {room}: {max_length} tokens less {prompt} of the prompt")
+    expected = f"a whole number from 1 to {room}: {max_length} tokens less {prompt} of the prompt"
+    value: int = room if chat else min(16, room)
+    for field in ("max_tokens", "max_completion_tokens"):  # the last one counts
+        value = _checked(fields, field, whole(1, room)._replace(expected=expected), value)
     return value
 
 

@@ -94,9 +94,9 @@ def _check_tool(tool: Any, name: str) -> None:
         raise HttpError(400, f"{field}.{unknown[:100]}: the field is not supported", f"{field}.{unknown[:100]}")
     if not isinstance(function.get("name"), str) or not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", function["name"]):
         refuse(field, function.get("name"), "a name of up to 64 letters, digits, _ or -")
-    if not isinstance(function.get("strict"), (bool, NoneType)):  # calls match their schemas in any case
-        refuse(f"{field}.strict", function["strict"], "true or false")
-    if not isinstance(function.get("parameters") or {}, dict):
-        refuse(f"{field}.parameters", function["parameters"], "a JSON schema")
+    parts = ("description", str, "a text"), ("strict", bool, "true or false"), ("parameters", dict, "a JSON schema")
+    for part, kind, expected in parts:  # `strict` has no effect: calls match their schemas in any case
+        if not isinstance(function.get(part), (kind, NoneType)):
+            refuse(f"{field}.{part}", function[part], expected)
     if (found := (function.get("parameters") or {}).get("type", "object")) != "object":
         refuse(f"{field}.parameters.type", found, "object")

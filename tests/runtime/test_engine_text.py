@@ -9,7 +9,7 @@ import importlib.util
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
+from typing import Annotated, Any, Literal, TypedDict
 
 import pydantic
 import pytest
@@ -78,6 +78,9 @@ def hidden(_x: int) -> None: ...
 
 
 def configured(model_config: int) -> None: ...
+
+
+def unfinished(x: "int |") -> None: ...  # noqa: F722
 
 
 def test_a_text_prompt_is_its_token_ids() -> None:
@@ -235,6 +238,13 @@ def test_a_text_stream_holds_back_a_possible_start_of_a_stop_string() -> None:
     assert stream.push(ids["ab"]) == "" and stream.finish() == "ab", "an end without a stop string releases the rest"
 
 
+def test_the_stop_string_that_ends_first_ends_the_text_however_tokens_cut_it() -> None:
+    stop, whole = ("bc", "abcd"), Vocabulary([b"abcd", b"<eos>"], [1])
+    assert TextStream(whole, stop).push([0]) == TextStream(VOCABULARY, stop).push(CODEC.encode("abcd")) == "a"
+    stream = TextStream(VOCABULARY, stop)
+    assert "".join(stream.push(CODEC.encode(char)) for char in "abcd") == "a" and stream.stopped
+
+
 @pytest.mark.parametrize(
     ("constraint", "check"),
     [
@@ -320,6 +330,9 @@ def test_a_compiled_grammar_is_accepted_as_a_constraint() -> None:
         ({"constraint": hidden}, "constraint: the parameter _x of hidden has a reserved name"),
         ({"constraint": configured}, "constraint: the parameter model_config of configured has a reserved name"),
         ({"constraint": Callable[[], int]}, "constraint: .* has no JSON schema"),
+        ({"constraint": list["re.Absent"]}, "constraint: .* has no JSON schema: module 're' has no attribute 'Absent'"),
+        ({"constraint": unfinished}, "constraint: .* has no JSON schema: Forward reference must be an expression"),
+        ({"constraint": Annotated[str, pydantic.Field(pattern="(")]}, "constraint: .* has no JSON schema: .* unclosed group"),
         ({"sampling": SamplingParams(stop="x"), "prompt": [1]}, ""),
     ],
 )

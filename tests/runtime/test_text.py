@@ -84,6 +84,7 @@ def test_template_from_a_list_or_a_file(tmp_path: Path) -> None:
         "{% for each in documents or [] %}[{{ each.text }}]{% endfor %}the cat",
         "{{ messages[-1].content }}{{ 'content' in messages[-1] }}",
         "{{ {'a': '\u00e9'} | tojson(true) }}",
+        "{{ {'b': '\u00e9', 'a': 1} | tojson(false, none, [',', ':'], true) }}",
         "{{ bos_token }}the cat{{ mask_token }}{{ cls_token }}{{ sep_token }}",
     ],
 )

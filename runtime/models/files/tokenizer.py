@@ -85,9 +85,9 @@ class ChatTemplate:
             raise ValueError(f"messages: {''.join(empty[:1])}the model's chat template fails: {error}") from None
 
 
-def _json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+def _json(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
     """Replaces Jinja's filter, which escapes < as &lt;."""
-    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii, **options)
+    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii, separators=separators, sort_keys=sort_keys)
 
 
 def _raise(message: str) -> NoReturn:
