@@ -90,8 +90,10 @@ class RequestQueue:
     def _turn_of(self, job: Job) -> int:
         """At equal priority each tenant has one request per turn, so that a long queue of one tenant does not delay others. A new request
         has the first turn, from the present one on, in which no earlier request of its tenant waits."""
-        turns = [(queued.order[1], queued.job.tenant) for queued in self.waiting if queued.job.priority == job.priority]
-        present = min((turn for turn, _ in turns), default=0)
+        waiting, equal = set(self.waiting), [each for each in self.unfinished.values() if each.job.priority == job.priority]
+        turns = [(queued.order[1], queued.job.tenant) for queued in equal if queued in waiting]
+        running = [queued.order[1] for queued in equal if queued not in waiting]  # these keep their turn if they are preempted
+        present = max([min((turn for turn, _ in turns), default=0), *running])
         return max(present, max((turn + 1 for turn, tenant in turns if tenant == job.tenant), default=0))
 
     def withdraw(self, queued: QueuedRequest) -> None:

@@ -205,7 +205,7 @@ def _repeats_exactly(call: Callable[[], object], fresh: Sequence[Tensor], compar
 
 def _words(tensor: Tensor) -> Tensor:
     """The memory of a tensor as integers of the size of its elements."""
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    real = torch.view_as_real(tensor.conj() if tensor.is_conj() else tensor) if tensor.is_complex() else tensor  # the same memory
     return real.view(_BITS[real.element_size()])
 
 

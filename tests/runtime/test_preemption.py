@@ -29,6 +29,7 @@ SETUPS = {
     "loops": replace(DRAFTED, loops=True),
     "eager": replace(DRAFTED, eager=True),
 }
+LASTING = SamplingParams(ignore_eos=True)
 PENALTIES = SamplingParams(temperature=0, min_new_tokens=9, repetition_penalty=1.4, frequency_penalty=0.9, logprobs=True)
 SAMPLED = SamplingParams(temperature=1.3, top_p=0.95, seed=11, presence_penalty=0.7)
 LONG = Constraint.regex("([a-f]{3}-){12}")
@@ -80,6 +81,17 @@ def test_a_long_queue_of_one_tenant_delays_no_other() -> None:
             pass
         after = [job for job in many if job.submitted_at + (job.queue_seconds or 0) > late.submitted_at + (late.queue_seconds or 0)]
         assert len(after) >= 8
+
+
+@pytest.mark.parametrize("tenant", ["a", "b"])
+def test_a_preempted_request_keeps_its_place_before_later_ones_of_equal_priority(tenant: str) -> None:
+    with one_row(preemption=True) as engine:
+        early = [engine.submit([1, index], max_new_tokens=20, sampling=LASTING, priority=1, tenant="a") for index in range(3)]
+        while len(early[-1].tokens) < 3:
+            engine.step()
+        late = [engine.submit([5], max_new_tokens=2, priority=1, tenant=tenant), engine.submit([6], max_new_tokens=2)]
+        ended = [event.job_id for event in engine.stream() if event.finish_reason]
+        assert early[-1].num_preemptions == 1 and ended == [late[1].id, early[-1].id, late[0].id]
 
 
 def run_with_arrivals(engine: Engine, slow: list[Job], seed: int) -> list[Job]:

@@ -275,6 +275,22 @@ def test_check_twice_with_a_buffer_of_float8() -> None:
     assert b.y.tolist() == [2.0] * 4
 
 
+def test_an_operation_may_return_a_conjugated_tensor() -> None:
+    shapes = {"x": (1, 2), "factors": (2, 2)}
+    b = StaticBuffers(
+        [*(BufferSpec(name, shape, torch.complex64) for name, shape in shapes.items()), BufferSpec("pivots", (2,), torch.int32)]
+    )
+    b.x.fill_(1)
+    b.factors.copy_((1 + 1j) * torch.eye(2))
+    b.pivots.copy_(torch.tensor([1, 2]))
+
+    def step(b: StaticBuffers) -> None:
+        b.x.copy_(torch.linalg.lu_solve(b.factors, b.pivots, b.x, left=False))
+
+    capture(step, b, backend="tape").replay()
+    assert b.x.tolist() == [[0.5 - 0.5j] * 2]
+
+
 def test_weights_made_in_inference_mode() -> None:
     with torch.inference_mode():
         model = torch.nn.Linear(3, 3)
