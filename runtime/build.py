@@ -103,9 +103,9 @@ class EngineParts:
         decode_round = Round(limits, models, self.host_link, config.draft_masks, accept_options(self), self.attention, tables, split)
         prompts = Prompts(limits, models, self.attention)
         self.validator = RequestValidator(config, limits, vocabulary, models, pinned=device.type == "cuda")
-        self.hidden_states = states = HiddenStates(timed, buffers, layout, folder, config.states_shard_bytes) if layout and folder else None
         (queue_type, scheduler_type), self.sharing = queue_types(config, self.ranks, record), sharing_for(config, models)
-        read_range(os.environ)  # ValueError before the recording exists
+        read_range(os.environ)  # ValueError before the folder of hidden states is locked and the recording exists
+        self.hidden_states = states = HiddenStates(timed, buffers, layout, folder, config.states_shard_bytes) if layout and folder else None
         recorder = None if record is None else open_recorder(record, config, models, vocabulary, self.backend, tables is not None)
         self.function_drafts = FunctionDrafts(proposer.function, timed, buffers, limits) if isinstance(proposer, FunctionProposer) else None
         self.draft_lengths = make_chooser(config, models, recorder, tables is not None, self.function_drafts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 from typing import TextIO
@@ -18,4 +19,5 @@ def printable(text: str, stream: TextIO) -> str:
 
 
 def print_error(text: str) -> None:
-    print(printable(text, sys.stderr), file=sys.stderr)
+    with contextlib.suppress(OSError):  # the exit code is the one of the error that is reported
+        print(printable(text, sys.stderr), file=sys.stderr)

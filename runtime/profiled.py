@@ -57,7 +57,7 @@ def read_range(environment: Mapping[str, str]) -> ProfileRange | None:
     if tool not in ("trace", "nsys"):
         raise ValueError(f"{TOOL_VARIABLE}: got {tool!r}, expected 'trace' or 'nsys'")
     path = Path(environment.get(FILE_VARIABLE) or "stepgraph.rounds.json")
-    if not path.absolute().parent.is_dir():
+    if path.is_dir() or not path.absolute().parent.is_dir():
         raise ValueError(f"{FILE_VARIABLE}: got {str(path)!r}, expected a file in an existing folder")
     return ProfileRange(int(match[1]), int(match[2]), tool, path)
 

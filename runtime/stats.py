@@ -138,7 +138,7 @@ def take_stats(parts: EngineParts) -> EngineStats:
         launches = graph_stats(parts)  # under the lock, so that every round counted in `counters` is among them
         rounds = sum(graph.rounds for graph in launches)
         eager_rounds = sum(graph.rounds for graph in launches if graph.key in graphs.eager)
-        exposed_ns = host.node_ns if eager_rounds == rounds else device.wait_ns
+        exposed_ns = host.node_ns if parts.config.eager else device.wait_ns
         return EngineStats(
             rounds=rounds,
             replays=device.replays,

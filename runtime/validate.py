@@ -305,7 +305,7 @@ def check_options(sampling: SamplingParams, config: EngineConfig, limits: Limits
 def checked_ids(name: str, ids: Any, num_tokens: int, expected: str = "a sequence of token ids") -> tuple[int, ...]:
     """Token ids of a list, a tuple, an array or a one-dimensional tensor. ValueError for the first that is not in the vocabulary."""
     values = ids.tolist() if hasattr(ids, "tolist") and not getattr(ids, "is_meta", False) else ids
-    if isinstance(values, (str, bytes)) or not isinstance(values, Sequence):
+    if isinstance(values, (str, bytes, bytearray)) or not isinstance(values, Sequence):
         raise ValueError(f"{name}: got {type(ids).__name__}, expected {expected}")
     for index, token in enumerate(values):
         if isinstance(token, bool) or not isinstance(token, (int, np.integer)) or not 0 <= token < num_tokens:

@@ -119,8 +119,8 @@ def callable_with(*arguments: object) -> Callable[[object], bool]:
 
 
 def is_list_like(value: object) -> bool:
-    """Whether `value` is iterable and not a str or bytes. Arrays and tensors without dimensions are not iterable."""
-    return isinstance(value, Iterable) and not isinstance(value, (str, bytes)) and getattr(value, "ndim", 1) != 0
+    """Whether `value` is iterable and not a str, bytes or bytearray. Arrays and tensors without dimensions are not iterable."""
+    return isinstance(value, Iterable) and not isinstance(value, (str, bytes, bytearray)) and getattr(value, "ndim", 1) != 0
 
 
 TOKEN_IDS = Check(is_list_like, "a sequence of token ids")

@@ -83,13 +83,11 @@ def _open(options: argparse.Namespace) -> tuple[Pair, list[Prompt], int]:
     codec = TextCodec.open(options.model) if pair is None else pair.codec
     prompts = _read_prompts(options, codec)
     longest = max(len(prompt.token_ids) for prompt in prompts) + options.max_new_tokens
+    sources = {"draft_length": options.draft_length, "look_up": options.look_up}
+    config = EngineConfig(max_rows=1, num_speculative_tokens=options.drafts, max_length=longest, **sources)
     if pair is not None:
         return pair, prompts, longest
-    loaded = engines.load(
-        options,
-        EngineConfig(max_rows=1, num_speculative_tokens=options.drafts, draft_length=options.draft_length, max_length=longest),
-        terminal.shows_progress(),
-    )
+    loaded = engines.load(options, config, terminal.shows_progress())
     return Pair(options.model, loaded.target, loaded.draft, codec), prompts, longest
 
 

@@ -192,7 +192,7 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     help_text = "time limit of a round; then the engine and its requests end with an error (default: none; 60 with --tensor-parallel)"
     add("--round-timeout-seconds", type=float, metavar="SECONDS", help=help_text)
     help_text = "LoRA adapters: folders in the layout of PEFT; a request selects an adapter by its name in `model`"
-    add("--lora-modules", nargs="+", default=[], metavar="NAME=FOLDER", help=help_text)
+    add("--lora-modules", nargs="+", action="extend", default=[], metavar="NAME=FOLDER", help=help_text)
     add("--max-lora-rank", type=int, default=16, metavar="N", help="largest adapter rank; sets the memory taken (default: %(default)s)")
     add("--api-keys", metavar="FILE", help="accept only requests with an API key of this file, which has one key per line (default: any)")
     add("--log", action=argparse.BooleanOptionalAction, help="write one JSON object per request to stderr", default=True)

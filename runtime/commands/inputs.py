@@ -34,7 +34,7 @@ def read_file(flag: str, path: str, expected: str) -> str:
 
 def read_standard_input(flag: str) -> str:
     try:
-        return sys.stdin.buffer.read().decode("utf-8")
+        return sys.stdin.buffer.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{flag}: got bytes that are not UTF-8 ({error}), expected text") from None
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from stepgraph.graphs.layers.quantised import kind_name
-from stepgraph.runtime.check_models import FORCED, NGRAM
+from stepgraph.runtime.check_models import DRAFTER_NAMES, FORCED, NGRAM
 from stepgraph.runtime.commands import terminal
 from stepgraph.runtime.demo.pair import model_path
 from stepgraph.runtime.models.files.checkpoint import DEQUANTISED, QUANTISED, Checkpoint
@@ -56,7 +56,7 @@ def _inspected(path: str | Path, draft: str | None) -> dict[str, Any]:
         for (implementation, weights), target in opened.items()
     ]
     drafters = [NGRAM, FORCED]
-    for name in [OWN_MTP] * bool(first.mtp_modules) + ([] if draft is None else [draft]):
+    for name in [OWN_MTP] * bool(first.mtp_modules) + ([] if draft in (None, *DRAFTER_NAMES) else [draft]):
         try:
             found = open_draft(name, first)
             drafters.insert(0, f"{name} ({getattr(found, 'kind', 'draft')}, up to {found.max_drafts} drafts{_draft_bytes(found)})")

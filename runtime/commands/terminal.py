@@ -96,7 +96,7 @@ def _repair_streams() -> None:
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     if sys.stderr.isatty():
         warnings.showwarning = lambda *warning: print_error(warnings.formatwarning(*warning[:4]).rstrip())
-    if isinstance(sys.stdout, io.TextIOWrapper) and not _encodes_everything(sys.stdout):
+    if isinstance(sys.stdout, io.TextIOWrapper):  # UTF-8 lacks the surrogates that stand for other bytes of a path
         sys.stdout.reconfigure(errors="backslashreplace")
 
 

@@ -124,8 +124,9 @@ class StatesWriter:
         try:
             folder.mkdir(exist_ok=True)
             lock_file = os.open(folder / ".writer", os.O_CREAT | os.O_RDWR, 0o644)
-        except OSError as error:
-            raise ValueError(f"{folder}: {error.strerror or error}, expected a writable folder") from None
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise ValueError(f"{folder}: {why}, expected a writable folder") from None
         try:
             fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if (folder / INDEX).exists():

@@ -66,9 +66,9 @@ class Recorder:
         try:
             # Unbuffered, readable by its owner only, and never over an existing file.
             self._file: io.FileIO | None = io.FileIO(str(self._path), "xb", opener=lambda path, flags: os.open(path, flags, 0o600))
-        except OSError as error:
-            expected = "expected the path of a new file in a writable folder"
-            raise ValueError(f"Engine.record: got {clip_repr(str(self._path))} ({error.strerror}), {expected}") from None
+        except (OSError, ValueError) as error:
+            why, expected = getattr(error, "strerror", error), "expected the path of a new file in a writable folder"
+            raise ValueError(f"Engine.record: got {clip_repr(str(self._path))} ({why}), {expected}") from None
         call_after_fork(self._detach)
         self.write("engine", **header)
 

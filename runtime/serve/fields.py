@@ -111,8 +111,7 @@ def parse_request(
     options["priority"] = _checked(fields, "priority", _PRIORITY, 0)
     stream, include_usage = _checked(fields, "stream", _BOOL, False), _include_usage(fields)
     n = _checked(fields, "n", whole(1, MAX_CHOICES), 1)
-    if fields.get("best_of", n) != n:
-        refuse("best_of", fields["best_of"], f"n, which is {n}")
+    _checked(fields, "best_of", whole(n, n)._replace(expected=f"n, which is {n}"))
     field = "tools" if tools is not None else "response_format"
     budget = _checked(fields, "thinking_token_budget", _BUDGET)
     reasoning = reasoning_of(prompt_ids, codec, _template_variables(fields), budget) if chat else None
@@ -251,7 +250,7 @@ def _prompt_ids(fields: Mapping[str, Any], codec: TextCodec) -> list[int]:
 def _sampling(fields: Mapping[str, Any], logprobs: bool, top_logprobs: int) -> SamplingParams:
     params = {runtime: fields[field] for field, runtime in _SAMPLING_FIELDS.items() if field in fields}
     biases = fields.get("logit_bias", {})
-    if not isinstance(biases, dict) or not all(re.fullmatch(r"\d{1,9}", token) for token in biases):
+    if not isinstance(biases, dict) or not all(re.fullmatch("0|[1-9][0-9]{0,8}", token) for token in biases):
         refuse("logit_bias", biases, "an object from token ids to numbers")
     try:
         params = {"temperature": 1.0, **params, "logit_bias": {int(token): bias for token, bias in biases.items()}}

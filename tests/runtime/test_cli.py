@@ -61,6 +61,12 @@ def test_bad_flags_exit_with_2_and_a_reason(arguments: tuple[str, ...], message:
     assert "Traceback" not in result.stderr
 
 
+def test_bad_input_exits_with_2_if_stderr_cannot_be_written() -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run([*COMMAND, "check-schema", "{"], stdout=subprocess.PIPE, stderr=full, timeout=300, check=False)
+    assert (done.returncode, done.stdout) == (terminal.BAD_INPUT, b"")
+
+
 def test_help_and_version_do_not_import_torch(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise AssertionError('torch was imported')")
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])

@@ -15,6 +15,8 @@ from stepgraph.graphs import TapeBackend
 from stepgraph.runtime.request import ActiveRequest
 from stepgraph.runtime.request_queue import RequestQueue
 from stepgraph.runtime.scheduler import Counters
+from tests.graphs.test_graph_set import Refusing, serve
+from tests.graphs.test_graph_set import make as make_partly_captured
 from tests.helpers.planted import break_fill
 from tests.helpers.stat_checks import check_invariants, run
 from tests.helpers.toy_engines import CONSTRAINTS, Setup, make_engine, shared_engine
@@ -200,6 +202,15 @@ def test_eager_rounds_have_a_reason_and_expose_all_host_time() -> None:
         stats = engine.stats()
     assert stats.eager_rounds == stats.rounds > 0 and (stats.replays, stats.eager_reason) == (0, "EngineConfig.eager")
     assert stats.exposed_wait_seconds == stats.host_nodes.total > 0
+
+
+def test_exposed_wait_does_not_decrease_after_rounds_that_could_not_be_captured() -> None:
+    with make_partly_captured(Refusing(1), on_capture_failure="eager") as engine:
+        engine.capture()
+        for rows, grammar, is_eager in ((4, 1, True), (1, 0, False)):
+            serve(engine, rows, grammar)
+            stats = engine.stats()
+            assert (stats.eager_rounds == stats.rounds, stats.exposed_wait_seconds) == (is_eager, 0), "of the recorded rounds only"
 
 
 def test_page_queue_and_first_token_stats_of_six_requests() -> None:

@@ -17,6 +17,7 @@ BAD_SUBMITS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": []}, r"prompt: got an empty prompt"),
     ({"prompt": "hello"}, r"Engine.tokenizer: got None, expected a TextCodec for prompts that are text"),
     ({"prompt": 5}, r"prompt: got int, expected a text, a list of chat messages, or a sequence of token ids"),
+    ({"prompt": bytearray(b"hi")}, r"prompt: got bytearray, expected a text"),
     ({"prompt": [1, 2, -1]}, r"prompt\[2\]: got -1, expected a token id from 0 to 112"),
     ({"prompt": [1, 113]}, r"prompt\[1\]: got 113"),
     ({"prompt": [1.0]}, r"prompt\[0\]: got 1.0"),

@@ -245,6 +245,9 @@ def test_inspect_prints_the_bytes_of_loaded_weights_without_reading_any(
     ]
     assert [sum(way["bytes"].values()) for way in document["runs"]] == [expected, expected]
     assert document["drafters"] == ["model (draft, up to 8 drafts; 0.1 MiB in float32)", "ngram", "forced"]
+    for word in ("auto", "forced", "ngram", "none"):
+        document = run_json(f"inspect model --draft {word}", capsys)
+        assert (document["drafters"], document["refused"]) == (["ngram", "forced"], {})
 
 
 def test_inspect_gives_the_reason_of_each_refusal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -323,6 +326,8 @@ def test_an_answer_cut_short_of_its_schema_fails(capsys: pytest.CaptureFixture[s
         ("bench toy --prompts my_step.py", "my_step.py:2: "),
         ("bench toy --prompts empty", "expected at least one"),
         ("bench model --draft ngram -k 99", "num_speculative_tokens: got 99"),
+        ("bench model --draft none --look-up 2", "look_up: got 2 without a draft, expected 0"),
+        ("bench toy -k 0 --look-up 2", "look_up: got 2 with num_speculative_tokens=0, expected 0"),
         ("capture-check my_step.py:make", "expected a module and a name in it"),
         ("capture-check nowhere:make", "there is no module 'nowhere'"),
         ("capture-check my_step:unmade", "my_step has no 'unmade'"),

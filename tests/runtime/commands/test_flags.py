@@ -21,7 +21,7 @@ from stepgraph.runtime import cli
 from stepgraph.runtime.commands import bench, capture_check, terminal
 from stepgraph.runtime.commands.engines import MAX_THREADS, set_threads
 from stepgraph.runtime.commands.flags import STEP_EXAMPLE, check_serve
-from stepgraph.runtime.commands.inputs import read_file, read_schema
+from stepgraph.runtime.commands.inputs import read_file, read_schema, read_standard_input
 from stepgraph.runtime.demo.variants import toy_pair
 from stepgraph.runtime.text import TextCodec
 from stepgraph.sampling.grammar import Vocabulary
@@ -59,11 +59,13 @@ def run(capsys: Captured, *arguments: str) -> tuple[int, str, str]:
     return code, printed.out, printed.err
 
 
-def test_a_byte_order_mark_is_ignored(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "marked"
     path.write_bytes(b"\xef\xbb\xbf" + json.dumps(SCHEMA).encode())
     assert read_schema("--schema", str(path)) == SCHEMA
     assert read_file("--prompt-file", str(path), "").startswith("{")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(path.read_bytes())))
+    assert read_standard_input("PROMPT").startswith("{")
 
 
 def test_each_line_of_a_file_is_one_api_key(tmp_path: Path) -> None:
@@ -71,6 +73,12 @@ def test_each_line_of_a_file_is_one_api_key(tmp_path: Path) -> None:
     options = cli.make_parser().parse_args(["serve", "toy", "--port", "0", "--api-keys", str(tmp_path / "keys")])
     check_serve(options)
     assert options.api_keys == ["# of the team", "sk-abc"]
+
+
+def test_adapters_of_repeated_flags_are_all_served() -> None:
+    options = cli.make_parser().parse_args(["serve", "toy", "--port", "0", "--lora-modules", "a=x", "--lora-modules", "b=y", "c=z"])
+    check_serve(options)
+    assert options.lora_modules == {"a": "x", "b": "y", "c": "z"}
 
 
 @pytest.mark.parametrize("count", [0, -1, MAX_THREADS + 1])
@@ -144,20 +152,21 @@ def test_output_of_user_code_goes_to_stderr(capsys: Captured) -> None:
     assert json.loads(out)["capturable"] and errors == "hello\n"
 
 
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
-def test_unencodable_characters_are_escaped(monkeypatch: pytest.MonkeyPatch, encoding: str) -> None:
-    written = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=encoding))
+def test_unencodable_characters_are_escaped(monkeypatch: pytest.MonkeyPatch, encoding: str, errors: str) -> None:
+    written, not_utf8 = io.BytesIO(), "\udcff"  # a byte of a path
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=encoding, errors=errors))
 
     def work() -> int:
-        print("\u6f22")
-        terminal.print_json(["\u6f22"])
+        print(f"\u6f22{not_utf8}")
+        terminal.print_json([f"\u6f22{not_utf8}"])
         return 0
 
     assert terminal.run_command("x", work) == 0
     text, document = written.getvalue().decode(encoding).split("\n", 1)
-    assert text == ("\u6f22" if encoding == "utf-8" else "\\u6f22")
-    assert json.loads(document) == ["\u6f22"]
+    assert text == ("\u6f22" if encoding == "utf-8" else "\\u6f22") + "\\udcff"
+    assert json.loads(document) == [f"\u6f22{not_utf8}"]
 
 
 def test_closed_standard_streams_are_replaced() -> None:

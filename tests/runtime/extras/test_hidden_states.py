@@ -162,9 +162,12 @@ def test_bad_settings_are_refused(value: Any) -> None:
 def test_unusable_folder_raises_at_construction(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
-    for folder in (file, file / "below", tmp_path / "no" / "such"):
+    for folder in (file, file / "below", tmp_path / "no" / "such", Path("a\0b")):
         with pytest.raises(ValueError, match=r"EngineConfig.save_hidden_states: .*expected a writable folder"):
             toy_engine(folder)
+    with pytest.raises(ValueError, match="preemption: got True with save_hidden_states") as _kept:  # its frames hold what was built
+        toy_engine(tmp_path, preemption=True)
+    toy_engine(tmp_path).close()
     (tmp_path / "states.json").write_text(json.dumps({"format": "another"}))
     with pytest.raises(ValueError, match="format: got 'another', expected 'stepgraph hidden states 1'"):
         toy_engine(tmp_path)

@@ -260,7 +260,7 @@ def test_full_disk_affects_no_request(strict: bool, tmp_path: Path) -> None:
 def test_recording_to_an_invalid_path_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     there = tmp_path / "there.jsonl"
     there.write_text("another file")
-    for path, message in ((there, "File exists"), (tmp_path / "no" / "run.jsonl", "No such file")):
+    for path, message in ((there, "File exists"), (tmp_path / "no" / "run.jsonl", "No such file"), (Path("\0"), r"record: got '\\x00'")):
         with pytest.raises(ValueError, match=message):
             recorded_engine(path)
     assert there.read_text() == "another file"

@@ -266,6 +266,8 @@ REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ({"stop": [""]}, "stop"),
     ({"logit_bias": {"x": 1}}, "logit_bias"),
     ({"logit_bias": {"5": 101}}, "logit_bias"),
+    ({"logit_bias": {"5": 1, "05": 2}}, "logit_bias"),
+    ({"logit_bias": {"\u0665": 1}}, "logit_bias"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options"),
     ({"response_format": {"type": "yaml"}}, "response_format"),
@@ -301,8 +303,9 @@ def test_unsupported_fields_are_refused_by_name(server: RunningServer) -> None:
             assert name in caught.value.message and not INTERNAL.search(caught.value.message), caught.value.message
         with pytest.raises(openai.BadRequestError, match="suffix"):
             client.completions.create(model="toy", prompt="a", suffix="b")
-        with pytest.raises(openai.BadRequestError, match="logprobs"):
-            client.completions.create(model="toy", prompt="a", logprobs=6)
+        for name, wrong in (("logprobs", 6), ("best_of", 2), ("best_of", True)):
+            with pytest.raises(openai.BadRequestError, match=name):
+                client.completions.create(model="toy", prompt="a", extra_body={name: wrong})
         with pytest.raises(openai.NotFoundError) as missing:
             client.completions.create(model="gpt", prompt="a")
         assert message_of(missing.value).endswith("expected 'toy'")

@@ -195,6 +195,7 @@ def test_report_of_eager_rounds_raises(profile_rounds: Callable[[str], Path], ca
         (profiled.ROUNDS_VARIABLE, "20", "STEPGRAPH_PROFILE_ROUNDS: got '20', expected FIRST-LAST"),
         (profiled.ROUNDS_VARIABLE, "0-9999999999999", "STEPGRAPH_PROFILE_ROUNDS: got '0-9999999999999', expected FIRST-LAST"),
         (profiled.TOOL_VARIABLE, "ncu", "STEPGRAPH_PROFILE_WITH: got 'ncu', expected 'trace' or 'nsys'"),
+        (profiled.FILE_VARIABLE, "/", "STEPGRAPH_PROFILE_FILE: got '/', expected a file in an existing folder"),
         (profiled.FILE_VARIABLE, "/none/a.json", "STEPGRAPH_PROFILE_FILE: got '/none/a.json', expected a file in an existing folder"),
     ],
 )
