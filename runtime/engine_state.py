@@ -36,14 +36,14 @@ class EngineState:
             self._require_open("capture")
             if self.captured:
                 raise RuntimeError("Engine.capture(): already captured, by a call or by a step; call it before the first request")
-            if self._parts.ranks:
-                self._parts.ranks.publish(CAPTURE)
             try:
+                if self._parts.ranks:
+                    self._parts.ranks.publish(CAPTURE)
                 with self._in_flight.capturing():
                     report = self._graphs.capture(self.notes, self.config.eager, self.config.greedy_only, progress)
                 self._in_flight.calibrate()
             except BaseException as error:
-                if self.captured:  # not calibrated
+                if self.captured or self._parts.ranks:  # not calibrated, or in other states than the other ranks
                     self._fail(error, "capture()")
                 raise
             return report

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import traceback
+from pathlib import Path
 
 import torch
 
@@ -20,8 +21,8 @@ from stepgraph.runtime.parallel.ranks import CAPTURE, Link, MessageReader, RankE
 from stepgraph.runtime.request import Job
 
 
-def follow(link: Link, file: int) -> None:
-    rank, size, seconds, folder, on_cuda, threads, arguments = pickle.loads(link.recv_bytes())
+def follow(link: Link, file: int, path: str) -> None:
+    rank, size, seconds, folder, on_cuda, threads, arguments = pickle.loads(Path(path).read_bytes())
     threading.Thread(target=_exit_when_closed, args=(link,), daemon=True).start()
     messages = MessageReader(file, link)
     os.close(file)
@@ -29,6 +30,7 @@ def follow(link: Link, file: int) -> None:
 
     def join() -> Ranks:
         link.send_bytes(b"started")
+        link.recv_bytes()
         return Ranks.meet(rank, size, seconds, folder, on_cuda)
 
     loaded = load_rank(join, rank if on_cuda else None, *arguments)
@@ -76,7 +78,7 @@ def _exit_when_closed(link: Link) -> None:
 
 if __name__ == "__main__":
     try:
-        follow(multiprocessing.connection.Connection(int(sys.argv[1])), int(sys.argv[2]))
+        follow(multiprocessing.connection.Connection(int(sys.argv[1])), int(sys.argv[2]), sys.argv[3])
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()

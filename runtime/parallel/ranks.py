@@ -22,6 +22,7 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -83,10 +84,10 @@ class Ranks:
         file = anonymous_file()
         try:
             for rank in range(1, size):
-                started = pickle.dumps((rank, size, seconds, folder, on_cuda, torch.get_num_threads(), arguments))
-                processes.append(_start_process(links, file, started, seconds))
-            for link in links:
-                _wait_for_start(link)
+                path = Path(folder, f"rank-{rank}")  # not through the socket, which holds little until the rank reads
+                path.write_bytes(pickle.dumps((rank, size, seconds, folder, on_cuda, torch.get_num_threads(), arguments)))
+                processes.append(_start_process(links, file, path, seconds))
+            _wait_for_start(links)
             writer, ranks = MessageWriter(file, links, seconds), cls.meet(0, size, seconds, folder, on_cuda)
         except BaseException:
             _end_processes(os.getpid(), processes, links, folder)
@@ -196,7 +197,7 @@ def _as_rank_error(rank: int, size: int, seconds: float) -> Iterator[None]:
         raise RankError(f"rank {rank} of {size}: another rank is lost, or did not answer within {seconds:g} s: {error}") from error
 
 
-def _start_process(links: list[Link], file: int, arguments: bytes, seconds: float) -> subprocess.Popen[bytes]:
+def _start_process(links: list[Link], file: int, arguments: Path, seconds: float) -> subprocess.Popen[bytes]:
     """Start a process and append its link. The process ends when the link closes, also if this process is killed."""
     own, other = socket.socketpair()
     with other:
@@ -205,20 +206,21 @@ def _start_process(links: list[Link], file: int, arguments: bytes, seconds: floa
         links.append(Link(own.detach()))
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         passed = [other.fileno(), file]
-        command = [sys.executable, "-m", RANK_MODULE, *map(str, passed)]
-        process = subprocess.Popen(command, env=environment, pass_fds=passed, stdin=subprocess.DEVNULL, start_new_session=True)
-    links[-1].send_bytes(arguments)
-    return process
+        command = [sys.executable, "-m", RANK_MODULE, *map(str, passed), str(arguments)]
+        return subprocess.Popen(command, env=environment, pass_fds=passed, stdin=subprocess.DEVNULL, start_new_session=True)
 
 
-def _wait_for_start(link: Link) -> None:
+def _wait_for_start(links: Sequence[Link]) -> None:
+    """Let the processes connect once all have started: a connection waits long for a process that has ended."""
     try:
-        if link.poll(START_SECONDS):
+        for link in links:
+            if not link.poll(START_SECONDS):
+                raise RankError(f"a rank did not start within {START_SECONDS:g} s")
             link.recv_bytes()
-            return
+        for link in links:
+            link.send_bytes(b"connect")
     except (EOFError, OSError):
         raise RankError("a rank ended before it had loaded its part of the model; its error is on stderr") from None
-    raise RankError(f"a rank did not start within {START_SECONDS:g} s")
 
 
 def _end_processes(owner: int, processes: list[subprocess.Popen[bytes]], links: list[Link], folder: str) -> None:

@@ -36,7 +36,8 @@ from stepgraph.runtime.replicas.streams import Counts, ReplicaLost, ResumedStrea
 from stepgraph.runtime.request_queue import QueueFullError
 from stepgraph.runtime.stats import EngineStats
 from stepgraph.runtime.text import TextCodec
-from stepgraph.sampling.fields import check_value, whole
+from stepgraph.runtime.validate import REQUEST_NAMES, RequestOptions, TokenIds
+from stepgraph.sampling.fields import check_value, checked_keywords, error_summary, whole
 
 DEPLOYMENT_NAME = "stepgraph"
 METRICS_SECONDS = 5
@@ -183,19 +184,21 @@ class ReplicaPool:
         codec: makes the TextCodec of a server. replicas: their maximum number. max_open: requests at once; more raise QueueFullError.
         """
         info = await handle.describe.remote()
-        return cls(handle, info, codec(info) if codec else TextCodec.of_bytes(info.vocabulary), replicas, resume or Resumption(), max_open)
+        made = codec(info) if codec else info.vocabulary and TextCodec.of_bytes(info.vocabulary)
+        return cls(handle, info, made, replicas, resume or Resumption(), max_open)
 
     def list_loras(self) -> Sequence[str]:
         return self.info.lora_names
 
-    async def generate(self, prompt_ids: Sequence[int], **options: Any) -> ResumedStream:
+    @checked_keywords(REQUEST_NAMES, RequestOptions.__annotations__)
+    async def generate(self, prompt_ids: TokenIds, **options: Any) -> ResumedStream:
         """Submit a request to the best replica; options as for Engine.submit(), with a prompt of token ids.
 
         ValueError as for Engine.submit(), from the replica; QueueFullError; AnswerError if no replica can serve it.
         """
         if self._num_open >= self._max_open:
             raise QueueFullError(f"{self._num_open} requests are open already, of at most {self._max_open}")
-        stream = ResumedStream(self._call, self.info, self._resume, self.counts, self._on_stream_end, tuple(prompt_ids), options)
+        stream = ResumedStream(self._call, self.info, self._resume, self.counts, self._on_stream_end, prompt_ids, options)
         self._num_open += 1
         await stream.open()
         return stream
@@ -206,7 +209,7 @@ class ReplicaPool:
             async for part in response:
                 yield part
         except LOST_ERRORS as error:
-            raise ReplicaLost(f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
+            raise ReplicaLost(error_summary(error)) from error
         except RayTaskError as error:  # raised by the replica's code
             raise RuntimeError(f"a replica failed: {error}") from error
         finally:

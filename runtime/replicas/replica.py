@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 from collections.abc import AsyncGenerator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from stepgraph.runtime.aio import AsyncEngine
 from stepgraph.runtime.engine import Engine
 from stepgraph.runtime.extras.record import model_fingerprints, versions, vocabulary_fingerprint
-from stepgraph.runtime.request import EngineClosedError, FinishReason, TokenLogprob
+from stepgraph.runtime.request import EngineClosedError, FinishReason, Origin, TokenLogprob
 from stepgraph.runtime.request_queue import QueueFullError
 from stepgraph.sampling import native
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
@@ -54,6 +55,7 @@ class Tokens(NamedTuple):
     num_cached_tokens: int = 0
     replica: str = ""
     identity: str = ""
+    origins: tuple[Origin, ...] = ()
 
 
 AnswerPart = Refusal | Tokens
@@ -65,6 +67,7 @@ class EngineInfo:
 
     max_rows: int
     max_length: int
+    num_tokens: int  # ids from 0 on that requests may contain
     page_size: int
     vocabulary: Vocabulary | None
     lora_names: tuple[str, ...]
@@ -98,8 +101,8 @@ def identity_of(engine: Engine) -> str:
         "settings": settings,
         "loras": engine.list_loras(),
     }
-    # For settings that are not JSON: the repr of a function contains its address, which differs between processes.
-    text = json.dumps(properties, sort_keys=True, default=lambda value: str(getattr(value, "__qualname__", value)))
+    # For settings that are not JSON: the repr of a function or an object contains an address, which differs between processes.
+    text = json.dumps(properties, sort_keys=True, default=lambda value: re.sub(" at 0x[0-9a-f]+", "", str(value)))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -133,7 +136,7 @@ async def answer(async_engine: AsyncEngine, request: ReplicaRequest, replica: st
                 yield Refusal(replica, "failed", event.error)  # an error of the engine and not of this request
                 return
             counts = stream.job.rounds, stream.job.num_cached_tokens
-            yield Tokens(event.tokens, event.logprobs, event.finish_reason, event.error, *counts, **accepted)
+            yield Tokens(event.tokens, event.logprobs, event.finish_reason, event.error, *counts, origins=event.origins, **accepted)
             accepted = {}
 
 
@@ -143,6 +146,7 @@ def info_of(engine: Engine, replica: str) -> EngineInfo:
     return EngineInfo(
         max_rows=config.max_rows,
         max_length=engine.limits.max_length,
+        num_tokens=engine.limits.num_tokens,
         page_size=config.page_size,
         vocabulary=vocabulary_of(engine),
         lora_names=tuple(engine.list_loras()),

@@ -6,7 +6,6 @@ Also the number of replicas that Ray Serve runs: by running and queued requests,
 from __future__ import annotations
 
 import collections
-import contextlib
 import hashlib
 import math
 import random
@@ -41,8 +40,7 @@ def page_hashes(prompt_ids: Sequence[int], page_size: int, salt: Iterable[str]) 
     state = hashlib.blake2b(repr((page_size, *salt)).encode(), digest_size=8)
     found = []
     for start in range(0, min(len(prompt_ids) // page_size, MAX_PAGES) * page_size, page_size):
-        with contextlib.suppress(TypeError, OverflowError):  # of values that are no token ids, which the replica refuses
-            state.update(array("q", prompt_ids[start : start + page_size]).tobytes())
+        state.update(array("q", prompt_ids[start : start + page_size]).tobytes())
         found.append(state.digest())
     return tuple(found)
 
@@ -70,7 +68,7 @@ class PrefixRouter:
     def rank(self, hashes: Sequence[bytes], loads: Mapping[str, int], avoid: Collection[str] = ()) -> list[str]:
         """The replicas of `loads` (requests by replica), the best one first; those to avoid only if there are no others, however full."""
         loads = {name: count for name, count in loads.items() if name not in avoid} or loads
-        limit = math.ceil(self._factor * (sum(loads.values()) + 1) / len(loads)) if loads else 0
+        limit = self._factor * (sum(loads.values()) + 1) / len(loads) if loads else 0
         depths = self._depths(hashes, loads.keys())
 
         def order(replica: str) -> tuple[bool, int, int, bytes]:

@@ -18,10 +18,13 @@ from typing import Any, NoReturn
 
 from stepgraph.runtime.replicas.replica import AnswerPart, EngineInfo, Refusal, ReplicaRequest, Tokens
 from stepgraph.runtime.replicas.router import page_hashes
-from stepgraph.runtime.request import FinishReason, Job, StepEvent
+from stepgraph.runtime.request import FinishReason, Job, Origin, StepEvent
 from stepgraph.runtime.request_queue import QueueFullError
 from stepgraph.runtime.serve.serving import AnswerError
+from stepgraph.runtime.validate import TokenIds, checked_ids
 from stepgraph.sampling.fields import check_value, instance_of, number, one_of, whole
+from stepgraph.sampling.grammar.compile.compiler import CompiledConstraint
+from stepgraph.sampling.grammar.constraints.python_types import typed_constraint
 from stepgraph.sampling.params import SamplingParams
 
 # Calls a replica. Yields Tokens, or a Refusal. Raises ReplicaLost.
@@ -80,48 +83,79 @@ class ResumedStream:
         resume: Resumption,
         counts: Counts,
         on_end: Callable[[], None],
-        prompt_ids: tuple[int, ...],
+        prompt: TokenIds,
         options: dict[str, Any],
     ) -> None:
-        """on_end: called once, at the end of a stream that was opened."""
+        """on_end: called once, at the end of a stream that was opened. ValueError as for Engine.submit()."""
         self._call, self._info, self._resume, self._counts = call, info, resume, counts
-        sampling: SamplingParams = options.get("sampling") or SamplingParams()
+        sampling = SamplingParams() if options.get("sampling") is None else options["sampling"]
         check_value("sampling", sampling, instance_of(SamplingParams, "SamplingParams"))
         if not sampling.greedy and sampling.seed is None:  # a seed drawn by the replica could not be repeated
             sampling = replace(sampling, seed=secrets.randbits(63))
         drafts = options.get("num_speculative_tokens")
         drafts = info.num_drafts if drafts is None else drafts
-        depends_on_drafts = bool(drafts) and (not sampling.greedy or sampling.relaxed_top_n > 0)  # tokens depend on where rounds begin
+        # Whether tokens depend on where rounds begin. The replica refuses numbers that are out of range.
+        depends_on_drafts = drafts in range(1, info.num_drafts + 1) and (not sampling.greedy or sampling.relaxed_top_n > 0)
         if depends_on_drafts and not info.fixed_drafts and resume.continues(info):
-            options = options | {"num_speculative_tokens": 0}  # a repetition could have other drafts
+            options = options | {"num_speculative_tokens": (drafts := 0)}  # a repetition could have other drafts
             depends_on_drafts = False
         self._recomputes_tokens = depends_on_drafts
-        options = options | {"sampling": sampling}
+        resumed, constraint, vocabulary = options.get("resume_from"), options.get("constraint"), info.vocabulary
+        prompt_ids = checked_ids("prompt", prompt, info.num_tokens)
+        constraint = constraint.constraint if isinstance(constraint, CompiledConstraint) else constraint
+        typed = None if constraint is None else typed_constraint(constraint)
+        options = options | {"sampling": sampling, "constraint": typed and typed.constraint}
         pages = page_hashes(prompt_ids, info.page_size, (options.get("cache_salt", ""), options.get("lora_name", "")))
         self._request = ReplicaRequest(prompt_ids, options, pages)
         new_tokens = options.get("max_new_tokens") or info.max_length - len(prompt_ids)
-        constraint, seed, stop_ids = options.get("constraint"), sampling.seed or 0, sampling.stop_token_ids
-        self.job = RemoteJob(0, prompt_ids, constraint, sampling, new_tokens, drafts, stop_ids, seed, vocabulary=info.vocabulary)
+        stop_ids = () if vocabulary is None or sampling.ignore_eos else vocabulary.stop_token_ids
+        stop_ids, seed = tuple(dict.fromkeys((*stop_ids, *sampling.stop_token_ids))), sampling.seed or 0
+        self.job = job = RemoteJob(0, prompt_ids, options["constraint"], sampling, new_tokens, drafts, stop_ids, seed)
+        job.resume_from = () if resumed is None else checked_ids("resume_from", resumed, info.num_tokens)
+        job.vocabulary, job.parse = vocabulary, typed.parse if typed else str
         self._identity, self._avoid = "", set[str]()
         self._events = self._replicas(on_end)
-        self._first: StepEvent | None = None
+        self._unread: StepEvent | None = None
+        self._reading: asyncio.Future[StepEvent]  # the latest one
+        self._closing: asyncio.Future[None] | None = None
 
     async def open(self) -> None:
         """Wait for the first tokens. Raises ValueError and QueueFullError of the engine, and AnswerError."""
-        self._first = await self._events.__anext__()
+        self._unread = await self.__anext__()
 
     def __aiter__(self) -> ResumedStream:
         return self
 
     async def __anext__(self) -> StepEvent:
-        first, self._first = self._first, None
-        return first or await self._events.__anext__()
+        if self._unread is None and self._closing is None:
+            self._reading = asyncio.ensure_future(self._events.__anext__())  # a task, which cancel() can end without ending the reader's
+            try:
+                return await self._reading
+            except asyncio.CancelledError:
+                if self._closing is None:
+                    await self.aclose()
+                    raise
+        if self._closing is not None:
+            await asyncio.shield(self._closing)
+        event, self._unread = self._unread, None
+        if event is None:
+            raise StopAsyncIteration
+        return event
 
     def cancel(self) -> None:
-        self._cancelling = asyncio.ensure_future(self._events.aclose())
+        """End the request without waiting; the last event says so. Idempotent."""
+        self._closing = self._closing or asyncio.ensure_future(self._close())
 
     async def aclose(self) -> None:
+        self._closing = self._closing or asyncio.ensure_future(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        self._reading.cancel()
+        await asyncio.wait({self._reading})
         await self._events.aclose()
+        if self.job.finish_reason == FinishReason.CANCELLED:
+            self._unread = replace(self._unread or StepEvent(0), finish_reason=FinishReason.CANCELLED)
 
     async def _replicas(self, on_end: Callable[[], None]) -> AsyncGenerator[StepEvent, None]:
         num_lost, job = 0, self.job
@@ -143,6 +177,7 @@ class ResumedStream:
                 self._counts.continued += bool(job.tokens)
                 await asyncio.sleep((num_lost > 1) * self._resume.backoff_seconds * 2 ** (num_lost - 2) * random.uniform(0.8, 1.2))
         finally:
+            job.finish_reason = job.finish_reason or FinishReason.CANCELLED
             on_end()
 
     def _check(self, error: ReplicaLost, num_lost: int) -> None:
@@ -159,14 +194,15 @@ class ResumedStream:
 
     def _fail(self, why: str, error: Exception | None = None) -> NoReturn:
         self._counts.refused += bool(self.job.tokens)
+        self.job.finish_reason, self.job.error = FinishReason.ERROR, why
         raise AnswerError(f"the answer cannot be continued after {len(self.job.tokens)} tokens: {why}") from error
 
     async def _attempt(self) -> AsyncGenerator[StepEvent, None]:
         """The new tokens of one replica."""
-        job, options = self.job, self._request.options
+        job, options, rounds = self.job, self._request.options, self.job.rounds
         skip = list(job.tokens) if self._recomputes_tokens else []  # tokens that the replica computes again
         if job.tokens and not self._recomputes_tokens:
-            options = options | {"resume_from": (*(options.get("resume_from") or ()), *job.tokens)}
+            options = options | {"resume_from": (*job.resume_from, *job.tokens)}
         request = replace(self._request, options=options, avoid=frozenset(self._avoid), identity=self._identity if job.tokens else "")
         async with contextlib.aclosing(self._call(request)) as parts:
             async for part in parts:
@@ -175,6 +211,8 @@ class ResumedStream:
                 if part.replica:
                     self._identity = part.identity
                     job.replicas.append(part.replica)
+                    job.num_cached_tokens = part.num_cached_tokens if len(job.replicas) == 1 else job.num_cached_tokens
+                job.rounds = rounds + part.rounds
                 if (event := self._event(part, skip)) is not None:
                     yield event
 
@@ -203,15 +241,15 @@ class ResumedStream:
             self._fail(f"replica {job.replicas[-1]} ended the answer earlier than {job.replicas[-2]}")
         if part.reason == FinishReason.CANCELLED:  # by a replica that shuts down
             raise ReplicaLost("the replica was shut down", job.replicas[-1])
-        tokens, logprobs = tuple(part.tokens[count:]), tuple(part.logprobs[count:])
+        tokens, logprobs, origins = part.tokens[count:], part.logprobs[count:], part.origins[count:]
         if job.first_token_seconds is None and tokens:
             job.first_token_seconds = time.perf_counter() - job.submitted_at
         job.tokens += tokens
         job.logprobs += logprobs
+        job.origins += origins
+        job.num_accepted_drafts += len(origins) - origins.count(Origin.TARGET)
         if part.reason is not None:
             job.finish_reason, job.error = part.reason, part.error
-            job.rounds += part.rounds
-            job.num_cached_tokens = part.num_cached_tokens if len(job.replicas) == 1 else job.num_cached_tokens
         elif not tokens:
             return None
-        return StepEvent(0, tokens, finish_reason=job.finish_reason, error=job.error, logprobs=logprobs)
+        return StepEvent(0, tokens, finish_reason=job.finish_reason, error=job.error, logprobs=logprobs, origins=origins)

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from stepgraph.runtime.parallel.ranks import Link, MessageReader, MessageWriter, anonymous_file
+from stepgraph.runtime.parallel import ranks
+from stepgraph.runtime.parallel.ranks import RANK_MODULE, Link, MessageReader, MessageWriter, RankError, Ranks, anonymous_file
 from tests.helpers.command_models import model_folder
 from tests.helpers.parallel_program import open_engine
 
@@ -88,6 +89,26 @@ def test_a_reader_ends_with_the_writer() -> None:
         assert reader.receive() == b"last"
         with pytest.raises(EOFError):
             reader.receive()
+
+
+@pytest.mark.parametrize("module", ["this", pytest.param(RANK_MODULE, marks=pytest.mark.slow)])
+def test_arguments_larger_than_a_socket_wait_for_a_rank_that_starts(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first module ends at once, the other one when it has read the arguments, which are wrong."""
+    monkeypatch.setattr(ranks, "RANK_MODULE", module)
+    with pytest.raises(RankError, match="a rank ended before it had loaded its part of the model"):
+        Ranks.start(2, 0.0, bytes(1 << 21))
+
+
+def test_a_rank_that_ends_before_another_has_started_is_an_error_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All connect at the same time, because a connection would wait for the lost rank."""
+    program = "import multiprocessing.connection, os, sys, time\ntry:\n    os.mkdir(__file__ + '.x')\nexcept OSError:\n    time.sleep(1)\n"
+    program += "multiprocessing.connection.Connection(int(sys.argv[1])).send_bytes(b'started')"
+    (tmp_path / "short_rank.py").write_text(program, encoding="ascii")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(ranks, "RANK_MODULE", "short_rank")
+    monkeypatch.setattr(ranks, "START_SECONDS", 5.0)
+    with pytest.raises(RankError, match="a rank ended before it had loaded its part of the model"):
+        Ranks.start(3, 0.0, None)
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="this system does not list the memory of a process")

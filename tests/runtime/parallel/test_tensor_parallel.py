@@ -462,10 +462,16 @@ def test_messages_of_graphs_and_of_eager_work_use_different_groups(eager: bool, 
     assert graph is not other and used == ({other} if eager else {graph, other})
 
 
-def test_a_killed_rank_ends_all_jobs() -> None:
-    with open_engine(model_folder(), "none", 2, round_timeout_seconds=SECONDS) as engine:
+@pytest.mark.parametrize("eager", [False, pytest.param(True, marks=slow)])
+def test_a_killed_rank_ends_all_jobs(eager: bool) -> None:
+    """In a step, and in the capture before the first one."""
+    with open_engine(model_folder(), "none", 2, round_timeout_seconds=SECONDS, eager=eager) as engine:
         jobs = [engine.submit([1, 2, 3], max_new_tokens=60) for _ in range(2)]
-        engine.step()
+        if eager:
+            ranks_of(engine).processes[0].kill()
+            ranks_of(engine).processes[0].wait()
+        else:
+            engine.step()
         lose(engine, jobs, signal.SIGKILL, 0)
 
 

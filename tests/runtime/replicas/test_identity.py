@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from stepgraph import EngineConfig
+from stepgraph import EngineConfig, LogitsProcessor, ProcessorInput
 from stepgraph.runtime.replicas import replica
 from stepgraph.sampling import native
 from tests.helpers.toy_engines import Setup, make_engine
@@ -55,6 +56,19 @@ def test_hardware_and_weights_change_the_identity(monkeypatch: pytest.MonkeyPatc
             assert replica.identity_of(engine) != before
         monkeypatch.setattr(replica, "_cpu_fields", lambda *fields: "another processor")
         assert replica.identity_of(engine) != before
+
+
+def test_addresses_of_objects_are_not_part_of_the_identity() -> None:
+    class Same:
+        def __call__(self, logits: torch.Tensor, given: ProcessorInput) -> torch.Tensor:
+            return logits
+
+        def __repr__(self) -> str:
+            return f"<Same object at 0x{next(addresses):x}>"
+
+    addresses = itertools.count(1 << 40)
+    processors = (LogitsProcessor("same", Same()),)
+    assert len({identity_with(greedy_only=False, logits_processors=processors) for _ in range(2)}) == 1
 
 
 def test_every_setting_excluded_from_the_identity_exists() -> None:

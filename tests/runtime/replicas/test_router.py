@@ -26,13 +26,6 @@ def test_tenants_with_different_salts_share_no_hash(other: Any) -> None:
     assert not {*page_hashes(IDS, 16, ("a",))} & {*page_hashes(IDS, 16, other)}
 
 
-@pytest.mark.parametrize("value", [2**70, None, 1.5, "a"])
-def test_pages_of_values_that_are_no_token_ids_have_hashes(value: Any) -> None:
-    """The replica refuses them."""
-    hashes = page_hashes([*IDS[:16], *[value] * 16], 16, ())
-    assert len(hashes) == 2 and hashes[0] == page_hashes(IDS, 16, ())[0]
-
-
 def test_a_request_goes_to_the_replica_that_holds_most_of_its_prefix() -> None:
     router, loads = PrefixRouter(), {"a": 0, "b": 0, "c": 0}
     router.note(page_hashes(IDS[:32], 16, ()), "a")
@@ -52,7 +45,7 @@ def test_a_held_page_counts_only_with_all_pages_before_it() -> None:
     assert router.rank(hashes, {"a": 0, "b": 0})[0] == "b"
 
 
-@pytest.mark.parametrize("factor", [1.0, 1.25, 2.0])
+@pytest.mark.parametrize("factor", [1.0, 1.25, 2.0, float("inf")])
 def test_the_load_of_the_holder_is_bounded(factor: float) -> None:
     """One prefix for all requests: no replica exceeds the factor times the mean by more than the rounding."""
     router, hashes, loads = PrefixRouter(factor), page_hashes(IDS, 16, ()), dict.fromkeys("abcdefgh", 0)

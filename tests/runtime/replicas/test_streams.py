@@ -7,9 +7,11 @@ import contextlib
 import itertools
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import pytest
+import torch
 
 from stepgraph import AsyncEngine, Constraint, Engine, FinishReason, SamplingParams
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
@@ -75,7 +77,7 @@ def run(engine: Engine, cuts: list[int], how: Resumption | None = None, info: An
                 async for event in stream:
                     tokens += event.tokens
             except AnswerError as error:
-                raise AnswerError(*error.args, tokens, counts) from error
+                raise AnswerError(*error.args, tokens, counts, stream.job) from error
             finally:
                 assert ended == [1]
             return Run(stream, counts, replicas, tokens)
@@ -102,6 +104,26 @@ def test_a_stream_that_is_cut_anywhere_has_the_tokens_of_one_engine(setup: Setup
             resumed = [ask for ask in found.replicas.asks if "resume_from" in ask.options]
             assert len(resumed) == (0 if repeats else found.counts.continued)
     assert continued > 20
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"constraint": Literal["yes", "not at all"], "cache_salt": "a"},
+        {"constraint": CONSTRAINTS[1], "cache_salt": "b"},
+        {"resume_from": torch.tensor([81, 88]), "sampling": SamplingParams(stop_token_ids=(3,), logprobs=True), "cache_salt": "c"},
+    ],
+    ids=["literal", "json", "resumed"],
+)
+@pytest.mark.parametrize(("setup", "cuts"), [(DRAFTED, []), (PLAIN, [2, 1])], ids=["drafted", "continued"])
+def test_the_job_of_a_stream_has_the_properties_of_a_job_of_an_engine(setup: Setup, cuts: list[int], options: dict[str, Any]) -> None:
+    engine = shared_engine(setup)
+    _, wanted = (engine.generate(PROMPT, max_new_tokens=60, **options) for _ in range(2))  # the second one finds the prompt in the cache
+    job = run(engine, cuts, max_new_tokens=60, **options).stream.job
+    names = ["constraint", "stop_ids", "resume_from", "tokens", "origins", "num_accepted_drafts", "num_cached_tokens", "text"]
+    for name in [*names, *["parsed"] * (wanted.finish_reason != FinishReason.LENGTH)]:
+        assert getattr(job, name) == getattr(wanted, name), name
+    assert job.rounds + job.num_accepted_drafts >= len(job.tokens)
 
 
 def test_draws_without_a_seed_are_fixed_before_the_first_replica() -> None:
@@ -168,7 +190,8 @@ def test_streams_are_not_continued_where_equal_tokens_are_not_promised(policy: s
     whole = engine.generate(PROMPT, **options).tokens
     with pytest.raises(AnswerError, match=message) as caught:
         run(engine, [5], Resumption(policy), info={"exact": exact}, **options)
-    tokens, counts = caught.value.args[1:]
+    tokens, counts, job = caught.value.args[1:]
+    assert job.finish_reason == FinishReason.ERROR and job.error and caught.value.args[0].endswith(job.error)
     assert 0 < len(tokens) < TOKENS and tokens == whole[: len(tokens)] and counts.refused == 1
     assert run(engine, [5], Resumption("same-hardware"), info={"exact": False}, **options).tokens == whole
     assert run(engine, [0], Resumption(policy), info={"exact": exact}, **options).tokens == whole  # nothing was delivered
@@ -238,6 +261,8 @@ def test_wrong_requests_are_refused_by_the_replica() -> None:
         run(engine, [], max_new_tokens=0)
     with pytest.raises(ValueError, match=r"sampling: got 5, expected SamplingParams"):
         run(engine, [], sampling=5)
+    with pytest.raises(ValueError, match=r"num_speculative_tokens: got 9, expected"):  # although draws with drafts have none here
+        run(shared_engine(DRAFTED), [], info={"fixed_drafts": False}, sampling=SAMPLED, max_new_tokens=9, num_speculative_tokens=9)
     found = run(engine, [], constraint=Constraint.regex("[a-c]{3}"), max_new_tokens=TOKENS)
     assert len(found.tokens) >= 1 and found.stream.job.finish_reason in ("stop", "constraint_complete")
 
@@ -253,8 +278,12 @@ def test_wrong_requests_are_refused_by_the_replica() -> None:
     asyncio.run(main())
 
 
-def test_leaving_a_stream_cancels_its_job() -> None:
+@pytest.mark.parametrize("waits", [False, True])
+def test_leaving_a_stream_cancels_its_job_and_its_reader_gets_the_end(waits: bool) -> None:
     engine = shared_engine(PLAIN)
+
+    async def read(stream: ResumedStream) -> list[FinishReason | None]:
+        return [event.finish_reason async for event in stream]
 
     async def main() -> None:
         async with AsyncEngine(engine) as serving:
@@ -263,11 +292,39 @@ def test_leaving_a_stream_cancels_its_job() -> None:
             replicas = Replicas([serving], [])
             stream = ResumedStream(replicas.call, info_of(engine, "a"), Resumption(), Counts(), lambda: ended.append(1), (5,), options)
             await stream.open()
-            async for _ in stream:
-                break
+            reader = asyncio.ensure_future(read(stream))
+            for _ in range(3 * waits):
+                await asyncio.sleep(0)
             stream.cancel()
             await stream.aclose()
+            assert (await reader)[-1] == stream.job.finish_reason == FinishReason.CANCELLED
             assert ended == [1] and dict(engine.stats().finished)[FinishReason.CANCELLED] == before + 1
+
+    asyncio.run(main())
+
+
+def test_a_pool_of_engines_without_vocabulary_replaces_a_replica_whose_error_has_no_message() -> None:
+    ray_serve = pytest.importorskip("stepgraph.runtime.replicas.ray_serve", exc_type=ImportError)
+    calls = itertools.count()
+
+    class Response:
+        async def __aiter__(self) -> AsyncGenerator[Tokens, None]:
+            if not next(calls):
+                raise ray_serve.TaskCancelledError
+            yield Tokens((7,), (), FinishReason.LENGTH, replica="b")
+
+        def cancel(self) -> None: ...
+
+    async def main() -> None:
+        async def describe() -> Any:
+            return replace(info_of(shared_engine(PLAIN), "a"), vocabulary=None)
+
+        handle: Any = SimpleNamespace(remote=lambda ask: Response(), describe=SimpleNamespace(remote=describe))
+        handle.options = lambda **options: handle
+        pool = await ray_serve.ReplicaPool.open(handle)
+        with pytest.raises(TypeError, match=r"generate\(\): got the keyword 'max_tokens', expected max_new_tokens"):
+            await pool.generate([5], max_tokens=3)
+        assert [event.tokens async for event in await pool.generate(torch.tensor([5]))] == [(7,)] and not pool._num_open
 
     asyncio.run(main())
 
