@@ -60,7 +60,7 @@ class ExpertMlp(nn.Module):
         experts, routing = self.experts, self.experts.routing
         if routing is None or self.correction is None:
             return choose_experts(linear(states, self.router, self.router_bias), experts.experts_per_token, experts.normalised)
-        logits = linear(states.to(self.router.dtype), self.router)
+        logits = linear(states.float(), self.router)
         groups = routing.num_groups, routing.groups_per_token
         return choose_grouped_experts(logits, self.correction, experts.experts_per_token, *groups, experts.normalised, routing.scale)
 

@@ -59,7 +59,7 @@ class MtpModules(nn.Module):
         if 1 < count < drafts:
             raise ValueError(f"EngineConfig.num_speculative_tokens: got {drafts}, expected at most {count}, one per MTP module")
         count = min(count, drafts)
-        states = BufferSpec("draft_states", (count - 1, limits.cache_slots, self.hidden_size), self.embedding.dtype)
+        states = BufferSpec("draft_states", (count - 1, limits.cache_slots, self.hidden_size), self.depths[0].get_parameter("join").dtype)
         return (*self.entry_specs(count, limits), states)
 
     @abstractmethod
@@ -69,7 +69,7 @@ class MtpModules(nn.Module):
     def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:
         assert inputs.features is not None
         saved_states, shape, single = buffers["draft_states"], inputs.tokens.shape, len(self.depths) == 1
-        embedded = embed(inputs, self.embedding, self.embedding.dtype)
+        embedded = embed(inputs, self.embedding, inputs.features.dtype)
         outputs: list[Tensor] = []
         for index in (0,) if single else range(inputs.step - 1, len(saved_states) + 1):
             entries = shift_inputs(inputs, index + 1)

@@ -136,7 +136,7 @@ class _PassThrough(nn.Module):
 
     def forward(self, *_: object, inputs_embeds: Tensor, **__: object) -> MoeModelOutputWithPast:
         output = MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
-        output.cross_attentions = None  # some families pass it on
+        output.cross_attentions = output.shared_kv_states = None  # some families pass them on
         return output
 
 

@@ -180,7 +180,7 @@ def test_wrong_arguments_are_refused(engine: Engine, adapters: Path, tmp_path: P
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {  # changed fields; changed tensors, None for a missing one; the error
     "rank": ({"r": 9}, {}, r"adapter_config.json.r: got 9, expected a whole number from 1 to EngineConfig.max_lora_rank=8"),
-    "scale": ({"lora_alpha": None}, {}, "adapter_config.json.lora_alpha: got None, expected a number above 0"),
+    "scale": ({"lora_alpha": 1e6}, {}, "adapter_config.json.lora_alpha: got 1000000.0, expected a number above 0 and below 1e6"),
     "kind": ({"peft_type": "LOHA"}, {}, "adapter_config.json.peft_type: got 'LOHA', expected 'LORA'"),
     "dora": ({"use_dora": True}, {}, "adapter_config.json.use_dora: got True"),
     "ranks": ({"rank_pattern": {"q_proj": 2}}, {}, "adapter_config.json.rank_pattern: got {'q_proj': 2}"),
@@ -218,6 +218,11 @@ def test_a_scaled_adapter_that_float16_cannot_hold_is_refused(adapters: Path, tm
     (folder / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 9e5}))
     assert read_lora(folder, weights, 8, torch.float32)
     with pytest.raises(ValueError, match=r"lora_B.weight times lora_alpha / r holds NaN or infinity"):
+        read_lora(folder, weights, 8, torch.float16)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    file, name = folder / "adapter_model.safetensors", f"{Q}.lora_A.weight"
+    save_file(load_file(file) | {name: torch.full((4, 64), 1e5)}, file)
+    with pytest.raises(ValueError, match=r"q_proj.lora_A.weight in torch.float16 holds NaN or infinity"):
         read_lora(folder, weights, 8, torch.float16)
 
 

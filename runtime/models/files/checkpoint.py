@@ -95,6 +95,9 @@ def open_checkpoint(path: str | Path, dtype: torch.dtype | None = None, weights:
     if path.suffix == ".gguf" and path.is_file():
         source = gguf = GgufSource(path)
         config = read_config(gguf.config)
+        kind = gguf.metadata["general.architecture"]
+        if (rotated := gguf.metadata.get(f"{kind}.rope.dimension_count", config.head_size)) != config.head_size:
+            raise ValueError(f"{path}: {kind}.rope.dimension_count: got {rotated!r:.100}, expected {config.head_size}, the size of a head")
         rope, count = replace(config.rope, divisors=tuple(gguf.rope_divisors)), config.head_size // 2
         if rope.divisors and (len(rope.divisors) != count or not all(0 < each < math.inf for each in rope.divisors)):
             raise ValueError(f"{path}: rope_freqs.weight: got {gguf.rope_divisors!r:.200}, expected {count} numbers above 0")

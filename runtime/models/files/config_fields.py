@@ -35,6 +35,10 @@ MTP_COUNT = "num_nextn_predict_layers"
 _MAX_PARAMETERS = 1 << 42
 _ORIGINAL_LENGTH = "original_max_position_embeddings"
 _MAX_HEAD_SIZE = 1024
+# Where the fields are absent, as in transformers.
+_HEAD_SIZES = {GEMMA: 256, GPT_OSS: 64, "Qwen3ForCausalLM": 128}
+_WINDOWS = dict.fromkeys(("MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", QWEN_EXPERTS, GEMMA), 4096) | {GPT_OSS: 128}
+_GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, _ORIGINAL_LENGTH: 4096}
 _REQUIRED_ROUTING = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 
 
@@ -91,6 +95,7 @@ def read_config(config: Mapping[str, Any]) -> LlamaConfig:
     hidden = count_field(config, "hidden_size", 1 << 17)
     layers = count_field(config, "num_hidden_layers", 4096)
     heads = count_field(config, "num_attention_heads", 4096)
+    config = {"head_dim": _HEAD_SIZES.get(architecture), "sliding_window": _WINDOWS.get(architecture), **config}
     latent = _read_latent(config) if deepseek else None
     if latent is not None:
         require_off(config, {"num_key_value_heads": heads})
@@ -198,7 +203,6 @@ def _architecture(config: Mapping[str, Any]) -> str:
 
 def _windows(config: Mapping[str, Any], architecture: str, layers: int) -> tuple[int | None, ...]:
     """The window of each layer, from `layer_types` if given, otherwise by the rules of the architecture."""
-    config = {"sliding_window": 4096, **config} if architecture == "MistralForCausalLM" else config  # the default of transformers
     kinds = config.get("layer_types")
     if kinds is None:
         if architecture.startswith("Qwen") and flag_field(config, "use_sliding_window"):
@@ -274,7 +278,7 @@ def _ropes(config: Mapping[str, Any], architecture: str, head_size: int) -> tupl
     """
     if (stated := config.get("rope_scaling")) and config.get("rope_parameters") not in (None, {}, stated):
         raise ValueError(f"config.rope_scaling: got {stated!r:.200} beside rope_parameters, expected one of them")
-    fields = config.get("rope_parameters") or stated or {}
+    fields = config.get("rope_parameters") or stated or (_GPT_OSS_ROPE if architecture == GPT_OSS else {})
     local, theta = None, 1_000_000.0 if architecture == MIXTRAL else 10_000.0
     if architecture == GEMMA and isinstance(fields, Mapping):
         stated, fields = fields.get("sliding_attention", {}), fields.get("full_attention", fields)

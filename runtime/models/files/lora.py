@@ -65,7 +65,7 @@ def read_lora(folder: Path, weights: Mapping[str, LoraWeight], max_rank: int, dt
         first, column = sum(sizes[:index]), index * max_rank
         down = _read(folder, source, f"base_model.model.{module}.lora_A.weight", (rank, weight.inner))
         up = _read(folder, source, f"base_model.model.{module}.lora_B.weight", (sizes[index], rank))
-        content.down[column : column + rank] = down.to(dtype)
+        content.down[column : column + rank] = require_finite(folder, f"{module}.lora_A.weight in {dtype}", down.to(dtype))
         scaled = require_finite(folder, f"{module}.lora_B.weight times lora_alpha / r", (up.float() * scale).to(dtype))
         content.up[first : first + sizes[index], column : column + rank] = scaled
     return contents
@@ -81,7 +81,7 @@ def _read_config(path: Path, max_rank: int) -> tuple[int, float]:
     if not is_int(rank) or not 1 <= rank <= max_rank:
         raise ValueError(f"{path}.r: got {rank!r:.100}, expected a whole number from 1 to EngineConfig.max_lora_rank={max_rank}")
     if not is_number(alpha) or not 0 < alpha < 1e6:
-        raise ValueError(f"{path}.lora_alpha: got {alpha!r:.100}, expected a number above 0")
+        raise ValueError(f"{path}.lora_alpha: got {alpha!r:.100}, expected a number above 0 and below 1e6")
     return rank, alpha / rank**0.5 if fields.one_of("use_rslora", None, False, True) else alpha / rank
 
 

@@ -29,6 +29,7 @@ class QuantisationScheme(NamedTuple):
     group_size: int = -1  # inner indices that share a scale; -1: a whole row
     zero_offset: int = 0  # added to stored zero points
     bits: int = 4  # per weight in a word
+    asymmetric: bool = False  # zero points are required
 
 
 def read_scheme(config: object) -> QuantisationScheme:
@@ -76,7 +77,8 @@ def _read_compressed_tensors(fields: ConfigFields) -> QuantisationScheme:
     assert isinstance(bits, int)
     weights.one_of("actorder", None, "static", "weight")
     grouped = weights.one_of("strategy", "group", "channel") == "group"
-    return QuantisationScheme("pack-quantized", weights.group_size() if grouped else -1, bits=bits)
+    asymmetric = weights.one_of("symmetric", None, True, False) is False
+    return QuantisationScheme("pack-quantized", weights.group_size() if grouped else -1, 0, bits, asymmetric)
 
 
 class ConfigFields(NamedTuple):
@@ -184,11 +186,11 @@ class QuantisedSource:
         rows, inner = (second, first) if row_dim else (first, second)
         group = inner if scheme.group_size == -1 else scheme.group_size
         shape = (rows, inner // group) if scheme.layout == "pack-quantized" else (inner // group, rows)
-        if self.tensors[f"{module}.{scales}"].shape != shape or inner % group:
-            found = self.tensors[f"{module}.{scales}"].shape
+        if (found := self.tensors[f"{module}.{scales}"].shape) != shape or inner % group:
             raise ValueError(f"{module}.{scales}: got shape {found}, expected {shape} for {stored} and groups of {group}")
         zeros, zeros_shape = f"{module}.{others[0]}", (shape[0], -(-rows // fields)) if row_dim else (-(-rows // fields), shape[1])
-        expected = {stored: ("I32", sizes)} | ({zeros: ("I32", zeros_shape)} if row_dim or zeros in self.tensors else {})
+        required = row_dim or scheme.asymmetric or zeros in self.tensors
+        expected = {stored: ("I32", sizes)} | ({zeros: ("I32", zeros_shape)} if required else {})
         for name, wanted in (expected if row_dim else expected | {f"{module}.weight_shape": ("I64", (2,))}).items():
             found_type = self._source.tensors.get(name, StoredTensor((), "no tensor", False))
             if (found_type.kind, found_type.shape) != wanted:
@@ -214,7 +216,7 @@ class QuantisedSource:
         if scheme.layout == "pack-quantized":
             numbers, scales = _unpack(found["weight_packed"], scheme.bits), found["weight_scale"].float()
             stored_zeros = found.get("weight_zero_point")
-            zeros = torch.tensor(1 << scheme.bits - 1) if stored_zeros is None else _unpack(stored_zeros.T.contiguous(), scheme.bits).T
+            zeros = torch.tensor([[1 << scheme.bits - 1]]) if stored_zeros is None else _unpack(stored_zeros.T.contiguous(), scheme.bits).T
             if found["weight_shape"].tolist() != list(shape):
                 raise ValueError(f"{module}.weight_shape: got {found['weight_shape'].tolist()}, expected {list(shape)}")
         elif scheme.layout == "awq":
@@ -232,7 +234,7 @@ class QuantisedSource:
             numbers, zeros = numbers - 128, zeros - 128.0
             if self.tensors[name].kind == "INT8":
                 return Grouped(numbers.contiguous(), scales.to(torch.float16).contiguous())
-        return Grouped(numbers.contiguous(), scales.contiguous(), (-scales * zeros).contiguous())
+        return Grouped(numbers.contiguous(), scales.contiguous(), (-scales * zeros[: shape[0]]).contiguous())
 
 
 def _sliced(values: Tensor, inner: int, dim: int, part: slice) -> Tensor:

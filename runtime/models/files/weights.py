@@ -249,7 +249,7 @@ class StoredModel:
         for name, target in self.slices.items():
             stored, start = self.source.tensors[name], target.rows.start or 0
             parts.setdefault(target.parameter, []).append(stored)
-            fits = not stored.shape[0] % TILE and not start % TILE
+            fits = len(stored.shape) == 2 and not stored.shape[0] % TILE and not start % TILE
             whole[target.parameter] = whole.get(target.parameter, True) and fits
         common = {name: common_kind({KINDS.get(part.kind) for part in stored}) for name, stored in parts.items() if whole[name]}
         return {name: kind for name, kind in common.items() if kind is not None and not parts[name][0].shape[1] % kind.block_size}

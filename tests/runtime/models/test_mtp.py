@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stepgraph.graphs.layers.huge_pages import empty_weight
+from stepgraph.graphs.layers.quantised import KINDS, Grouped, pack, unpack
 from stepgraph.runtime.models.files.draft_layouts import mtp_slices
 from stepgraph.runtime.models.llama_config import LlamaConfig, RopeConfig
 from stepgraph.runtime.models.mtp import Mtp
@@ -70,3 +72,16 @@ def test_bits_are_independent_of_chunking_and_batch(count: int) -> None:
         logits, end = drafting.read(tokens[:rows], features[:rows], size)
         assert torch.equal(logits[:, 1:], whole[:rows, 1:])
         assert all(torch.equal(one, two[:rows]) for one, two in zip(drafting.draft(41, DRAFTS[:rows, :2], end), reference, strict=True))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_an_embedding_that_stays_quantised_gives_the_logits_of_its_values(count: int) -> None:
+    packed = pack(KINDS["Q8_0"], Grouped(torch.arange(2048).view(64, 32) % 251, torch.full((64, 1), 0.01).half()))
+    (tokens, features), found = text(), []
+    for embedding in (packed, unpack(packed)):
+        model = copy.deepcopy(modules(count))
+        model.embedding = nn.Parameter(embedding, requires_grad=False)
+        drafting = CachedDraft(model, 32, k=3)
+        logits, last = drafting.read(tokens, features, 41)
+        found.append([logits, *drafting.draft(41, DRAFTS[:, :2], last)])
+    assert all(torch.equal(kept, dense) for kept, dense in zip(*found, strict=True))

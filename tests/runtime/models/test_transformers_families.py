@@ -151,6 +151,15 @@ def test_equivalent_modules_are_replaced(family: str, layers: int, attentions: i
     assert [found.count(kind) for kind in (Layer, Attention, GatedMlp)] == [layers, attentions, mlps]
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_have_the_names_of_all_linear_modules(family: str, parent: Path) -> None:
+    folder = parent / family
+    model = open_transformers(folder if folder.exists() else save(family_model(family), folder)).load("cpu")
+    named = {name: child.out_features for name, child in family_model(family).named_modules() if isinstance(child, torch.nn.Linear)}
+    adapted = {name: size for weight in model.lora_weights.values() for name, size in weight.parts.items()}
+    assert adapted == {name: size for name, size in named.items() if name != "lm_head"}
+
+
 @pytest.mark.parametrize("family", ["Gemma2", "Olmoe"])
 def test_a_family_drafts_for_another(family: str, parent: Path) -> None:
     """Most drafts of a model with the same weights are accepted, few of another model."""
@@ -165,12 +174,14 @@ def test_a_family_drafts_for_another(family: str, parent: Path) -> None:
             assert (sum(job.num_accepted_drafts for job in jobs) >= sum(len(job.tokens) for job in jobs) // 2) == right
 
 
-@pytest.mark.parametrize("kind", ["GPT2LMHeadModel", "GPTNeoXForCausalLM", "GPTJForCausalLM"])
+@pytest.mark.parametrize(
+    "kind", ["GPT2LMHeadModel", *(f"{family}ForCausalLM" for family in ("GPTNeoX", "GPTJ", "Gemma4Unified", "LaraMini"))]
+)
 def test_classes_that_call_their_decoder_in_another_way(kind: str, tmp_path: Path) -> None:
-    """With positional arguments, or for `cross_attentions`."""
-    causal = getattr(transformers, kind)
+    """With positional arguments, without angles in some layers, or for `cross_attentions` or `shared_kv_states`."""
+    causal, sizes = getattr(transformers, kind), {"n_embd": 64, "n_head": 4, "n_layer": 3, "rotary_dim": 8}
     torch.manual_seed(1)
-    model = causal(causal.config_class(**BASE, n_embd=64, n_head=4, n_layer=3, rotary_dim=8)).eval()
+    model = causal(causal.config_class(**BASE | SLIDING | {"layer_types": ["sliding_attention"] * 2 + ["full_attention"]}, **sizes)).eval()
     tokens, cached = torch.arange(40)[None] * 3, CachedModel(open_target(save(model, tmp_path)).load("cpu"), 64)
     with torch.no_grad():
         torch.testing.assert_close(cached.in_chunks(tokens, 17), model(tokens, use_cache=False).logits, rtol=1e-4, atol=1e-4)

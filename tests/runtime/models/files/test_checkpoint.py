@@ -327,6 +327,9 @@ def stored_config(family: str) -> tuple[dict[str, Any], Any]:
         ("deepseek-v3", "routed_scaling_factor"),
         ("mixtral", "rope_parameters"),
         ("mistral", "sliding_window"),
+        ("gemma-3", "sliding_window"),
+        *(("gpt-oss", field) for field in ("head_dim", "rope_parameters", "sliding_window")),
+        *((family, "head_dim") for family in ("qwen3", "gemma-3")),
         *((family, "rms_norm_eps") for family in ("phi-4-mini", "mixtral", "gpt-oss", "glm-4.5")),
     ],
 )

@@ -239,6 +239,11 @@ def test_quantised_weights_that_cannot_be_kept_are_refused(tmp_path: Path) -> No
     path = write(tmp_path / "model.gguf", "llama-2", "llama", lambda name: Kind.Q8_0 if "q_proj" in name else Kind.F16)
     with pytest.raises(ValueError, match=r"model.gguf: model.\S+q_proj.weight: got type Q8_0 and shape .* expected one of Q4_0, Q4_1"):
         Engine.from_pretrained(path, weights="quantised")
+    entry = b"blk.0.attn_norm.weight" + struct.pack("<IQ", 1, 64)
+    content = write(path, "llama-2", "llama", Kind.Q8_0).read_bytes()
+    path.write_bytes(content.replace(entry + bytes(4), entry + struct.pack("<I", Kind.Q8_0)))
+    with pytest.raises(ValueError, match=r"model.layers.0.input_layernorm.weight: got type Q8_0 and shape \(64,\), expected one of"):
+        Engine.from_pretrained(path, weights="quantised")
     with pytest.raises(ValueError, match="weights: got 'int4', expected"):
         Engine.from_pretrained(path, weights="int4")
     with pytest.raises(ValueError, match="weights: got 'quantised', expected 'dequantised': the product in C is not available"):
@@ -269,6 +274,10 @@ def test_broken_gguf_files_are_refused(tmp_path: Path) -> None:
         open_checkpoint(broken)
     broken.write_bytes(content.replace(b"blk.1.attn_q.weight", b"blk.7.attn_q.weight"))
     with pytest.raises(ValueError, match=r"model.layers.1.self_attn.q_proj.weight is missing"):
+        open_checkpoint(broken)
+    content = write(whole, "qwen3", "qwen3").read_bytes()
+    broken.write_bytes(content.replace(b"attention.key_length", b"rope.dimension_count"))
+    with pytest.raises(ValueError, match=r"broken.gguf: qwen3.rope.dimension_count: got 32, expected 16, the size of a head"):
         open_checkpoint(broken)
 
 

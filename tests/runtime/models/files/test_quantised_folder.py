@@ -28,6 +28,7 @@ Written = tuple[dict[str, Tensor], Tensor]  # tensors by name suffix, and the we
 
 def words_of(numbers: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
     """The documented packing: numbers of 32 / len(order) bits along the last dimension; number order[i] in the i-th field from below."""
+    numbers = torch.nn.functional.pad(numbers, (0, -numbers.shape[-1] % len(order)))
     words = torch.zeros(*numbers.shape[:-1], numbers.shape[-1] // len(order), dtype=torch.int64)
     for field, column in enumerate(order):
         words += numbers[..., column :: len(order)].long() << 32 // len(order) * field
@@ -136,8 +137,8 @@ def write(folder: Path, layout: str, model: Any = None) -> dict[str, Tensor]:
     config, quantise = LAYOUTS[layout]
     save(model or random_model("Llama", BASE | SIZES, seed=1), folder)
     dense = load_file(folder / "model.safetensors")
-    stored = dict(dense)
-    for name in [name for name, tensor in dense.items() if ".layers." in name and tensor.dim() == 2 and not name.endswith(".gate.weight")]:
+    stored = dict(dense)  # small routers stay as they are
+    for name in [name for name, tensor in dense.items() if ".layers." in name and tensor.dim() == 2 and len(tensor) > 8]:
         parts, dense[name] = quantise(stored.pop(name))
         stored |= {f"{name.removesuffix('weight')}{part}": tensor for part, tensor in parts.items()}
     save_file(stored, folder / "model.safetensors")
@@ -193,10 +194,17 @@ def test_a_part_equals_its_slice_of_the_weight_and_reads_no_other_numbers(
             assert sum(each.nbytes for each in read if each.dtype in (torch.int32, torch.float8_e4m3fn)) <= numbers + 2048, (name, dim)
 
 
+@pytest.mark.parametrize("layout", ["GPTQ", "pack-quantized, zero points", "pack-quantized, 8 bits, zero points"])
+def test_zero_points_may_not_fill_their_last_word(tmp_path: Path, layout: str) -> None:
+    model = random_model("Llama", BASE | SIZES | {"num_attention_heads": 32, "num_key_value_heads": 1, "head_dim": 10}, seed=1)
+    dense, source = write(tmp_path, layout, model), open_checkpoint(tmp_path, torch.float32).source
+    assert all(torch.equal(source.read(name), weight) for name, weight in dense.items())
+
+
 EXPERTS: dict[str, dict[str, Any]] = {
     "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 128},
     "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "mlp_only_layers": [1]},
-    "DeepseekV3": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "n_group": 2, "topk_group": 1}
+    "DeepseekV3": {"n_routed_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "n_group": 2, "topk_group": 1}
     | {"q_lora_rank": 128, "kv_lora_rank": 128, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32, "num_key_value_heads": 4}
     | {"first_k_dense_replace": 1, "num_nextn_predict_layers": 0, "head_dim": 16},
 }
@@ -259,7 +267,7 @@ def test_a_folder_as_deepseek_publishes_it_runs_with_its_own_module(tmp_path: Pa
     assert main(["inspect", str(tmp_path), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert [(way["implementation"], way["weights"]) for way in document["runs"]] == [("native", "dequantised"), ("native", "quantised")]
-    assert document["drafters"][0] == "mtp (MTP, up to 8 drafts; 1.4 MiB in float32)"
+    assert document["drafters"][0] == "mtp (MTP, up to 8 drafts; 3.7 MiB in float32)"
     assert "quantization_config" in document["refused"]["transformers, dequantised"]
 
 
@@ -337,6 +345,7 @@ def test_other_schemes_are_refused_by_field(layout: str, field: str, value: obje
             lambda tensor: tensor[:, :1],
             r"k_proj.weight_zero_point: got I32 \(16, 1\), expected I32 \(16, 2\)",
         ),
+        ("pack-quantized, zero points", "k_proj.weight_zero_point", lambda tensor: None, r"k_proj.weight_zero_point: got no tensor"),
         ("FP8 per tensor", "o_proj.weight", lambda tensor: tensor[0], "o_proj.weight: got shape"),
         ("AWQ", "down_proj.scales", lambda tensor: None, r"down_proj.scales is missing, expected it with .*down_proj.qweight"),
         ("AWQ", "down_proj.scales", lambda tensor: tensor / 0, r"down_proj.weight holds NaN or infinity"),
