@@ -79,9 +79,9 @@ class TargetModel(Protocol):
 class DraftModel(Protocol):
     """The model that drafts. Like a target, but with features as input, and logits at one position per row.
 
-    A draft that writes an entry at an earlier position than its token's, because the entry depends on that token, sets `lookahead` to
-    the largest distance, and must not write below `inputs.shared`. A draft without a cache may read the target's buffers by
-    name: entries up to position - step belong to the text, up to position - 1 where positions do not advance.
+    A draft that writes entries at earlier positions than their token's, because they depend on that token, sets `lookahead` to the largest
+    distance. All its entries are then at earlier positions, and it must not write below `inputs.shared`. A draft without a cache may read
+    the target's buffers by name: entries up to position - step belong to the text, up to position - 1 where positions do not advance.
 
     Optional attributes: `advances = False` for a draft without a cache, all of whose drafts are made at the position of the last token
     of the text; `shares_embeddings = True` if embeddings are the target's, which `prompt_embeddings` replace; `batch_invariant`, as above.
