@@ -37,7 +37,7 @@ from stepgraph.runtime.request_queue import QueueFullError
 from stepgraph.runtime.stats import EngineStats
 from stepgraph.runtime.text import TextCodec
 from stepgraph.runtime.validate import REQUEST_NAMES, RequestOptions, TokenIds
-from stepgraph.sampling.fields import check_value, checked_keywords, error_summary, whole
+from stepgraph.sampling.fields import Check, check_value, checked_keywords, error_summary, number, whole
 
 DEPLOYMENT_NAME = "stepgraph"
 METRICS_SECONDS = 5
@@ -130,10 +130,13 @@ def deployment(
     load_factor: see PrefixRouter.
     drain_seconds: time that a replica's streams have to end when it is removed or updated; later they continue on another one.
     """
+    check_value("deployment.replicas", replicas, Check(lambda given: not isinstance(given, tuple) or len(given) == 2, "a number or a pair"))
     least, most = replicas if isinstance(replicas, tuple) else (replicas, replicas)
     check_value("deployment.replicas", least, whole(1))
     check_value("deployment.replicas", most, whole(least))
     check_value("deployment.rows", rows, whole(1))
+    for name, value in (("cpus", cpus), ("gpus", gpus), ("drain_seconds", drain_seconds)):
+        check_value(f"deployment.{name}", value, number(0, 1e6))
     PrefixRouter(load_factor)
     scaling: dict[str, Any] = {"num_replicas": least}
     if isinstance(replicas, tuple):

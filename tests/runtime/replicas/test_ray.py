@@ -41,6 +41,14 @@ def run(make: Callable[[], Any] = make_engine, replicas: int = 2) -> Any:
     return serve.run(deployment(make, replicas=replicas, rows=ROWS, cpus=0.5, drain_seconds=300), name="test", route_prefix=None)
 
 
+@pytest.mark.parametrize(
+    "field", [{"replicas": (1,)}, {"replicas": (2, 1)}, {"rows": 0}, {"cpus": -1}, {"gpus": "1"}, {"drain_seconds": -1}]
+)
+def test_wrong_settings_of_a_deployment_are_refused_by_name(field: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=rf"deployment\.{next(iter(field))}: got .*, expected"):
+        deployment(make_engine, **field)
+
+
 def delete(name: str) -> None:
     """Deletes the application of earlier tests."""
     if name in serve.status().applications:
