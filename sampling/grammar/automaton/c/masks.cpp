@@ -781,15 +781,16 @@ private:
         packed.resize(kept);
         status_of.push_back(any_text ? 1 : packed.empty() ? 4 : 2); // MaskStatus OK, DEAD_END, COMPLETE
         change_start.push_back((int32_t)change_word.size());
-        bool is_dense = packed.size() * 2 > (size_t)vocabulary.words; // a change takes two words
-        base_of.push_back(is_dense ? (int32_t)dense.size() : base);
-        if (is_dense && plain) dense.emplace_back(plain, plain + vocabulary.words);
-        else if (is_dense) dense.emplace_back((size_t)vocabulary.words, 0);
+        size_t words = (size_t)vocabulary.words, begin = dense.size();
+        bool is_dense = packed.size() * 2 > words; // a change takes two words
+        base_of.push_back(is_dense ? (int32_t)(begin / words) : base);
+        if (is_dense) dense.resize(begin + words, 0);
+        if (is_dense && plain) std::copy_n(plain, words, &dense[begin]);
         for (size_t at = 0; at < packed.size(); at += 2) {
-            if (is_dense) dense.back()[(size_t)packed[at]] = (uint32_t)packed[at + 1];
+            if (is_dense) dense[begin + (size_t)packed[at]] = packed[at + 1];
             else change_word.push_back(packed[at]), change_value.push_back(packed[at + 1]);
         }
-        check_size(4 * (int64_t)(dense.size() * (size_t)vocabulary.words + 2 * change_word.size() + automaton.next.size() / (narrow ? 2 : 1)));
+        check_size(4 * (int64_t)(dense.size() + 2 * change_word.size() + automaton.next.size() / (narrow ? 2 : 1)));
     }
 
     // An upper bound of the symbols that a legal token has on the stack at a time. After a token has left the part in which it began, its
@@ -815,74 +816,62 @@ private:
         if (bytes > limits.bytes) exceeded("bytes", limits.bytes);
     }
 
-    void write_entries(int32_t *packed) const { // writes IMAGE_NEXT
-        auto entry = [&](size_t at) { return automaton.next[at] < SPECIAL ? automaton.next[at] : -2 - (automaton.next[at] - SPECIAL); };
-        size_t size = automaton.next.size();
-        if (!narrow) {
-            for (size_t at = 0; at < size; at++) packed[at] = entry(at);
-            return;
-        }
-        for (size_t at = 0; at < size / 2; at++) packed[at] = (int32_t)((uint32_t)(uint16_t)entry(2 * at) | (uint32_t)entry(2 * at + 1) << 16);
-        if (size % 2) packed[size / 2] = (int32_t)(uint32_t)(uint16_t)entry(size - 1);
+    Ints packed_entries() const { // IMAGE_NEXT
+        Ints entries = automaton.next;
+        for (int32_t &entry : entries)
+            if (entry >= SPECIAL) entry = -2 - (entry - SPECIAL);
+        if (!narrow) return entries;
+        size_t size = (entries.size() + 1) / 2;
+        entries.resize(2 * size, 0);
+        for (size_t at = 0; at < size; at++) entries[at] = (int32_t)((uint32_t)(uint16_t)entries[2 * at] | (uint32_t)entries[2 * at + 1] << 16);
+        entries.resize(size);
+        return entries;
     }
 
     Image assembled() {
         change_start.push_back((int32_t)change_word.size());
-        Ints leave = automaton.pop, byte_of, moves, cross_start, cross;
+        Ints class_of(automaton.class_of.begin(), automaton.class_of.end()), next = packed_entries(), leave = automaton.pop;
+        Ints byte_of, moves, cross_start, cross;
         for (int32_t state = 0; state < automaton.states; state++)
             if (automaton.accepts[state]) leave[state] = -2;
         for (const auto &bytes : bytes_of) byte_of.push_back(bytes.size() == 1 ? bytes[0] : -1);
         for (const Move &move : automaton.moves) moves.insert(moves.end(), move.ints(), move.ints() + Move::INTS);
-        int32_t most = 0;
+        std::array<int32_t, IMAGE_HEADER> header{};
         for (const Ints &tokens : crossing) {
             cross_start.push_back((int32_t)cross.size());
             cross.insert(cross.end(), tokens.begin(), tokens.end());
-            most = std::max(most, (int32_t)tokens.size());
+            header[IMAGE_CROSSING] = std::max(header[IMAGE_CROSSING], (int32_t)tokens.size());
         }
         cross_start.push_back((int32_t)cross.size());
-        std::array<int32_t, IMAGE_HEADER> header{};
-        int64_t size = (IMAGE_HEADER + 3) / 4 * 4;
-        auto place = [&](int field, size_t count) {
-            header[(size_t)field] = (int32_t)size;
-            check_size(4 * (size += (int64_t)count));
-        };
-        auto words = (size_t)vocabulary.words, next_size = narrow ? (automaton.next.size() + 1) / 2 : automaton.next.size();
-        place(IMAGE_DENSE, dense.size() * words);
-        place(IMAGE_CLASS_OF, automaton.class_of.size());
-        place(IMAGE_BYTE_OF, byte_of.size());
-        place(IMAGE_NEXT, next_size);
-        const std::pair<int, const Ints *> tables[] = {
-            {IMAGE_MOVES, &moves}, {IMAGE_LEAVE, &leave}, {IMAGE_RETURN, &automaton.go}, {IMAGE_ROW_OF, &row_of}, {IMAGE_BASE_OF, &base_of},
+        const std::pair<int, const Ints *> tables[] = { // the dense rows are at a multiple of four
+            {IMAGE_DENSE, &dense}, {IMAGE_CLASS_OF, &class_of}, {IMAGE_BYTE_OF, &byte_of}, {IMAGE_NEXT, &next}, {IMAGE_MOVES, &moves},
+            {IMAGE_LEAVE, &leave}, {IMAGE_RETURN, &automaton.go}, {IMAGE_ROW_OF, &row_of}, {IMAGE_BASE_OF, &base_of},
             {IMAGE_STATUS_OF, &status_of}, {IMAGE_CHANGE_START, &change_start}, {IMAGE_CHANGE_WORD, &change_word},
             {IMAGE_CHANGE_VALUE, &change_value}, {IMAGE_CROSS_START, &cross_start}, {IMAGE_CROSS, &cross},
         };
-        for (auto &[field, values] : tables) place(field, values->size());
-        Image built((int32_t *)malloc((size_t)size * sizeof(int32_t)), free);
-        if (!built) throw std::bad_alloc();
-        int32_t *image = built.get();
-        std::copy(header.begin(), header.end(), image);
-        std::fill(image + IMAGE_HEADER, image + header[IMAGE_DENSE], 0);
-        for (size_t row = 0; row < dense.size(); row++) std::copy(dense[row].begin(), dense[row].end(), image + (size_t)header[IMAGE_DENSE] + row * words);
-        std::copy(automaton.class_of.begin(), automaton.class_of.end(), image + header[IMAGE_CLASS_OF]);
-        std::copy(byte_of.begin(), byte_of.end(), image + header[IMAGE_BYTE_OF]);
-        write_entries(image + header[IMAGE_NEXT]);
-        for (auto &[field, values] : tables) std::copy(values->begin(), values->end(), image + header[(size_t)field]);
-        image[IMAGE_NARROW] = narrow;
-        image[IMAGE_FORMAT] = IMAGE_VERSION;
-        image[IMAGE_SIZE] = (int32_t)size;
-        image[IMAGE_STATES] = automaton.states;
-        image[IMAGE_CLASSES] = automaton.classes;
-        image[IMAGE_SYMBOLS] = automaton.symbols;
-        image[IMAGE_FINISH_SETS] = automaton.finish_sets;
-        image[IMAGE_START] = automaton.start;
-        std::copy(automaton.counters.begin(), automaton.counters.end(), image + IMAGE_START_COUNTERS);
-        image[IMAGE_ROWS] = (int32_t)base_of.size();
-        image[IMAGE_CROSSING] = most;
-        image[IMAGE_DEPTH] = automaton.symbols ? (int32_t)limits.depth : 0;
-        image[IMAGE_FREE] = image[IMAGE_LIMITED] = automaton.states;
-        image[IMAGE_LIMIT] = INT32_MAX;
-        image[IMAGE_PUSHES] = automaton.symbols ? most_pushes() : 0;
-        return built;
+        int64_t size = (IMAGE_HEADER + 3) / 4 * 4;
+        for (auto &[field, values] : tables) {
+            header[(size_t)field] = (int32_t)size;
+            check_size(4 * (size += (int64_t)values->size()));
+        }
+        header[IMAGE_FORMAT] = IMAGE_VERSION;
+        header[IMAGE_SIZE] = (int32_t)size;
+        header[IMAGE_STATES] = header[IMAGE_FREE] = header[IMAGE_LIMITED] = automaton.states;
+        header[IMAGE_CLASSES] = automaton.classes;
+        header[IMAGE_SYMBOLS] = automaton.symbols;
+        header[IMAGE_FINISH_SETS] = automaton.finish_sets;
+        header[IMAGE_START] = automaton.start;
+        std::copy(automaton.counters.begin(), automaton.counters.end(), &header[IMAGE_START_COUNTERS]);
+        header[IMAGE_ROWS] = (int32_t)base_of.size();
+        header[IMAGE_DEPTH] = automaton.symbols ? (int32_t)limits.depth : 0;
+        header[IMAGE_PUSHES] = automaton.symbols ? most_pushes() : 0;
+        header[IMAGE_NARROW] = narrow;
+        header[IMAGE_LIMIT] = INT32_MAX;
+        Image image((int32_t *)calloc((size_t)size, sizeof(int32_t)), free);
+        if (!image) throw std::bad_alloc();
+        std::copy(header.begin(), header.end(), image.get());
+        for (auto &[field, values] : tables) std::copy(values->begin(), values->end(), image.get() + header[(size_t)field]);
+        return image;
     }
 
     const Automaton &automaton;
@@ -919,8 +908,7 @@ private:
     struct Pushed { int32_t symbol, below, size; }; // a symbol, the index of the symbol below it, and the stack size
     Ints top_at; // [bytes] index in `pushed` of the top of the stack after so many bytes; 0: the stack is empty
     std::vector<Pushed> pushed; // [bytes] indexed by the byte that pushed the symbol
-    Ints base_of, status_of, change_start, change_word, change_value; // tables of the image
-    std::vector<std::vector<uint32_t>> dense;
+    Ints base_of, status_of, change_start, change_word, change_value, dense; // tables of the image
     int64_t steps = 0;
     int32_t pushes = 0; // maximum number of symbols that the tokens walked so far had on the stack at a time
 };
