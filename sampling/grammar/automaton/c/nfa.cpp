@@ -90,6 +90,40 @@ std::vector<Range> class_ranges(const int32_t *content, int size) {
     return gaps;
 }
 
+// Calls found(begin, end) with the members of each strongly connected component of a graph, given the targets of its nodes. Components come
+// after those that they lead to (Tarjan's algorithm).
+template <class Found> void each_component(const std::vector<Ints> &targets, const Found &found) {
+    Ints order(targets.size(), -1), low(targets.size()), stack;
+    std::vector<char> on_stack(targets.size(), 0);
+    std::vector<std::pair<int32_t, size_t>> work; // node and the edge to follow
+    int32_t time = 0;
+    auto open = [&](int32_t node) {
+        order[(size_t)node] = low[(size_t)node] = time++;
+        on_stack[(size_t)node] = 1;
+        stack.push_back(node), work.push_back({node, 0});
+    };
+    for (size_t start = 0; start < targets.size(); start++) {
+        if (order[start] < 0) open((int32_t)start);
+        while (!work.empty()) {
+            auto &[node, edge] = work.back();
+            if (edge < targets[(size_t)node].size()) {
+                int32_t to = targets[(size_t)node][edge++];
+                if (order[(size_t)to] < 0) open(to);
+                else if (on_stack[(size_t)to]) low[(size_t)node] = std::min(low[(size_t)node], order[(size_t)to]);
+                continue;
+            }
+            int32_t done = node, from = low[(size_t)done];
+            work.pop_back();
+            if (!work.empty()) low[(size_t)work.back().first] = std::min(low[(size_t)work.back().first], from);
+            if (from != order[(size_t)done]) continue;
+            auto begin = std::find(stack.rbegin(), stack.rend(), done).base() - 1;
+            for (auto member = begin; member != stack.end(); ++member) on_stack[(size_t)*member] = 0;
+            found(begin, stack.end());
+            stack.erase(begin, stack.end());
+        }
+    }
+}
+
 struct View {
     int32_t kind, size;
     const int32_t *data;
@@ -130,9 +164,7 @@ public:
         for (int rule = 0; rule < grammar.num_rules; rule++)
             each_reference(grammar.bodies[rule], cut, [&](int32_t to) { references[rule].push_back(to); });
         std::vector<std::set<int32_t>> components;
-        auto count = [&](int32_t rule) { return (int32_t)references[rule].size(); };
-        auto target = [&](int32_t rule, int32_t at) { return references[rule][at]; };
-        each_component(grammar.num_rules, count, target, [&](auto begin, auto end) {
+        each_component(references, [&](auto begin, auto end) {
             const Ints &own = references[*begin];
             bool recursive = end - begin > 1 || std::find(own.begin(), own.end(), *begin) != own.end();
             if (recursive && reached.count(*begin)) components.emplace_back(begin, end);
