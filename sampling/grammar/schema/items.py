@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from fractions import Fraction
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from stepgraph.sampling.grammar.constraints.unsupported import reject
 from stepgraph.sampling.grammar.schema.automata import TooComplexError, list_texts
 from stepgraph.sampling.grammar.schema.forms import TRUE, Array, Contains, Expr, Form, all_of, negations
 from stepgraph.sampling.grammar.schema.language import Term
-from stepgraph.sampling.grammar.schema.numbers import Numbers, decimal
+from stepgraph.sampling.grammar.schema.numbers import decimal
 from stepgraph.sampling.grammar.schema.spelling import json_literal, literal, optional, repeated
 
 MAX_STATES = 2_000  # states of an array or object with counts
@@ -23,6 +21,8 @@ MAX_LISTED_VALUES = 200  # values of unique items
 MAX_NESTED_CHARS = 1_000  # characters of nested optional items in one rule
 
 State = tuple[int, ...]
+Case = TypeVar("Case", str, Expr)
+Steps = Callable[[State], tuple[bool, list[tuple[Case, State]]]]  # whether a text may end there; what may follow, with the state after it
 
 
 class Writer(Protocol):
@@ -98,21 +98,12 @@ def _contains_text(writer: Writer, array: Array) -> str | None:
 
 def has_counts(array: Array, is_satisfiable: Callable[[Expr], bool]) -> bool:
     """Whether there is an array with as many items as `contains` requires. True also if that takes too many states to be written."""
-    following, start = _count_contains(array, is_satisfiable), (0,) * (1 + len(array.contains))
-    known, waiting = {start}, [start]
-    while waiting and len(known) <= MAX_STATES:
-        enough, choices = following(waiting.pop())
-        if enough:
-            return True
-        new = {after for _, after in choices} - known
-        known |= new
-        waiting += new
-    return len(known) > MAX_STATES
+    states = _explored((0,) * (1 + len(array.contains)), _count_contains(array, is_satisfiable))
+    return any(enough or number == MAX_STATES for number, (_, enough, _) in enumerate(states))
 
 
-def _count_contains(array: Array, is_satisfiable: Callable[[Expr], bool]) -> Callable[[State], tuple[bool, list[tuple[Expr, State]]]]:
-    """A state is the number of items so far and, for each `contains`, the number that satisfy it. The result is a function of a state:
-    whether the array may end there, and the expressions for the next item, with the state after it."""
+def _count_contains(array: Array, is_satisfiable: Callable[[Expr], bool]) -> Steps[Expr]:
+    """A state is the number of items so far and, for each `contains`, the number that satisfy it."""
     longest = max(1, len(array.prefix), array.low, array.high or 0, *(one.start for one in array.contains))
 
     def following(state: State) -> tuple[bool, list[tuple[Expr, State]]]:
@@ -160,7 +151,7 @@ def _items_differ(writer: Writer, array: Array) -> bool:
 
 
 def _unique_text(writer: Writer, array: Array) -> str | None:
-    """A state is the number of items, and the set of values so far (in any order) or the first value that may still come."""
+    """A state is the number of items, and the set of values so far, as bits, or (in schema order) the first value that may still come."""
     size, high = len(array.prefix), array.high
     if array.contains or (tables := _value_lists(writer, array)) is None:
         reject(
@@ -173,26 +164,24 @@ def _unique_text(writer: Writer, array: Array) -> str | None:
     bits = [[(text, values.index(text)) for text in table] for table in tables]
     high = len(values) if high is None else min(high, len(values))
 
-    def following(state: State) -> list[tuple[str, int, State]]:
+    def in_any_order(state: State) -> tuple[bool, list[tuple[str, State]]]:
         count, used = state
-        table = bits[min(count, size)] if count < high else []
-        return [(text, index, (count + 1, used | 1 << index)) for text, index in table if not used >> index & 1]
+        comma, table = f"{writer.comma} " if count else writer.opening, bits[min(count, size)] if count < high else []
+        return count >= array.low, [(comma + text, (count + 1, used | 1 << index)) for text, index in table if not used >> index & 1]
 
-    def steps(state: State) -> tuple[bool, list[tuple[str, State]]]:
-        comma = f"{writer.comma} " if state[0] else writer.opening
-        if any_order:
-            return state[0] >= array.low, [(comma + text, after) for text, _, after in following(state)]
-        count = min(state[0] + 1, max(array.low, high if array.high is not None else 1))
-        return state[0] >= array.low, [
-            (comma + text, (count, index + 1)) for text, index in bits[0] if index >= state[1] and (array.high is None or state[0] < high)
-        ]
+    def in_schema_order(state: State) -> tuple[bool, list[tuple[str, State]]]:
+        count, first = state
+        comma, after = f"{writer.comma} " if count else writer.opening, min(count + 1, max(array.low, 1 if array.high is None else high))
+        more = array.high is None or count < high
+        return count >= array.low, [(comma + text, (after, index + 1)) for text, index in bits[0] if index >= first and more]
 
-    any_order = _is_small((0, 0), lambda state: [after for *_, after in following(state)])
-    if not any_order:
-        if size:
-            reject(writer.where, "uniqueItems", f"takes more than {MAX_ORDERS} combinations of values; write fewer values")
-        writer.narrow("uniqueItems", "of so many values is enforced by generating them in the order of the schema")
-    return write_states(writer, (0, 0), steps, "uniqueItems")
+    num_steps = itertools.accumulate(len(cases) for _, _, cases in _explored((0, 0), in_any_order))
+    if all(steps <= MAX_ORDERS for steps in num_steps):
+        return write_states(writer, (0, 0), in_any_order, "uniqueItems")
+    if size:
+        reject(writer.where, "uniqueItems", f"takes more than {MAX_ORDERS} combinations of values; write fewer values")
+    writer.narrow("uniqueItems", "of so many values is enforced by generating them in the order of the schema")
+    return write_states(writer, (0, 0), in_schema_order, "uniqueItems")
 
 
 def _value_lists(writer: Writer, array: Array) -> list[list[str]] | None:
@@ -202,39 +191,17 @@ def _value_lists(writer: Writer, array: Array) -> list[list[str]] | None:
     return None if None in found else [table for table in found if table is not None]
 
 
-def _is_small(start: State, following: Callable[[State], list[State]]) -> bool:
-    """Whether there are at most MAX_ORDERS steps between states."""
-    known, waiting, steps = {start}, [start], 0
-    while waiting and steps <= MAX_ORDERS:
-        after = following(waiting.pop())
-        steps += len(after)
-        waiting += set(after) - known
-        known.update(after)
-    return steps <= MAX_ORDERS
-
-
 def _list_values(writer: Writer, form: Form) -> list[str] | None:
     """The texts of all values; None if they cannot be listed."""
     if form.arrays or form.objects:
         return None
     found = ['"null"'] * form.null + [literal(str(value).lower()) for value in sorted(form.booleans)]
     for item in form.numbers:
-        if (numbers := _list_numbers(item)) is None:
+        if (numbers := item.values(MAX_LISTED_VALUES)) is None:
             return None
         found += [literal(decimal(number)) for number in numbers]
     texts = list_texts_if_few(writer.strings(form))
     return None if texts is None or len(found) + len(texts) > MAX_LISTED_VALUES else [*found, *map(json_literal, texts)]
-
-
-def _list_numbers(item: Numbers) -> list[Fraction] | None:
-    if item.low is None or item.high is None:
-        return None
-    if item.low == item.high:
-        return [item.low]
-    if item.multiple is None or (item.high - item.low) / item.multiple > MAX_LISTED_VALUES:
-        return None
-    first, last = math.ceil(item.low / item.multiple), math.floor(item.high / item.multiple)
-    return [number for number in (index * item.multiple for index in range(first, last + 1)) if number in item]
 
 
 def list_texts_if_few(term: Term) -> list[str] | None:
@@ -246,21 +213,28 @@ def list_texts_if_few(term: Term) -> list[str] | None:
         return None
 
 
-def write_states(writer: Writer, start: State, steps: Callable[[State], tuple[bool, list[tuple[str, State]]]], keyword: str) -> str | None:
-    """Write one rule for each state from which an end is reached. Returns the rule of the start; None if it reaches no end."""
-    cases, before, states_with_end = dict[State, tuple[bool, list[tuple[str, State]]]](), dict[State, list[State]](), list[State]()
-    waiting = [start]
+def _explored(start: State, steps: Steps[Case]) -> Iterator[tuple[State, bool, list[tuple[Case, State]]]]:
+    """The states that are reached, with their steps."""
+    known, waiting = set[State](), [start]
     while waiting:
         state = waiting.pop()
-        if state in cases:
-            continue
+        if state not in known:
+            known.add(state)
+            is_end, cases = steps(state)
+            yield state, is_end, cases
+            waiting += [after for _, after in cases]
+
+
+def write_states(writer: Writer, start: State, steps: Steps[str], keyword: str) -> str | None:
+    """Write one rule for each state from which an end is reached. Returns the rule of the start; None if it reaches no end."""
+    cases, before, states_with_end = dict[State, tuple[bool, list[tuple[str, State]]]](), dict[State, list[State]](), list[State]()
+    for state, is_end, following in _explored(start, steps):
         if len(cases) >= MAX_STATES:
             reject(writer.where, keyword, f"takes more than {MAX_STATES} combinations of counts; write smaller ones")
-        cases[state] = steps(state)
-        states_with_end += [state] * cases[state][0]
-        for _, after in cases[state][1]:
+        cases[state] = is_end, following
+        states_with_end += [state] * is_end
+        for _, after in following:
             before.setdefault(after, []).append(state)
-            waiting.append(after)
     names = {state: writer.rule("") for state in states_with_end}
     for state in states_with_end:  # grows
         for other in before.get(state, ()):

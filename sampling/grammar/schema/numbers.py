@@ -63,18 +63,27 @@ class Numbers:
         if self.low is None or self.high is None:
             return False
         if self.multiple is not None:  # few steps: most multiples are not among `not_multiples`
-            return all(self.multiple * count not in self for count in range(self._first_multiple(), self._last_multiple() + 1))
+            return all(self.multiple * count not in self for count in self._factors(self.low, self.high, self.multiple))
         return self.low > self.high or (self.low == self.high and self.low not in self)
 
-    def _first_multiple(self) -> int:
-        assert self.low is not None and self.multiple is not None
-        count = self.low / self.multiple
-        return math.floor(count) + 1 if self.low_open else math.ceil(count)
+    def _factors(self, low: Fraction, high: Fraction, multiple: Fraction) -> range:
+        """Of the multiples between the bounds."""
+        first, last = low / multiple, high / multiple
+        return range(
+            math.floor(first) + 1 if self.low_open else math.ceil(first),
+            math.ceil(last) if self.high_open else math.floor(last) + 1,
+        )
 
-    def _last_multiple(self) -> int:
-        assert self.high is not None and self.multiple is not None
-        count = self.high / self.multiple
-        return math.ceil(count) - 1 if self.high_open else math.floor(count)
+    def values(self, limit: int) -> list[Fraction] | None:
+        """The numbers, ascending; None if they are too many. `limit`: of the multiples between the bounds."""
+        if self.low is None or self.high is None:
+            return None
+        if self.low == self.high:
+            return [self.low]
+        if self.multiple is None:
+            return None
+        factors = self._factors(self.low, self.high, self.multiple)
+        return None if factors.stop - factors.start > limit else [self.multiple * one for one in factors if self.multiple * one in self]
 
     def complement(self) -> Iterator[Numbers]:
         """The numbers that are not in the set."""
@@ -89,12 +98,8 @@ class Numbers:
 
     def language(self) -> Term:
         """The texts of the numbers, with an exponent only if the bounds restrict only the sign. ValueError if the language is too large."""
-        if None not in (self.multiple, self.low, self.high) and self._last_multiple() - self._first_multiple() < MAX_LISTED:
-            assert self.multiple is not None
-            values = (self.multiple * count for count in range(self._first_multiple(), self._last_multiple() + 1))
-            return words(decimal(value) for value in values if value in self)
-        if self.low is not None and self.low == self.high:
-            return words([decimal(self.low)])
+        if (values := self.values(MAX_LISTED)) is not None:
+            return words(map(decimal, values))
         for multiple in (self.multiple, *self.not_multiples):
             if multiple is not None and _scaled(multiple)[0] > MAX_MULTIPLE:
                 raise ValueError(f"got {decimal(multiple)}, expected at most {MAX_MULTIPLE} without the point, or bounds on both sides")

@@ -63,11 +63,11 @@ struct Automaton {
     Slice<Span> spans_of(int32_t state) const { return {spans.data() + span_start[(size_t)state], spans.data() + span_start[(size_t)state + 1]}; }
 };
 
-// Compares states by their spans: rows of a table with a column for each byte class. The column `left_out` is ignored; -1: no column is.
+// Compares states by their spans: rows of a table with a column for each byte class.
 class Rows {
 public:
-    Rows(int32_t classes, int32_t left_out) : left_out(left_out), factors(1, 0) {
-        for (int32_t at = 0; at < classes; at++) factors.push_back(factors.back() + (at == left_out ? 0 : mixed((uint64_t)at + 1)));
+    explicit Rows(int32_t classes) : factors(1, 0) {
+        for (int32_t at = 0; at < classes; at++) factors.push_back(factors.back() + mixed((uint64_t)at + 1));
     }
 
     // Rows have equal hashes if after(entry), which is at least -2, is equal in every column.
@@ -88,20 +88,17 @@ public:
 
 private:
     // The first column from `at` on with an entry, or -1. Drops the spans of `row` before this entry.
-    int32_t next_column(Slice<Span> &row, int32_t at) const {
-        for (; !row.empty(); ++row.first) {
-            int32_t column = std::max(at, row.first->low);
-            column += column == left_out;
-            if (column < row.first->end) return column;
-        }
+    static int32_t next_column(Slice<Span> &row, int32_t at) {
+        for (; !row.empty(); ++row.first)
+            if (at < row.first->end) return std::max(at, row.first->low);
         return -1;
     }
 
-    int32_t left_out;
     std::vector<uint64_t> factors; // [classes + 1] sums of the factors of all classes before
 };
 
 Automaton determinise(const Nfa &nfa, const Limits &limits);
 Automaton minimise(Automaton automaton);
+Ints equivalent_states(const Automaton &automaton); // [states] numbers from 0 on, equal for states that read the same texts
 
 } // namespace stepgraph

@@ -131,7 +131,6 @@ constexpr size_t NUM_PARTS = std::size(PARTS);
 constexpr int32_t MOST_BYTES = 1 << 15; // stands for an unlimited length
 constexpr int32_t SHARED_TOKENS = 100; // a subtree with as many tokens is walked once for several states
 constexpr size_t MANY_WORDS = 64; // a part with as many pairs of words and bits is stored for several rows
-constexpr int32_t MAX_ROUNDS = 64; // rounds of hashing the states of a component
 constexpr int32_t MAX_COARSER_BYTES = 16; // states are compared for texts of up to this many bytes
 constexpr int64_t MAX_COARSER_MOVES = 50'000'000; // moves that are compared to find equivalent states
 // Steps before equivalent states are searched for, and before subtrees are shared: both take longer if few states are equivalent.
@@ -213,7 +212,9 @@ struct SparseRow {
 class Masks {
 public:
     Masks(const Automaton &automaton, const Vocabulary &vocabulary, const Limits &limits)
-        : automaton(automaton), vocabulary(vocabulary), limits(limits), narrow(std::max((size_t)automaton.states, automaton.moves.size() + 1) <= 1 << 15), bytes_of(bytes_by_class(automaton)), quote(bytes_of[automaton.class_of['"']].size() == 1 ? automaton.class_of['"'] : -1), rows(automaton.classes, quote),
+        : automaton(automaton), vocabulary(vocabulary), limits(limits),
+          narrow(std::max((size_t)automaton.states, automaton.moves.size() + 1) <= 1 << 15), bytes_of(bytes_by_class(automaton)),
+          quote(bytes_of[automaton.class_of['"']].size() == 1 ? automaton.class_of['"'] : -1), rows(automaton.classes),
           row((size_t)vocabulary.words), part_row(row), ordered(vocabulary.starts.size() / 32 + 1), top_at((size_t)vocabulary.longest + 1),
           pushed((size_t)vocabulary.longest + 1) {
         find_walk_states();
@@ -289,7 +290,7 @@ private:
         int32_t followed; // number of bytes on which the tokens depend
     };
 
-    const Move *special(int32_t entry) const { return entry >= SPECIAL ? &automaton.moves[entry - SPECIAL] : nullptr; }
+    int32_t push_of(int32_t entry) const { return entry >= SPECIAL ? automaton.moves[entry - SPECIAL].push : -1; }
     // The state after an entry, or DEAD; for a counted loop, the state while iterations are left.
     int32_t target_of(int32_t entry) const { return entry >= SPECIAL ? automaton.moves[entry - SPECIAL].target : entry; }
     int32_t entry_of(int32_t state, int32_t c) const { return automaton.next[(size_t)state * automaton.classes + c]; }
@@ -331,8 +332,7 @@ private:
                 auto [from, inside] = work[at];
                 for (auto [c, to_inside] : moves[inside]) {
                     int32_t entry = entry_of(from, c), to = target_of(entry);
-                    const Move *move = special(entry);
-                    if (entry < 0 || (move && move->push >= 0) || automaton.pop[to] >= 0) {
+                    if (entry < 0 || push_of(entry) >= 0 || automaton.pop[to] >= 0) {
                         all[state] = 0;
                         some[state] |= entry >= 0;
                     } else if (to_inside == 0) {
@@ -371,15 +371,13 @@ private:
     }
 
     void find_levels() {
-        bool is_apart = quote >= 0;
+        leave_out_quotes();
         Level every; // each state is its own class
         every.class_of.resize((size_t)automaton.states);
         std::iota(every.class_of.begin(), every.class_of.end(), 0);
         every.first = every.class_of;
-        if (is_apart) {
-            find_components();
+        if (quote >= 0) {
             levels.push_back(level_after(nullptr));
-            find_longest();
             levels.push_back(level_after(&levels[0]));
         }
         levels.push_back(std::move(every));
@@ -393,111 +391,45 @@ private:
         }
     }
 
-    // Finds `longest`, for texts without a quote. A class comes after the classes that it leads to, except in loops.
-    void find_longest() {
-        for (int32_t state : levels[0].first) {
-            int32_t most = automaton.pop[(size_t)state] < 0 ? 0 : MOST_BYTES;
+    // Finds `unquoted`: the spans without the quote and without counters; a move that pushes has the symbol in place of a counter.
+    void leave_out_quotes() {
+        unquoted.states = automaton.states;
+        unquoted.classes = automaton.classes;
+        unquoted.accepts.assign((size_t)automaton.states, 0);
+        Interned moves;
+        for (int32_t state = 0; state < automaton.states; state++) {
             for (const Span &span : automaton.spans_of(state)) {
-                int32_t class_id = class_after(levels[0], span);
-                if (class_id >= 0) most = std::max(most, class_id < (int32_t)longest.size() ? longest[(size_t)class_id] + 1 : MOST_BYTES);
+                int32_t entry = target_of(span.entry);
+                if (entry < 0) continue;
+                if (push_of(span.entry) >= 0) {
+                    Move move;
+                    move.target = entry, move.counter = push_of(span.entry);
+                    auto [number, is_new] = moves.add(move.ints(), Move::INTS);
+                    if (is_new) unquoted.moves.push_back(move);
+                    entry = SPECIAL + number;
+                }
+                if (span.low < quote) unquoted.add_span({span.low, std::min(span.end, quote), entry});
+                if (span.end > quote + 1) unquoted.add_span({std::max(span.low, quote + 1), span.end, entry});
             }
-            longest.push_back(std::min(most, MOST_BYTES));
+            unquoted.end_state();
         }
     }
 
-    // The class of the state that a span leads to, or DEAD. DEAD also for a quote, which ends a text of the level.
-    int32_t class_after(const Level &level, const Span &span) const {
-        int32_t to = is_quote(span) ? DEAD : target_of(span.entry);
-        return to < 0 ? DEAD : level.class_of[(size_t)to];
-    }
-
-    bool is_quote(const Span &span) const { return span.low == quote && span.end == quote + 1; }
-
-    // Strongly connected components of the states without the moves of quotes.
-    void find_components() {
-        component_start.push_back(0);
-        auto count = [&](int32_t state) { return automaton.span_start[state + 1] - automaton.span_start[state]; };
-        auto target = [&](int32_t state, int32_t at) {
-            const Span &span = automaton.spans_of(state).first[at];
-            return is_quote(span) ? DEAD : target_of(span.entry);
-        };
-        each_component(automaton.states, count, target, [&](auto begin, auto end) {
-            in_components.insert(in_components.end(), std::make_reverse_iterator(end), std::make_reverse_iterator(begin));
-            component_start.push_back((int32_t)in_components.size());
-        });
-    }
-
-    // The classes of a level, given the previous level, in which a text continues after a quote. Equal components have the same classes:
-    // they are found by hashes of their states, and compared.
+    // The classes of a level, given the previous level, in which a text continues after a quote.
     Level level_after(const Level *before) {
+        Interned kinds; // what a state pops, and what follows a quote
+        unquoted.pop.clear();
+        for (int32_t state = 0; state < automaton.states; state++) {
+            int32_t quoted = before ? entry_of(state, quote) : DEAD, to = target_of(quoted);
+            const int32_t kind[] = {automaton.pop[state], to < 0 ? DEAD : before->class_of[(size_t)to], to < 0 ? DEAD : push_of(quoted)};
+            unquoted.pop.push_back(kinds.add(kind, std::size(kind)).number);
+        }
         Level level;
-        level.class_of.assign((size_t)automaton.states, -1);
-        Interned keys; // hashes of states that are alone in their component
-        Ints class_of_key;
-        std::unordered_map<uint64_t, int32_t> class_of_hash; // for the other states
-        std::vector<uint64_t> hashes((size_t)automaton.states), next, sorted;
-        auto new_class = [&](int32_t state) {
-            level.first.push_back(state);
-            return (int32_t)level.first.size() - 1;
-        };
-        auto push_of = [&](int32_t entry) {
-            const Move *move = special(entry);
-            return move ? move->push + 1 : 0;
-        };
-        auto after_quote = [&](int32_t state) -> int64_t {
-            int32_t entry = before ? entry_of(state, quote) : DEAD, to = target_of(entry);
-            return to < 0 ? -1 : before->class_of[to] | (int64_t)push_of(entry) << 32;
-        };
-        auto class_after = [&](int32_t entry, int32_t state) -> int64_t { // -2: the state itself
-            int32_t to = target_of(entry);
-            return to < 0 ? -1 : (to == state ? -2 : level.class_of[to]) | (int64_t)push_of(entry) << 32;
-        };
-        auto is_same = [&](int32_t entry, int32_t other) { return class_after(entry, -1) == class_after(other, -1); };
-        auto is_equal = [&](int32_t state, int32_t other) {
-            return automaton.pop[state] == automaton.pop[other] && after_quote(state) == after_quote(other) &&
-                   rows.is_equal(automaton.spans_of(state), automaton.spans_of(other), is_same);
-        };
-        for (size_t component = 0; component + 1 < component_start.size(); component++) {
-            const int32_t *begin = in_components.data() + component_start[component], *end = in_components.data() + component_start[component + 1];
-            if (end - begin == 1) {
-                int32_t state = *begin;
-                auto after = [&](int32_t entry) { return class_after(entry, state); };
-                uint64_t hash = mixed((uint64_t)after_quote(state) + 3) + rows.hash(automaton.spans_of(state), after);
-                const int32_t key[] = {automaton.pop[state], (int32_t)hash, (int32_t)(hash >> 32)};
-                auto [number, is_new] = keys.add(key, std::size(key));
-                if (is_new) class_of_key.push_back(new_class(state));
-                int32_t &class_id = level.class_of[state] = class_of_key[(size_t)number];
-                if (!is_new && !is_equal(state, level.first[(size_t)class_id])) class_id = new_class(state);
-                continue;
-            }
-            auto after = [&](int32_t entry) {
-                bool in_component = target_of(entry) >= 0 && level.class_of[target_of(entry)] < 0;
-                return mixed(in_component ? hashes[target_of(entry)] + (uint64_t)push_of(entry) : (uint64_t)class_after(entry, -1));
-            };
-            for (const int32_t *state = begin; state < end; state++) hashes[*state] = mixed((uint64_t)after_quote(*state) + 3);
-            size_t different = 0;
-            for (int32_t round = 0; round < MAX_ROUNDS; round++) {
-                next.clear();
-                for (const int32_t *state = begin; state < end; state++)
-                    next.push_back(mixed(hashes[*state] + rows.hash(automaton.spans_of(*state), after)));
-                for (size_t at = 0; at < next.size(); at++) hashes[begin[at]] = next[at];
-                sorted = next;
-                sort_unique(sorted);
-                if (sorted.size() == different) break;
-                different = sorted.size();
-            }
-            uint64_t all = 0;
-            for (uint64_t hash : sorted) all += mixed(hash);
-            size_t count = level.first.size();
-            for (const int32_t *state = begin; state < end; state++) {
-                auto [at, is_new] = class_of_hash.try_emplace(hashes[*state] + all, -1);
-                if (is_new) at->second = new_class(*state);
-                level.class_of[*state] = at->second;
-            }
-            bool is_right = std::all_of(begin, end, [&](int32_t state) { return is_equal(state, level.first[(size_t)level.class_of[state]]); });
-            if (is_right) continue;
-            level.first.resize(count);
-            for (const int32_t *state = begin; state < end; state++) level.class_of[*state] = new_class(*state);
+        level.class_of = equivalent_states(unquoted);
+        for (int32_t state = automaton.states; state-- > 0;) {
+            size_t class_id = (size_t)level.class_of[(size_t)state];
+            if (level.first.size() <= class_id) level.first.resize(class_id + 1);
+            level.first[class_id] = state;
         }
         return level;
     }
@@ -520,20 +452,20 @@ private:
         for (int64_t work = 0; level.coarser.size() <= MAX_COARSER_BYTES && !level.is_final && work <= MAX_COARSER_MOVES;) {
             const bool is_first = level.coarser.size() == 1;
             const Ints &last = level.coarser.back(), &before = is_first ? last : level.coarser[level.coarser.size() - 2];
-            auto class_after = [&](int32_t entry) -> int64_t {
-                int32_t to = target_of(entry);
-                const Move *move = special(entry);
-                return to < 0 ? -2 : last[(size_t)level.class_of[to]] | ((int64_t)(move ? move->push : -1) + 1) << 32;
+            auto move_at = [&](int32_t entry) { return entry < SPECIAL ? nullptr : &unquoted.moves[(size_t)(entry - SPECIAL)]; };
+            auto target_class = [&](int32_t entry) { return level.class_of[(size_t)(entry < SPECIAL ? entry : move_at(entry)->target)]; };
+            auto class_after = [&](int32_t entry) {
+                return last[(size_t)target_class(entry)] | (entry < SPECIAL ? 0 : (int64_t)move_at(entry)->counter + 1) << 32;
             };
             Ints found = last;
             level.is_final = true;
             still.clear();
             auto is_same = [&](int32_t entry, int32_t other) { return class_after(entry) == class_after(other); };
             auto is_changed = [&](const Span &span) {
-                int32_t class_id = this->class_after(level, span);
-                return class_id >= 0 && last[(size_t)class_id] != before[(size_t)class_id];
+                auto class_id = (size_t)target_class(span.entry);
+                return last[class_id] != before[class_id];
             };
-            auto spans_of = [&](int32_t class_id) { return automaton.spans_of(level.first[(size_t)class_id]); };
+            auto spans_of = [&](int32_t class_id) { return unquoted.spans_of(level.first[(size_t)class_id]); };
             auto leads_to_same = [&](int32_t class_id) { // as in the previous round
                 return std::none_of(spans_of(class_id).begin(), spans_of(class_id).end(), is_changed);
             };
@@ -582,8 +514,7 @@ private:
             if (!known[bytes].empty() && (found = known[bytes][(size_t)level.coarser[bytes][(size_t)class_id]]) >= 0) return found;
         followed = 1; // also in a state that reads no byte
         const Trie &trie = vocabulary.tries[part];
-        bool is_short = !PARTS[part].quotes && !longest.empty() && longest[(size_t)class_id] < PARTS[part].shortest;
-        if (is_short || !sum_of(state, first_before[part])) return found = none >= 0 ? none : none = keep_below([] {});
+        if (!sum_of(state, first_before[part])) return found = none >= 0 ? none : none = keep_below([] {});
         found = keep_below([&] {
             top_at[0] = 0;
             steps += trie.nodes[Trie::ROOT + 1].first_child - 1; // the number of children of the root
@@ -686,8 +617,7 @@ private:
             int32_t found = DEAD;
             for (int32_t c : classes[group]) {
                 int32_t entry = entry_of(state, c), to = entry < 0 ? DEAD : target_of(entry);
-                if (to < 0 || automaton.pop[to] >= 0 || (c != classes[group][0] && to != found)) return DEAD;
-                if (const Move *move = special(entry); move && move->push >= 0) return DEAD;
+                if (to < 0 || automaton.pop[to] >= 0 || (c != classes[group][0] && to != found) || push_of(entry) >= 0) return DEAD;
                 found = to;
             }
             return found;
@@ -739,8 +669,8 @@ private:
         bool below = false; // whether the move leaves a part that began before the token
         if (automaton.symbols) {
             top = top_at[(size_t)size - 1];
-            if (const Move *move = special(entry); move && move->push >= 0) {
-                pushed[(size_t)size] = {move->push, top, (top ? pushed[(size_t)top].size : 0) + 1};
+            if (int32_t push = push_of(entry); push >= 0) {
+                pushed[(size_t)size] = {push, top, (top ? pushed[(size_t)top].size : 0) + 1};
                 top = size;
                 pushes = std::max(pushes, pushed[(size_t)top].size);
             }
@@ -781,15 +711,16 @@ private:
         packed.resize(kept);
         status_of.push_back(any_text ? 1 : packed.empty() ? 4 : 2); // MaskStatus OK, DEAD_END, COMPLETE
         change_start.push_back((int32_t)change_word.size());
-        bool is_dense = packed.size() * 2 > (size_t)vocabulary.words; // a change takes two words
-        base_of.push_back(is_dense ? (int32_t)dense.size() : base);
-        if (is_dense && plain) dense.emplace_back(plain, plain + vocabulary.words);
-        else if (is_dense) dense.emplace_back((size_t)vocabulary.words, 0);
+        size_t words = (size_t)vocabulary.words, begin = dense.size();
+        bool is_dense = packed.size() * 2 > words; // a change takes two words
+        base_of.push_back(is_dense ? (int32_t)(begin / words) : base);
+        if (is_dense) dense.resize(begin + words, 0);
+        if (is_dense && plain) std::copy_n(plain, words, &dense[begin]);
         for (size_t at = 0; at < packed.size(); at += 2) {
-            if (is_dense) dense.back()[(size_t)packed[at]] = (uint32_t)packed[at + 1];
+            if (is_dense) dense[begin + (size_t)packed[at]] = packed[at + 1];
             else change_word.push_back(packed[at]), change_value.push_back(packed[at + 1]);
         }
-        check_size(4 * (int64_t)(dense.size() * (size_t)vocabulary.words + 2 * change_word.size() + automaton.next.size() / (narrow ? 2 : 1)));
+        check_size(4 * (int64_t)(dense.size() + 2 * change_word.size() + automaton.next.size() / (narrow ? 2 : 1)));
     }
 
     // An upper bound of the symbols that a legal token has on the stack at a time. After a token has left the part in which it began, its
@@ -797,7 +728,7 @@ private:
     int32_t most_pushes() const {
         std::vector<char> may_push(automaton.classes, 0), seen(vocabulary.starts.size(), 0);
         for (const Span &span : automaton.spans)
-            if (const Move *move = special(span.entry); move && move->push >= 0) std::fill_n(&may_push[span.low], span.end - span.low, 1);
+            if (push_of(span.entry) >= 0) std::fill_n(&may_push[span.low], span.end - span.low, 1);
         int32_t most = pushes;
         for (const Ints &tokens : crossing)
             for (int32_t token : tokens) {
@@ -815,74 +746,63 @@ private:
         if (bytes > limits.bytes) exceeded("bytes", limits.bytes);
     }
 
-    void write_entries(int32_t *packed) const { // writes IMAGE_NEXT
-        auto entry = [&](size_t at) { return automaton.next[at] < SPECIAL ? automaton.next[at] : -2 - (automaton.next[at] - SPECIAL); };
-        size_t size = automaton.next.size();
-        if (!narrow) {
-            for (size_t at = 0; at < size; at++) packed[at] = entry(at);
-            return;
-        }
-        for (size_t at = 0; at < size / 2; at++) packed[at] = (int32_t)((uint32_t)(uint16_t)entry(2 * at) | (uint32_t)entry(2 * at + 1) << 16);
-        if (size % 2) packed[size / 2] = (int32_t)(uint32_t)(uint16_t)entry(size - 1);
+    Ints packed_entries() const { // IMAGE_NEXT
+        Ints entries = automaton.next;
+        for (int32_t &entry : entries)
+            if (entry >= SPECIAL) entry = -2 - (entry - SPECIAL);
+        if (!narrow) return entries;
+        size_t size = (entries.size() + 1) / 2;
+        entries.resize(2 * size, 0);
+        for (size_t at = 0; at < size; at++)
+            entries[at] = (int32_t)((uint32_t)(uint16_t)entries[2 * at] | (uint32_t)entries[2 * at + 1] << 16);
+        entries.resize(size);
+        return entries;
     }
 
     Image assembled() {
         change_start.push_back((int32_t)change_word.size());
-        Ints leave = automaton.pop, byte_of, moves, cross_start, cross;
+        Ints class_of(automaton.class_of.begin(), automaton.class_of.end()), next = packed_entries(), leave = automaton.pop;
+        Ints byte_of, moves, cross_start, cross;
         for (int32_t state = 0; state < automaton.states; state++)
             if (automaton.accepts[state]) leave[state] = -2;
         for (const auto &bytes : bytes_of) byte_of.push_back(bytes.size() == 1 ? bytes[0] : -1);
         for (const Move &move : automaton.moves) moves.insert(moves.end(), move.ints(), move.ints() + Move::INTS);
-        int32_t most = 0;
+        std::array<int32_t, IMAGE_HEADER> header{};
         for (const Ints &tokens : crossing) {
             cross_start.push_back((int32_t)cross.size());
             cross.insert(cross.end(), tokens.begin(), tokens.end());
-            most = std::max(most, (int32_t)tokens.size());
+            header[IMAGE_CROSSING] = std::max(header[IMAGE_CROSSING], (int32_t)tokens.size());
         }
         cross_start.push_back((int32_t)cross.size());
-        std::array<int32_t, IMAGE_HEADER> header{};
-        int64_t size = (IMAGE_HEADER + 3) / 4 * 4;
-        auto place = [&](int field, size_t count) {
-            header[(size_t)field] = (int32_t)size;
-            check_size(4 * (size += (int64_t)count));
-        };
-        auto words = (size_t)vocabulary.words, next_size = narrow ? (automaton.next.size() + 1) / 2 : automaton.next.size();
-        place(IMAGE_DENSE, dense.size() * words);
-        place(IMAGE_CLASS_OF, automaton.class_of.size());
-        place(IMAGE_BYTE_OF, byte_of.size());
-        place(IMAGE_NEXT, next_size);
-        const std::pair<int, const Ints *> tables[] = {
-            {IMAGE_MOVES, &moves}, {IMAGE_LEAVE, &leave}, {IMAGE_RETURN, &automaton.go}, {IMAGE_ROW_OF, &row_of}, {IMAGE_BASE_OF, &base_of},
+        const std::pair<int, const Ints *> tables[] = { // the dense rows are at a multiple of four
+            {IMAGE_DENSE, &dense}, {IMAGE_CLASS_OF, &class_of}, {IMAGE_BYTE_OF, &byte_of}, {IMAGE_NEXT, &next}, {IMAGE_MOVES, &moves},
+            {IMAGE_LEAVE, &leave}, {IMAGE_RETURN, &automaton.go}, {IMAGE_ROW_OF, &row_of}, {IMAGE_BASE_OF, &base_of},
             {IMAGE_STATUS_OF, &status_of}, {IMAGE_CHANGE_START, &change_start}, {IMAGE_CHANGE_WORD, &change_word},
             {IMAGE_CHANGE_VALUE, &change_value}, {IMAGE_CROSS_START, &cross_start}, {IMAGE_CROSS, &cross},
         };
-        for (auto &[field, values] : tables) place(field, values->size());
-        Image built((int32_t *)malloc((size_t)size * sizeof(int32_t)), free);
-        if (!built) throw std::bad_alloc();
-        int32_t *image = built.get();
-        std::copy(header.begin(), header.end(), image);
-        std::fill(image + IMAGE_HEADER, image + header[IMAGE_DENSE], 0);
-        for (size_t row = 0; row < dense.size(); row++) std::copy(dense[row].begin(), dense[row].end(), image + (size_t)header[IMAGE_DENSE] + row * words);
-        std::copy(automaton.class_of.begin(), automaton.class_of.end(), image + header[IMAGE_CLASS_OF]);
-        std::copy(byte_of.begin(), byte_of.end(), image + header[IMAGE_BYTE_OF]);
-        write_entries(image + header[IMAGE_NEXT]);
-        for (auto &[field, values] : tables) std::copy(values->begin(), values->end(), image + header[(size_t)field]);
-        image[IMAGE_NARROW] = narrow;
-        image[IMAGE_FORMAT] = IMAGE_VERSION;
-        image[IMAGE_SIZE] = (int32_t)size;
-        image[IMAGE_STATES] = automaton.states;
-        image[IMAGE_CLASSES] = automaton.classes;
-        image[IMAGE_SYMBOLS] = automaton.symbols;
-        image[IMAGE_FINISH_SETS] = automaton.finish_sets;
-        image[IMAGE_START] = automaton.start;
-        std::copy(automaton.counters.begin(), automaton.counters.end(), image + IMAGE_START_COUNTERS);
-        image[IMAGE_ROWS] = (int32_t)base_of.size();
-        image[IMAGE_CROSSING] = most;
-        image[IMAGE_DEPTH] = automaton.symbols ? (int32_t)limits.depth : 0;
-        image[IMAGE_FREE] = image[IMAGE_LIMITED] = automaton.states;
-        image[IMAGE_LIMIT] = INT32_MAX;
-        image[IMAGE_PUSHES] = automaton.symbols ? most_pushes() : 0;
-        return built;
+        int64_t size = (IMAGE_HEADER + 3) / 4 * 4;
+        for (auto &[field, values] : tables) {
+            header[(size_t)field] = (int32_t)size;
+            check_size(4 * (size += (int64_t)values->size()));
+        }
+        header[IMAGE_FORMAT] = IMAGE_VERSION;
+        header[IMAGE_SIZE] = (int32_t)size;
+        header[IMAGE_STATES] = header[IMAGE_FREE] = header[IMAGE_LIMITED] = automaton.states;
+        header[IMAGE_CLASSES] = automaton.classes;
+        header[IMAGE_SYMBOLS] = automaton.symbols;
+        header[IMAGE_FINISH_SETS] = automaton.finish_sets;
+        header[IMAGE_START] = automaton.start;
+        std::copy(automaton.counters.begin(), automaton.counters.end(), &header[IMAGE_START_COUNTERS]);
+        header[IMAGE_ROWS] = (int32_t)base_of.size();
+        header[IMAGE_DEPTH] = automaton.symbols ? (int32_t)limits.depth : 0;
+        header[IMAGE_PUSHES] = automaton.symbols ? most_pushes() : 0;
+        header[IMAGE_NARROW] = narrow;
+        header[IMAGE_LIMIT] = INT32_MAX;
+        Image image((int32_t *)calloc((size_t)size, sizeof(int32_t)), free);
+        if (!image) throw std::bad_alloc();
+        std::copy(header.begin(), header.end(), image.get());
+        for (auto &[field, values] : tables) std::copy(values->begin(), values->end(), image.get() + header[(size_t)field]);
+        return image;
     }
 
     const Automaton &automaton;
@@ -894,10 +814,9 @@ private:
     std::vector<Ints> crossing; // [states]
     std::vector<WalkState> walk_states; // [states]
     const int32_t quote; // the byte class of the quote, or -1 if the class has other bytes
-    const Rows rows; // compares states without the moves of quotes
-    Ints in_components, component_start; // states by component; [components + 1]
+    Automaton unquoted; // see `leave_out_quotes`
+    const Rows rows; // compares its states
     std::vector<Level> levels;
-    Ints longest; // [classes of the first level] bytes of the longest text, at most MOST_BYTES; empty if there is only one level
     std::array<size_t, NUM_PARTS> level_of{};
     std::array<Ints, NUM_PARTS> first_before; // [classes + 1] prefix sums over classes: bytes that begin a token
     std::array<Ints, NUM_PARTS> below_of; // [classes of the level] number in `below`, or -1
@@ -919,8 +838,7 @@ private:
     struct Pushed { int32_t symbol, below, size; }; // a symbol, the index of the symbol below it, and the stack size
     Ints top_at; // [bytes] index in `pushed` of the top of the stack after so many bytes; 0: the stack is empty
     std::vector<Pushed> pushed; // [bytes] indexed by the byte that pushed the symbol
-    Ints base_of, status_of, change_start, change_word, change_value; // tables of the image
-    std::vector<std::vector<uint32_t>> dense;
+    Ints base_of, status_of, change_start, change_word, change_value, dense; // tables of the image
     int64_t steps = 0;
     int32_t pushes = 0; // maximum number of symbols that the tokens walked so far had on the stack at a time
 };

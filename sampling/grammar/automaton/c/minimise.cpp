@@ -67,7 +67,7 @@ void merge_classes(Automaton &automaton) {
 class Blocks {
 public:
     explicit Blocks(const Automaton &automaton)
-        : automaton(automaton), rows(automaton.classes, -1), hashes((size_t)(automaton.states + automaton.symbols), 1), next(hashes.size()),
+        : automaton(automaton), rows(automaton.classes), hashes((size_t)(automaton.states + automaton.symbols), 1), next(hashes.size()),
           open(hashes.size()), place(hashes.size()), block_of(hashes.size()) {
         Interned shapes;
         for (const Move &move : automaton.moves) {
@@ -263,6 +263,13 @@ private:
 };
 
 } // namespace
+
+Ints equivalent_states(const Automaton &automaton) {
+    Blocks blocks(automaton);
+    Ints found;
+    for (int32_t state = 0; state < automaton.states; state++) found.push_back(blocks[state]);
+    return found;
+}
 
 Automaton minimise(Automaton automaton) {
     merge_classes(automaton);

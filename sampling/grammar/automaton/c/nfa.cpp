@@ -10,7 +10,6 @@
 #include <map>
 #include <optional>
 #include <set>
-#include <unordered_map>
 
 namespace stepgraph {
 
@@ -91,6 +90,40 @@ std::vector<Range> class_ranges(const int32_t *content, int size) {
     return gaps;
 }
 
+// Calls found(begin, end) with the members of each strongly connected component of a graph, given the targets of its nodes. Components come
+// after those that they lead to (Tarjan's algorithm).
+template <class Found> void each_component(const std::vector<Ints> &targets, const Found &found) {
+    Ints order(targets.size(), -1), low(targets.size()), stack;
+    std::vector<char> on_stack(targets.size(), 0);
+    std::vector<std::pair<int32_t, size_t>> work; // node and the edge to follow
+    int32_t time = 0;
+    auto open = [&](int32_t node) {
+        order[(size_t)node] = low[(size_t)node] = time++;
+        on_stack[(size_t)node] = 1;
+        stack.push_back(node), work.push_back({node, 0});
+    };
+    for (size_t start = 0; start < targets.size(); start++) {
+        if (order[start] < 0) open((int32_t)start);
+        while (!work.empty()) {
+            auto &[node, edge] = work.back();
+            if (edge < targets[(size_t)node].size()) {
+                int32_t to = targets[(size_t)node][edge++];
+                if (order[(size_t)to] < 0) open(to);
+                else if (on_stack[(size_t)to]) low[(size_t)node] = std::min(low[(size_t)node], order[(size_t)to]);
+                continue;
+            }
+            int32_t done = node, from = low[(size_t)done];
+            work.pop_back();
+            if (!work.empty()) low[(size_t)work.back().first] = std::min(low[(size_t)work.back().first], from);
+            if (from != order[(size_t)done]) continue;
+            auto begin = std::find(stack.rbegin(), stack.rend(), done).base() - 1;
+            for (auto member = begin; member != stack.end(); ++member) on_stack[(size_t)*member] = 0;
+            found(begin, stack.end());
+            stack.erase(begin, stack.end());
+        }
+    }
+}
+
 struct View {
     int32_t kind, size;
     const int32_t *data;
@@ -131,9 +164,7 @@ public:
         for (int rule = 0; rule < grammar.num_rules; rule++)
             each_reference(grammar.bodies[rule], cut, [&](int32_t to) { references[rule].push_back(to); });
         std::vector<std::set<int32_t>> components;
-        auto count = [&](int32_t rule) { return (int32_t)references[rule].size(); };
-        auto target = [&](int32_t rule, int32_t at) { return references[rule][at]; };
-        each_component(grammar.num_rules, count, target, [&](auto begin, auto end) {
+        each_component(references, [&](auto begin, auto end) {
             const Ints &own = references[*begin];
             bool recursive = end - begin > 1 || std::find(own.begin(), own.end(), *begin) != own.end();
             if (recursive && reached.count(*begin)) components.emplace_back(begin, end);
@@ -308,34 +339,6 @@ private:
     std::set<int32_t> reached; // rules reached from the root
 };
 
-class Memo { // hash table (expression or ~rule, continuation) -> state
-public:
-    // NONE: unknown; the caller must set it. The reference is valid until the next call.
-    int32_t &state(int32_t expression, int32_t continuation) {
-        if (used * 2 >= slots.size()) {
-            std::vector<Slot> before(slots.size() * 2);
-            before.swap(slots);
-            for (const Slot &slot : before)
-                if (slot.state != NONE) slot_of(slot.expression, slot.continuation) = slot;
-        }
-        Slot &slot = slot_of(expression, continuation);
-        if (slot.state == NONE) slot = {expression, continuation, NONE}, used++;
-        return slot.state;
-    }
-    static constexpr int32_t NONE = -1, OPEN = -2; // OPEN: being built, without a reference to it so far
-
-private:
-    struct Slot { int32_t expression = 0, continuation = 0, state = NONE; };
-    Slot &slot_of(int32_t expression, int32_t continuation) {
-        uint64_t key = ((uint64_t)(uint32_t)expression << 32 | (uint32_t)continuation) * 0x9e3779b97f4a7c15ull;
-        size_t at = (size_t)(key ^ key >> 32) & (slots.size() - 1);
-        while (slots[at].state != NONE && (slots[at].expression != expression || slots[at].continuation != continuation)) at = (at + 1) & (slots.size() - 1);
-        return slots[at];
-    }
-    std::vector<Slot> slots = std::vector<Slot>(1024);
-    size_t used = 0;
-};
-
 class Builder {
 public:
     Builder(const Grammar &grammar, const Limits &limits, std::unordered_set<int64_t> &unrolled, Calls calls)
@@ -374,14 +377,28 @@ private:
     void follow(int32_t from, int32_t to) { nfa.next.add(from, to); }
     void edge(int32_t from, int low, int high, int32_t to) { nfa.edges.add(from, {low, high, to}); }
 
-    // The state for a key of the memo, which `build` finds. A recursive reference during `build` creates a state that leads to the result.
+    static constexpr int32_t NONE = -1, OPEN = -2; // OPEN: being built, without a reference to it so far
+
+    // The state of a key: an expression or ~rule and a continuation, or the targets of a byte or of choices. NONE: the caller must set it.
+    // The reference is valid until the next call.
+    int32_t &state_of(Slice<int32_t> key) {
+        auto [number, is_new] = keys.add(key.first, key.size());
+        if (is_new) state_of_key.push_back(NONE);
+        return state_of_key[(size_t)number];
+    }
+    int32_t &state_of(int32_t expression, int32_t continuation) {
+        const int32_t key[] = {expression, continuation};
+        return state_of({std::begin(key), std::end(key)});
+    }
+
+    // The state for an expression or ~rule, which `build` finds. A recursive reference during `build` creates a state that leads to it.
     template <class Build> int32_t once(int32_t key, int32_t continuation, const Build &build) {
-        int32_t &known = memo.state(key, continuation);
-        if (known == Memo::OPEN) known = state_before(continuation);
-        if (known != Memo::NONE) return known;
-        known = Memo::OPEN;
-        int32_t found = build(), &start = memo.state(key, continuation);
-        if (start == Memo::OPEN) return start = found;
+        int32_t &known = state_of(key, continuation);
+        if (known == OPEN) known = state_before(continuation);
+        if (known != NONE) return known;
+        known = OPEN;
+        int32_t found = build(), &start = state_of(key, continuation);
+        if (start == OPEN) return start = found;
         follow(start, found);
         return start;
     }
@@ -517,7 +534,7 @@ private:
     int32_t left_rule(int32_t number, int32_t continuation, const std::set<int32_t> &component) {
         enter();
         int32_t start = state_before(continuation);
-        memo.state(~number, continuation) = start;
+        state_of(~number, continuation) = start;
         std::map<int32_t, int32_t> complete;
         for (int32_t member : component) complete[member] = state_before(continuation);
         follow(complete[number], continuation);
@@ -564,11 +581,11 @@ private:
         case BYTES:
             for (int index = at.size; index-- > 0;) to = byte_before(at.data[index] & 255, to);
             return to;
-        case CLASS: return characters(state_before(continuation), shape_of_class(number, at), continuation);
+        case CLASS: return characters(state_before(continuation), shape_of(class_ranges(at.data, at.size)), continuation);
         case CLASS_STAR:
             to = state_before(continuation);
             follow(to, continuation);
-            return characters(to, shape_of_class(number, at), to);
+            return characters(to, shape_of(class_ranges(at.data, at.size)), to);
         case SEQUENCE:
             for (int index = at.size; index-- > 0;) to = expression(at.data[index], to, false);
             return to;
@@ -585,12 +602,9 @@ private:
     // The state that reads one byte and then continues. There is one for each byte and continuation.
     int32_t byte_before(int32_t byte, int32_t continuation) {
         const int32_t key[] = {BYTES, byte, continuation};
-        auto [number, is_new] = shared.add(key, std::size(key));
-        if (is_new) {
-            shared_states.push_back(state_before(continuation));
-            edge(shared_states.back(), byte, byte, continuation);
-        }
-        return shared_states[(size_t)number];
+        int32_t &known = state_of({std::begin(key), std::end(key)});
+        if (known == NONE) edge(known = state_before(continuation), byte, byte, continuation);
+        return known;
     }
 
     int32_t choices(const View &at, int32_t continuation) {
@@ -601,12 +615,11 @@ private:
         std::sort(found, key.end());
         key.erase(std::unique(found, key.end()), key.end());
         if (key.size() == 3) return key[2];
-        auto [number, is_new] = shared.add(key);
-        if (is_new) {
-            shared_states.push_back(state_before(continuation));
-            for (; found != key.end(); ++found) follow(shared_states.back(), *found);
-        }
-        return shared_states[(size_t)number];
+        int32_t &known = state_of({key.data(), key.data() + key.size()});
+        if (known != NONE) return known;
+        known = state_before(continuation);
+        for (; found != key.end(); ++found) follow(known, *found);
+        return known;
     }
 
     int32_t call(int32_t alternative, int32_t continuation) {
@@ -644,12 +657,6 @@ private:
             shape.parts.push_back({0, sequence[0].first, sequence[0].second, to});
         }
         return shape;
-    }
-
-    const Shape &shape_of_class(int32_t number, const View &at) {
-        const Shape *&known = class_shapes[number];
-        if (!known) known = &shape_of(class_ranges(at.data, at.size));
-        return *known;
     }
 
     int32_t characters(int32_t start, const Shape &shape, int32_t continuation) { // returns `start`
@@ -771,11 +778,9 @@ private:
     const Calls calls;
     Ints shortest; // [rules] bytes of the shortest text
     Nfa nfa;
-    Memo memo;
-    Interned shared; // keys of states that read a byte, and of choices, by their targets
-    Ints shared_states;
+    Interned keys; // of states, see `state_of`
+    Ints state_of_key;
     std::map<std::vector<Range>, Shape> shapes;
-    std::unordered_map<int32_t, const Shape *> class_shapes; // by expression
     std::set<int32_t> called; // expressions with a separate automaton
     std::map<int32_t, int32_t> automaton_of;
     std::map<int32_t, std::set<int32_t>> left_linear; // by rule

@@ -102,40 +102,4 @@ enum class Calls { FEW, BRACKETS, STRINGS, ANY_SIZE };
 // `unrolled`: expressions of loops to unroll. If a further loop must be unrolled, adds it and returns an empty automaton.
 Nfa build_nfa(const Grammar &grammar, const Limits &limits, std::unordered_set<int64_t> &unrolled, Calls calls);
 
-// Calls found(begin, end) with the members of each strongly connected component, after components that it leads to (Tarjan's algorithm).
-// edges(node): number of edges; target(node, edge): the node that the edge leads to, or -1.
-template <class Edges, class Target, class Found>
-void each_component(int32_t count, const Edges &edges, const Target &target, const Found &found) {
-    std::vector<int32_t> order((size_t)count, -1), low((size_t)count), stack;
-    std::vector<char> on_stack((size_t)count, 0);
-    std::vector<std::pair<int32_t, int32_t>> work; // node and the edge to follow
-    int32_t time = 0;
-    auto open = [&](int32_t node) {
-        order[(size_t)node] = low[(size_t)node] = time++;
-        on_stack[(size_t)node] = 1;
-        stack.push_back(node), work.push_back({node, 0});
-    };
-    for (int32_t start = 0; start < count; start++) {
-        if (order[(size_t)start] < 0) open(start);
-        while (!work.empty()) {
-            auto &[node, edge] = work.back();
-            if (edge < edges(node)) {
-                int32_t to = target(node, edge++);
-                if (to < 0) continue;
-                if (order[(size_t)to] < 0) open(to);
-                else if (on_stack[(size_t)to]) low[(size_t)node] = std::min(low[(size_t)node], order[(size_t)to]);
-                continue;
-            }
-            int32_t done = node, from = low[(size_t)done];
-            work.pop_back();
-            if (!work.empty()) low[(size_t)work.back().first] = std::min(low[(size_t)work.back().first], from);
-            if (from != order[(size_t)done]) continue;
-            auto begin = std::find(stack.rbegin(), stack.rend(), done).base() - 1;
-            for (auto member = begin; member != stack.end(); ++member) on_stack[(size_t)*member] = 0;
-            found(begin, stack.end());
-            stack.erase(begin, stack.end());
-        }
-    }
-}
-
 } // namespace stepgraph
