@@ -79,7 +79,7 @@ class Numbers:
         if self.low is None or self.high is None:
             return None
         if self.low == self.high:
-            return [self.low]
+            return [self.low] if self.low in self else []
         if self.multiple is None:
             return None
         factors = self._factors(self.low, self.high, self.multiple)
