@@ -34,7 +34,10 @@ static void rows_of_expert(const argument *args, int64_t expert, const char *gat
     });
 }
 
-EXPORTED int stepgraph_expert_product(const argument *args) { return each_expert(args, rows_of_expert); }
+EXPORTED int stepgraph_expert_product(const argument *args) {
+    bool packed = args[2].integer == 1; /* bytes of an element of the weights */
+    return each_expert(args, packed ? quantised_rows_of_expert : rows_of_expert);
+}
 
 /* states [batch * count, inner]; slots [batch] of any stride; weights [slots, outer, inner]; base [batch * count, outer] or NULL; output. */
 EXPORTED FOR_EACH_PROCESSOR int stepgraph_slot_product(const argument *args) {

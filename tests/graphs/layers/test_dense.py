@@ -25,7 +25,7 @@ from stepgraph.graphs.layers.dense import (
     product,
     rms_norm,
 )
-from stepgraph.graphs.layers.experts import expert_product, quantised_expert_product
+from stepgraph.graphs.layers.experts import expert_product
 from stepgraph.graphs.layers.lora import slot_product
 from stepgraph.graphs.layers.quantised import KINDS, MAX_INNER, quantised_product
 from stepgraph.graphs.layers.slot_mapping import rope_and_write_kv
@@ -358,7 +358,7 @@ def test_layers_are_independent_of_the_batch(dtype: torch.dtype) -> None:
         lambda states: quantised_product(states, made(KINDS["Q8_0"], 16, 64)[0], random(1)),
         lambda states: slot_product(states.expand(2, 64), torch.tensor([1]), random(2, 8, 64), random(1, 8)),
         lambda states: expert_product(states, torch.tensor([[1]]), random(8, 64), 2, random(2)),
-        lambda states: quantised_expert_product(states, torch.tensor([[1]]), made(KINDS["Q8_0"], 32, 64)[0], 2, random(2)),
+        lambda states: expert_product(states, torch.tensor([[1]]), made(KINDS["Q8_0"], 32, 64)[0], 2, random(2)),
         lambda states: activate_and_mul(states[:, 1:]),
     ],
 )

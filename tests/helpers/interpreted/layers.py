@@ -100,14 +100,14 @@ def test_products_by_slot_equal_the_reference(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_experts_equal_the_references(dtype: torch.dtype) -> None:
     """Equal logits, experts that no token takes, more rows of one expert than a tile and more choices than are read at a time."""
+    both = experts.choose_experts, expert_programs.choose_experts
     for tokens, count, number in ((1, 1, 1), (3, 2, 5), (70, 3, 4)):
         logits = integers(-2, 3, tokens, number).to(dtype)
         for normalised in (False, True):
-            compare(experts.choose_experts, expert_programs.choose_experts, logits, count, normalised, tol=1e-6)
-        grouped = integers(-2, 3, tokens, 3 * number).float(), torch.randn(3 * number) / 4, count
+            compare(*both, logits, count, normalised, None, 1, 1, 1.0, tol=1e-6)
+        wide, correction = integers(-2, 3, tokens, 3 * number).to(dtype), torch.randn(3 * number) / 4
         for groups, taken, normalised in ((1, 1, True), (number, max(1, number - 1), False)):
-            both = experts.choose_grouped_experts, expert_programs.choose_grouped_experts
-            compare(*both, *grouped, groups, taken, normalised, 2.5, tol=1e-6)
+            compare(*both, wide, count, normalised, correction, groups, taken, 2.5, tol=1e-6)
         shares, chosen = map(Tensor.contiguous, experts.choose_experts.reference(logits, count, True))
         inner, outer = expert_programs.tiles_of(2)["INNER"] + 9, expert_programs.OUTER_TILE + 5
         weights, biases = random(number * outer, inner + 3, dtype=dtype)[:, :inner], random(number * outer, dtype=dtype)
@@ -150,7 +150,7 @@ def test_products_of_packed_experts_equal_the_reference(name: str) -> None:
             tol = inner * 2**-24 * float((states.double().abs() @ weights.double().abs().T).max())
             tol += 2**-10 if dtype is torch.float16 else 0
             given = states, chosen, packed.repeat(1, 2, 1)[:, : packed.shape[1]], number, bias
-            compare(experts.quantised_expert_product, expert_programs.quantised_expert_product, *given, tol=tol)
+            compare(experts.expert_product, expert_programs.expert_product, *given, tol=tol)
 
 
 def test_activations_of_large_numbers() -> None:
