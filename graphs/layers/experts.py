@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stepgraph.graphs.layers.dense import product
-from stepgraph.graphs.layers.quantised import TILE, c_supports_weight, inner_size, quantised_product
+from stepgraph.graphs.layers.dense import num_columns, product
+from stepgraph.graphs.layers.quantised import c_supports_product
 from stepgraph.graphs.layers.reference import sigmoid
 from stepgraph.sampling.kernels.operation import Contiguous, ContiguousFloats, DenseFloats, Float32s, Longs, empty_of, operation
 
@@ -51,15 +51,13 @@ def choose_experts(
 
 def _product_outputs(states: Tensor, experts: Tensor, weights: Tensor, num_experts: int, biases: Tensor | None = None) -> Tensor:
     assert experts.numel() % len(states) == 0 and len(weights) % num_experts == 0, f"states {states.shape}, experts {experts.shape}"
-    outer = len(weights) * (TILE if weights.dtype is torch.uint8 else 1)
+    outer = num_columns(weights)
     assert biases is None or biases.shape == (outer,), f"weights {weights.shape}, biases {biases.shape}"
     return states.new_empty(experts.numel(), outer // num_experts)
 
 
 def _c_supports_product(states: Tensor, experts: Tensor, weights: Tensor, *_: object) -> bool:
-    packed, inner = weights.dtype is torch.uint8, states.shape[1]
-    fits = c_supports_weight(weights) if packed else weights.dtype is states.dtype and weights.is_contiguous()
-    return fits and inner == (inner_size(weights) if packed else weights.shape[1]) and inner * states.element_size() <= _MAX_ROW_BYTES
+    return c_supports_product(states, weights) and states.shape[1] * states.element_size() <= _MAX_ROW_BYTES
 
 
 @operation(_product_outputs, triton=True, c=True, supports=_c_supports_product)
@@ -71,12 +69,11 @@ def expert_product(
     states [N, in], or [N * count, in] with a row for each expert of a token; experts [N, count]; weights [num_experts * out, in], or packed
     ones of all experts, [num_experts * out / 16, blocks, bytes], which are multiplied in float32; biases [num_experts * out].
     """
-    multiply = quantised_product.reference if weights.dtype is torch.uint8 else product.reference
     result, expert_of_row = _product_outputs(states, experts, weights, num_experts).zero_(), experts.flatten()
     states = states.repeat_interleave(len(expert_of_row) // len(states), 0)
     parts = zip(weights.chunk(num_experts), [None] * num_experts if biases is None else biases.chunk(num_experts), strict=True)
     for index, (weight, bias) in enumerate(parts):
-        result = torch.where((expert_of_row == index)[:, None], multiply(states, weight, bias), result)
+        result = torch.where((expert_of_row == index)[:, None], product.reference(states, weight, bias), result)
     return result
 
 

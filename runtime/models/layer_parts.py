@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from stepgraph.graphs.layers.dense import activate_and_mul, linear, rms_norm
+from stepgraph.graphs.layers.dense import activate_and_mul, product, rms_norm
 from stepgraph.graphs.layers.experts import choose_experts, combine_experts, expert_product
 from stepgraph.graphs.layers.huge_pages import empty_weight
 from stepgraph.graphs.layers.lora import ProductHook
@@ -53,11 +53,11 @@ class ExpertMlp(nn.Module):
         output = combine_experts(expert_product(gated, expert_ids, self.down, count, self.down_bias), weights)
         if not self.experts.shared_size:
             return output
-        gated = activate_and_mul(product_hook("shared_gate_up", states, linear(states, self.shared_gate_up)), self.activation)
-        return output + product_hook("shared_down", gated, linear(gated, self.shared_down))
+        gated = activate_and_mul(product_hook("shared_gate_up", states, product(states, self.shared_gate_up)), self.activation)
+        return output + product_hook("shared_down", gated, product(gated, self.shared_down))
 
     def _choose(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        logits, experts = linear(states.to(self.router.dtype), self.router, self.router_bias), self.experts
+        logits, experts = product(states.to(self.router.dtype), self.router, self.router_bias), self.experts
         options = () if experts.routing is None else (self.correction, *experts.routing)
         return choose_experts(logits, experts.experts_per_token, experts.normalised, *options)
 
@@ -84,9 +84,9 @@ class LatentProjection(nn.Module):
         query, state, rotated = qkv.split(self.sizes, 1)
         if self.query_norm is not None:
             query = rms_norm(query, self.query_norm, _EPSILON)
-            query = product_hook("query", query, linear(query, self.query))
+            query = product_hook("query", query, product(query, self.query))
         state = rms_norm(state, self.entry_norm, _EPSILON)
-        entries = product_hook("entries", state, linear(state, self.entries))
+        entries = product_hook("entries", state, product(state, self.entries))
         return torch.cat([query, entries, rotated], 1).index_select(1, self.columns)
 
 

@@ -93,7 +93,7 @@ static quantised_call call_of(const argument *states, const argument *weight) {
     };
 }
 
-EXPORTED int stepgraph_quantised_product(const argument *args) {
+int quantised_product(const argument *args) {
     quantised_call call = call_of(args, args + 1);
     call.states = args->data, call.rows = args->size[0], call.bias = args[2].data, call.output = args[3].data;
     all_rows(call);

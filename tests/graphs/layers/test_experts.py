@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
+from stepgraph.graphs.layers.dense import product
 from stepgraph.graphs.layers.experts import choose_experts, combine_experts, expert_product
-from stepgraph.graphs.layers.quantised import KINDS, QuantKind, quantised_product
+from stepgraph.graphs.layers.quantised import KINDS, QuantKind
 from stepgraph.sampling import native
 from tests.graphs.layers.test_quantised import every_kind, made
 from tests.helpers.torch_threads import torch_threads
@@ -94,7 +95,7 @@ def test_products_are_correct_and_independent_of_the_batch(inner: int, outer: in
 
 @every_kind
 def test_products_with_packed_weights_are_those_of_each_expert_alone(kind: QuantKind) -> None:
-    """Same bits as `quantised_product`, independent of other rows; more rows of one expert than are gathered at once."""
+    """Same bits as `product`, independent of other rows; more rows of one expert than are gathered at once."""
     tokens, outer, inner = 60, 48, 384
     packed, _ = made(kind, EXPERTS * outer, inner)
     chosen = torch.stack([torch.randperm(EXPERTS - 1, generator=MADE)[:COUNT] for _ in range(tokens)])  # the last expert is never chosen
@@ -104,7 +105,7 @@ def test_products_with_packed_weights_are_those_of_each_expert_alone(kind: Quant
         each = states.repeat_interleave(tokens * COUNT // rows, 0)
         for index, expert in enumerate(chosen.flatten().tolist()):
             bias = None if biases is None else biases.view(EXPERTS, outer)[expert]
-            alone = quantised_product(each[index : index + 1], packed.chunk(EXPERTS)[expert], bias)
+            alone = product(each[index : index + 1], packed.chunk(EXPERTS)[expert], bias)
             if native.why_not():
                 torch.testing.assert_close(found[index : index + 1], alone, rtol=1e-5, atol=1e-4)
             else:

@@ -76,8 +76,8 @@ OPERATIONS: dict[str, tuple[Operation[..., Any], list[Any], list[Any]]] = {
         [numbers(2, 32), torch.tensor([[1, 0], [1, 2]]), PACKED.repeat(3, 1, 1), 3, numbers(48)],
         [torch.zeros(4, 16)],
     ),
-    "quantised_product": (
-        quantised.quantised_product,
+    "product, packed": (
+        dense.product,
         [numbers(3, 32), PACKED, numbers(16)],
         [torch.zeros(3, 16)],
     ),

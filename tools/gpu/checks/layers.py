@@ -98,12 +98,12 @@ def _packed_calls(device: torch.device, tokens: int, size: int, dtype: torch.dty
         weight = random_weight(device, name, size, size)
         tol, shape = _sum_tolerance(dtype, size), f"N={tokens} size={size} {name} {str(dtype)[6:]}"
         output, read = torch.full_like(states, 7.5), weight.nbytes + 2 * states.nbytes
-        yield Call(quantised.quantised_product, shape, (states, weight, None), (output,), read, tol=tol)
+        yield Call(dense.product, shape, (states, weight, None), (output,), read, tol=tol)
         chosen = torch.arange(2 * tokens, device=device).view(tokens, 2) % 3  # of three experts with a third of the columns each
-        third, product = weight[: len(weight) // 3 * 3], experts.expert_product
+        third = weight[: len(weight) // 3 * 3]
         output = states.new_empty(2 * tokens, len(third) // 3 * quantised.TILE)
         read = states.nbytes + len(chosen.unique()) * third.nbytes // 3 + output.nbytes
-        yield Call(product, shape, (states, chosen, third, 3, None), (output,), read, tol=tol)
+        yield Call(experts.expert_product, shape, (states, chosen, third, 3, None), (output,), read, tol=tol)
         read = tokens * weight[0].nbytes // quantised.TILE + states.nbytes
         yield Call(quantised.quantised_rows, shape, (indices, weight, dtype), (torch.full_like(states, 7.5),), read)
 
