@@ -105,7 +105,6 @@ def add_generate_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--stop", metavar="TEXT", action="append", help=help_text)
     group.add_argument("--stop-token-ids", metavar="IDS", help="token ids that end the answer in addition to the model's own, such as 2,13")
     add_loading(parser)
-    add_threads(parser)
 
 
 def check_generate(options: argparse.Namespace) -> None:
@@ -143,7 +142,6 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "--max-new-tokens", 128, "maximum length of an answer", 2)
     add_drafts(parser)
     add_loading(parser)
-    add_threads(parser)
 
 
 def add_capture_check_flags(parser: argparse.ArgumentParser) -> None:
@@ -201,7 +199,6 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     add_number(group, "--replica-cpus", 1.0, "processors that Ray reserves for each replica", 0, 4096)
     add_number(group, "--replica-gpus", 0.0, "GPUs that Ray reserves for each replica", 0, 4096)
     add_loading(parser)
-    add_threads(parser)
 
 
 def _parse_replicas(text: str) -> tuple[int, int]:
@@ -259,7 +256,6 @@ def add_replay_flags(parser: argparse.ArgumentParser) -> None:
     help_text = "its draft: auto, ngram, forced, mtp, none, or a folder (default: auto)"
     parser.add_argument("--draft", metavar="WORD|FOLDER", help=help_text)
     add_loading(parser)
-    add_threads(parser)
 
 
 def check_replay(options: argparse.Namespace) -> None:
@@ -407,6 +403,7 @@ def add_loading(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--weights", choices=("dequantised", "quantised"), default="dequantised", help=help_text)
     help_text = "native: a class of stepgraph; transformers: of that package; auto: native if it supports the model (default: %(default)s)"
     parser.add_argument("--implementation", choices=("auto", "native", "transformers"), default="auto", help=help_text)
+    add_threads(parser)
 
 
 def add_threads(parser: argparse.ArgumentParser) -> None:
