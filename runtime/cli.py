@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Sequence
 
 from stepgraph import __version__
-from stepgraph.runtime.commands.flags import COMMANDS
+from stepgraph.runtime.commands.flags import COMMANDS, check_ranges
 from stepgraph.runtime.commands.terminal import Parser, run_command, waiting
 
 
@@ -34,6 +34,7 @@ def _main(arguments: Sequence[str] | None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
+    check_ranges(options)
     COMMANDS[options.command].check_flags(options)
     with waiting("loading libraries ..."):
         command = importlib.import_module(f"stepgraph.runtime.commands.{options.command.replace('-', '_')}")

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, overload
 
 import torch
-from torch import Tensor
 
 from stepgraph.graphs.capture import Backend
 from stepgraph.graphs.model import TargetModel
@@ -26,7 +25,7 @@ from stepgraph.runtime.request_queue import QueuedRequest
 from stepgraph.runtime.stats import EngineStats, take_stats
 from stepgraph.runtime.text import Message, TextCodec
 from stepgraph.runtime.trace import Trace
-from stepgraph.runtime.validate import ENGINE_NAMES, REQUEST_NAMES, Prompt, Prompts, RequestOptions, TokenIds
+from stepgraph.runtime.validate import ENGINE_NAMES, REQUEST_NAMES, Prompt, Prompts, RequestOptions
 from stepgraph.sampling.fields import Check, check_value, checked_keywords, clip_repr, number, optional, whole
 from stepgraph.sampling.grammar.compile.compiler import CompiledConstraint
 from stepgraph.sampling.grammar.constraints.python_types import typed_constraint
@@ -119,23 +118,8 @@ class Engine(EngineCore, BoundToProcess):
             raise ValueError("Engine.vocabulary: got None, expected a Vocabulary for text and constraints: Engine(..., vocabulary=...)")
         return self._parts.compiler.vocabulary
 
-    @checked_keywords(REQUEST_NAMES)
-    def submit(
-        self,
-        prompt: Prompt,
-        *,
-        constraint: object = None,
-        sampling: SamplingParams | None = None,
-        max_new_tokens: int | None = None,
-        num_speculative_tokens: int | None = None,
-        draft_ids: TokenIds | None = None,
-        cache_salt: str = "",
-        prompt_embeddings: Mapping[int, Tensor] | None = None,
-        lora_name: str = "",
-        resume_from: TokenIds | None = None,
-        priority: int = 0,
-        tenant: str = "",
-    ) -> Job:
+    @checked_keywords(REQUEST_NAMES, RequestOptions.__annotations__)
+    def submit(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Job:
         """Queue a request. ValueError for an argument that cannot be served, before anything changes.
 
         prompt: a text; chat messages, objects with a role and a content; or a list, array or 1-D tensor of token ids.
@@ -150,24 +134,12 @@ class Engine(EngineCore, BoundToProcess):
         prompt_embeddings: {position in the prompt: tensor [n, width]} replaces the embeddings of n ids, e.g. by those of an image.
         resume_from: the tokens of an earlier job with the same arguments, of this engine or another, e.g. one that was cancelled. The new
         job has the tokens that would have followed. max_new_tokens and min_new_tokens count them. Not for a sampled request with drafts.
-        priority: requests with lower numbers get rows first. With EngineConfig.preemption they also take the rows of higher numbers.
+        priority: lower numbers get rows first; by default 0. With EngineConfig.preemption they also take the rows of higher numbers.
         tenant: at equal priority, tenants get rows in turn, for one request each.
         """
         self._require_open("submit")
-        job = self._parts.validator.make_job(
-            self._prompt_ids(prompt),
-            constraint,
-            self._with_word_ids(sampling),
-            max_new_tokens,
-            num_speculative_tokens,
-            draft_ids,
-            cache_salt,
-            prompt_embeddings,
-            self._loras.find(lora_name),
-            resume_from,
-            priority,
-            tenant,
-        )
+        prompt_ids, options["sampling"] = self._prompt_ids(prompt), self._with_word_ids(options.get("sampling"))
+        job = self._parts.validator.make_job(prompt_ids, self._loras.find(options.get("lora_name", "")), options)
         queued = QueuedRequest(job)
         try:
             self.queue.enqueue(queued, functools.partial(self._require_accepted, job))

@@ -103,40 +103,27 @@ class RequestValidator:
         self._pinned = pinned
         self._ids = itertools.count(1)  # never reused: an id also identifies the owner in mask tags
 
-    def make_job(
-        self,
-        prompt_ids: Any,
-        constraint: object,
-        sampling: SamplingParams | None,
-        max_new_tokens: int | None,
-        num_speculative_tokens: int | None,
-        draft_ids: Any,
-        cache_salt: str,
-        prompt_embeddings: Any,
-        lora: Lora,
-        resume_from: Any,
-        priority: Any,
-        tenant: Any,
-    ) -> Job:
+    def make_job(self, prompt_ids: Any, lora: Lora, options: RequestOptions) -> Job:
         """ValueError `field: got VALUE, expected ACCEPTED` for the first field that is wrong."""
-        limits, max_drafts = self._limits, self._limits.num_speculative_tokens
-        prompt = self._prompt(prompt_ids)
+        limits, max_drafts, constraint = self._limits, self._limits.num_speculative_tokens, options.get("constraint")
+        prompt, max_new_tokens, drafts = self._prompt(prompt_ids), options.get("max_new_tokens"), options.get("num_speculative_tokens")
         room, reason = limits.max_length - len(prompt), f"EngineConfig.max_length={limits.max_length} minus {len(prompt)} prompt tokens"
         new_tokens = room if max_new_tokens is None else checked_count("max_new_tokens", max_new_tokens, 1, room, reason)
-        drafts = max_drafts if num_speculative_tokens is None else num_speculative_tokens
+        drafts = max_drafts if drafts is None else drafts
         drafts = checked_count("num_speculative_tokens", drafts, 0, max_drafts, "the engine's num_speculative_tokens or draft_length")
-        expected_text = () if draft_ids is None else self._draft_ids(draft_ids, drafts)
+        draft_ids = self._draft_ids(options.get("draft_ids"), drafts)
         typed = None
         if constraint is not None:
             typed = typed_constraint(constraint.constraint if isinstance(constraint, CompiledConstraint) else constraint)
-        sampling = self._sampling(sampling, constraint is not None, new_tokens)
+        sampling = self._sampling(options.get("sampling"), constraint is not None, new_tokens)
         stop_ids = self._stop_ids(sampling)
         seed = sampling.seed if sampling.seed is not None else 0 if sampling.greedy else secrets.randbits(63)
+        cache_salt, priority, tenant = options.get("cache_salt", ""), options.get("priority", 0), options.get("tenant", "")
         if not isinstance(cache_salt, str):
             raise ValueError(f"cache_salt: got {type(cache_salt).__name__}, expected a string")
         check_value("priority", priority, Check(is_int, "a whole number; lower numbers get rows first"))
         check_value("tenant", tenant, Check(lambda value: isinstance(value, str), "a string"))
-        embeddings = () if prompt_embeddings is None else self._embeddings(prompt_embeddings, len(prompt))
+        embeddings, resume_from = self._embeddings(options.get("prompt_embeddings"), len(prompt)), options.get("resume_from")
         job = Job(
             next(self._ids),
             prompt,
@@ -146,7 +133,7 @@ class RequestValidator:
             drafts,
             stop_ids,
             seed,
-            expected_text,
+            draft_ids,
             cache_salt,
             lora,
             embeddings,
@@ -195,6 +182,8 @@ class RequestValidator:
         return prompt
 
     def _draft_ids(self, draft_ids: Any, drafts: int) -> tuple[int, ...]:
+        if draft_ids is None:
+            return ()
         ids, max_length = checked_ids("draft_ids", draft_ids, self._limits.num_tokens), self._limits.max_length
         if not self._takes_draft_ids:
             raise ValueError(
@@ -251,6 +240,8 @@ class RequestValidator:
     def _embeddings(self, embeddings: Any, prompt_tokens: int) -> tuple[tuple[int, Tensor], ...]:
         """Spans (first position, host tensor [n, width]) in order. Look-up and penalties use the ids at these positions as they are."""
         size, dtype = self._embedding_size, self._embedding_dtype
+        if embeddings is None:
+            return ()
         if not isinstance(embeddings, Mapping):
             expected = "a mapping from positions in the prompt to tensors [n, width]"
             raise ValueError(f"prompt_embeddings: got {type(embeddings).__name__}, expected {expected}")

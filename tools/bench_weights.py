@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.layers.dense import product
-from stepgraph.graphs.layers.quantised import KINDS, QuantKind, empty_packed, quantised_product
+from stepgraph.graphs.layers.quantised import KINDS, QuantKind, empty_packed
 from stepgraph.sampling.native import why_not
 from tools.origin import origin
 
@@ -56,7 +56,7 @@ def measure(kinds: Sequence[str], rows: Sequence[int], shape: tuple[int, int], c
 
     def multiply(name: str, count: int) -> None:
         for weight in weights[name]:
-            (product if name == PLAIN else quantised_product)(states[count], weight)
+            product(states[count], weight)
 
     runs: dict[tuple[str, int], Callable[[], object]] = {("copy", 0): lambda: target.copy_(source)}
     for name, count in itertools.product(kinds, rows):

@@ -10,29 +10,30 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from stepgraph.graphs.layers.quantised import MAX_INNER, quantised_product, quantised_rows
+from stepgraph.graphs.layers.quantised import TILE, c_supports_product, quantised_rows, unpack
 from stepgraph.graphs.layers.reference import matrix_product, sigmoid
 from stepgraph.sampling.kernels.c_kernel import same_float_type
-from stepgraph.sampling.kernels.operation import Contiguous, ContiguousFloats, empty_as, empty_of, operation
+from stepgraph.sampling.kernels.operation import Contiguous, ContiguousFloats, DenseFloats, empty_as, empty_of, operation
 
 
-def _c_supports_product(states: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    others = [each for each in (weight, bias) if each is not None]
-    dense = states.dim() == 2 and states.stride(-1) == 1 and all(each.is_contiguous() for each in others)
-    fits = states.shape[1:] == weight.shape[1:] and (bias is None or bias.shape == weight.shape[:1])
-    return dense and fits and states.shape[1] <= MAX_INNER and same_float_type(states, *others)
+def num_columns(weight: Tensor) -> int:
+    """Numbers per row of a product with a weight, packed or not."""
+    return len(weight) * (TILE if weight.dtype is torch.uint8 else 1)
 
 
-@operation(lambda states, weight, *_: empty_of((len(states), len(weight)), states), triton=True, c=True, supports=_c_supports_product)
-def product(states: Tensor, weight: Tensor, bias: Contiguous | None = None) -> Tensor:
-    """[N, in] by [out, in] -> [N, out], plus `bias`. On the CPU a row has the same bits in any batch; on a GPU the program for a vocabulary
-    has that property; cuBLAS, which computes other products, has not."""
+def _product_outputs(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    columns = num_columns(weight)
+    assert bias is None or bias.shape == (columns,), f"weight {weight.shape}, bias {bias.shape}"
+    return empty_of((len(states), columns), states)
+
+
+@operation(_product_outputs, triton=True, c=True, supports=lambda states, weight, _: c_supports_product(states, weight))
+def product(states: DenseFloats, weight: Tensor, bias: ContiguousFloats | None = None) -> Tensor:
+    """[N, in] by [out, in], which may be packed -> [N, out], plus `bias`. On the CPU a row has the same bits in any batch; on a GPU the
+    programs for packed weights and for a vocabulary have that property; cuBLAS, which computes other products, has not."""
+    if weight.dtype is torch.uint8:
+        return matrix_product(states.float(), unpack(weight), None if bias is None else bias.float()).to(states.dtype)
     return matrix_product(states, weight, bias)
-
-
-def linear(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`product`, or `quantised_product` with packed weights."""
-    return (quantised_product if weight.dtype is torch.uint8 else product)(states, weight, bias)
 
 
 def embed_tokens(tokens: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""Products with weights that stay quantised in memory, and their packed form.
+"""Weights that stay quantised in memory: their packed form.
 
 A weight [out, in] is packed as uint8 [out / 16, blocks, bytes]: tiles of 16 columns, each a run of blocks. graphs/layers/c/quantised.h
 describes a block; its number of bytes determines the kind. Files are converted to one of these kinds when they are loaded: `pack`.
@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.layers.huge_pages import empty_in_huge_pages
-from stepgraph.graphs.layers.reference import matrix_product
 from stepgraph.sampling.kernels.c_kernel import FLOATS
-from stepgraph.sampling.kernels.operation import Contiguous, ContiguousFloats, DenseFloats, Longs, empty_of, operation
+from stepgraph.sampling.kernels.operation import Contiguous, Longs, operation
 
 TILE = 16  # columns
 _MAX_BLOCKS = 1024  # as in quantised.h
@@ -159,31 +158,24 @@ def unpack(packed: Tensor) -> Tensor:
     return values.reshape(tiles * TILE, -1)
 
 
-def c_supports_weight(weight: Tensor) -> bool:
+def _c_supports_packed(weight: Tensor) -> bool:
     fits = weight.dtype is torch.uint8 and weight.is_contiguous()
     return fits and weight.shape[1] * kind_of(weight).together <= _MAX_BLOCKS and inner_size(weight) <= MAX_INNER
 
 
-def _product_outputs(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    assert bias is None or bias.shape == (len(weight) * TILE,), f"weight {weight.shape}, bias {bias.shape}"
-    return empty_of((len(states), len(weight) * TILE), states)
-
-
-def _c_supports(states: Tensor, weight: Tensor, *_: object) -> bool:
-    return states.dim() == 2 and c_supports_weight(weight) and states.shape[1] == inner_size(weight)
-
-
-@operation(_product_outputs, triton=True, c=True, supports=_c_supports)
-def quantised_product(states: DenseFloats, weight: Contiguous, bias: ContiguousFloats | None = None) -> Tensor:
-    """`product` with packed weights, in float32. On the CPU a row has the same bits in any batch."""
-    return matrix_product(states.float(), unpack(weight), None if bias is None else bias.float()).to(states.dtype)
+def c_supports_product(states: Tensor, weight: Tensor) -> bool:
+    """Whether C has products of these states and this weight, packed or not."""
+    if weight.dtype is torch.uint8:
+        return _c_supports_packed(weight) and states.shape[1:] == (inner_size(weight),)
+    fits = states.dim() == 2 and states.shape[1:] == weight.shape[1:] and weight.is_contiguous()
+    return fits and weight.dtype is states.dtype and states.shape[1] <= MAX_INNER
 
 
 def _rows_outputs(indices: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty(len(indices), inner_size(weight), dtype=dtype, device=indices.device)
 
 
-@operation(_rows_outputs, triton=True, c=True, supports=lambda *args: c_supports_weight(args[1]) and args[2] in FLOATS)
+@operation(_rows_outputs, triton=True, c=True, supports=lambda *args: _c_supports_packed(args[1]) and args[2] in FLOATS)
 def quantised_rows(indices: Longs, weight: Contiguous, dtype: torch.dtype) -> Tensor:
     """Rows [N, in] of packed weights: an embedding."""
     tiles = weight[indices // TILE]

@@ -10,7 +10,7 @@ PRODUCT_ROWS = 16  # of a matrix product on the CPU: MKL and oneDNN sum in an or
 
 
 def matrix_product(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`linear`, by blocks of rows. MKL also sums in another order with one column, and with rows that are not multiples of 16 bytes."""
+    """The product, by blocks of rows. MKL also sums in another order with one column, and with rows that are not multiples of 16 bytes."""
     rows, columns, extra = len(states), len(weight), -states.shape[1] % 4
     if states.device.type == "cpu":
         states = functional.pad(states, (0, extra, 0, -rows % PRODUCT_ROWS))

@@ -30,5 +30,5 @@ def failure_of(job: Job) -> str:
 
 def set_threads(options: argparse.Namespace) -> None:
     if options.threads is not None:
-        check_range(options, "threads", 1, MAX_THREADS)  # torch aborts if the system cannot start them
+        check_range("threads", options.threads, 1, MAX_THREADS)  # torch aborts if the system cannot start them
         torch.set_num_threads(options.threads)

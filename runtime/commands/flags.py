@@ -54,11 +54,11 @@ class Command(NamedTuple):
 
 def add_demo_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("-k", "--drafts", type=int, default=DRAFTS, metavar="K", help="drafts per round, 1 to 8 (default: %(default)s)")
+    add_number(parser, "-k --drafts", DRAFTS, "drafts per round, 1 to 8", 1, 8)
     add("--prompt", metavar="TEXT", help="a prompt to use instead of the three built-in ones")
     add("--schema", metavar="FILE|JSON", help="a JSON schema for the answer to --prompt")
-    add_max_new_tokens(parser, 128)
-    add("--repeats", type=int, default=3, metavar="N", help="measured answers of each variant (default: %(default)s)")
+    add_number(parser, "--max-new-tokens", 128, "maximum length of an answer", 2, 4096)
+    add_number(parser, "--repeats", 3, "measured answers of each variant", 1, 1000)
     add_threads(parser)
     add("--out", type=Path, default=Path("stepgraph-demo"), metavar="FOLDER", help="the folder for the timeline (default: %(default)s)")
     add("--no-timeline", action="store_true", help="do not write a timeline")
@@ -72,8 +72,6 @@ def check_demo(options: argparse.Namespace) -> None:
             accepted = "both: the built-in prompts have their own schemas"
             raise ValueError(f"--schema: got {clip_repr(options.schema)} without --prompt, expected {accepted}")
         options.schema = read_schema("--schema", options.schema)
-    for flag, least, most in (("drafts", 1, 8), ("max-new-tokens", 2, 4096), ("repeats", 1, 1000)):
-        check_range(options, flag, least, most)
     if not options.no_timeline:
         require_folder(options.out)  # checked now, since decoding takes minutes
     if options.html is not None:
@@ -88,7 +86,7 @@ def add_generate_flags(parser: argparse.ArgumentParser) -> None:
     prompt.add_argument("--token-ids", metavar="IDS", help="the prompt as ids, such as 1,2,3; needs a tokenizer library only with --after")
     parser.add_argument("--chat", action=argparse.BooleanOptionalAction, help="use the chat template (default: if the model has one)")
     parser.add_argument("--system", metavar="TEXT", help="a system message before the prompt, in a chat")
-    add_max_new_tokens(parser, 256)
+    add_number(parser, "--max-new-tokens", 256, "maximum length of an answer", 1)
     add_drafts(parser)
     group = parser.add_argument_group("constraint (at most one, and --after)")
     constraint_flags = group.add_mutually_exclusive_group()
@@ -107,7 +105,6 @@ def add_generate_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--stop", metavar="TEXT", action="append", help=help_text)
     group.add_argument("--stop-token-ids", metavar="IDS", help="token ids that end the answer in addition to the model's own, such as 2,13")
     add_loading(parser)
-    add_threads(parser)
 
 
 def check_generate(options: argparse.Namespace) -> None:
@@ -125,9 +122,8 @@ def check_generate(options: argparse.Namespace) -> None:
     if options.after is not None and not constrained:
         accepted = "--schema, --regex, --grammar, --choice or --json-object with it"
         raise ValueError(f"--after: got {clip_repr(options.after)} without a constraint, expected {accepted}")
-    check_range(options, "max-new-tokens", 1)
     if options.min_new_tokens is not None:
-        check_range(options, "min-new-tokens", 0, options.max_new_tokens)
+        check_range("min-new-tokens", options.min_new_tokens, 0, options.max_new_tokens)
     if options.token_ids is not None and (options.chat or options.system is not None):
         raise ValueError("--token-ids: got it with --chat or --system, expected it alone: token ids are used unchanged")
     options.token_ids = parse_token_ids("--token-ids", options.token_ids)
@@ -142,16 +138,10 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
     )
     prompts = "JSON lines with text, messages or token_ids, and optionally a schema (default: two built-in prompts)"
     parser.add_argument("--prompts", metavar="FILE", help=prompts)
-    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="answers of each variant to each prompt (default: 3)")
-    add_max_new_tokens(parser, 128)
+    add_number(parser, "--repeats", 3, "answers of each variant to each prompt", 1)
+    add_number(parser, "--max-new-tokens", 128, "maximum length of an answer", 2)
     add_drafts(parser)
     add_loading(parser)
-    add_threads(parser)
-
-
-def check_bench(options: argparse.Namespace) -> None:
-    check_range(options, "repeats", 1)
-    check_range(options, "max-new-tokens", 2)
 
 
 def add_capture_check_flags(parser: argparse.ArgumentParser) -> None:
@@ -177,14 +167,12 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     add("model", metavar="MODEL", help=help_text)
     add("--name", metavar="NAME", help="the model's name in requests (default: the last part of its path)")
     add("--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (default: %(default)s)")
-    add("--port", type=int, default=8000, metavar="N", help="port to listen on; 0 picks a free one (default: %(default)s)")
-    add("--max-rows", type=int, default=8, metavar="N", help="requests decoded at once (default: %(default)s)")
-    add("--max-length", type=int, default=2048, metavar="N", help="tokens of a prompt and its answer (default: %(default)s)")
-    add("--max-queued", type=int, default=256, metavar="N", help="requests that may wait; more get status 429 (default: %(default)s)")
-    add("--max-connections", type=int, default=512, metavar="N", help="open connections; more are closed (default: %(default)s)")
-    add(
-        "--max-body-bytes", type=int, default=2 << 20, metavar="N", help="of a request; a larger one gets status 413 (default: %(default)s)"
-    )
+    add_number(parser, "--port", 8000, "port to listen on; 0 picks a free one", 0, 65535)
+    add_number(parser, "--max-rows", 8, "requests decoded at once", 1, 4096)
+    add_number(parser, "--max-length", 2048, "tokens of a prompt and its answer", 2)
+    add_number(parser, "--max-queued", 256, "requests that may wait; more get status 429", 1)
+    add_number(parser, "--max-connections", 512, "open connections; more are closed", 1)
+    add_number(parser, "--max-body-bytes", 2 << 20, "of a request; a larger one gets status 413", 1)
     help_text = "time limit of an answer, its time in the queue included; then status 504 (default: %(default)s)"
     add("--answer-seconds", type=float, default=600.0, metavar="SECONDS", help=help_text)
     add("--preemption", action="store_true", help="a request takes the row of one with larger `priority`, which continues later")
@@ -193,27 +181,24 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     add("--round-timeout-seconds", type=float, metavar="SECONDS", help=help_text)
     help_text = "LoRA adapters: folders in the layout of PEFT; a request selects an adapter by its name in `model`"
     add("--lora-modules", nargs="+", action="extend", default=[], metavar="NAME=FOLDER", help=help_text)
-    add("--max-lora-rank", type=int, default=16, metavar="N", help="largest adapter rank; sets the memory taken (default: %(default)s)")
+    add_number(parser, "--max-lora-rank", 16, "largest adapter rank; sets the memory taken", 1)
     add("--api-keys", metavar="FILE", help="accept only requests with an API key of this file, which has one key per line (default: any)")
     add("--log", action=argparse.BooleanOptionalAction, help="write one JSON object per request to stderr", default=True)
     help_text = "how the model writes tool calls; auto: as its chat template describes, otherwise hermes (default: %(default)s)"
     formats = ("auto", "hermes", "llama3", "mistral", "mistral-list", "qwen3-coder", "gpt-oss")
     add("--tool-format", choices=formats, default="auto", help=help_text)
-    help_text = "time for running answers after SIGTERM or Ctrl-C; a second signal ends them at once (default: %(default)s)"
-    add("--grace", type=float, default=30.0, metavar="SECONDS", help=help_text)
+    help_text = "seconds for running answers after SIGTERM or Ctrl-C; a second signal ends them at once"
+    add_number(parser, "--grace", 30.0, help_text, 0, SECONDS_PER_DAY)
     add_drafts(parser)
     group = parser.add_argument_group("replicas (docs/scale.md)")
     help_text = "number of engines, or least and most, in processes of Ray Serve; if a process ends, its streams continue on another"
     group.add_argument("--replicas", type=_parse_replicas, metavar="N|LEAST-MOST", help=help_text)
     help_text = "when such a stream continues: with exactly the same tokens only, also if a near tie may differ, or never (default: exact)"
     group.add_argument("--resume", choices=("exact", "same-hardware", "never"), default="exact", help=help_text)
-    help_text = "processes among which each engine divides its layers (default: 1)"
-    group.add_argument("--tensor-parallel", type=int, default=1, metavar="M", help=help_text)
-    for name, what, default in (("cpus", "processors", 1.0), ("gpus", "GPUs", 0.0)):
-        help_text = f"{what} that Ray reserves for each replica (default: %(default)s)"
-        group.add_argument(f"--replica-{name}", type=float, default=default, metavar="N", help=help_text)
+    add_number(group, "--tensor-parallel", 1, "processes among which each engine divides its layers", 1, 1024)
+    add_number(group, "--replica-cpus", 1.0, "processors that Ray reserves for each replica", 0, 4096)
+    add_number(group, "--replica-gpus", 0.0, "GPUs that Ray reserves for each replica", 0, 4096)
     add_loading(parser)
-    add_threads(parser)
 
 
 def _parse_replicas(text: str) -> tuple[int, int]:
@@ -224,11 +209,6 @@ def _parse_replicas(text: str) -> tuple[int, int]:
 
 
 def check_serve(options: argparse.Namespace) -> None:
-    for flag, least in (("max-length", 2), ("max-queued", 1), ("max-connections", 1), ("max-body-bytes", 1), ("max-lora-rank", 1)):
-        check_range(options, flag, least)
-    ranges = {"port": (0, 65535), "max-rows": (1, 4096), "tensor-parallel": (1, 1024), "grace": (0, SECONDS_PER_DAY)}
-    for flag, bounds in (ranges | dict.fromkeys(("replica-cpus", "replica-gpus"), (0, 4096))).items():
-        check_range(options, flag, *bounds)
     try:
         options.host.encode("idna")  # the socket would raise TypeError
     except UnicodeError:
@@ -276,7 +256,6 @@ def add_replay_flags(parser: argparse.ArgumentParser) -> None:
     help_text = "its draft: auto, ngram, forced, mtp, none, or a folder (default: auto)"
     parser.add_argument("--draft", metavar="WORD|FOLDER", help=help_text)
     add_loading(parser)
-    add_threads(parser)
 
 
 def check_replay(options: argparse.Namespace) -> None:
@@ -332,7 +311,6 @@ COMMANDS = {
             "stepgraph bench model --draft ngram -k 4 --prompts prompts.jsonl --repeats 1 --max-new-tokens 24 --json",
         ),
         add_bench_flags,
-        check_bench,
     ),
     "doctor": Command(
         "what is installed, what is missing, what is lost without it, and how to install it",
@@ -385,9 +363,23 @@ COMMANDS = {
 }
 
 
-def add_max_new_tokens(parser: argparse.ArgumentParser, default: int) -> None:
-    help_text = "maximum length of an answer (default: %(default)s)"
-    parser.add_argument("--max-new-tokens", type=int, default=default, metavar="N", help=help_text)
+def add_number(parser: argparse._ActionsContainer, names: str, default: float, text: str, least: int, most: int | None = None) -> None:
+    """A flag with a number of the default's type; `check_ranges` refuses one that is out of range."""
+    action = parser.add_argument(*names.split(), type=type(default), default=default, metavar="N", help=f"{text} (default: %(default)s)")
+    parser.set_defaults(ranges={**(parser.get_default("ranges") or {}), action.dest: (least, most)})
+
+
+def check_ranges(options: argparse.Namespace) -> None:
+    for name, bounds in getattr(options, "ranges", {}).items():
+        check_range(name.replace("_", "-"), getattr(options, name), *bounds)
+
+
+def check_range(flag: str, value: float, least: int, most: int | None = None) -> None:
+    """flag: without dashes. Raises ValueError if its number is out of range."""
+    if not least <= value <= (value if most is None else most):  # also refuses NaN
+        number = "a whole number" if isinstance(value, int) else "a number"
+        accepted = f"at least {least}" if most is None else f"{number} from {least} to {most}"
+        raise ValueError(f"--{flag}: got {value}, expected {accepted}")
 
 
 def add_drafts(parser: argparse.ArgumentParser) -> None:
@@ -411,16 +403,8 @@ def add_loading(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--weights", choices=("dequantised", "quantised"), default="dequantised", help=help_text)
     help_text = "native: a class of stepgraph; transformers: of that package; auto: native if it supports the model (default: %(default)s)"
     parser.add_argument("--implementation", choices=("auto", "native", "transformers"), default="auto", help=help_text)
+    add_threads(parser)
 
 
 def add_threads(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: OMP_NUM_THREADS, otherwise torch's default)")
-
-
-def check_range(options: argparse.Namespace, flag: str, least: int, most: int | None = None) -> None:
-    """flag: without dashes. Raises ValueError if the flag's number is out of range."""
-    value = getattr(options, flag.replace("-", "_"))
-    if not least <= value <= (value if most is None else most):  # also refuses NaN
-        number = "a whole number" if isinstance(value, int) else "a number"
-        accepted = f"at least {least}" if most is None else f"{number} from {least} to {most}"
-        raise ValueError(f"--{flag}: got {value}, expected {accepted}")

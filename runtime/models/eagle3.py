@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from stepgraph.graphs.attention.reference import by_reference
 from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.layers.dense import linear, rms_norm
+from stepgraph.graphs.layers.dense import product, rms_norm
 from stepgraph.graphs.layers.huge_pages import empty_weight
 from stepgraph.graphs.layers.slot_mapping import shift_entries
 from stepgraph.graphs.limits import Limits
@@ -80,7 +80,7 @@ class Eagle3(LlamaBase):
         entries, shape = shift_inputs(inputs, 1), inputs.tokens.shape
         states = inputs.features.flatten(0, 1)
         if inputs.step == 1:
-            states = linear(states, self.fuse)
+            states = product(states, self.fuse)
         embedded = embed(inputs, self.embedding, layer.config.dtype)
         rotation = self.rotation(entries.positions, embedded.dtype)
         normed = rms_norm(states, self.state_norm, epsilon)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from stepgraph.graphs.layers.dense import activate_and_mul, linear, rms_norm
-from stepgraph.graphs.layers.experts import choose_experts, choose_grouped_experts, combine_experts, expert_linear
+from stepgraph.graphs.layers.dense import activate_and_mul, product, rms_norm
+from stepgraph.graphs.layers.experts import choose_experts, combine_experts, expert_product
 from stepgraph.graphs.layers.huge_pages import empty_weight
 from stepgraph.graphs.layers.lora import ProductHook
 from stepgraph.runtime.models.llama_config import ExpertsConfig, LatentConfig, LlamaConfig
@@ -49,20 +49,18 @@ class ExpertMlp(nn.Module):
     def forward(self, states: Tensor, product_hook: ProductHook) -> Tensor:
         count = self.experts.num_experts
         weights, expert_ids = self._choose(states)
-        gated = activate_and_mul(expert_linear(states, expert_ids, self.gate_up, count, self.gate_up_bias), self.activation)
-        output = combine_experts(expert_linear(gated, expert_ids, self.down, count, self.down_bias), weights)
+        gated = activate_and_mul(expert_product(states, expert_ids, self.gate_up, count, self.gate_up_bias), self.activation)
+        output = combine_experts(expert_product(gated, expert_ids, self.down, count, self.down_bias), weights)
         if not self.experts.shared_size:
             return output
-        gated = activate_and_mul(product_hook("shared_gate_up", states, linear(states, self.shared_gate_up)), self.activation)
-        return output + product_hook("shared_down", gated, linear(gated, self.shared_down))
+        gated = activate_and_mul(product_hook("shared_gate_up", states, product(states, self.shared_gate_up)), self.activation)
+        return output + product_hook("shared_down", gated, product(gated, self.shared_down))
 
     def _choose(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        experts, routing = self.experts, self.experts.routing
-        if routing is None or self.correction is None:
-            return choose_experts(linear(states, self.router, self.router_bias), experts.experts_per_token, experts.normalised)
-        logits = linear(states.float(), self.router)
-        groups = routing.num_groups, routing.groups_per_token
-        return choose_grouped_experts(logits, self.correction, experts.experts_per_token, *groups, experts.normalised, routing.scale)
+        experts = self.experts
+        logits = product(states if experts.routing is None else states.float(), self.router, self.router_bias)
+        options = () if experts.routing is None else (self.correction, *experts.routing)
+        return choose_experts(logits, experts.experts_per_token, experts.normalised, *options)
 
 
 class LatentProjection(nn.Module):
@@ -87,9 +85,9 @@ class LatentProjection(nn.Module):
         query, state, rotated = qkv.split(self.sizes, 1)
         if self.query_norm is not None:
             query = rms_norm(query, self.query_norm, _EPSILON)
-            query = product_hook("query", query, linear(query, self.query))
+            query = product_hook("query", query, product(query, self.query))
         state = rms_norm(state, self.entry_norm, _EPSILON)
-        entries = product_hook("entries", state, linear(state, self.entries))
+        entries = product_hook("entries", state, product(state, self.entries))
         return torch.cat([query, entries, rotated], 1).index_select(1, self.columns)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from stepgraph.graphs.attention.paged import attention
 from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.layers.dense import Residual, activate_and_mul, add_rms_norm, embed_tokens, linear, rms_norm
+from stepgraph.graphs.layers.dense import Residual, activate_and_mul, add_rms_norm, embed_tokens, product, rms_norm
 from stepgraph.graphs.layers.huge_pages import empty_weight
 from stepgraph.graphs.layers.lora import ProductHook, add_lora
 from stepgraph.graphs.layers.slot_mapping import rope_and_write_kv, rope_angles
@@ -55,7 +55,7 @@ class LlamaBase(nn.Module):
         return self.embedding if self.head is None else self.head
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return linear(hidden.reshape(-1, hidden.shape[-1]), self.unembedding).view(*hidden.shape[:-1], -1)
+        return product(hidden.reshape(-1, hidden.shape[-1]), self.unembedding).view(*hidden.shape[:-1], -1)
 
 
 class Llama(LlamaBase):
@@ -187,15 +187,15 @@ class LlamaLayer(nn.Module):
         return add_rms_norm(states, update, next_norm, *scales)
 
     def mlp(self, normed: Tensor, product_hook: ProductHook) -> Tensor:
-        gated = activate_and_mul(product_hook("gate_up", normed, linear(normed, self.gate_up)), self.config.activation)
-        return product_hook("down", gated, linear(gated, self.down))
+        gated = activate_and_mul(product_hook("gate_up", normed, product(normed, self.gate_up)), self.config.activation)
+        return product_hook("down", gated, product(gated, self.down))
 
     def attend(
         self, states: Tensor, rotation: Rotation, inputs: ModelInput, keys: Tensor, values: Tensor, product_hook: ProductHook = unchanged
     ) -> Tensor:
         """The attention output of normalised states."""
         config, heads, kv_heads, size = self.config, self.config.num_heads, self.config.num_kv_heads, self.config.head_size
-        qkv = product_hook("qkv", states, linear(states, self.qkv, self.qkv_bias))
+        qkv = product_hook("qkv", states, product(states, self.qkv, self.qkv_bias))
         qkv = qkv if self.latent is None else self.latent(qkv, product_hook)
         query, key, value = qkv.view(len(states), -1, size).split([heads, kv_heads, kv_heads], 1)
         if self.query_norm is not None and self.key_norm is not None:
@@ -206,4 +206,4 @@ class LlamaLayer(nn.Module):
             query.view(*inputs.tokens.shape, heads, size), keys, values, inputs, self.window, config.attention_scale, sinks=self.sinks
         )
         attended = attended[..., : self.value_size].reshape(len(states), -1)
-        return product_hook("output", attended, linear(attended, self.output, self.output_bias))
+        return product_hook("output", attended, product(attended, self.output, self.output_bias))

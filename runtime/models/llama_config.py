@@ -59,7 +59,7 @@ class RopeConfig:
 
 
 class Routing(NamedTuple):
-    """A router by sigmoid, in float32: see `choose_grouped_experts`."""
+    """A router by sigmoid, in float32: see `choose_experts`."""
 
     num_groups: int
     groups_per_token: int

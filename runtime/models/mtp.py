@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.layers.dense import Residual, linear, rms_norm
+from stepgraph.graphs.layers.dense import Residual, product, rms_norm
 from stepgraph.graphs.layers.huge_pages import empty_weight
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import cache_specs
@@ -114,7 +114,7 @@ class TransformersMtp(MtpModules):
         return [spec for decoder in self._decoders[:count] for spec in decoder.cache_specs(limits)]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return linear(hidden.reshape(-1, hidden.shape[-1]), self.head).view(*hidden.shape[:-1], -1)
+        return product(hidden.reshape(-1, hidden.shape[-1]), self.head).view(*hidden.shape[:-1], -1)
 
 
 class Join(nn.Module):
@@ -129,7 +129,7 @@ class Join(nn.Module):
 
     def combine(self, states: Tensor, embedded: Tensor) -> Tensor:
         pair = [rms_norm(embedded, self.token_norm, self.epsilon), rms_norm(states, self.state_norm, self.epsilon)]
-        return linear(torch.cat(pair, -1), self.join)
+        return product(torch.cat(pair, -1), self.join)
 
 
 class DecoderModule(Join):

@@ -33,7 +33,7 @@ def test_products_with_packed_weights_have_one_node_each() -> None:
     plain, packed = (count_round(shape, ONE, packed=kind) for kind in (None, KINDS["INT4_128"]))
     assert plain.stages == packed.stages
     products, rows = 4 * shape.target.num_layers + 1, 1 + 3  # of the target and of three drafts
-    assert packed.operations["target_verify", "stepgraph::quantised_product"] == products
+    assert packed.operations["target_verify", "stepgraph::product"] == products
     assert sum(count for (_, name), count in packed.operations.items() if name == "stepgraph::quantised_rows") == rows
 
 

@@ -21,6 +21,7 @@ from stepgraph import AsyncEngine, Constraint, Engine, EngineConfig, SamplingPar
 from stepgraph.graphs import BufferSpec, GraphSet, Limits, StaticBuffers, TapeBackend, capture, make_backend, run_eager
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.runtime.text import TextCodec
+from stepgraph.runtime.validate import RequestOptions
 from stepgraph.sampling.grammar import GrammarCompiler, GrammarLimits
 from tests.helpers.c_library import needs_c
 from tests.helpers.command_models import model_folder
@@ -128,7 +129,7 @@ MAKERS: list[tuple[Any, Any]] = [
 ENTRIES: dict[str, tuple[Callable[..., Any], Iterable[str]]] = {
     "Engine": (engine_of, names(Engine)),
     "from_pretrained": (load, names(Engine.from_pretrained)),
-    "submit": (submit, names(Engine.submit)),
+    "submit": (submit, ["prompt", *RequestOptions.__annotations__]),
     "wait": (wait, ["seconds"]),
     "metrics": (ENGINE.metrics, ["labels"]),
     "trace": (ENGINE.trace, ["rounds"]),

@@ -67,7 +67,7 @@ def test_async_submit_refuses_unknown_keywords() -> None:
 
 def test_names_of_other_libraries_map_to_existing_names() -> None:
     ours = {
-        "submit": {*inspect.signature(Engine.submit).parameters},
+        "submit": {"prompt", *validate.RequestOptions.__annotations__},
         "load": {*inspect.signature(Engine.from_pretrained).parameters, *inspect.signature(Engine).parameters},
         "sampling": {field.name for field in fields(SamplingParams)},
         "config": {field.name for field in fields(EngineConfig)},

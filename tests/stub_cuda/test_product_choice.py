@@ -17,8 +17,9 @@ from stepgraph import Engine, EngineConfig, Vocabulary
 from stepgraph.graphs import BufferSpec, StaticBuffers
 from stepgraph.graphs.cuda.backend import CudaBackend
 from stepgraph.graphs.layers import product_choice
+from stepgraph.graphs.layers.dense import product
 from stepgraph.graphs.layers.product_choice import choose_products
-from stepgraph.graphs.layers.quantised import quantised_product, unpack
+from stepgraph.graphs.layers.quantised import unpack
 from stepgraph.graphs.layers.triton import quantised as programs
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import LlamaConfig
@@ -60,7 +61,7 @@ def test_products_of_many_rows_use_the_library_where_it_is_faster(
     assert note == "products with dequantised weights: from 256 rows on for 1 of 1 shapes" and not times
 
     def step(buffers: StaticBuffers) -> None:
-        buffers.found.copy_(quantised_product(buffers.states, weight))
+        buffers.found.copy_(product(buffers.states, weight))
 
     for rows, used in ((256, "packed_rows"), (255, "packed_product")):
         buffers = StaticBuffers([BufferSpec("states", (rows, SHAPE[1]), TYPE), BufferSpec("found", (rows, SHAPE[0]), TYPE)], DEVICE)

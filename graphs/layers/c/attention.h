@@ -1,4 +1,4 @@
-/* Paged attention, for attention.c and attention_wide.c. Keys are read in tiles that begin at the same positions for every query, so that a
+/* Paged attention, for attention.c and wide.c. Keys are read in tiles that begin at the same positions for every query, so that a
    query's sums have one order in any batch. Keys that a query does not see are not multiplied at all. */
 
 #include "kernels.h"

@@ -11,43 +11,25 @@ INLINED int64_t largest(const float *numbers, int64_t count) {
     return best;
 }
 
-/* logits [rows, experts]; count; normalised; shares [rows, count] float32, experts [rows, count]. */
+/* logits [rows, experts]; count; normalised; correction [experts] float32, or NULL: scores are probabilities, not sigmoids; groups; groups
+   taken; factor; shares [rows, count] float32, experts [rows, count]. */
 EXPORTED FOR_EACH_PROCESSOR int stepgraph_choose_experts(const argument *args) {
-    int64_t experts = args->size[1], count = args[1].integer;
+    int64_t experts = args->size[1], count = args[1].integer, groups = args[4].integer, size = experts / groups;
+    const float *correction = args[3].data;
     for (int64_t row = 0; row < args->size[0]; row++) {
-        float powers[MAX_EXPERTS], highest = -INFINITY, total = 0, chosen = 0;
-        float *shares = (float *)args[3].data + row * count;
-        for (int64_t i = 0; i < experts; i++) {
-            powers[i] = number(args->data, row * experts + i, args->bfloat16);
-            highest = powers[i] > highest ? powers[i] : highest;
-        }
-        for (int64_t i = 0; i < experts; i++) total += powers[i] = expf(powers[i] - highest);
-        for (int64_t place = 0; place < count; place++) {
-            int64_t best = largest(powers, experts);
-            chosen += shares[place] = powers[best];
-            ((int64_t *)args[4].data)[row * count + place] = best;
-            powers[best] = -1.0f;
-        }
-        for (int64_t place = 0; place < count; place++) shares[place] /= args[2].integer ? chosen : total;
-    }
-    return 0;
-}
-
-/* logits [rows, experts], correction [experts], both float32; count; groups; groups taken; normalised; factor; shares [rows, count],
-   experts [rows, count]. */
-EXPORTED FOR_EACH_PROCESSOR int stepgraph_choose_grouped_experts(const argument *args) {
-    int64_t experts = args->size[1], count = args[2].integer, groups = args[3].integer, size = experts / groups;
-    for (int64_t row = 0; row < args->size[0]; row++) {
-        const float *logits = (const float *)args->data + row * experts, *correction = args[1].data;
-        float scores[MAX_EXPERTS], compared[MAX_EXPERTS], pairs[MAX_EXPERTS], open[MAX_EXPERTS], total = 0;
+        float scores[MAX_EXPERTS], compared[MAX_EXPERTS], pairs[MAX_EXPERTS], open[MAX_EXPERTS], highest = -INFINITY, total = 0, taken = 0;
         float *shares = (float *)args[7].data + row * count;
         int64_t *chosen = (int64_t *)args[8].data + row * count;
         for (int64_t i = 0; i < experts; i++) {
-            scores[i] = 1.0f / (1.0f + expf(-logits[i]));
-            compared[i] = scores[i] + correction[i];
-            open[i] = -INFINITY;
+            scores[i] = number(args->data, row * experts + i, args->bfloat16);
+            highest = scores[i] > highest ? scores[i] : highest;
         }
-        for (int64_t group = 0; group < groups; group++) {
+        for (int64_t i = 0; i < experts; i++) {
+            total += scores[i] = correction ? 1.0f / (1.0f + expf(-scores[i])) : expf(scores[i] - highest);
+            compared[i] = correction ? scores[i] + correction[i] : scores[i];
+            open[i] = groups > 1 ? -INFINITY : compared[i];
+        }
+        for (int64_t group = 0; groups > 1 && group < groups; group++) {
             float first = -INFINITY, second = -INFINITY;
             for (int64_t i = group * size; i < (group + 1) * size; i++) {
                 float score = compared[i];
@@ -56,18 +38,19 @@ EXPORTED FOR_EACH_PROCESSOR int stepgraph_choose_grouped_experts(const argument 
             }
             pairs[group] = first + second;
         }
-        for (int64_t place = 0; place < args[4].integer; place++) {
+        for (int64_t place = 0; groups > 1 && place < args[5].integer; place++) {
             int64_t group = largest(pairs, groups);
             memcpy(open + group * size, compared + group * size, (size_t)size * sizeof *open);
             pairs[group] = -INFINITY;
         }
         for (int64_t place = 0; place < count; place++) {
             int64_t best = largest(open, experts);
-            total += shares[place] = scores[best];
+            taken += shares[place] = scores[best];
             chosen[place] = best;
             open[best] = -INFINITY;
         }
-        for (int64_t place = 0; place < count; place++) shares[place] = shares[place] / (args[5].integer ? total + 1e-20f : 1.0f) * (float)args[6].real;
+        float divisor = args[2].integer ? taken + 1e-20f : correction ? 1.0f : total;
+        for (int64_t place = 0; place < count; place++) shares[place] = shares[place] / divisor * (float)args[6].real;
     }
     return 0;
 }

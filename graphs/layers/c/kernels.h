@@ -41,6 +41,9 @@ typedef struct {
 enum { GATHERED_ROWS = 16 };
 typedef void (*expert_rows)(const argument *args, int64_t expert, const char *gathered, const int64_t *places, int64_t rows);
 int each_expert(const argument *args, expert_rows run);
+INLINED bool is_packed(const argument *weight) { return weight->integer == 1; } /* bytes of an element */
+int quantised_product(const argument *args);
+void quantised_rows_of_expert(const argument *args, int64_t expert, const char *gathered, const int64_t *places, int64_t rows);
 
 /* Calls `work` for ranges that make up [0, count), on the threads of stepgraph_use_threads. bytes: how many all of it reads. */
 typedef void (*range_work)(const void *call, int64_t first, int64_t end);

@@ -17,6 +17,7 @@ static void all_columns(const product_call *call) {
 
 EXPORTED int stepgraph_product(const argument *args) {
     const argument *states = args, *weight = args + 1;
+    if (is_packed(weight)) return quantised_product(args);
     product_call call = {
         .states = states->data, .weight = weight->data, .bias = args[2].data, .output = args[3].data,
         .rows = states->size[0], .inner = states->size[1], .outer = weight->size[0], .step = states->stride[0], .bfloat16 = states->bfloat16,
@@ -34,7 +35,9 @@ static void rows_of_expert(const argument *args, int64_t expert, const char *gat
     });
 }
 
-EXPORTED int stepgraph_expert_product(const argument *args) { return each_expert(args, rows_of_expert); }
+EXPORTED int stepgraph_expert_product(const argument *args) {
+    return each_expert(args, is_packed(args + 2) ? quantised_rows_of_expert : rows_of_expert);
+}
 
 /* states [batch * count, inner]; slots [batch] of any stride; weights [slots, outer, inner]; base [batch * count, outer] or NULL; output. */
 EXPORTED FOR_EACH_PROCESSOR int stepgraph_slot_product(const argument *args) {

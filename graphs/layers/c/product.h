@@ -1,4 +1,4 @@
-/* Products of states and weights, for product.c, product_wide.c and product_dot.c. The sum of a result has LANES parts along the inner
+/* Products of states and weights, for product.c, wide.c and product_dot.c. The sum of a result has LANES parts along the inner
    dimension, which are added as a tree: in the same order for any number of rows and any tiling. */
 
 #include "kernels.h"

@@ -93,14 +93,14 @@ static quantised_call call_of(const argument *states, const argument *weight) {
     };
 }
 
-EXPORTED int stepgraph_quantised_product(const argument *args) {
+int quantised_product(const argument *args) {
     quantised_call call = call_of(args, args + 1);
     call.states = args->data, call.rows = args->size[0], call.bias = args[2].data, call.output = args[3].data;
     all_rows(call);
     return 0;
 }
 
-static void rows_of_expert(const argument *args, int64_t expert, const char *gathered, const int64_t *places, int64_t rows) {
+void quantised_rows_of_expert(const argument *args, int64_t expert, const char *gathered, const int64_t *places, int64_t rows) {
     quantised_call call = call_of(args, args + 2);
     call.tiles /= args[3].integer;
     call.weight += expert * call.tiles * call.blocks * block_bytes(call.kind);
@@ -108,8 +108,6 @@ static void rows_of_expert(const argument *args, int64_t expert, const char *gat
     call.states = gathered, call.step = args->size[1], call.rows = rows, call.output = args[5].data, call.places = places;
     all_rows(call);
 }
-
-EXPORTED int stepgraph_quantised_expert_product(const argument *args) { return each_expert(args, rows_of_expert); }
 
 /* Arguments: indices [N] int64, weight, None (the dtype), output [N, inner]. */
 EXPORTED FOR_EACH_PROCESSOR int stepgraph_quantised_rows(const argument *args) {

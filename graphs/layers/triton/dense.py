@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stepgraph.graphs.attention.triton.paged import product as matrix_product
+from stepgraph.graphs.layers.triton.quantised import quantised_product
 
 ACTIVATED_TILE = 1024
 # A product of few rows with the weight of a vocabulary. For these cuBLAS clears a workspace first: on an H200 the fill and the wait after
@@ -53,8 +54,10 @@ def wide_product(
 
 
 def product(states: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor) -> None:
+    if weight.dtype is torch.uint8:
+        return quantised_product(states, weight.contiguous(), bias, output)
     (count, inner), outer = states.shape, len(weight)
-    dense = states.stride(1) == 1 and weight.is_contiguous() and inner % INNER_TILE == 0 and states.dtype is not torch.float32
+    dense = weight.is_contiguous() and inner % INNER_TILE == 0 and states.dtype is not torch.float32
     if not (dense and count <= WIDE_ROWS and outer >= WIDE_COLUMNS and (bias is None or len(bias) == outer)):
         matrix = weight.t()
         torch.mm(states, matrix, out=output) if bias is None else torch.addmm(bias, states, matrix, out=output)

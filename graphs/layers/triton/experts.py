@@ -27,52 +27,15 @@ def tiles_of(number_bytes: int) -> dict[str, int]:
 
 
 @triton.jit
-def choose_row(
-    logits,  # [N, experts]
-    shares,  # [N, count] float32, written
-    chosen,  # [N, count] int64, written
-    count,
-    experts,
-    EXPERTS: tl.constexpr,  # rounded up
-    COUNT: tl.constexpr,  # rounded up
-    NORMALISED: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    expert, choice_index = tl.arange(0, EXPERTS), tl.arange(0, COUNT)
-    logit = tl.load(logits + row * experts + expert, mask=expert < experts, other=float("-inf")).to(tl.float32)
-    power = tl.where(expert < experts, tl.exp(logit - tl.max(logit, 0)), -1.0)
-    total = tl.sum(tl.where(expert < experts, power, 0.0), 0)
-    best, best_powers = tl.zeros([COUNT], tl.int64), tl.zeros([COUNT], tl.float32)
-    for index in range(0, count):
-        highest = tl.max(power, 0)
-        first = tl.min(tl.where(power == highest, expert, experts - 1), 0)  # a valid expert even if the powers are NaN
-        best = tl.where(choice_index == index, first.to(tl.int64), best)
-        best_powers = tl.where(choice_index == index, highest, best_powers)
-        power = tl.where(expert == first, -1.0, power)
-    if NORMALISED:
-        total = tl.sum(best_powers, 0)
-    inside = choice_index < count
-    tl.store(shares + row * count + choice_index, best_powers / total, mask=inside)
-    tl.store(chosen + row * count + choice_index, best, mask=inside)
-
-
-def choose_experts(logits: Tensor, count: int, normalised: bool, shares: Tensor, chosen: Tensor) -> None:
-    rows, experts = logits.shape
-    width = triton.next_power_of_2(experts)
-    constants = {"EXPERTS": width, "COUNT": triton.next_power_of_2(count), "NORMALISED": bool(normalised)}
-    choose_row[(rows,)](logits, shares, chosen, count, experts, **constants, num_warps=max(1, width // 256), enable_fp_fusion=False)
-
-
-@triton.jit
 def first_largest(numbers, index, last):
     """The index of the largest number, the first of equal ones; at most `last`, even if all numbers are NaN."""
     return tl.minimum(tl.min(tl.where(numbers == tl.max(numbers, 0), index, last), 0), last)
 
 
 @triton.jit
-def choose_grouped_row(
-    logits,  # [N, experts] float32
-    correction,  # [experts] float32
+def choose_row(
+    logits,  # [N, experts]
+    correction,  # [experts] float32, or None
     shares,  # [N, count] float32, written
     chosen,  # [N, count] int64, written
     count,
@@ -88,19 +51,25 @@ def choose_grouped_row(
     row, excluded = tl.program_id(0).to(tl.int64), float("-inf")
     expert, choice_index, group = tl.arange(0, EXPERTS), tl.arange(0, COUNT), tl.arange(0, GROUPS)
     is_expert, size = expert < experts, experts // groups
-    score = 1.0 / (1.0 + tl.exp(-tl.load(logits + row * experts + expert, mask=is_expert, other=0.0)))
-    compared = tl.where(is_expert, score + tl.load(correction + expert, mask=is_expert, other=0.0), excluded)
-    top_two_sums = tl.full([GROUPS], excluded, tl.float32)
-    for index in range(0, groups):
-        group_scores = tl.where(expert // size == index, compared, excluded)
-        best = first_largest(group_scores, expert, experts - 1)
-        top_two_sum = tl.max(group_scores, 0) + tl.max(tl.where(expert == best, excluded, group_scores), 0)
-        top_two_sums = tl.where(group == index, top_two_sum, top_two_sums)
-    candidates = tl.full([EXPERTS], excluded, tl.float32)
-    for _ in range(0, groups_taken):
-        taken = first_largest(top_two_sums, group, groups - 1)
-        candidates = tl.where(expert // size == taken, compared, candidates)
-        top_two_sums = tl.where(group == taken, excluded, top_two_sums)
+    logit = tl.load(logits + row * experts + expert, mask=is_expert, other=excluded).to(tl.float32)
+    if correction is None:
+        score = tl.exp(logit - tl.max(logit, 0))
+        candidates, divisor = tl.where(is_expert, score, excluded), tl.sum(tl.where(is_expert, score, 0.0), 0)
+    else:
+        score, divisor = 1.0 / (1.0 + tl.exp(-logit)), 1.0
+        candidates = tl.where(is_expert, score + tl.load(correction + expert, mask=is_expert, other=0.0), excluded)
+    if GROUPS > 1:
+        compared, top_two_sums = candidates, tl.full([GROUPS], excluded, tl.float32)
+        for index in range(0, groups):
+            group_scores = tl.where(expert // size == index, compared, excluded)
+            best = first_largest(group_scores, expert, experts - 1)
+            top_two_sum = tl.max(group_scores, 0) + tl.max(tl.where(expert == best, excluded, group_scores), 0)
+            top_two_sums = tl.where(group == index, top_two_sum, top_two_sums)
+        candidates = tl.full([EXPERTS], excluded, tl.float32)
+        for _ in range(0, groups_taken):
+            taken = first_largest(top_two_sums, group, groups - 1)
+            candidates = tl.where(expert // size == taken, compared, candidates)
+            top_two_sums = tl.where(group == taken, excluded, top_two_sums)
     best_experts, best_scores = tl.zeros([COUNT], tl.int64), tl.zeros([COUNT], tl.float32)
     for index in range(0, count):
         best = first_largest(candidates, expert, experts - 1)
@@ -108,18 +77,18 @@ def choose_grouped_row(
         best_scores = tl.where(choice_index == index, tl.sum(tl.where(expert == best, score, 0.0), 0), best_scores)
         candidates = tl.where(expert == best, excluded, candidates)
     if NORMALISED:
-        best_scores = best_scores / (tl.sum(best_scores, 0) + 1e-20)
-    tl.store(shares + row * count + choice_index, best_scores * factor, mask=choice_index < count)
+        divisor = tl.sum(best_scores, 0) + 1e-20
+    tl.store(shares + row * count + choice_index, best_scores / divisor * factor, mask=choice_index < count)
     tl.store(chosen + row * count + choice_index, best_experts, mask=choice_index < count)
 
 
-def choose_grouped_experts(logits: Tensor, correction: Tensor, *others: Any) -> None:
-    count, groups, groups_taken, normalised, factor, shares, chosen = others
+def choose_experts(logits: Tensor, count: int, normalised: bool, correction: Tensor | None, *others: Any) -> None:
+    groups, groups_taken, factor, shares, chosen = others
     rows, experts = logits.shape
     widths = {name: triton.next_power_of_2(each) for name, each in (("EXPERTS", experts), ("COUNT", count), ("GROUPS", groups))}
     arguments = logits, correction, shares, chosen, count, groups, groups_taken, experts, factor
-    options = {"NORMALISED": bool(normalised), "num_warps": max(1, widths["EXPERTS"] // 128), "enable_fp_fusion": False}
-    choose_grouped_row[(rows,)](*arguments, **widths, **options)
+    warps = max(1, widths["EXPERTS"] // (256 if correction is None else 128))
+    choose_row[(rows,)](*arguments, **widths, NORMALISED=bool(normalised), num_warps=warps, enable_fp_fusion=False)
 
 
 @triton.jit
@@ -185,6 +154,8 @@ def multiply_by_expert(
 
 
 def expert_product(states: Tensor, chosen: Tensor, weights: Tensor, num_experts: int, biases: Tensor | None, output: Tensor) -> None:
+    if weights.dtype is torch.uint8:
+        return _packed_product(states, chosen, weights, num_experts, biases, output)
     tiles, grid = tiles_of(states.element_size()), (triton.cdiv(output.shape[1], OUTER_TILE), num_experts)
     sizes, wide = _sizes(states, output), states.device.type == "cpu"
     multiply_by_expert[grid](states, chosen, weights, biases, output, *sizes, **tiles, WIDE=wide, num_warps=4)
@@ -238,9 +209,7 @@ def packed_expert_product(
         tl.store(place, sums.to(output.dtype.element_ty), mask=(wanted < matches)[None, :])
 
 
-def quantised_expert_product(
-    states: Tensor, chosen: Tensor, weights: Tensor, num_experts: int, biases: Tensor | None, output: Tensor
-) -> None:
+def _packed_product(states: Tensor, chosen: Tensor, weights: Tensor, num_experts: int, biases: Tensor | None, output: Tensor) -> None:
     kind, (choices, outer) = kind_of(weights), output.shape
     plan = plan_of(kind, states.dtype, outer // TILE, 1, choices, states.device.type == "cpu")
     arguments = states, chosen, weights.view(torch.int32), weights.view(kind.scale_type), biases, output, *_sizes(states, output)

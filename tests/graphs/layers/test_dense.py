@@ -25,9 +25,9 @@ from stepgraph.graphs.layers.dense import (
     product,
     rms_norm,
 )
-from stepgraph.graphs.layers.experts import expert_product, quantised_expert_product
+from stepgraph.graphs.layers.experts import expert_product
 from stepgraph.graphs.layers.lora import slot_product
-from stepgraph.graphs.layers.quantised import KINDS, MAX_INNER, quantised_product
+from stepgraph.graphs.layers.quantised import KINDS, MAX_INNER
 from stepgraph.graphs.layers.slot_mapping import rope_and_write_kv
 from stepgraph.graphs.model import AttentionShape
 from stepgraph.sampling import native
@@ -352,13 +352,13 @@ def test_layers_are_independent_of_the_batch(dtype: torch.dtype) -> None:
         lambda states: product(states, random(8, 64), random(4)),
         lambda states: rms_norm(states, random(8), 1e-5),
         lambda states: add_rms_norm(states, states, random(8), 1e-5),
-        lambda states: quantised_product(states, made(KINDS["Q8_0"], 16, 96)[0]),
+        lambda states: product(states, made(KINDS["Q8_0"], 16, 96)[0]),
         lambda states: slot_product(states, torch.tensor([1]), random(2, 8, 4)),
         lambda states: expert_product(states, torch.tensor([[1]]), random(8, 4), 2),
-        lambda states: quantised_product(states, made(KINDS["Q8_0"], 16, 64)[0], random(1)),
+        lambda states: product(states, made(KINDS["Q8_0"], 16, 64)[0], random(1)),
         lambda states: slot_product(states.expand(2, 64), torch.tensor([1]), random(2, 8, 64), random(1, 8)),
         lambda states: expert_product(states, torch.tensor([[1]]), random(8, 64), 2, random(2)),
-        lambda states: quantised_expert_product(states, torch.tensor([[1]]), made(KINDS["Q8_0"], 32, 64)[0], 2, random(2)),
+        lambda states: expert_product(states, torch.tensor([[1]]), made(KINDS["Q8_0"], 32, 64)[0], 2, random(2)),
         lambda states: activate_and_mul(states[:, 1:]),
     ],
 )

@@ -10,14 +10,9 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
-from stepgraph.graphs.layers.experts import (
-    choose_experts,
-    choose_grouped_experts,
-    combine_experts,
-    expert_product,
-    quantised_expert_product,
-)
-from stepgraph.graphs.layers.quantised import KINDS, QuantKind, quantised_product
+from stepgraph.graphs.layers.dense import product
+from stepgraph.graphs.layers.experts import choose_experts, combine_experts, expert_product
+from stepgraph.graphs.layers.quantised import KINDS, QuantKind
 from stepgraph.sampling import native
 from tests.graphs.layers.test_quantised import every_kind, made
 from tests.helpers.torch_threads import torch_threads
@@ -60,16 +55,16 @@ def test_the_best_experts_of_the_best_groups_are_chosen(number: int, groups: int
     """With the kernel and with the reference. The correction changes the choice, not the shares."""
     logits, correction = random(9, number), random(number) / 4
     for normalised, in_torch in itertools.product((False, True), repeat=2):
-        run = choose_grouped_experts.reference if in_torch else choose_grouped_experts
-        shares, experts = run(logits, correction, count, groups, taken, normalised, 2.5)
+        run = choose_experts.reference if in_torch else choose_experts
+        shares, experts = run(logits, count, normalised, correction, groups, taken, 2.5)
         for row in range(len(logits)):
             expected = grouped_choice(logits[row].tolist(), correction.tolist(), count, groups, taken)
             assert experts[row].tolist() == [expert for _, expert in expected]
             total = sum(score for score, _ in expected) if normalised else 1.0
             assert shares[row].tolist() == pytest.approx([2.5 * score / total for score, _ in expected], rel=1e-5)
-    shares, experts = choose_grouped_experts(torch.zeros(1, number), torch.zeros(number), count, groups, taken, True, 1.0)
+    shares, experts = choose_experts(torch.zeros(1, number), count, True, torch.zeros(number), groups, taken)
     assert experts.tolist() == [list(range(count))], "the first of equal experts"
-    shares, experts = choose_grouped_experts(logits.fill_(torch.nan), correction, count, groups, taken, True, 1.0)
+    shares, experts = choose_experts(logits.fill_(torch.nan), count, True, correction, groups, taken)
     assert bool(shares.isnan().all()) and bool(((experts >= 0) & (experts < number)).all())
 
 
@@ -100,22 +95,22 @@ def test_products_are_correct_and_independent_of_the_batch(inner: int, outer: in
 
 @every_kind
 def test_products_with_packed_weights_are_those_of_each_expert_alone(kind: QuantKind) -> None:
-    """Same bits as `quantised_product`, independent of other rows; more rows of one expert than are gathered at once."""
+    """Same bits as `product`, independent of other rows; more rows of one expert than are gathered at once."""
     tokens, outer, inner = 60, 48, 384
     packed, _ = made(kind, EXPERTS * outer, inner)
     chosen = torch.stack([torch.randperm(EXPERTS - 1, generator=MADE)[:COUNT] for _ in range(tokens)])  # the last expert is never chosen
     for rows, dtype, biases in ((tokens, torch.float32, None), (tokens * COUNT, torch.bfloat16, random(EXPERTS * outer).bfloat16())):
         states = random(rows, inner + 3, dtype=dtype)[:, :inner]
-        found = quantised_expert_product(states, chosen, packed, EXPERTS, biases)
+        found = expert_product(states, chosen, packed, EXPERTS, biases)
         each = states.repeat_interleave(tokens * COUNT // rows, 0)
         for index, expert in enumerate(chosen.flatten().tolist()):
             bias = None if biases is None else biases.view(EXPERTS, outer)[expert]
-            alone = quantised_product(each[index : index + 1], packed.chunk(EXPERTS)[expert], bias)
+            alone = product(each[index : index + 1], packed.chunk(EXPERTS)[expert], bias)
             if native.why_not():
                 torch.testing.assert_close(found[index : index + 1], alone, rtol=1e-5, atol=1e-4)
             else:
                 assert torch.equal(found[index : index + 1], alone)
-        reference = quantised_expert_product.reference(states, chosen, packed, EXPERTS, biases)
+        reference = expert_product.reference(states, chosen, packed, EXPERTS, biases)
         torch.testing.assert_close(found, reference, rtol=1e-4 if biases is None else 2**-7, atol=1e-3)
 
 
@@ -124,7 +119,7 @@ def test_an_expert_outside_of_the_weights_is_refused() -> None:
     with pytest.raises(IndexError):
         expert_product(random(2, 8), torch.tensor([[0, EXPERTS], [1, 2]]), random(EXPERTS * 4, 8), EXPERTS)
     with pytest.raises(IndexError):
-        quantised_expert_product(random(2, 32), torch.tensor([[0, -1], [1, 2]]), PACKED, EXPERTS)
+        expert_product(random(2, 32), torch.tensor([[0, -1], [1, 2]]), PACKED, EXPERTS)
 
 
 def test_many_choices_are_taken_in_several_parts() -> None:
@@ -145,8 +140,8 @@ def test_sums_are_weighted_in_float32(dtype: torch.dtype) -> None:
 def test_operations_pass_opcheck() -> None:
     experts = torch.tensor([[1, 0], [1, 2]])
     chosen = torch.empty(2, 2), torch.empty(2, 2, dtype=torch.int64)
-    opcheck(choose_experts.out, (random(2, 5), 2, True, *chosen))
-    opcheck(choose_grouped_experts.out, (random(2, 8), random(8), 2, 4, 2, True, 2.5, *chosen))
+    opcheck(choose_experts.out, (random(2, 5), 2, True, None, 1, 1, 1.0, *chosen))
+    opcheck(choose_experts.out, (random(2, 8), 2, True, random(8), 4, 2, 2.5, *chosen))
     opcheck(expert_product.out, (random(2, 8), experts, random(15, 8), 3, None, torch.empty(4, 5)))
-    opcheck(quantised_expert_product.out, (random(2, 32), experts, PACKED, EXPERTS, None, torch.empty(4, 16)))
+    opcheck(expert_product.out, (random(2, 32), experts, PACKED, EXPERTS, None, torch.empty(4, 16)))
     opcheck(combine_experts.out, (random(4, 8), random(2, 2), torch.empty(2, 8)))

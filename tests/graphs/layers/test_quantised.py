@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
-from stepgraph.graphs.layers.quantised import KINDS, MIXED, Grouped, QuantKind, common_kind, pack, quantised_product, quantised_rows, unpack
+from stepgraph.graphs.layers.dense import product
+from stepgraph.graphs.layers.quantised import KINDS, MIXED, Grouped, QuantKind, common_kind, pack, quantised_rows, unpack
 from stepgraph.sampling import native
 from tests.helpers.torch_threads import torch_threads, without_subnormals
 
@@ -64,7 +65,7 @@ def test_small_numbers_and_scales_are_exact_without_subnormal_numbers(name: str,
     packed = pack(kind, Grouped(numbers, torch.full((16, 128 // kind.group), scale).to(kind.scale_type)))
     expected = unpack(packed)
     with without_subnormals():
-        assert torch.equal(quantised_product(torch.eye(128), packed).T, expected)
+        assert torch.equal(product(torch.eye(128), packed).T, expected)
         assert torch.equal(quantised_rows(torch.arange(16), packed, torch.float32), expected)
 
 
@@ -76,15 +77,15 @@ def test_quantised_products_are_correct_and_independent_of_the_batch(kind: Quant
     given = torch.Generator().manual_seed(1)
     states = torch.randn(41, 2 * inner, generator=given).to(dtype)[:, :inner]
     for bias in (None, torch.randn(outer, generator=given).to(dtype)):
-        found = quantised_product(states, packed, bias)
+        found = product(states, packed, bias)
         expected = torch.nn.functional.linear(states.double(), reference.double(), None if bias is None else bias.double())
         # Float32 sums of `inner` products in another order, rounded to the dtype at the end.
         size = states.double().abs() @ reference.double().abs().T
         bound = inner * 2**-24 * size + (2**-8 * expected.abs() if dtype is torch.bfloat16 else 0)
         assert bool(((found.double() - expected).abs() <= bound).all())
         for rows in (*range(1, 18), 31, 32, 33, 40):
-            assert torch.equal(quantised_product(states[:rows], packed, bias), found[:rows])
-            assert torch.equal(quantised_product(states[-rows:], packed, bias), found[-rows:])
+            assert torch.equal(product(states[:rows], packed, bias), found[:rows])
+            assert torch.equal(product(states[-rows:], packed, bias), found[-rows:])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -92,13 +93,13 @@ def test_quantised_products_are_correct_and_independent_of_the_batch(kind: Quant
 def test_quantised_products_have_the_same_bits_with_any_number_of_threads(kind: QuantKind, dtype: torch.dtype) -> None:
     packed, _ = made(kind, 16 * 67, 640)
     states = torch.randn(19, 640, generator=torch.Generator().manual_seed(1)).to(dtype)
-    alone = quantised_product(states, packed, None)
+    alone = product(states, packed, None)
     for count in (2, 3):
         with torch_threads(count):
-            assert torch.equal(quantised_product(states, packed, None), alone)
+            assert torch.equal(product(states, packed, None), alone)
 
 
 def test_operations_pass_opcheck() -> None:
     packed = made(KINDS["Q4_1"], 16, 32)[0]
-    opcheck(quantised_product.out, (torch.randn(3, 32), packed, None, torch.empty(3, 16)))
+    opcheck(product.out, (torch.randn(3, 32), packed, None, torch.empty(3, 16)))
     opcheck(quantised_rows.out, (torch.tensor([1, 2]), packed, torch.float32, torch.empty(2, 32)))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.layers.dense import Activation, activate_and_mul, product
-from stepgraph.graphs.layers.experts import choose_grouped_experts
+from stepgraph.graphs.layers.experts import choose_experts
 from stepgraph.graphs.layers.reference import sigmoid
 
 PARTS = [(first, count) for count in (1, 2, 3, 4, 15, 17, 32, 60) for first in (0, 1, 6)]
@@ -40,9 +40,9 @@ def test_activations_are_independent_of_the_batch(activation: Activation) -> Non
 
 def test_choices_of_experts_are_independent_of_the_batch() -> None:
     logits, correction = random(70, 12), random(12, seed=1) / 4
-    shares, experts = choose_grouped_experts.reference(logits, correction, 3, 4, 2, True, 2.5)
+    shares, experts = choose_experts.reference(logits, 3, True, correction, 4, 2, 2.5)
     for first, count in PARTS:
-        few = choose_grouped_experts.reference(logits[first : first + count], correction, 3, 4, 2, True, 2.5)
+        few = choose_experts.reference(logits[first : first + count], 3, True, correction, 4, 2, 2.5)
         assert torch.equal(few[0], shares[first : first + count]) and torch.equal(few[1], experts[first : first + count])
 
 

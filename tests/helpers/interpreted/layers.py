@@ -100,14 +100,14 @@ def test_products_by_slot_equal_the_reference(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_experts_equal_the_references(dtype: torch.dtype) -> None:
     """Equal logits, experts that no token takes, more rows of one expert than a tile and more choices than are read at a time."""
+    both = experts.choose_experts, expert_programs.choose_experts
     for tokens, count, number in ((1, 1, 1), (3, 2, 5), (70, 3, 4)):
         logits = integers(-2, 3, tokens, number).to(dtype)
         for normalised in (False, True):
-            compare(experts.choose_experts, expert_programs.choose_experts, logits, count, normalised, tol=1e-6)
-        grouped = integers(-2, 3, tokens, 3 * number).float(), torch.randn(3 * number) / 4, count
+            compare(*both, logits, count, normalised, None, 1, 1, 1.0, tol=1e-6)
+        wide, correction = integers(-2, 3, tokens, 3 * number).to(dtype), torch.randn(3 * number) / 4
         for groups, taken, normalised in ((1, 1, True), (number, max(1, number - 1), False)):
-            both = experts.choose_grouped_experts, expert_programs.choose_grouped_experts
-            compare(*both, *grouped, groups, taken, normalised, 2.5, tol=1e-6)
+            compare(*both, wide, count, normalised, correction, groups, taken, 2.5, tol=1e-6)
         shares, chosen = map(Tensor.contiguous, experts.choose_experts.reference(logits, count, True))
         inner, outer = expert_programs.tiles_of(2)["INNER"] + 9, expert_programs.OUTER_TILE + 5
         weights, biases = random(number * outer, inner + 3, dtype=dtype)[:, :inner], random(number * outer, dtype=dtype)
@@ -129,9 +129,9 @@ def test_quantised_products_and_rows_equal_the_references(kind: quantised.QuantK
         states, bias = random(count, 400, dtype=dtype)[:, :384], random(32, dtype=dtype)
         tol = 384 * 2**-24 * float((states.double().abs() @ weights.double().abs().T).max()) + (2**-10 if dtype is torch.float16 else 0)
         for each in (None, bias):
-            compare(quantised.quantised_product, quantised_programs.multiply_packed, states, apart, each, tol=tol)
+            compare(dense.product, dense_programs.product, states, apart, each, tol=tol)
     for each in (None, bias):  # in float32, dequantised weights are exact
-        compare(quantised.quantised_product, quantised_programs.multiply_dequantised, states, apart, each, tol=tol)
+        compare(dense.product, quantised_programs.multiply_dequantised, states, packed, each, tol=tol)
     found = [torch.empty(3, 32) for _ in range(2)]
     quantised_programs.quantised_product(states[:3], packed, None, found[0])
     quantised_programs.quantised_product(torch.cat([states[:3], states])[:7], packed, None, other := torch.empty(7, 32))
@@ -150,7 +150,7 @@ def test_products_of_packed_experts_equal_the_reference(name: str) -> None:
             tol = inner * 2**-24 * float((states.double().abs() @ weights.double().abs().T).max())
             tol += 2**-10 if dtype is torch.float16 else 0
             given = states, chosen, packed.repeat(1, 2, 1)[:, : packed.shape[1]], number, bias
-            compare(experts.quantised_expert_product, expert_programs.quantised_expert_product, *given, tol=tol)
+            compare(experts.expert_product, expert_programs.expert_product, *given, tol=tol)
 
 
 def test_activations_of_large_numbers() -> None:

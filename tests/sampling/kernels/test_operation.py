@@ -60,10 +60,9 @@ OPERATIONS: dict[str, tuple[Operation[..., Any], list[Any], list[Any]]] = {
         [numbers(4, 8), torch.tensor([1, 2]), numbers(3, 5, 8), numbers(4, 5)],
         [torch.zeros(4, 5)],
     ),
-    "choose_experts": (experts.choose_experts, [numbers(3, 5), 2, True], [torch.zeros(3, 2), torch.zeros(3, 2, dtype=torch.int64)]),
-    "choose_grouped_experts": (
-        experts.choose_grouped_experts,
-        [numbers(3, 8), numbers(8), 2, 4, 2, True, 2.5],
+    "choose_experts": (
+        experts.choose_experts,
+        [numbers(3, 8), 2, True, numbers(8), 4, 2, 2.5],
         [torch.zeros(3, 2), torch.zeros(3, 2, dtype=torch.int64)],
     ),
     "expert_product": (
@@ -72,13 +71,13 @@ OPERATIONS: dict[str, tuple[Operation[..., Any], list[Any], list[Any]]] = {
         [torch.zeros(4, 5)],
     ),
     "combine_experts": (experts.combine_experts, [numbers(4, 8), numbers(2, 2)], [torch.zeros(2, 8)]),
-    "quantised_expert_product": (
-        experts.quantised_expert_product,
+    "expert_product, packed": (
+        experts.expert_product,
         [numbers(2, 32), torch.tensor([[1, 0], [1, 2]]), PACKED.repeat(3, 1, 1), 3, numbers(48)],
         [torch.zeros(4, 16)],
     ),
-    "quantised_product": (
-        quantised.quantised_product,
+    "product, packed": (
+        dense.product,
         [numbers(3, 32), PACKED, numbers(16)],
         [torch.zeros(3, 16)],
     ),

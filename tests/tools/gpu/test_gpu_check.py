@@ -175,7 +175,7 @@ def test_the_smoke_stage_has_every_operation_with_a_program() -> None:
     """paged_attention is compared with a tolerance, under a name of its own."""
     names = set(short_kernels.programs(torch.device("cpu")))
     expected = {operation.name for operation in OPERATIONS.values() if operation.triton} - {"paged_attention"}
-    assert {"scatter_masks", "choose_grouped_experts", "end_round"} <= expected <= names and "attention" in names
+    assert {"scatter_masks", "choose_experts", "end_round"} <= expected <= names and "attention" in names
 
 
 def test_a_check_repeats_as_often_as_its_budget_allows() -> None:

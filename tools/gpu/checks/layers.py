@@ -71,10 +71,10 @@ def _expert_calls(device: torch.device, tokens: int, size: int, dtype: torch.dty
     tol, shape = 4 * torch.finfo(dtype).eps, f"N={tokens} size={size} {str(dtype)[6:]}"
     sum_tol = _sum_tolerance(dtype, size)
     shares, chosen = map(Tensor.contiguous, experts.choose_experts.reference(logits, 2, True))
-    yield Call(experts.choose_experts, shape, (logits, 2, True), (shares.clone(), chosen.clone()), logits.nbytes, tol=tol)
+    yield Call(experts.choose_experts, shape, (logits, 2, True, None, 1, 1, 1.0), (shares.clone(), chosen.clone()), logits.nbytes, tol=tol)
     wide, correction = torch.randn(tokens, 256, generator=rng).to(device), torch.randn(256, generator=rng).to(device) / 8
     outputs = torch.empty(tokens, 8, device=device), torch.empty(tokens, 8, dtype=torch.int64, device=device)
-    yield Call(experts.choose_grouped_experts, shape, (wide, correction, 8, 8, 4, True, 2.5), outputs, wide.nbytes, tol=1e-6)
+    yield Call(experts.choose_experts, f"grouped {shape}", (wide, 8, True, correction, 8, 4, 2.5), outputs, wide.nbytes, tol=1e-6)
     output, read = states.new_empty(2 * tokens, 96), states.nbytes + len(chosen.unique()) * weights.nbytes // 8
     yield Call(experts.expert_product, shape, (states, chosen, weights, 8, biases), (output,), read + output.nbytes, tol=sum_tol)
     parts = torch.cat([states, states.flip(0)])
@@ -98,12 +98,12 @@ def _packed_calls(device: torch.device, tokens: int, size: int, dtype: torch.dty
         weight = random_weight(device, name, size, size)
         tol, shape = _sum_tolerance(dtype, size), f"N={tokens} size={size} {name} {str(dtype)[6:]}"
         output, read = torch.full_like(states, 7.5), weight.nbytes + 2 * states.nbytes
-        yield Call(quantised.quantised_product, shape, (states, weight, None), (output,), read, tol=tol)
+        yield Call(dense.product, shape, (states, weight, None), (output,), read, tol=tol)
         chosen = torch.arange(2 * tokens, device=device).view(tokens, 2) % 3  # of three experts with a third of the columns each
-        third, product = weight[: len(weight) // 3 * 3], experts.quantised_expert_product
+        third = weight[: len(weight) // 3 * 3]
         output = states.new_empty(2 * tokens, len(third) // 3 * quantised.TILE)
         read = states.nbytes + len(chosen.unique()) * third.nbytes // 3 + output.nbytes
-        yield Call(product, shape, (states, chosen, third, 3, None), (output,), read, tol=tol)
+        yield Call(experts.expert_product, shape, (states, chosen, third, 3, None), (output,), read, tol=tol)
         read = tokens * weight[0].nbytes // quantised.TILE + states.nbytes
         yield Call(quantised.quantised_rows, shape, (indices, weight, dtype), (torch.full_like(states, 7.5),), read)
 

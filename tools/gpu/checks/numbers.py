@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from stepgraph import SamplingParams
-from stepgraph.graphs.layers import quantised
+from stepgraph.graphs.layers import dense, quantised
 from stepgraph.graphs.spans import NO_ROUND
 from stepgraph.runtime.trace import Timeline
 from tools.gpu.checks import grammar_rows, layers, operations
@@ -243,7 +243,7 @@ def packed_products(context: Context) -> Figures:
     for rows in (1, 4, 16, 128, 512):
         states = torch.randn(rows, inner, device=context.device, dtype=torch.bfloat16)
         calls: dict[str, Sequence[Callable[[], object]]] = {
-            name: [partial(quantised.quantised_product, states, weight) for weight in weights] for name, weights in kinds.items()
+            name: [partial(dense.product, states, weight) for weight in weights] for name, weights in kinds.items()
         }
         calls["torch, four bits"] = [partial(torch.ops.aten._weight_int4pack_mm, states, weight, 128, zeros) for weight in four]
         if rows > 16 and not context.on_tape:
