@@ -256,9 +256,9 @@ def _layer_variants() -> list[Variant]:
         types, constants = [f"*{kind}", "*i64", *[f"*{kind}"] * 3], {**experts.tiles_of(2 if kind == "bf16" else 4), "WIDE": False}
         found.append(_variant(f"multiply_by_expert {kind}", experts.multiply_by_expert, [*types, *wide], constants, 4))
     for logits, correction, groups in (("*bf16", None, 1), ("*fp32", "*fp32", 8)):
-        types = [logits, correction, "*fp32", "*i64", *["i32"] * 4, "fp32"]
-        constants = {"EXPERTS": 256, "COUNT": 8, "GROUPS": groups, "NORMALISED": True}
-        found.append(_variant(f"choose_row {groups} groups", experts.choose_row, types, constants, 1 if correction is None else 2))
+        choice, constants = experts.choose_row, {"EXPERTS": 256, "COUNT": 8, "GROUPS": groups, "NORMALISED": True}
+        types_of_choice = [logits, correction, "*fp32", "*i64", *["i32"] * 4, "fp32"]
+        found.append(_variant(f"choose_row {groups} groups", choice, types_of_choice, constants, 2 if correction else 1))
     types = ["*bf16", "*fp32", "*bf16", "i32", "i32"]
     found.append(_variant("combine_tile", experts.combine_tile, types, {"TILE": experts.COMBINED_TILE}, 4))
     types = [*["*i64"] * 4, *["i32"] * 3, "*i1", *["*i64"] * 4, *["i32"] * 4]
