@@ -20,8 +20,8 @@ BUDGETS = {  # each was the count when it was frozen; the main reasons for raisi
     # native classes of more families (550), requests that continue others, preemption, replicas under Ray Serve (1,000), MTP modules (240),
     # steps of ranks in shared memory (81), automatic draft lengths with accounts and measured costs; then 15,870: work of the draft model
     # before a run of drafts (19), corrections of model folders, ranks and the server (52), of recordings and calibration (18);
-    # then 15,952: corrections of preemption, replicas, ranks (60), model folders, commands and the API (45), others (20), merges (-156)
-    "runtime": 15_952,
+    # then 15,954: corrections of preemption, replicas, ranks (60), model folders, commands and the API (45), others (22), merges (-156)
+    "runtime": 15_954,
     # 7,588 at first. Quantised products (376), their Triton programs (219) and vectors (131), rings inside the graph (180), soft-caps and
     # sinks, adapters (180), experts (640), caches in eight bits (130), heads over ranks (178), sums over ranks (290), user functions in
     # sampled rounds (190), products and attention on threads (75), small operations of replays in C (170), products of prompts by a probe

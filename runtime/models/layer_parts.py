@@ -58,8 +58,10 @@ class ExpertMlp(nn.Module):
 
     def _choose(self, states: Tensor) -> tuple[Tensor, Tensor]:
         experts = self.experts
-        logits = product(states if experts.routing is None else states.float(), self.router, self.router_bias)
         options = () if experts.routing is None else (self.correction, *experts.routing)
+        if options:
+            states = states.float() if self.router.dtype is torch.uint8 else states.to(self.router.dtype)
+        logits = product(states, self.router, self.router_bias)
         return choose_experts(logits, experts.experts_per_token, experts.normalised, *options)
 
 
