@@ -15,7 +15,7 @@ from ctypes import POINTER, c_char_p, c_int64
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-VERSION = 18  # of the argument struct and of the behaviour of the kernels; native.h has the same number
+VERSION = 19  # of the argument struct and of the behaviour of the kernels; native.h has the same number
 
 
 class Unavailable(Exception):

@@ -51,9 +51,7 @@ class AutomatonMatcher:
         self.fault = ""
         self.functions = MatcherFunctions.in_dll(library, "stepgraph_automaton_functions")
         self._fill = self.functions.fill  # stored, because each access creates an object
-        self.handle: int | None = library.stepgraph_open_automaton(
-            grammar.image.ctypes.data, addressof(grammar.table.view), grammar.crossing
-        )
+        self.handle: int | None = library.stepgraph_open_automaton(grammar.image.ctypes.data, addressof(grammar.table.view))
         if not self.handle:
             raise MemoryError("AutomatonMatcher: out of memory")
         weakref.finalize(self, library.stepgraph_close_automaton, self.handle).atexit = False
@@ -104,13 +102,6 @@ class AutomatonGrammar:
     def image_id(self) -> int:
         """A positive number that identifies the image. It is a hash, so that equal engines write equal buffers."""
         return int.from_bytes(hashlib.blake2b(self.image.tobytes(), digest_size=8).digest(), "little") >> 1 or 1
-
-    @functools.cached_property
-    def crossing(self) -> int | None:
-        """The address of the tokens whose legality depends on the stack, in the order in which a mask on the host reads them."""
-        address: int | None = functions().stepgraph_automaton_crossing(self.image.ctypes.data, addressof(self.table.view))
-        weakref.finalize(self, functions().stepgraph_automaton_free_image, address).atexit = False
-        return address
 
     @property
     def nbytes(self) -> int:

@@ -19,7 +19,7 @@ from stepgraph.sampling.native import Unavailable, load
 
 Image = npt.NDArray[np.int32]
 
-IMAGE_VERSION, MOVE_INTS = 5, 12  # as in image.h
+IMAGE_VERSION, MOVE_INTS = 6, 12  # as in image.h
 REASON_BYTES = 400
 UNFIT = 1  # a return value of automaton_compile
 FORMAT_RULE = re.compile(r"(?:\w+_)?(?:hostname(7?)_(\d+)|time)")  # host names (7: of drafts 3 to 7) and their length, or times: see nfa.h
@@ -28,7 +28,7 @@ FORMAT_RULE = re.compile(r"(?:\w+_)?(?:hostname(7?)_(\d+)|time)")  # host names 
 # The header of an image, as in image.h. From CLASS_OF on: offsets of tables in the image.
 Field = IntEnum(
     "Field",
-    "FORMAT SIZE STATES CLASSES SYMBOLS FINISH_SETS START START_COUNTERS SECOND_COUNTER THIRD_COUNTER ROWS CROSSING DEPTH PUSHES FREE "
+    "FORMAT SIZE STATES CLASSES SYMBOLS FINISH_SETS START START_COUNTERS SECOND_COUNTER THIRD_COUNTER ROWS DEPTH PUSHES FREE "
     "NARROW LIMIT LIMITED CLASS_OF BYTE_OF NEXT MOVES LEAVE RETURN ROW_OF BASE_OF STATUS_OF CHANGE_START CHANGE_WORD CHANGE_VALUE DENSE "
     "CROSS_START CROSS",
     start=0,
@@ -86,8 +86,7 @@ def functions() -> ctypes.CDLL:
         ("automaton_view_vocabulary", None, (c_void_p, POINTER(VocabularyStruct))),
         ("automaton_compile", c_int, (POINTER(SourceStruct), c_void_p, *compiled)),
         ("automaton_free_image", None, (c_void_p,)),
-        ("automaton_crossing", c_void_p, (c_void_p, c_void_p)),
-        ("open_automaton", c_void_p, (c_void_p, c_void_p, c_void_p)),
+        ("open_automaton", c_void_p, (c_void_p, c_void_p)),
         ("close_automaton", None, (c_void_p,)),
     ):
         function = getattr(library, f"stepgraph_{name}")

@@ -2,13 +2,10 @@
 
 #include "masks.h"
 
-#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <map>
 #include <new>
-#include <string_view>
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 
@@ -87,35 +84,4 @@ EXPORTED int stepgraph_automaton_compile(const grammar_source *source, const voi
         snprintf(reason, (size_t)reason_size, "the automaton compiler failed: %s", error.what());
         return UNFIT;
     }
-}
-
-// See image.h.
-int32_t *stepgraph_automaton_crossing(const int32_t *image, const image_vocabulary *vocabulary) try {
-    if (!image[IMAGE_CROSSING]) return nullptr;
-    auto text_of = [&](int32_t token) {
-        const int32_t *start = vocabulary->starts + token;
-        return std::string_view((const char *)vocabulary->text + start[0], (size_t)(start[1] - start[0]));
-    };
-    Ints lists((size_t)image[IMAGE_STATES]);
-    std::map<Ints, int32_t> known; // many states share a list
-    for (int32_t state = 0; state < image[IMAGE_STATES]; state++) {
-        const int32_t *range = image + image[IMAGE_CROSS_START] + state, *cross = image + image[IMAGE_CROSS];
-        auto [place, is_new] = known.try_emplace(Ints(cross + range[0], cross + range[1]), (int32_t)lists.size());
-        lists[(size_t)state] = place->second;
-        if (!is_new) continue;
-        std::string_view before;
-        for (int32_t token : place->first) {
-            std::string_view text = text_of(token);
-            auto shared = std::mismatch(text.begin(), text.end(), before.begin(), before.end()).first - text.begin();
-            lists.insert(lists.end(), {token, (int32_t)text.size(), (int32_t)shared});
-            lists.resize(lists.size() + (text.size() + 3) / 4);
-            memcpy(lists.data() + lists.size() - (text.size() + 3) / 4, text.data(), text.size());
-            before = text;
-        }
-        lists.push_back(-1);
-    }
-    auto found = (int32_t *)malloc(lists.size() * sizeof(int32_t));
-    return found ? std::copy(lists.begin(), lists.end(), found) - lists.size() : nullptr;
-} catch (const std::bad_alloc &) {
-    return nullptr;
 }

@@ -127,27 +127,8 @@ static void write_base(const int32_t *image, const image_vocabulary *vocabulary,
     for (int32_t at = 0; at < written->crossed; at++) set_word(mask, written->words[at], source);
 }
 
-static void set_crossing(int32_t *mask, int32_t token, image_written *written) {
-    mask[token / 32] |= (int32_t)(1u << (token % 32));
-    if (written->crossed < IMAGE_CROSSED) written->words[written->crossed] = token / 32;
-    written->crossed++;
-}
-
-/* Set the legal crossing tokens. */
-static void fill_crossing(const int32_t *image, const int32_t *text, const image_place *place, const int32_t *stack, int32_t *mask,
-                          image_written *written) {
-    for (int32_t followed = 0; text[TEXT_TOKEN] >= 0; text += TEXT_BYTES + (text[TEXT_SIZE] + 3) / 4) {
-        if (text[TEXT_SHARED] > followed) continue; /* this token has the same illegal byte as the previous one */
-        image_walk walk;
-        image_begin(&walk, place, stack);
-        const uint8_t *bytes = (const uint8_t *)(text + TEXT_BYTES);
-        for (followed = 0; followed < text[TEXT_SIZE] && follow(image, &walk, bytes + followed, 1, image[IMAGE_PUSHES]) > 0;) followed++;
-        if (followed == text[TEXT_SIZE]) set_crossing(mask, text[TEXT_TOKEN], written);
-    }
-}
-
-int32_t image_fill(const int32_t *image, const image_vocabulary *vocabulary, const int32_t *texts, const image_place *place,
-                   const int32_t *stack, int32_t *mask, image_written *written) {
+int32_t image_fill(const int32_t *image, const image_vocabulary *vocabulary, const image_place *place, const int32_t *stack, int32_t *mask,
+                   image_written *written) {
     const image_written before = *written;
     written->row = -1;
     written->crossed = 0;
@@ -162,14 +143,15 @@ int32_t image_fill(const int32_t *image, const image_vocabulary *vocabulary, con
         const int32_t *word = image + image[IMAGE_CHANGE_WORD], *value = image + image[IMAGE_CHANGE_VALUE];
         for (int32_t at = range[0]; at < range[1]; at++) mask[word[at]] = value[at];
     }
-    if (texts) {
-        fill_crossing(image, texts + texts[place->state], place, stack, mask, written);
-    } else if (image[IMAGE_SYMBOLS]) {
+    if (image[IMAGE_SYMBOLS]) {
         const int32_t *range = image + image[IMAGE_CROSS_START] + place->state, *tokens = image + image[IMAGE_CROSS];
         for (int32_t at = range[0]; at < range[1]; at++) {
             image_walk walk;
             image_begin(&walk, place, stack);
-            if (follow_token(image, vocabulary, &walk, tokens[at]) > 0) set_crossing(mask, tokens[at], written);
+            if (follow_token(image, vocabulary, &walk, tokens[at]) <= 0) continue;
+            mask[tokens[at] / 32] |= (int32_t)(1u << (tokens[at] % 32));
+            if (written->crossed < IMAGE_CROSSED) written->words[written->crossed] = tokens[at] / 32;
+            written->crossed++;
         }
     }
     return written->crossed ? OK : image[image[IMAGE_STATUS_OF] + row];

@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-enum { IMAGE_VERSION = 5, IMAGE_COUNTERS = 3, IMAGE_MOVE_INTS = 12, IMAGE_MAX_PUSHES = 64, IMAGE_CROSSED = 30 };
+enum { IMAGE_VERSION = 6, IMAGE_COUNTERS = 3, IMAGE_MOVE_INTS = 12, IMAGE_MAX_PUSHES = 64, IMAGE_CROSSED = 30 };
 
 /* The header. Fields from IMAGE_CLASS_OF on are offsets of tables, in int32 from the start of the image. */
 enum image_field {
@@ -18,7 +18,6 @@ enum image_field {
     IMAGE_START,
     IMAGE_START_COUNTERS, /* [IMAGE_COUNTERS] */
     IMAGE_ROWS = IMAGE_START_COUNTERS + IMAGE_COUNTERS, /* distinct mask rows */
-    IMAGE_CROSSING, /* the largest number of crossing tokens of a state */
     IMAGE_DEPTH, /* maximum stack depth of a text; 0 without symbols */
     IMAGE_PUSHES, /* maximum number of symbols that a legal token has on the stack at a time; at most IMAGE_MAX_PUSHES */
     IMAGE_FREE, /* the first of the states before the end of a marker, in which the text is free; IMAGE_STATES without a marker */
@@ -38,7 +37,7 @@ enum image_field {
     IMAGE_CHANGE_WORD, /* word of the row that differs from the base */
     IMAGE_CHANGE_VALUE,
     IMAGE_DENSE, /* [dense rows, mask words]; at a multiple of four */
-    IMAGE_CROSS_START, /* [states + 1]; tokens whose legality depends on the stack, in the order of their texts; only with symbols */
+    IMAGE_CROSS_START, /* [states + 1]; tokens that the stack may allow; only with symbols */
     IMAGE_CROSS,
     IMAGE_HEADER, /* number of header fields */
 };
@@ -101,15 +100,9 @@ typedef struct {
     int32_t words[IMAGE_CROSSED];
 } image_written;
 
-/* Write the mask row [words] of a place and return its status. Words that are already right according to `written` are not written.
-   `texts`: from stepgraph_automaton_crossing, or NULL. */
-int32_t image_fill(const int32_t *image, const image_vocabulary *vocabulary, const int32_t *texts, const image_place *place,
-                   const int32_t *stack, int32_t *mask, image_written *written);
-
-/* The crossing tokens of all states with their texts, which are far apart in the vocabulary: the offset of each state's list, then lists of
-   tokens in the order of their texts; a token of -1 ends a list. Allocated by malloc. NULL: the grammar has none, or out of memory. */
-__attribute__((visibility("default"))) int32_t *stepgraph_automaton_crossing(const int32_t *image, const image_vocabulary *vocabulary);
-enum { TEXT_TOKEN, TEXT_SIZE, TEXT_SHARED, TEXT_BYTES }; /* TEXT_SHARED: leading bytes shared with the previous token */
+/* Write the mask row [words] of a place and return its status. Words that are already right according to `written` are not written. */
+int32_t image_fill(const int32_t *image, const image_vocabulary *vocabulary, const image_place *place, const int32_t *stack, int32_t *mask,
+                   image_written *written);
 
 /* Write bytes that must come next, at most `room`; returns their number. The text may not end before them. */
 int64_t image_forced(const int32_t *image, const image_place *place, const int32_t *stack, uint8_t *text, int64_t room);

@@ -2,7 +2,8 @@
 // trees, which are not walked inside strings, where their rows follow from the number of characters; few tokens contain quotes, and states
 // that differ only after a quote share the tokens without quotes; a subtree is walked once for all states that accept the same texts up to
 // its height; a subtree is not walked if all texts of its bytes are legal, as in names and numbers; and states with equal tokens share a
-// row before its words are written.
+// row before its words are written. The legality of a token that leaves the part of the grammar in which it began depends on the stack; it
+// is listed unless no stack allows it.
 
 #include "masks.h"
 
@@ -147,7 +148,7 @@ Vocabulary::Vocabulary(
     const uint8_t *bytes, const int32_t *offsets, int32_t num_tokens, const Ints &stop_ids, const Ints &hidden_ids, int32_t words
 )
     : text(bytes, bytes + offsets[num_tokens]), starts(offsets, offsets + num_tokens + 1), stops(stop_ids), stop_words(bits_of(stop_ids, words)),
-      hidden_words(bits_of(hidden_ids, words)), place_in_order((size_t)num_tokens), words(words) {
+      hidden_words(bits_of(hidden_ids, words)), words(words) {
     std::vector<Entry> entries;
     for (int32_t id = 0; id < num_tokens; id++) {
         int32_t size = starts[id + 1] - starts[id];
@@ -156,7 +157,6 @@ Vocabulary::Vocabulary(
         longest = std::max(longest, size);
     }
     std::sort(entries.begin(), entries.end(), in_text_order);
-    for (size_t at = 0; at < entries.size(); at++) place_in_order[(size_t)entries[at].id] = (int32_t)at;
     for (const Part &part : PARTS) {
         std::vector<Entry> some;
         for (const Entry &entry : entries) {
@@ -209,14 +209,88 @@ struct SparseRow {
     }
 };
 
+// What may follow after a token has left the part of the grammar in which it began: sets of states, numbered as they are found. The stack
+// is not known, so a part that ends continues as after any symbol. A counted loop may be in its last iteration.
+class Continuations {
+public:
+    static constexpr int32_t NONE = -1, ANY = -2; // no text may follow; the limit of work is reached, and any text may follow
+
+    explicit Continuations(const Automaton &automaton)
+        : automaton(automaton), after((size_t)automaton.finish_sets, UNKNOWN), added((size_t)automaton.states, 0) {}
+
+    // The set after the end of a part.
+    int32_t after_part(int32_t finish_set) {
+        int32_t &found = after[(size_t)finish_set];
+        if (found == UNKNOWN) {
+            ended.push_back(finish_set);
+            found = number_added();
+        }
+        return found;
+    }
+
+    // The set after a byte class.
+    int32_t next(int32_t set, int32_t c) {
+        if (set < 0) return set;
+        size_t at = (size_t)set * (size_t)automaton.classes + (size_t)c;
+        if (moves[at] == UNKNOWN) {
+            for (int32_t state : sets.of(set)) {
+                int32_t entry = automaton.next[(size_t)state * (size_t)automaton.classes + (size_t)c];
+                if (entry < SPECIAL) add(entry);
+                else add(automaton.moves[entry - SPECIAL].target), add(automaton.moves[entry - SPECIAL].last_target);
+            }
+            int32_t found = number_added(); // may move `moves`
+            moves[at] = found;
+        }
+        return moves[at];
+    }
+
+private:
+    static constexpr int32_t UNKNOWN = -3;
+    static constexpr int64_t MAX_WORK = 4'000'000; // states read, and elements of `moves`: some milliseconds and 16 MB
+
+    void add(int32_t state) {
+        work++;
+        if (state < 0 || added[(size_t)state] == round) return;
+        added[(size_t)state] = round;
+        if (int32_t pop = automaton.pop[state]; pop >= 0) ended.push_back(pop);
+        else set.push_back(state);
+    }
+
+    // The number of the set of states that were added.
+    int32_t number_added() {
+        while (!ended.empty()) {
+            const int32_t *to = &automaton.go[(size_t)ended.back() * (size_t)automaton.symbols];
+            ended.pop_back();
+            for (int32_t symbol = 0; symbol < automaton.symbols && work < MAX_WORK; symbol++) add(to[symbol]);
+        }
+        std::sort(set.begin(), set.end());
+        int32_t number = work < MAX_WORK ? set.empty() ? NONE : sets.add(set).number : ANY;
+        if (moves.size() < (size_t)sets.size() * (size_t)automaton.classes) {
+            moves.resize((size_t)sets.size() * (size_t)automaton.classes, UNKNOWN);
+            work += automaton.classes;
+        }
+        set.clear();
+        round++;
+        return number;
+    }
+
+    const Automaton &automaton;
+    Interned sets;
+    Ints after; // [finish sets] set
+    Ints moves; // [sets, classes] set
+    Ints set, ended, added; // being built: its states; finish sets of parts that end; [states] the last `round` in which a state was added
+    int32_t round = 1;
+    int64_t work = 0;
+};
+
 class Masks {
 public:
     Masks(const Automaton &automaton, const Vocabulary &vocabulary, const Limits &limits)
         : automaton(automaton), vocabulary(vocabulary), limits(limits),
           narrow(std::max((size_t)automaton.states, automaton.moves.size() + 1) <= 1 << 15), bytes_of(bytes_by_class(automaton)),
           quote(bytes_of[automaton.class_of['"']].size() == 1 ? automaton.class_of['"'] : -1), rows(automaton.classes),
-          row((size_t)vocabulary.words), part_row(row), ordered(vocabulary.starts.size() / 32 + 1), top_at((size_t)vocabulary.longest + 1),
-          pushed((size_t)vocabulary.longest + 1) {
+          continuations(automaton), row((size_t)vocabulary.words), part_row(row), ordered(vocabulary.starts.size() / 32 + 1),
+          top_at((size_t)vocabulary.longest + 1), pushed((size_t)vocabulary.longest + 1) {
         find_walk_states();
     }
 
@@ -241,7 +315,6 @@ public:
                 if (automaton.symbols) append_crossed(found);
             }
             parts[NUM_PARTS] = automaton.accepts[state], parts[NUM_PARTS + 1] = base;
-            if (automaton.symbols) sort_by_text(crossing[state]);
             auto [number, is_new] = parts_of_rows.add(parts.data(), parts.size());
             row_of[state] = number;
             if (!is_new) continue;
@@ -259,12 +332,6 @@ private:
         std::vector<std::vector<uint8_t>> bytes((size_t)automaton.classes);
         for (int byte = 0; byte < 256; byte++) bytes[automaton.class_of[(size_t)byte]].push_back((uint8_t)byte);
         return bytes;
-    }
-
-    // Adjacent crossing tokens begin with the same bytes: on a GPU most groups of some hundred tokens end at their first, illegal bytes.
-    void sort_by_text(Ints &tokens) const {
-        const Ints &place = vocabulary.place_in_order;
-        std::sort(tokens.begin(), tokens.end(), [&](int32_t left, int32_t right) { return place[(size_t)left] < place[(size_t)right]; });
     }
 
     // Classes of states that read the same tokens with up to as many quotes as the number of the level, and pop and push the same symbols.
@@ -681,10 +748,7 @@ private:
         if (to < 0) return;
         for (int32_t at = node.first_token; at < node.below_token; at++) ordered.add(at);
         if (node.below_token == node.end_token) return;
-        if (below) {
-            crossed->insert(crossed->end(), trie.tokens.begin() + node.below_token, trie.tokens.begin() + node.end_token);
-            return;
-        }
+        if (below) return add_crossing(trie, number, continuations.after_part(walk_states[(size_t)to].pop));
         const WalkState &step = walk_states[(size_t)to];
         bool is_inside = (trie.bytes[(size_t)node.first_child] & 0xC0) == 0x80; // a character: `surely` counts from the end of one
         bool is_plain = PARTS[&trie - vocabulary.tries.data()].is_plain && !is_inside && node.height <= step.surely;
@@ -695,6 +759,21 @@ private:
         bool is_shared = shares_parts && !top && node.end_token - node.below_token >= SHARED_TOKENS;
         if (is_shared && add_below(trie, number, size, to)) return;
         walk_children(trie, number, size, to);
+    }
+
+    // Adds the tokens below a node that some stack may allow. `set`: in `continuations`, at the node.
+    void add_crossing(const Trie &trie, int32_t number, int32_t set) {
+        const Trie::Node &node = trie.nodes[(size_t)number];
+        auto add_tokens = [&](int32_t begin, int32_t end) {
+            crossed->insert(crossed->end(), trie.tokens.begin() + begin, trie.tokens.begin() + end);
+        };
+        if (set == Continuations::ANY) return add_tokens(node.below_token, node.end_token);
+        for (int32_t child = node.first_child; child < trie.nodes[(size_t)number + 1].first_child; child++) {
+            int32_t next = continuations.next(set, automaton.class_of[trie.bytes[(size_t)child]]);
+            if (next == Continuations::NONE) continue;
+            add_tokens(trie.nodes[(size_t)child].first_token, trie.nodes[(size_t)child].below_token);
+            add_crossing(trie, child, next);
+        }
     }
 
     // Adds the row that was built, as changes of a base row or as a dense row.
@@ -771,7 +850,6 @@ private:
         for (const Ints &tokens : crossing) {
             cross_start.push_back((int32_t)cross.size());
             cross.insert(cross.end(), tokens.begin(), tokens.end());
-            header[IMAGE_CROSSING] = std::max(header[IMAGE_CROSSING], (int32_t)tokens.size());
         }
         cross_start.push_back((int32_t)cross.size());
         const std::pair<int, const Ints *> tables[] = { // the dense rows are at a multiple of four
@@ -829,6 +907,7 @@ private:
     std::array<std::unordered_map<uint64_t, int32_t>, NUM_PARTS> below_node; // by node and class
     Interned below_bits; // pairs of word index and bits of `ordered`
     Ints packed; // the pairs that are being added
+    Continuations continuations;
     Ints below_crossed, *crossed = nullptr; // tokens whose legality depends on the stack; of the state or the part that is being walked
     std::deque<SparseRow> spares; // one for each nested call of `keep_below`
     size_t level = 0; // number of nested calls of `keep_below`

@@ -35,7 +35,6 @@ struct Vocabulary {
 
     std::vector<uint8_t> text;
     Ints starts, stops, stop_words, hidden_words, plain;
-    Ints place_in_order; // [tokens] index in the order of texts
     int32_t words, longest = 0, longest_plain = 0; // longest: in bytes, longest_plain: in characters
     std::vector<Trie> tries; // of parts of the tokens: states that differ only in one part share the others. See PARTS in masks.cpp
 };

@@ -16,7 +16,6 @@ typedef struct {
 typedef struct {
     const int32_t *image;
     const image_vocabulary *vocabulary;
-    const int32_t *crossing; /* from stepgraph_automaton_crossing */
     token_place *places; /* [room]; the last one is places[tokens] */
     int64_t tokens, room;
     int32_t *stack; /* [IMAGE_DEPTH] */
@@ -66,7 +65,7 @@ static int fill(const matcher_library *self, void *handle, int32_t *words, int64
     (void)self, (void)count, (void)error;
     automaton_matcher *matcher = handle;
     const image_place *place = &matcher->places[matcher->tokens].place;
-    return image_fill(matcher->image, matcher->vocabulary, matcher->crossing, place, matcher->stack, words, (image_written *)written);
+    return image_fill(matcher->image, matcher->vocabulary, place, matcher->stack, words, (image_written *)written);
 }
 
 static int rollback(const matcher_library *self, void *handle, int64_t tokens, char *error) {
@@ -114,10 +113,10 @@ STEPGRAPH_API void stepgraph_close_automaton(void *handle) {
 }
 
 /* A matcher at the start of a text. It does not own the arguments. NULL if out of memory. */
-STEPGRAPH_API void *stepgraph_open_automaton(const int32_t *image, const image_vocabulary *vocabulary, const int32_t *crossing) {
+STEPGRAPH_API void *stepgraph_open_automaton(const int32_t *image, const image_vocabulary *vocabulary) {
     automaton_matcher *matcher = calloc(1, sizeof *matcher);
     if (!matcher) return NULL;
-    *matcher = (automaton_matcher){.image = image, .vocabulary = vocabulary, .crossing = crossing, .room = FIRST_ROOM};
+    *matcher = (automaton_matcher){.image = image, .vocabulary = vocabulary, .room = FIRST_ROOM};
     matcher->places = malloc(FIRST_ROOM * sizeof *matcher->places);
     matcher->stack = malloc((size_t)(image[IMAGE_DEPTH] + 1) * sizeof *matcher->stack); /* + 1: malloc(0) may return NULL */
     if (!matcher->places || !matcher->stack) {

@@ -290,6 +290,45 @@ def test_the_worker_returns_the_same_image() -> None:
         compiler.close()
 
 
+SIGNS = Vocabulary([bytes(letters) for size in (1, 2, 3) for letters in itertools.product(b'"[]{},', repeat=size)] + [b"<stop>"], [258])
+
+
+def test_tokens_that_are_legal_after_no_stack_are_not_followed() -> None:
+    grammar = GrammarCompiler(SIGNS, backend="automaton").compile(Constraint.json_object()).grammar
+    assert isinstance(grammar, AutomatonGrammar)
+    reference, legal, most = ReferenceAutomaton(grammar.image), dict[int, list[set[int]]](), 0
+    for place, _ in reference.texts(per_state=6):
+        tokens = {token_id for token_id, token in enumerate(SIGNS.tokens[:-1]) if token and reference.walk(place, token)}
+        legal.setdefault(place.state, []).append(tokens)
+    for state, of_places in legal.items():
+        followed = {reference.at(Field.CROSS, at) for at in range(*(reference.at(Field.CROSS_START, state + end) for end in (0, 1)))}
+        assert set.union(*of_places) - set.intersection(*of_places) <= followed <= set.union(*of_places)
+        most = max(most, len(followed))
+    assert most == 9, "of 42 that leave a string"
+
+
+def test_tokens_that_leave_a_part_are_followed_in_a_grammar_with_very_many_parts() -> None:
+    """The compiler examines what may follow a part up to a limit of work; from then on, lists have all tokens that leave the part."""
+    count, ends = 1500, [b")0", b")1", b"))", b"))0", b"))x"]
+    vocabulary = Vocabulary([*(bytes([code]) for code in range(256)), *ends, b"<stop>"], [261])
+    rules = [f'x{part} ::= "(" x{part} ")" | "{part:03x}"' for part in range(count)]
+    starts = " | ".join(f'"{part:03x}" x{part} "{part:03x}"' for part in range(count))
+    grammar = GrammarCompiler(vocabulary, backend="automaton").compile(Constraint.ebnf("\n".join([f"root ::= {starts}", *rules]))).grammar
+    assert isinstance(grammar, AutomatonGrammar)
+    lists = grammar.image[grammar.image[Field.CROSS_START] :][: states_of(grammar) + 1]
+    assert {2, len(ends)} <= set(np.diff(lists)), "with and without what may follow"
+    reference = ReferenceAutomaton(grammar.image)
+    for part in (0, 1, count // 2, count - 1):
+        matcher, row, place = grammar.matcher(), torch.zeros((1, vocabulary.mask_words), dtype=torch.int32), reference.start
+        for byte in f"{part:03x}((({part:03x}":
+            after = reference.step(place, ord(byte))
+            assert after and matcher.accept_token(ord(byte))
+            place = after
+        matcher.fill_next_token_bitmask(row, 0)
+        expected = [token_id for token_id, token in enumerate(vocabulary.tokens[:-1]) if token and reference.walk(place, token)]
+        assert tokens_of(row[0]) == expected and b"))" in [vocabulary.tokens[token_id] for token_id in expected]
+
+
 ALL_TEXTS = [bytes(letters) for size in range(1, 8) for letters in itertools.product(b"abc", repeat=size)]
 DENSE = Vocabulary([*ALL_TEXTS, b"<stop>"], [len(ALL_TEXTS)])  # a tree with many tokens below its nodes
 
