@@ -104,8 +104,7 @@ def masked_argmax(
     inputs = (padded[..., :width], words.to(device), rows.to(device), constrained.to(device), None, status.to(device))
     outputs = torch.ones(batch, positions, dtype=torch.bool, device=device), filler(device, batch, positions)
     num_positions = batch * positions
-    marked = int((words != 0).sum())  # a word without a bit spares its 32 logits
-    least = num_positions * (-(-width // BITS_PER_WORD) * 4 + 9) + marked * BITS_PER_WORD * dtype.itemsize
+    least = num_positions * (-(-width // BITS_PER_WORD) * 4 + 9 + width * dtype.itemsize)
     shape = f"B={batch} Q={positions} V={width} {str(dtype)[6:]}"
     return Call(choice.masked_argmax, shape, inputs, outputs, least, num_positions * -(-width // CHOICE_TILE) * 16)
 
