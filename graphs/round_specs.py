@@ -97,8 +97,8 @@ def ring_specs(limits: Limits) -> tuple[BufferSpec, ...]:
     return (*rings, *loops) if limits.loops else rings
 
 
-def option_specs(limits: Limits, relaxed: bool, num_settings: int) -> tuple[BufferSpec, ...]:
-    """In addition to `round_specs`: settings that few requests have, int64 or float32, and the ring for all of them of one request.
+def admission_specs(limits: Limits, relaxed: bool, num_settings: int) -> tuple[BufferSpec, ...]:
+    """In addition to `round_specs`: settings that few requests have, int64 or float32, and the ring for settings and state of a row.
 
     relaxed: drafts may be accepted that are not the target's choice. num_settings: how many numbers set the user's logits processors.
     """
@@ -109,9 +109,9 @@ def option_specs(limits: Limits, relaxed: bool, num_settings: int) -> tuple[Buff
         BufferSpec("row_relaxed", (rows, 2 * relaxed), torch.float32),
         BufferSpec("row_processors", (rows, num_settings), torch.float32),
     )
-    nonempty = tuple(spec for spec in tables if spec.nbytes)
-    width = sum(math.prod(spec.shape[1:]) for spec in nonempty)
-    return (*nonempty, BufferSpec("options_ring_host", (limits.admission_ring_depth, width), torch.int64, "pinned")) if nonempty else ()
+    settings = limits.max_stop_ids + limits.pages_per_row + 2 * limits.max_bias_ids + sum(math.prod(spec.shape[1:]) for spec in tables)
+    line = 2 * limits.admission_ring_depth, max(settings, len(Column) + len(Param))
+    return (*(spec for spec in tables if spec.nbytes), BufferSpec("admission_ring_host", line, torch.int64, "pinned"))
 
 
 def round_specs(limits: Limits, samples_drafts: bool = True) -> tuple[BufferSpec, ...]:
@@ -122,7 +122,6 @@ def round_specs(limits: Limits, samples_drafts: bool = True) -> tuple[BufferSpec
     rows, slots, drafts, positions = limits.rows, limits.max_rows, limits.num_speculative_tokens, limits.positions
     words, columns, results = limits.mask_words, len(Column), ResultLayout(drafts).width
     int64, int32 = torch.int64, torch.int32
-    admission = columns + len(Param) + limits.max_stop_ids + limits.pages_per_row + 2 * limits.max_bias_ids
     return (
         # rows: state of a request from admission to finish
         BufferSpec("row_state", (rows, columns), int64),
@@ -144,16 +143,13 @@ def round_specs(limits: Limits, samples_drafts: bool = True) -> tuple[BufferSpec
         BufferSpec("batch_drafts", (drafts, slots), int64, fill=-1),
         BufferSpec("results", (slots, results), int64),
         BufferSpec("results_logprobs", (slots, positions, 2), torch.float32),
-        # admission
-        BufferSpec("admission", (admission,), int64),
         # host link: written and read by host nodes within one replay
         BufferSpec("state_host", (slots, len(HostColumn)), int64, "pinned"),
         BufferSpec("drafts_host", (drafts, slots), int64, "pinned", fill=-1),
         BufferSpec("masks_host", (positions, slots, words), int32, "pinned"),
         BufferSpec("contents_host", (positions, slots, CONTENT_FIELDS), int64, "pinned"),  # contents of masks_host
         BufferSpec("tags_host", (positions, slots, TAG_FIELDS), int64, "pinned"),
-        # rings: the host never writes a slot that the device still has to copy
-        BufferSpec("admission_ring_host", (2 * limits.admission_ring_depth, admission), int64, "pinned"),
+        # a ring: the host never writes a slot that the device still has to copy
         BufferSpec("seen_ring_host", (limits.admission_ring_depth, -(-limits.num_tokens // 32)), int32, "pinned"),  # prompt token bits
     )
 

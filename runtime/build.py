@@ -28,10 +28,10 @@ from stepgraph.graphs.prefill import Prompts, prompt_specs
 from stepgraph.graphs.proposing import process_skipped, text_specs
 from stepgraph.graphs.round import Round
 from stepgraph.graphs.round_specs import (
+    admission_specs,
     forced_specs,
     grammar_specs,
     look_up_specs,
-    option_specs,
     ring_specs,
     round_specs,
     skipped_specs,
@@ -240,7 +240,7 @@ def make_buffers(
         specs += state_specs(limits, layout.width, models.target.feature_dtype)
     specs += forced_specs(limits) if forced else ()
     processors = config.logits_processors
-    specs += option_specs(limits, config.relaxed_acceptance, sum(1 + each.num_arguments for each in processors))
+    specs += admission_specs(limits, config.relaxed_acceptance, sum(1 + each.num_arguments for each in processors))
     if config.draft_length == "auto" and models.draft is not None and models.draft.cache_specs(limits):
         specs += skipped_specs(limits, models.target.feature_dtype)
     constants: dict[str, nn.Module | torch.Tensor] = {name: model for name, model in named.items() if isinstance(model, nn.Module)}

@@ -1,7 +1,4 @@
-"""Host to device copies between rounds: block tables and settings, prompt chunks, row state.
-
-Settings that few requests have, in tables of their own (round_specs.option_specs), share one ring.
-"""
+"""Host to device copies between rounds: block tables and settings, prompt chunks, row state."""
 
 from __future__ import annotations
 
@@ -91,7 +88,6 @@ class Uploader:
         self._prompt_ring = PinnedRing(backend, buffers.prompt_ring_host)
         self._text_ring = PinnedRing(backend, buffers.text_ring_host) if models.reads_text else None
         self._seen_ring = PinnedRing(backend, buffers.seen_ring_host)
-        self._option_ring = PinnedRing(backend, buffers.options_ring_host) if "options_ring_host" in buffers else None
         self._processors, self.waits_for_grammars = processors, waits_for_grammars
         self._grammar_ring = PinnedRing(backend, buffers.image_ring_host) if "image_ring_host" in buffers else None
         self._copy_events: weakref.WeakKeyDictionary[ArenaBlock, Event] = weakref.WeakKeyDictionary()  # the event of its last copy
@@ -148,7 +144,7 @@ class Uploader:
         self._backend.run(lambda: state[row, Column.FINISH].fill_(int(FinishCode.RETIRED)))
 
     def begin(self, request: ActiveRequest) -> None:
-        """Upload a request's block table, stop ids and biases, before its first chunk."""
+        """Upload a request's block table and settings, before its first chunk."""
         buffers, limits, row, stop_ids = self._buffers, self._limits, request.row, request.job.stop_ids
         biases, resumed = request.job.sampling.biases, request.job.prior_output_host
         unused = limits.max_bias_ids - len(biases)
@@ -158,10 +154,10 @@ class Uploader:
             "row_bias_ids": [*biases, *[-1] * unused],
             "row_biases": _float_bits([*biases.values(), *[0.0] * unused]),
         }
+        parts |= {name: part for name, part in _optional_settings(request.job, limits, self._processors).items() if name in buffers}
 
         def copy(slot: Tensor) -> None:
-            buffers.admission.copy_(slot, non_blocking=True)
-            _copy_parts(buffers, row, parts, buffers.admission)
+            _copy_parts(buffers, row, parts, slot)
             buffers.row_prompt_seen[row].zero_()
             counts = buffers.row_output_counts[row].zero_()
             if resumed is not None and request.sampled:
@@ -169,9 +165,6 @@ class Uploader:
                 counts.index_add_(0, tokens, torch.ones_like(tokens, dtype=counts.dtype))
 
         self._admission_ring.send(_joined(parts), copy)
-        if self._option_ring is not None:
-            options = {name: part for name, part in _optional_settings(request.job, limits, self._processors).items() if name in buffers}
-            self._option_ring.send(_joined(options), functools.partial(_copy_parts, buffers, row, options))
         if request.job.sampling.repetition_penalty != 1:  # otherwise the prompt's tokens have no effect
             self._upload_seen(request)
         if self._text_ring is not None:
@@ -222,7 +215,6 @@ class Uploader:
         parts = {"row_params": _float_bits(params), "row_state": [state.get(column, 0) for column in Column]}
 
         def copy(slot: Tensor) -> None:
-            buffers.admission.copy_(slot, non_blocking=True)
             buffers.row_drafts[row].fill_(-1)
             if offered:
                 buffers.row_drafts[row, :offered].copy_(buffers.row_text[row, start : start + offered])
@@ -230,7 +222,7 @@ class Uploader:
                 if "row_looked_up" in buffers:
                     buffers.row_looked_up[row].fill_(True)
             buffers.row_tags[row].fill_(0)
-            _copy_parts(buffers, row, parts, buffers.admission)
+            _copy_parts(buffers, row, parts, slot)
 
         self._admission_ring.send(_joined(parts), copy)
 
