@@ -26,7 +26,7 @@ def read_schema(flag: str, value: str) -> dict[str, Any] | bool:
 
 def read_file(flag: str, path: str, expected: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8-sig")  # some editors start a file with a byte order mark
+        return Path(path).read_bytes().decode("utf-8-sig")  # some editors start a file with a byte order mark; CRLF stays CRLF
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
         raise ValueError(f"{flag}: got {clip_repr(path)} ({why}), expected {expected}") from None

@@ -59,13 +59,13 @@ def run(capsys: Captured, *arguments: str) -> tuple[int, str, str]:
     return code, printed.out, printed.err
 
 
-def test_a_byte_order_mark_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "marked"
-    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(SCHEMA).encode())
+def test_a_byte_order_mark_is_ignored_and_line_ends_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, text = tmp_path / "marked", json.dumps(SCHEMA) + "\r\n\r\n"
+    path.write_bytes(b"\xef\xbb\xbf" + text.encode())
     assert read_schema("--schema", str(path)) == SCHEMA
-    assert read_file("--prompt-file", str(path), "").startswith("{")
+    assert read_file("--prompt-file", str(path), "") == text
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(path.read_bytes())))
-    assert read_standard_input("PROMPT").startswith("{")
+    assert read_standard_input("PROMPT") == text
 
 
 def test_each_line_of_a_file_is_one_api_key(tmp_path: Path) -> None:
