@@ -13,12 +13,12 @@ import random
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NoReturn
 
-from stepgraph.runtime.replicas.replica import AnswerPart, EngineInfo, Refusal, ReplicaRequest, Tokens
+from stepgraph.runtime.replicas.replica import REPORTED, AnswerPart, EngineInfo, Refusal, ReplicaRequest, Tokens
 from stepgraph.runtime.replicas.router import page_hashes
-from stepgraph.runtime.request import FinishReason, Job, Origin, StepEvent
+from stepgraph.runtime.request import DraftCounts, FinishReason, Job, Lora, Origin, StepEvent
 from stepgraph.runtime.request_queue import QueueFullError
 from stepgraph.runtime.serve.serving import AnswerError
 from stepgraph.runtime.validate import TokenIds, checked_ids
@@ -30,6 +30,8 @@ from stepgraph.sampling.params import SamplingParams
 # Calls a replica. Yields Tokens, or a Refusal. Raises ReplicaLost.
 Call = Callable[[ReplicaRequest], AsyncGenerator[AnswerPart, None]]
 POLICIES = ("exact", "same-hardware", "never")
+_LISTS_OF_IDS = ("resume_from", "draft_ids")
+_OF_THE_FIRST, _SUMMED = REPORTED[:2], REPORTED[2:4]  # replica, over all replicas; others are those of the latest one
 
 
 class ReplicaLost(RuntimeError):
@@ -42,7 +44,10 @@ class IdentityMismatch(ReplicaLost):
 
 @dataclass(eq=False)
 class RemoteJob(Job):
-    """A request on a replica. Numbers of the engine are known at its end."""
+    """A request on a replica. `queue_seconds` and `num_cached_tokens` are those of its first one, `rounds` and `num_preemptions` of all.
+
+    Not known: `id`, which is 0, the slot of `lora`, `embeddings` and what only its engine needs.
+    """
 
     replicas: list[str] = field(default_factory=list)  # in order; more than one if it was continued
 
@@ -100,19 +105,20 @@ class ResumedStream:
             options = options | {"num_speculative_tokens": (drafts := 0)}  # a repetition could have other drafts
             depends_on_drafts = False
         self._recomputes_tokens = depends_on_drafts
-        resumed, constraint, vocabulary = options.get("resume_from"), options.get("constraint"), info.vocabulary
+        constraint, vocabulary = options.get("constraint"), info.vocabulary
         prompt_ids = checked_ids("prompt", prompt, info.num_tokens)
         constraint = constraint.constraint if isinstance(constraint, CompiledConstraint) else constraint
         typed = None if constraint is None else typed_constraint(constraint)
-        options = options | {"sampling": sampling, "constraint": typed and typed.constraint}
+        ids = {name: checked_ids(name, options[name], info.num_tokens) for name in _LISTS_OF_IDS if options.get(name) is not None}
+        options = options | ids | {"sampling": sampling, "constraint": typed and typed.constraint}
         pages = page_hashes(prompt_ids, info.page_size, (options.get("cache_salt", ""), options.get("lora_name", "")))
         self._request = ReplicaRequest(prompt_ids, options, pages)
-        new_tokens = options.get("max_new_tokens") or info.max_length - len(prompt_ids)
+        given = {each.name: options[each.name] for each in fields(Job) if options.get(each.name) is not None}
+        defaults = {"constraint": None, "max_new_tokens": info.max_length - len(prompt_ids), "num_speculative_tokens": drafts}
         stop_ids = () if vocabulary is None or sampling.ignore_eos else vocabulary.stop_token_ids
         stop_ids, seed = tuple(dict.fromkeys((*stop_ids, *sampling.stop_token_ids))), sampling.seed or 0
-        self.job = job = RemoteJob(0, prompt_ids, options["constraint"], sampling, new_tokens, drafts, stop_ids, seed)
-        job.resume_from = () if resumed is None else checked_ids("resume_from", resumed, info.num_tokens)
-        job.vocabulary, job.parse = vocabulary, typed.parse if typed else str
+        self.job = job = RemoteJob(0, prompt_ids, stop_ids=stop_ids, seed=seed, vocabulary=vocabulary, **defaults | given)
+        job.lora, job.parse = Lora(options.get("lora_name", "")), typed.parse if typed else str
         self._identity, self._avoid = "", set[str]()
         self._events = self._replicas(on_end)
         self._unread: StepEvent | None = None
@@ -199,7 +205,7 @@ class ResumedStream:
 
     async def _attempt(self) -> AsyncGenerator[StepEvent, None]:
         """The new tokens of one replica."""
-        job, options, rounds = self.job, self._request.options, self.job.rounds
+        job, options, earlier = self.job, self._request.options, {name: getattr(self.job, name) for name in REPORTED}
         skip = list(job.tokens) if self._recomputes_tokens else []  # tokens that the replica computes again
         if job.tokens and not self._recomputes_tokens:
             options = options | {"resume_from": (*job.resume_from, *job.tokens)}
@@ -211,8 +217,9 @@ class ResumedStream:
                 if part.replica:
                     self._identity = part.identity
                     job.replicas.append(part.replica)
-                    job.num_cached_tokens = part.num_cached_tokens if len(job.replicas) == 1 else job.num_cached_tokens
-                job.rounds = rounds + part.rounds
+                for name, value in zip(REPORTED, part.reported, strict=False):
+                    if len(job.replicas) == 1 or name not in _OF_THE_FIRST:
+                        setattr(job, name, earlier[name] + value if name in _SUMMED else value)
                 if (event := self._event(part, skip)) is not None:
                     yield event
 
@@ -247,9 +254,10 @@ class ResumedStream:
         job.tokens += tokens
         job.logprobs += logprobs
         job.origins += origins
-        job.num_accepted_drafts += len(origins) - origins.count(Origin.TARGET)
+        drafts = DraftCounts(len(origins) - origins.count(Origin.TARGET)) if count else part.drafts
+        job.num_accepted_drafts += drafts.accepted
         if part.reason is not None:
             job.finish_reason, job.error = part.reason, part.error
         elif not tokens:
             return None
-        return StepEvent(0, tokens, finish_reason=job.finish_reason, error=job.error, logprobs=logprobs, origins=origins)
+        return StepEvent(0, tokens, drafts, job.finish_reason, job.error, logprobs, origins)

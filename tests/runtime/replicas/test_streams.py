@@ -6,14 +6,14 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
 import torch
 
-from stepgraph import AsyncEngine, Constraint, Engine, FinishReason, SamplingParams
+from stepgraph import AsyncEngine, Constraint, Engine, FinishReason, Job, SamplingParams
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.runtime.replicas.replica import AnswerPart, Refusal, ReplicaRequest, Tokens, answer, info_of
 from stepgraph.runtime.replicas.streams import Counts, ReplicaLost, ResumedStream, Resumption
@@ -22,7 +22,7 @@ from stepgraph.runtime.serve.serving import AnswerError
 from tests.helpers.toy_engines import CONSTRAINTS, STOP, Setup, make_engine, shared_engine
 
 PROMPT, TOKENS = [49, 65, 16, 66, 71, 26, 54, 7, 61, 46, 72], 24
-PLAIN, DRAFTED = (Setup(k=k, greedy_only=False, buckets=(4,)) for k in (0, 3))
+PLAIN, DRAFTED = (Setup(k=k, greedy_only=False, buckets=(4,), look_up=k) for k in (0, 3))
 SAMPLED = SamplingParams(temperature=1.3, top_p=0.95, seed=11, min_new_tokens=9, repetition_penalty=1.3, logprobs=True)
 SAMPLINGS = {"greedy": SamplingParams(min_new_tokens=9, logit_bias={STOP: 2.0}, logprobs=True, temperature=0), "sampled": SAMPLED}
 
@@ -109,21 +109,27 @@ def test_a_stream_that_is_cut_anywhere_has_the_tokens_of_one_engine(setup: Setup
 @pytest.mark.parametrize(
     "options",
     [
-        {"constraint": Literal["yes", "not at all"], "cache_salt": "a"},
-        {"constraint": CONSTRAINTS[1], "cache_salt": "b"},
+        {"constraint": Literal["yes", "not at all"], "cache_salt": "a", "priority": 3},
+        {"constraint": CONSTRAINTS[1], "cache_salt": "b", "tenant": "t", "max_new_tokens": None},
         {"resume_from": torch.tensor([81, 88]), "sampling": SamplingParams(stop_token_ids=(3,), logprobs=True), "cache_salt": "c"},
+        {"draft_ids": [4, 5, 6], "lora_name": "", "cache_salt": "d", "num_speculative_tokens": 2},
     ],
-    ids=["literal", "json", "resumed"],
+    ids=["literal", "json", "resumed", "drafts given"],
 )
 @pytest.mark.parametrize(("setup", "cuts"), [(DRAFTED, []), (PLAIN, [2, 1])], ids=["drafted", "continued"])
-def test_the_job_of_a_stream_has_the_properties_of_a_job_of_an_engine(setup: Setup, cuts: list[int], options: dict[str, Any]) -> None:
-    engine = shared_engine(setup)
-    _, wanted = (engine.generate(PROMPT, max_new_tokens=60, **options) for _ in range(2))  # the second one finds the prompt in the cache
-    job = run(engine, cuts, max_new_tokens=60, **options).stream.job
-    names = ["constraint", "stop_ids", "resume_from", "tokens", "origins", "num_accepted_drafts", "num_cached_tokens", "text"]
-    for name in [*names, *["parsed"] * (wanted.finish_reason != FinishReason.LENGTH)]:
+def test_the_job_of_a_stream_has_the_fields_of_a_job_of_an_engine(setup: Setup, cuts: list[int], options: dict[str, Any]) -> None:
+    engine, without_drafts = shared_engine(setup), {"draft_ids": None, "num_speculative_tokens": 0}
+    options = {"max_new_tokens": 60} | options | without_drafts if setup is PLAIN else {"max_new_tokens": 60} | options
+    _, wanted = (engine.generate(PROMPT, **options) for _ in range(2))  # the second one finds the prompt in the cache
+    job = run(engine, cuts, **options).stream.job
+    others = {"id", "submitted_at", "queue_seconds", "first_token_seconds", "parse", "prior_output_host"}
+    others |= {"rounds", "grammar_lane"} if cuts else set()  # of a resumed request
+    for name in ["text", *(each.name for each in fields(Job) if each.name not in others)]:
         assert getattr(job, name) == getattr(wanted, name), name
+    assert job.queue_seconds is not None and job.first_token_seconds is not None and 0 < job.queue_seconds < job.first_token_seconds
     assert job.rounds + job.num_accepted_drafts >= len(job.tokens)
+    if wanted.finish_reason != FinishReason.LENGTH:
+        assert job.parsed == wanted.parsed
 
 
 def test_draws_without_a_seed_are_fixed_before_the_first_replica() -> None:
@@ -230,7 +236,7 @@ def test_an_engine_that_fails_or_shuts_down_is_replaced() -> None:
     engine = shared_engine(PLAIN)
     options: dict[str, Any] = {"sampling": SamplingParams(ignore_eos=True), "max_new_tokens": TOKENS}
     whole = engine.generate(PROMPT, **options).tokens
-    for ending in (Refusal("a", "failed", "the engine failed"), Tokens((), (), FinishReason.CANCELLED, "", 3, 0)):
+    for ending in (Refusal("a", "failed", "the engine failed"), Tokens((), (), FinishReason.CANCELLED)):
 
         class Ends(Replicas):
             last = ending
