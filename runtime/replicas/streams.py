@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import random
 import secrets
 import time
+import weakref
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NoReturn
@@ -79,7 +81,10 @@ class Resumption:
 
 
 class ResumedStream:
-    """The events of one request, from one replica after another."""
+    """The events of one request, from one replica after another. Dropping it cancels the request.
+
+    Not an async generator: generators that use each other and are freed together are closed by a task each, which fail.
+    """
 
     def __init__(
         self,
@@ -119,14 +124,17 @@ class ResumedStream:
         stop_ids, seed = tuple(dict.fromkeys((*stop_ids, *sampling.stop_token_ids))), sampling.seed or 0
         self.job = job = RemoteJob(0, prompt_ids, stop_ids=stop_ids, seed=seed, vocabulary=vocabulary, **defaults | given)
         job.lora, job.parse = Lora(options.get("lora_name", "")), typed.parse if typed else str
-        self._identity, self._avoid = "", set[str]()
-        self._events = self._replicas(on_end)
+        self._identity, self._avoid, self._num_lost = "", set[str](), 0
+        self._record_end = functools.partial(_record_end, job, on_end)  # does not refer to the stream
+        self._parts: AsyncGenerator[AnswerPart, None] | None = None  # of the current replica
         self._unread: StepEvent | None = None
-        self._reading: asyncio.Future[StepEvent]  # the latest one
+        self._reading: asyncio.Future[StepEvent | None]  # the latest one
         self._closing: asyncio.Future[None] | None = None
 
     async def open(self) -> None:
         """Wait for the first tokens. Raises ValueError and QueueFullError of the engine, and AnswerError."""
+        self._dropped = weakref.finalize(self, _call_in_loop, asyncio.get_running_loop(), self._record_end)
+        self._dropped.atexit = False
         self._unread = await self.__anext__()
 
     def __aiter__(self) -> ResumedStream:
@@ -134,9 +142,9 @@ class ResumedStream:
 
     async def __anext__(self) -> StepEvent:
         if self._unread is None and self._closing is None:
-            self._reading = asyncio.ensure_future(self._events.__anext__())  # a task, which cancel() can end without ending the reader's
+            self._reading = asyncio.ensure_future(self._next())  # a task, which cancel() can end without ending the reader's
             try:
-                return await self._reading
+                self._unread = await self._reading
             except asyncio.CancelledError:
                 if self._closing is None:
                     await self.aclose()
@@ -159,32 +167,47 @@ class ResumedStream:
     async def _close(self) -> None:
         self._reading.cancel()
         await asyncio.wait({self._reading})
-        await self._events.aclose()
+        await self._end()
         if self.job.finish_reason == FinishReason.CANCELLED:
             self._unread = replace(self._unread or StepEvent(0), finish_reason=FinishReason.CANCELLED)
 
-    async def _replicas(self, on_end: Callable[[], None]) -> AsyncGenerator[StepEvent, None]:
-        num_lost, job = 0, self.job
+    async def _next(self) -> StepEvent | None:
+        """The next event; None after the last one."""
+        event = None
         try:
-            while True:
-                num_known = len(job.tokens)
+            while event is None and self._dropped.alive:
                 try:
-                    async with contextlib.aclosing(self._attempt()) as events:
-                        async for event in events:
-                            yield event
-                            if event.finish_reason is not None:
-                                return
-                    raise ReplicaLost("the stream ended without a finish reason", *job.replicas[-1:])
+                    event = await self._next_of_replica()
                 except ReplicaLost as error:
-                    num_lost = 0 if len(job.tokens) > num_known else num_lost + (not isinstance(error, IdentityMismatch))
-                    self._check(error, num_lost)
-                    self._avoid |= {*error.args[1:]}
-                self._counts.retried += not job.tokens
-                self._counts.continued += bool(job.tokens)
-                await asyncio.sleep((num_lost > 1) * self._resume.backoff_seconds * 2 ** (num_lost - 2) * random.uniform(0.8, 1.2))
+                    await self._prepare_next_replica(error)
+            return event
         finally:
-            job.finish_reason = job.finish_reason or FinishReason.CANCELLED
-            on_end()
+            if event is None or event.finish_reason is not None:
+                await self._end()
+
+    async def _end(self) -> None:
+        """Idempotent."""
+        try:
+            await self._leave_replica()
+        finally:
+            if self._dropped.detach() is not None:
+                self._record_end()
+
+    async def _leave_replica(self) -> None:
+        parts, self._parts = self._parts, None
+        if parts is not None:
+            await parts.aclose()
+
+    async def _prepare_next_replica(self, error: ReplicaLost) -> None:
+        await self._leave_replica()
+        job = self.job
+        mismatch, new_tokens = isinstance(error, IdentityMismatch), len(job.tokens) > self._num_known
+        self._num_lost = num_lost = 0 if new_tokens else self._num_lost + (not mismatch)
+        self._check(error, num_lost)
+        self._avoid |= {*error.args[1:]}
+        self._counts.retried += not job.tokens
+        self._counts.continued += bool(job.tokens)
+        await asyncio.sleep((num_lost > 1) * self._resume.backoff_seconds * 2 ** (num_lost - 2) * random.uniform(0.8, 1.2))
 
     def _check(self, error: ReplicaLost, num_lost: int) -> None:
         """AnswerError if the request must not be sent to another replica."""
@@ -203,25 +226,31 @@ class ResumedStream:
         self.job.finish_reason, self.job.error = FinishReason.ERROR, why
         raise AnswerError(f"the answer cannot be continued after {len(self.job.tokens)} tokens: {why}") from error
 
-    async def _attempt(self) -> AsyncGenerator[StepEvent, None]:
-        """The new tokens of one replica."""
-        job, options, earlier = self.job, self._request.options, {name: getattr(self.job, name) for name in REPORTED}
-        skip = list(job.tokens) if self._recomputes_tokens else []  # tokens that the replica computes again
+    def _ask_replica(self) -> AsyncGenerator[AnswerPart, None]:
+        job, options = self.job, self._request.options
+        self._earlier, self._num_known = {name: getattr(job, name) for name in REPORTED}, len(job.tokens)
+        self._skip = list(job.tokens) if self._recomputes_tokens else []  # tokens that the replica computes again
         if job.tokens and not self._recomputes_tokens:
             options = options | {"resume_from": (*job.resume_from, *job.tokens)}
-        request = replace(self._request, options=options, avoid=frozenset(self._avoid), identity=self._identity if job.tokens else "")
-        async with contextlib.aclosing(self._call(request)) as parts:
-            async for part in parts:
-                if isinstance(part, Refusal):
-                    self._refused(part)
-                if part.replica:
-                    self._identity = part.identity
-                    job.replicas.append(part.replica)
-                for name, value in zip(REPORTED, part.reported, strict=False):
-                    if len(job.replicas) == 1 or name not in _OF_THE_FIRST:
-                        setattr(job, name, earlier[name] + value if name in _SUMMED else value)
-                if (event := self._event(part, skip)) is not None:
-                    yield event
+        identity = self._identity if job.tokens else ""
+        return self._call(replace(self._request, options=options, avoid=frozenset(self._avoid), identity=identity))
+
+    async def _next_of_replica(self) -> StepEvent:
+        """The next new tokens of the current replica, or of another one."""
+        job = self.job
+        self._parts = parts = self._parts or self._ask_replica()
+        async for part in parts:
+            if isinstance(part, Refusal):
+                self._refused(part)
+            if part.replica:
+                self._identity = part.identity
+                job.replicas.append(part.replica)
+            for name, value in zip(REPORTED, part.reported, strict=False):
+                if len(job.replicas) == 1 or name not in _OF_THE_FIRST:
+                    setattr(job, name, self._earlier[name] + value if name in _SUMMED else value)
+            if (event := self._event(part, self._skip)) is not None:
+                return event
+        raise ReplicaLost("the stream ended without a finish reason", *job.replicas[-1:])
 
     def _refused(self, part: Refusal) -> NoReturn:
         if part.why == "value":
@@ -261,3 +290,13 @@ class ResumedStream:
         elif not tokens:
             return None
         return StepEvent(0, tokens, drafts, job.finish_reason, job.error, logprobs, origins)
+
+
+def _call_in_loop(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop is closed
+        loop.call_soon_threadsafe(function)
+
+
+def _record_end(job: Job, on_end: Callable[[], None]) -> None:
+    job.finish_reason = job.finish_reason or FinishReason.CANCELLED
+    on_end()

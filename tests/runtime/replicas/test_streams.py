@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import gc
 import itertools
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, fields, replace
@@ -307,6 +309,35 @@ def test_leaving_a_stream_cancels_its_job_and_its_reader_gets_the_end(waits: boo
             assert ended == [1] and dict(engine.stats().finished)[FinishReason.CANCELLED] == before + 1
 
     asyncio.run(main())
+
+
+def test_a_stream_that_is_dropped_cancels_its_job_and_logs_nothing() -> None:
+    engine = shared_engine(PLAIN)
+    cancelled = dict(engine.stats().finished)[FinishReason.CANCELLED]
+    ended, logged = list[int](), list[Any]()
+
+    async def main() -> ResumedStream:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context))
+        async with AsyncEngine(engine) as serving:
+            options: dict[str, Any] = {"sampling": SamplingParams(ignore_eos=True), "max_new_tokens": 90}
+            make = functools.partial(ResumedStream, Replicas([serving], []).call, info_of(engine, "a"), Resumption(), Counts())
+            for count in range(1, 3):
+                stream = make(lambda: ended.append(1), (5,), options)
+                await stream.open()
+                job = stream.job
+                del stream
+                gc.collect()
+                for _ in range(2000):
+                    await asyncio.sleep(0.001)
+                    if dict(engine.stats().finished)[FinishReason.CANCELLED] == cancelled + count and job.finished:
+                        break
+                assert len(ended) == count and job.finish_reason == FinishReason.CANCELLED
+            await (last := make(lambda: ended.append(1), (5,), options)).open()
+            return last  # is dropped after the end of the loop
+
+    asyncio.run(main())
+    gc.collect()
+    assert not logged
 
 
 def test_a_pool_of_engines_without_vocabulary_replaces_a_replica_whose_error_has_no_message() -> None:
