@@ -67,7 +67,7 @@ class Resumption:
     """What to do when a replica is lost."""
 
     policy: str = "exact"  # exact; same-hardware: also where a near tie may end differently; never
-    attempts: int = 4  # most replicas that are lost in a row without a new token
+    attempts: int = 4  # most replicas in a row that give no new token
     backoff_seconds: float = 0.05  # before the second attempt, then doubled
 
     def __post_init__(self) -> None:
@@ -124,7 +124,8 @@ class ResumedStream:
         stop_ids, seed = tuple(dict.fromkeys((*stop_ids, *sampling.stop_token_ids))), sampling.seed or 0
         self.job = job = RemoteJob(0, prompt_ids, stop_ids=stop_ids, seed=seed, vocabulary=vocabulary, **defaults | given)
         job.lora, job.parse = Lora(options.get("lora_name", "")), typed.parse if typed else str
-        self._identity, self._avoid, self._num_lost = "", set[str](), 0
+        self._identity, self._num_lost = "", 0
+        self._lost, self._others = set[str](), set[str]()  # replicas to avoid; those of another identity
         self._record_end = functools.partial(_record_end, job, on_end)  # does not refer to the stream
         self._parts: AsyncGenerator[AnswerPart, None] | None = None  # of the current replica
         self._unread: StepEvent | None = None
@@ -201,10 +202,16 @@ class ResumedStream:
     async def _prepare_next_replica(self, error: ReplicaLost) -> None:
         await self._leave_replica()
         job = self.job
-        mismatch, new_tokens = isinstance(error, IdentityMismatch), len(job.tokens) > self._num_known
-        self._num_lost = num_lost = 0 if new_tokens else self._num_lost + (not mismatch)
+        replicas, is_other = {*error.args[1:]}, isinstance(error, IdentityMismatch)
+        none_left = is_other and replicas <= self._others  # at this moment
+        self._num_lost = num_lost = 0 if len(job.tokens) > self._num_known else self._num_lost + (none_left or not is_other)
         self._check(error, num_lost)
-        self._avoid |= {*error.args[1:]}
+        if none_left:
+            self._lost.clear()  # one of them may have returned
+        elif is_other:
+            self._others |= replicas
+        else:
+            self._lost |= replicas
         self._counts.retried += not job.tokens
         self._counts.continued += bool(job.tokens)
         await asyncio.sleep((num_lost > 1) * self._resume.backoff_seconds * 2 ** (num_lost - 2) * random.uniform(0.8, 1.2))
@@ -233,7 +240,7 @@ class ResumedStream:
         if job.tokens and not self._recomputes_tokens:
             options = options | {"resume_from": (*job.resume_from, *job.tokens)}
         identity = self._identity if job.tokens else ""
-        return self._call(replace(self._request, options=options, avoid=frozenset(self._avoid), identity=identity))
+        return self._call(replace(self._request, options=options, avoid=frozenset(self._lost | self._others), identity=identity))
 
     async def _next_of_replica(self) -> StepEvent:
         """The next new tokens of the current replica, or of another one."""
@@ -260,9 +267,6 @@ class ResumedStream:
         if part.why == "full" and not self.job.tokens:
             raise QueueFullError(part.message)
         if part.why == "identity":
-            if part.replica in self._avoid:  # no other replica is left
-                self._fail(part.message)
-            self._avoid.add(part.replica)
             raise IdentityMismatch(part.message, part.replica)
         raise ReplicaLost(part.message, part.replica)
 

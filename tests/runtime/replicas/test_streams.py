@@ -18,6 +18,7 @@ import torch
 from stepgraph import AsyncEngine, Constraint, Engine, FinishReason, Job, SamplingParams
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.runtime.replicas.replica import AnswerPart, Refusal, ReplicaRequest, Tokens, answer, info_of
+from stepgraph.runtime.replicas.router import PrefixRouter
 from stepgraph.runtime.replicas.streams import Counts, ReplicaLost, ResumedStream, Resumption
 from stepgraph.runtime.request_queue import QueueFullError
 from stepgraph.runtime.serve.serving import AnswerError
@@ -38,18 +39,19 @@ class Replicas:
     identities: list[str] = field(default_factory=lambda: ["x", "x"])
     change: Callable[[AnswerPart], AnswerPart] = field(default=lambda part: part)
     asks: list[ReplicaRequest] = field(default_factory=list)
-    alive: list[int] = field(default_factory=lambda: [0, 1])
+    loads: dict[str, int] = field(default_factory=lambda: {"a": 0, "b": 1})
     returns: bool = True  # whether a lost replica becomes available again
+    absent: range = range(0)  # the calls for which Ray does not list a
 
     async def call(self, ask: ReplicaRequest) -> AsyncGenerator[AnswerPart, None]:
-        names = ["a", "b"]
-        number = min(self.alive, key=lambda each: (names[each] in ask.avoid, each))
+        names, loads = ["a", "b"], {name: load for name, load in self.loads.items() if name != "a" or len(self.asks) not in self.absent}
+        number = names.index(PrefixRouter().rank((), loads, ask.avoid)[0])
         cut, self.asks = (self.cuts[len(self.asks)] if len(self.asks) < len(self.cuts) else 10**9), [*self.asks, ask]
         async with contextlib.aclosing(answer(self.serving[number], ask, names[number], self.identities[number])) as parts:
             for count in itertools.count():
                 if count == cut:
                     if not self.returns:
-                        self.alive.remove(number)
+                        del self.loads[names[number]]
                     raise ReplicaLost("ActorDiedError: killed", names[number])
                 try:
                     part = await parts.__anext__()
@@ -178,11 +180,23 @@ def test_equal_tokens_are_promised_only_of_models_that_declare_it(monkeypatch: p
 def test_streams_continue_on_equal_hardware_only() -> None:
     engine = shared_engine(PLAIN)
     options: dict[str, Any] = {"sampling": SamplingParams(ignore_eos=True), "max_new_tokens": TOKENS}
-    with pytest.raises(AnswerError, match=r"cannot be continued after \d+ tokens: replica . has other hardware, packages,"):
+    with pytest.raises(
+        AnswerError, match=r"after \d+ tokens: 9 replicas in a row gave no new token \(replica . has other hardware, packages,"
+    ):
         run(engine, [4], other={"identities": ["x", "y"], "returns": False}, **options)
     assert run(engine, [4], other={"identities": ["x", "y"]}, **options).stream.job.replicas == ["a", "a"]
     found = run(engine, [0], other={"identities": ["x", "y"]}, **options)  # lost before the first token: any hardware can begin
     assert found.stream.job.replicas == ["b"] and found.counts.retried == 1
+
+
+@pytest.mark.parametrize("other", [{"loads": {"a": 1, "b": 0}}, {"absent": range(1, 4)}], ids=["more requests", "not listed"])
+@pytest.mark.parametrize("cuts", [[4], [0, 4]], ids=str)
+def test_a_replica_that_returns_continues_its_stream_beside_one_of_another_identity(other: dict[str, Any], cuts: list[int]) -> None:
+    engine = shared_engine(PLAIN)
+    options: dict[str, Any] = {"sampling": SamplingParams(ignore_eos=True), "max_new_tokens": TOKENS}
+    quick = Resumption(backoff_seconds=0)
+    found = run(engine, cuts, quick, other={"identities": ["x", "y"], **other}, **options)
+    assert found.tokens == engine.generate(PROMPT, **options).tokens
 
 
 @pytest.mark.parametrize(
