@@ -118,11 +118,11 @@ class ResumedStream:
         options = options | ids | {"sampling": sampling, "constraint": typed and typed.constraint}
         pages = page_hashes(prompt_ids, info.page_size, (options.get("cache_salt", ""), options.get("lora_name", "")))
         self._request = ReplicaRequest(prompt_ids, options, pages)
-        given = {each.name: options[each.name] for each in fields(Job) if options.get(each.name) is not None}
-        defaults = {"constraint": None, "max_new_tokens": info.max_length - len(prompt_ids), "num_speculative_tokens": drafts}
+        known: dict[str, Any] = {"constraint": None, "max_new_tokens": info.max_length - len(prompt_ids), "num_speculative_tokens": drafts}
+        known |= {each.name: options[each.name] for each in fields(Job) if options.get(each.name) is not None}
         stop_ids = () if vocabulary is None or sampling.ignore_eos else vocabulary.stop_token_ids
         stop_ids, seed = tuple(dict.fromkeys((*stop_ids, *sampling.stop_token_ids))), sampling.seed or 0
-        self.job = job = RemoteJob(0, prompt_ids, stop_ids=stop_ids, seed=seed, vocabulary=vocabulary, **defaults | given)
+        self.job = job = RemoteJob(0, prompt_ids, stop_ids=stop_ids, seed=seed, vocabulary=vocabulary, **known)
         job.lora, job.parse = Lora(options.get("lora_name", "")), typed.parse if typed else str
         self._identity, self._num_lost = "", 0
         self._lost, self._others = set[str](), set[str]()  # replicas to avoid; those of another identity
