@@ -130,8 +130,11 @@ def check_models(models: ModelPair, backend: Backend, limits: Limits) -> None:
 
 
 def checked_vocabulary_size(models: ModelPair, vocabulary: Vocabulary | None) -> int:
-    """The number of tokens. ValueError unless the draft has the target's vocabulary, or maps its own to it by d2t."""
+    """The number of tokens. ValueError for sizes of the target that are none, and unless the draft has the target's vocabulary, or maps
+    its own to it by d2t."""
     target, draft = models.target, models.draft
+    check_value("Engine.target.vocab_size", target.vocab_size, whole(1))
+    check_value("Engine.target.feature_size", target.feature_size, whole(0))
     if vocabulary is not None and vocabulary.logits_width != target.vocab_size:
         expected = f"the target's vocab_size {target.vocab_size}"
         raise ValueError(f"Engine.vocabulary: its logits_width is {vocabulary.logits_width}, expected {expected}")

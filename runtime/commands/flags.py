@@ -223,10 +223,6 @@ def _parse_replicas(text: str) -> tuple[int, int]:
 
 
 def check_serve(options: argparse.Namespace) -> None:
-    try:
-        options.host.encode("idna")  # the socket would raise TypeError
-    except UnicodeError:
-        raise ValueError(f"--host: got {clip_repr(options.host)}, expected a host name or an address of this machine") from None
     for flag, seconds in (("round-timeout-seconds", options.round_timeout_seconds), ("answer-seconds", options.answer_seconds)):
         if seconds is not None and not 0 < seconds <= SECONDS_PER_DAY:  # also refuses NaN
             raise ValueError(f"--{flag}: got {seconds}, expected a number above 0 and at most {SECONDS_PER_DAY}")

@@ -70,7 +70,7 @@ def open_listener(host: str, port: int) -> socket.socket:
     try:
         if host:
             return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError) as error:  # TypeError: a NUL, or a name that IDNA refuses
         why = getattr(error, "strerror", None) or str(error)
     expected = "an address of this machine and a free port"
     raise ValueError(f"--host, --port: got {clip_repr(host)}, {port} ({why}), expected {expected}")

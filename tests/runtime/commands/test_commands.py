@@ -124,6 +124,7 @@ def test_serve_reports_an_unusable_address_before_it_opens_a_model(capsys: pytes
         port = taken.getsockname()[1]
         for flags, got in (
             (f"--port {port}", rf"'127\.0\.0\.1', {port} \(Address already in use.*\)"),
+            ("--host 'a\0b'", r"'a\\x00b', 8000 \(host name must not contain null character\)"),
             ("--host ''", r"'', 8000 \(0\.0\.0\.0 listens on all addresses\)"),
             ("--host 203.0.113.1", r"'203\.0\.113\.1', 8000 \(.*assign requested address.*\)"),  # reserved: an address of no machine
         ):

@@ -22,6 +22,7 @@ from stepgraph.runtime.commands import bench, capture_check, terminal
 from stepgraph.runtime.commands.engines import MAX_THREADS, set_threads
 from stepgraph.runtime.commands.flags import STEP_EXAMPLE, check_serve
 from stepgraph.runtime.commands.inputs import read_file, read_schema, read_standard_input
+from stepgraph.runtime.commands.serve import open_engine
 from stepgraph.runtime.demo.variants import toy_pair
 from stepgraph.runtime.text import TextCodec
 from stepgraph.sampling.grammar import Vocabulary
@@ -79,6 +80,12 @@ def test_adapters_of_repeated_flags_are_all_served() -> None:
     options = cli.make_parser().parse_args(["serve", "toy", "--port", "0", "--lora-modules", "a=x", "--lora-modules", "b=y", "c=z"])
     check_serve(options)
     assert options.lora_modules == {"a": "x", "b": "y", "c": "z"}
+
+
+def test_the_toy_pair_is_served_without_its_draft() -> None:
+    for flags, drafts in (["--draft", "none"], 0), (["-k", "2"], 2):
+        with open_engine(cli.make_parser().parse_args(["serve", "toy", "--port", "0", *flags])) as engine:
+            assert engine.limits.num_speculative_tokens == drafts
 
 
 @pytest.mark.parametrize("count", [0, -1, MAX_THREADS + 1])

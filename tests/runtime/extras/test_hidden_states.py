@@ -144,11 +144,12 @@ def test_engine_without_saving_has_no_state_buffers() -> None:
         assert not [name for name in engine.buffers if "states" in name]
 
 
-def test_target_without_hidden_size_raises(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [None, True, 0, -1])
+def test_target_without_hidden_size_raises(tmp_path: Path, size: object) -> None:
     class Silent(type(TARGET)):  # type: ignore[misc]
-        hidden_size = property(lambda self: None, lambda self, value: None)
+        hidden_size = property(lambda self: size, lambda self, value: None)
 
-    with pytest.raises(ValueError, match=r"EngineConfig.save_hidden_states: got a target with hidden_size None, expected the width"):
+    with pytest.raises(ValueError, match=rf"EngineConfig.save_hidden_states: got a target with hidden_size {size}, expected the width"):
         Engine(Silent(20), config=EngineConfig(num_speculative_tokens=0, save_hidden_states=tmp_path))
 
 
