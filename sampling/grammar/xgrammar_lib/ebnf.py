@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import heapq
-import itertools
 import json
 import re
 from collections import defaultdict
@@ -187,12 +186,12 @@ class _SerialisedGrammar:
                 only[rule] = content[0], kind == _REPEAT
         known = set[int]()
         for rule in only:
-            path = dict[int, None]()
+            path = list[int]()
             while rule in only and rule not in known:
                 known.add(rule)
-                path[rule] = None
+                path.append(rule)
                 rule = only[rule][0]
-            cycle = itertools.dropwhile(lambda each, end=rule: each != end, path)
+            cycle = path[path.index(rule) :] if rule in path else []
             yield from [each for each in cycle if only[each][1]]
 
     def _expression(self, index: int) -> tuple[int, list[int]]:
