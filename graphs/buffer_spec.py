@@ -114,7 +114,6 @@ def check_constant(name: str, tensor: Tensor) -> None:
     """ValueError for a tensor without an address that a graph can keep."""
     got = f"a tensor of layout {tensor.layout}" if tensor.layout is not torch.strided else ""
     got = "an uninitialised tensor of a lazy module" if is_lazy(tensor) else got
-    got = f"a tensor on {tensor.device}" if tensor.device.type in ("meta", "lazy") else got
     if got:
         expected = "expected one of layout torch.strided with values; keep others in a torch.library.custom_op"
         raise ValueError(f"{name}: got {got}, {expected}")

@@ -55,9 +55,8 @@ def test_reset_refills_in_place_and_fingerprint_changes_with_the_tensors() -> No
         (torch.eye(2).to_sparse(), "a tensor of layout torch.sparse_coo"),
         (torch.eye(2).to_mkldnn(), "a tensor of layout torch._mkldnn"),
         (nn.UninitializedBuffer(), "an uninitialised tensor of a lazy module"),
-        (torch.empty(2, device="meta"), "a tensor on meta"),
     ],
-    ids=["sparse", "opaque", "lazy", "meta"],
+    ids=["sparse", "opaque", "lazy"],
 )
 def test_constants_without_an_address_are_refused(constant: torch.Tensor, got: str) -> None:
     module = nn.Sequential(nn.Module())
