@@ -92,7 +92,11 @@ class StatesWriter:
         self.error = ""
         self._lock_file = self._prepare()
         self._thread = threading.Thread(target=self._run, name="stepgraph-states", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # no thread can be started, or an interrupt
+            self._unlock()
+            raise
         close_at_exit(self)
         call_after_fork(self._detach)
 

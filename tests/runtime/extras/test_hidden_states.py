@@ -183,6 +183,16 @@ def test_unusable_folder_raises_at_construction(tmp_path: Path) -> None:
         toy_engine(tmp_path)
 
 
+def test_writer_without_a_thread_does_not_lock_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="can't start new thread") as _kept:
+        patch.setattr(threading.Thread, "start", refuse)
+        StatesWriter(tmp_path, LAYOUT, 100)
+    StatesWriter(tmp_path, LAYOUT, 100).close()
+
+
 def test_requests_continue_when_the_folder_disappears(tmp_path: Path) -> None:
     folder = tmp_path / "states"
     engine = toy_engine(folder, states_shard_bytes=1)
