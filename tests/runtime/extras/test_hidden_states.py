@@ -187,9 +187,10 @@ def test_writer_without_a_thread_does_not_lock_its_folder(tmp_path: Path, monkey
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="can't start new thread") as _kept:
+    with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
-        StatesWriter(tmp_path, LAYOUT, 100)
+        with pytest.raises(RuntimeError, match="can't start new thread") as _kept:
+            StatesWriter(tmp_path, LAYOUT, 100)
     StatesWriter(tmp_path, LAYOUT, 100).close()
 
 
