@@ -420,10 +420,14 @@ def test_replay_ignores_the_grad_mode_and_autocast(buffers: StaticBuffers) -> No
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_replay_ignores_the_default_dtype(operation: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype) -> None:
     b = StaticBuffers([*(BufferSpec(name, (4,), torch.int64) for name in "xy"), BufferSpec("result", (4,), torch.float64)])
-    recorded = TapeBackend().capture(lambda b: b.result.copy_(operation(b.x, b.y)), b)
+
+    def step(b: StaticBuffers) -> None:
+        b.result.copy_(operation(b.x, b.y))
+
+    recorded = TapeBackend().capture(step, b)
     b.x.copy_(torch.tensor([1, 2, 3, 1001]))
     b.y.copy_(torch.tensor([3, 7, 11, 13]))
-    run_eager(lambda b: b.result.copy_(operation(b.x, b.y)), b)
+    run_eager(step, b)
     expected = b.result.clone()
     b.result.zero_()
     torch.set_default_dtype(dtype)
