@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from stepgraph.graphs.memory import check_memory
 from stepgraph.sampling.fields import clip_repr, is_int, is_list_like
@@ -99,9 +100,20 @@ def named_tensors(constants: Mapping[str, Tensor | nn.Module] | None) -> Iterato
         raise ValueError(f"StaticBuffers.constants: got {clip_repr(constants)}, expected a mapping of names to tensors or modules")
     for name, source in (constants or {}).items():
         if isinstance(source, Tensor):
+            check_constant(f"StaticBuffers.constants[{clip_repr(name)}]", source)
             yield name, source
         elif not isinstance(source, nn.Module):
             raise ValueError(f"StaticBuffers.constants[{clip_repr(name)}]: got {clip_repr(source)}, expected a tensor or a module")
         else:
             for inner, tensor in [*source.named_parameters(), *source.named_buffers()]:
+                check_constant(f"StaticBuffers.constants[{clip_repr(name)}].{inner}", tensor)
                 yield f"{name}.{inner}", tensor
+
+
+def check_constant(name: str, tensor: Tensor) -> None:
+    """ValueError for a tensor without an address that a graph can keep."""
+    got = f"a tensor of layout {tensor.layout}" if tensor.layout is not torch.strided else ""
+    got = "an uninitialised tensor of a lazy module" if is_lazy(tensor) else got
+    if got:
+        expected = "expected one of layout torch.strided with values; keep others in a torch.library.custom_op"
+        raise ValueError(f"{name}: got {got}, {expected}")

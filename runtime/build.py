@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
+from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
 
 import torch
@@ -78,6 +79,23 @@ class EngineParts:
         backend: Backend | None,
         record: Recording | str | Path | None,
     ) -> None:
+        self.ranks: Ranks | None = getattr(target, "ranks", None)  # of a tensor-parallel target
+        with ExitStack() as taken:  # what a refused engine has to close, as its error may keep all parts alive
+            if self.ranks:
+                taken.callback(self.ranks.close)
+            self._build(taken, target, draft, vocabulary, config, backend, record)
+            taken.pop_all()
+
+    def _build(
+        self,
+        taken: ExitStack,
+        target: TargetModel,
+        draft: Drafter | str | None,
+        vocabulary: Vocabulary | None,
+        config: EngineConfig,
+        backend: Backend | None,
+        record: Recording | str | Path | None,
+    ) -> None:
         check_members("Engine.target", target, TargetModel)
         check_value("Engine.vocabulary", vocabulary, optional(instance_of(Vocabulary, "a Vocabulary")))
         if backend is not None:
@@ -85,7 +103,7 @@ class EngineParts:
         self.models, self.config = models, config = resolve_drafter(target, draft, config)
         num_tokens = checked_vocabulary_size(models, vocabulary)
         self.limits = limits = config.limits(target.vocab_size, num_tokens, target.feature_size)
-        self.backend = backend_for(config.backend, models, config.nvtx) if backend is None else backend
+        self.backend = taken.enter_context(closing(backend_for(config.backend, models, config.nvtx))) if backend is None else backend
         self.watchdog = Watchdog(self.backend, config.round_timeout_seconds)
         timed, device, proposer, folder = self.watchdog.backend, self.backend.device, models.proposer, config.save_hidden_states
         check_models(models, self.backend, limits)
@@ -104,12 +122,12 @@ class EngineParts:
         prompts = Prompts(limits, models, self.attention)
         self.validator = RequestValidator(config, limits, vocabulary, models, pinned=device.type == "cuda")
         (queue_type, scheduler_type), self.sharing = queue_types(config, self.ranks, record), sharing_for(config, models)
-        read_range(os.environ)  # ValueError before the folder of hidden states is locked and the recording exists
+        read_range(os.environ)  # ValueError before the recording exists
         self.hidden_states = states = HiddenStates(timed, buffers, layout, folder, config.states_shard_bytes) if layout and folder else None
+        taken.enter_context(closing(states.writer) if states else nullcontext())
         recorder = None if record is None else open_recorder(record, config, models, vocabulary, self.backend, tables is not None)
         self.function_drafts = FunctionDrafts(proposer.function, timed, buffers, limits) if isinstance(proposer, FunctionProposer) else None
         self.draft_lengths = make_chooser(config, models, recorder, tables is not None, self.function_drafts)
-        draftings = self.draft_lengths.choices if self.draft_lengths else (FULL,)
         self.graphs = GraphSet(
             self.backend,
             buffers,
@@ -118,7 +136,7 @@ class EngineParts:
             config.on_capture_failure,
             config.capture_bytes,
             tables is not None,
-            draftings,
+            self.draft_lengths.choices if self.draft_lengths else (FULL,),
             prompts if not config.eager and (device.type == "cuda" if config.prompt_graphs is None else config.prompt_graphs) else None,
         )
         self.queue = queue_type(config.max_queued, self.compiler, self.grammars, recorder)
@@ -130,11 +148,6 @@ class EngineParts:
         catch_up = functools.partial(process_skipped, buffers, model=draft, limits=limits) if draft is not None else None
         in_flight = loop_in_flight_type(self) if limits.loops else in_flight_type()
         self.in_flight = in_flight(timed, buffers, self.graphs, self.host_link, limits, states, self.draft_lengths, catch_up)
-
-    @property
-    def ranks(self) -> Ranks | None:
-        """The ranks of a tensor-parallel target; None for another target."""
-        return getattr(self.models.target, "ranks", None)
 
 
 def accept_options(parts: EngineParts) -> AcceptOptions:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from stepgraph.graphs.attention.float8 import ENTRIES, FLOAT8
-from stepgraph.graphs.buffer_spec import BufferSpec
+from stepgraph.graphs.buffer_spec import BufferSpec, check_constant
 from stepgraph.graphs.capture import Backend
 from stepgraph.graphs.layers.vocabulary_shard import VocabularyShard
 from stepgraph.graphs.limits import Limits
@@ -113,6 +113,8 @@ def check_models(models: ModelPair, backend: Backend, limits: Limits) -> None:
             )
         modules: Iterable[tuple[str, nn.Module]] = model.named_modules() if isinstance(model, nn.Module) else ()
         for module_name, module in modules:
+            for tensor_name, tensor in [*module.named_parameters(module_name, False), *module.named_buffers(module_name, False)]:
+                check_constant(f"Engine.{name}.{tensor_name}", tensor)
             if isinstance(module, _DropoutNd) and module.training and module.p > 0:
                 raise ValueError(f"Engine.{name}: {module_name or type(module).__name__} is dropout in training mode; call .eval() first")
         if model is not None:
@@ -130,8 +132,11 @@ def check_models(models: ModelPair, backend: Backend, limits: Limits) -> None:
 
 
 def checked_vocabulary_size(models: ModelPair, vocabulary: Vocabulary | None) -> int:
-    """The number of tokens. ValueError unless the draft has the target's vocabulary, or maps its own to it by d2t."""
+    """The number of tokens. ValueError for sizes of the target that are none, and unless the draft has the target's vocabulary, or maps
+    its own to it by d2t."""
     target, draft = models.target, models.draft
+    check_value("Engine.target.vocab_size", target.vocab_size, whole(1))
+    check_value("Engine.target.feature_size", target.feature_size, whole(0))
     if vocabulary is not None and vocabulary.logits_width != target.vocab_size:
         expected = f"the target's vocab_size {target.vocab_size}"
         raise ValueError(f"Engine.vocabulary: its logits_width is {vocabulary.logits_width}, expected {expected}")

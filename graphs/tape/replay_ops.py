@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.utils._pytree import tree_map_only
 
 from stepgraph.graphs.tape.small_operations import small_operation
 from stepgraph.sampling.kernels.operation import OPERATIONS
@@ -128,6 +129,8 @@ def replay_of(call: OpCall, result: object, results: Sequence[Tensor], fresh: Se
         small = small_operation(name, call.values, results[0])
         if small is not None and (not fresh or _repeats_exactly(small, fresh, compare=True)):
             return kind, small
+    if (promoted := _promoted_call(call, results, fresh)) is not None:
+        return "copied", promoted
     if not fresh:  # mutates its arguments, or is an assertion
         return kind, call.native or functools.partial(func, *args, **kwargs)
     if name == "aten::_to_copy":
@@ -137,6 +140,26 @@ def replay_of(call: OpCall, result: object, results: Sequence[Tensor], fresh: Se
     if replay_call is not None and _repeats_exactly(replay_call, fresh, compare=not call.schema.seeded):
         return kind, replay_call
     return "copied", lambda: _copy_all(tensors_in(result), tensors_in(func(*args, **kwargs)))
+
+
+def _promoted_call(call: OpCall, results: Sequence[Tensor], fresh: Sequence[Tensor]) -> Callable[[], object] | None:
+    """The replay of an operation that converts integers to torch's default dtype, which may be another one at a replay; None for others."""
+    targets = {id(tensor) for tensor in call.targets}
+    reads = [tensor for tensor in call.inputs if id(tensor) not in targets]
+    is_real = any(tensor.is_floating_point() for tensor in results) or any(isinstance(value, float) for value in call.values.values())
+    if not reads or not is_real or any(tensor.is_floating_point() or tensor.is_complex() for tensor in reads):
+        return None
+    if call.schema.seeded or not (call.schema.outs or (fresh and not call.schema.mutable)) or call.values.get("dtype") is not None:
+        return None
+    dtype, operation = torch.get_default_dtype(), functools.partial(call.func, *call.args, **call.kwargs)
+
+    def repeat() -> None:
+        args, kwargs = tree_map_only(
+            Tensor, lambda each: each if id(each) in targets else each.to(dtype), (operation.args, operation.keywords)
+        )
+        _copy_all(results, tensors_in(operation.func(*args, **kwargs)))
+
+    return repeat if _repeats_exactly(repeat, results, compare=True) else None
 
 
 def _out_call(call: OpCall, result: object) -> Callable[[], object] | None:

@@ -69,7 +69,9 @@ class Memory:
 
     def has(self, value: object) -> bool:
         """Whether this is a tensor of a buffer, a constant, or created in this capture."""
-        return isinstance(value, Tensor) and (storage_key(value) in self.intermediates or self.buffers.owner_of(value) is not None)
+        if not isinstance(value, Tensor) or value.layout is not torch.strided:
+            return False
+        return storage_key(value) in self.intermediates or self.buffers.owner_of(value) is not None
 
     def kind(self, tensor: Tensor) -> MemoryKind:
         key = storage_key(tensor)
@@ -216,8 +218,8 @@ def check_plain(name: str, tensors: Sequence[Tensor]) -> None:
     for tensor in tensors:
         if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
             raise fail("wrapper-subclass", f"{name} uses a {type(tensor).__name__}, which has no memory; use the tensors that it wraps")
-        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
-            kind = "nested" if tensor.is_nested else tensor.dtype if tensor.is_quantized else tensor.layout
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
+            kind = "nested" if tensor.is_nested else "meta" if tensor.is_meta else tensor.dtype if tensor.is_quantized else tensor.layout
             raise fail("unregistered-input", f"{name} uses a {kind} tensor; keep it inside a torch.library.custom_op")
 
 

@@ -144,6 +144,20 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
     add_loading(parser)
 
 
+def check_bench(options: argparse.Namespace) -> None:
+    if options.model == TOY:
+        check_toy(options, "auto", "none")
+
+
+def check_toy(options: argparse.Namespace, *drafts: str | None) -> None:
+    """ValueError for flags of models that have files."""
+    accepted = {"dtype": (None,), "weights": ("dequantised",), "implementation": ("auto",), "draft": drafts}
+    for name, values in accepted.items():
+        if (value := getattr(options, name)) not in values:
+            expected = " or ".join(str(each or "no flag") for each in values)
+            raise ValueError(f"--{name}: got {value} with the toy pair, expected {expected}: it has no files, and a draft of its own")
+
+
 def add_capture_check_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="MODULE:NAME", help="a function that returns (step, buffers); with --buffers, the step itself")
     parser.add_argument("--buffers", metavar="MODULE:NAME", help="the step's StaticBuffers, or a function that returns them")
@@ -209,13 +223,11 @@ def _parse_replicas(text: str) -> tuple[int, int]:
 
 
 def check_serve(options: argparse.Namespace) -> None:
-    try:
-        options.host.encode("idna")  # the socket would raise TypeError
-    except UnicodeError:
-        raise ValueError(f"--host: got {clip_repr(options.host)}, expected a host name or an address of this machine") from None
     for flag, seconds in (("round-timeout-seconds", options.round_timeout_seconds), ("answer-seconds", options.answer_seconds)):
         if seconds is not None and not 0 < seconds <= SECONDS_PER_DAY:  # also refuses NaN
             raise ValueError(f"--{flag}: got {seconds}, expected a number above 0 and at most {SECONDS_PER_DAY}")
+    if options.model == TOY:
+        check_toy(options, "auto", "none")
     if options.tensor_parallel > 1 and options.model == TOY:
         raise ValueError(f"--tensor-parallel: got {options.tensor_parallel} with {TOY}, expected 1: its layers cannot be divided")
     if options.tensor_parallel > 1 and options.preemption:
@@ -259,8 +271,8 @@ def add_replay_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def check_replay(options: argparse.Namespace) -> None:
-    if options.toy and options.draft is not None:
-        raise ValueError(f"--draft: got {options.draft} with --toy, expected it with --model: the toy pair has its own draft")
+    if options.toy:
+        check_toy(options, None)
 
 
 COMMANDS = {
@@ -311,6 +323,7 @@ COMMANDS = {
             "stepgraph bench model --draft ngram -k 4 --prompts prompts.jsonl --repeats 1 --max-new-tokens 24 --json",
         ),
         add_bench_flags,
+        check_bench,
     ),
     "doctor": Command(
         "what is installed, what is missing, what is lost without it, and how to install it",

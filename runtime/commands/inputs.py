@@ -26,7 +26,7 @@ def read_schema(flag: str, value: str) -> dict[str, Any] | bool:
 
 def read_file(flag: str, path: str, expected: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8-sig")  # some editors start a file with a byte order mark
+        return Path(path).read_bytes().decode("utf-8-sig")  # some editors start a file with a byte order mark; CRLF stays CRLF
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
         raise ValueError(f"{flag}: got {clip_repr(path)} ({why}), expected {expected}") from None
@@ -70,7 +70,7 @@ def open_listener(host: str, port: int) -> socket.socket:
     try:
         if host:
             return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError) as error:  # TypeError: a NUL, or a name that IDNA refuses
         why = getattr(error, "strerror", None) or str(error)
     expected = "an address of this machine and a free port"
     raise ValueError(f"--host, --port: got {clip_repr(host)}, {port} ({why}), expected {expected}")

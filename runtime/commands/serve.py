@@ -84,7 +84,7 @@ def open_engine(options: argparse.Namespace) -> Engine:
     if options.model == TOY:
         vocabulary = Vocabulary([*(bytes([value]) for value in range(256)), b"<end>"], [256])
         target = ToyTarget(vocabulary.logits_width, biases={256: 3.0})
-        draft = ToyDraft(target, 0.8) if options.drafts else None
+        draft = ToyDraft(target, 0.8) if options.drafts and options.draft != "none" else None
         return Engine(target, draft, vocabulary=vocabulary, tokenizer=open_codec(options, vocabulary), config=config)
     with terminal.waiting("opening the model ..."):
         add_markers = functools.partial(vocabulary_with_markers, options.model, options.tool_format)

@@ -32,7 +32,7 @@ from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend, Event
 from stepgraph.graphs.model import TargetModel
 from stepgraph.runtime.request import Job
-from stepgraph.sampling.fields import clip_error, clip_repr
+from stepgraph.sampling.fields import clip_error, clip_repr, is_int
 from stepgraph.sampling.lifetimes import call_after_fork, close_at_exit
 
 FORMAT = "stepgraph hidden states 1"
@@ -92,7 +92,11 @@ class StatesWriter:
         self.error = ""
         self._lock_file = self._prepare()
         self._thread = threading.Thread(target=self._run, name="stepgraph-states", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # no thread can be started, or an interrupt
+            self._unlock()
+            raise
         close_at_exit(self)
         call_after_fork(self._detach)
 
@@ -307,7 +311,7 @@ class HiddenStates:
 def states_layout(target: TargetModel) -> StatesLayout:
     """The layout of a target's states. ValueError if it has no hidden_size."""
     hidden_size = getattr(target, "hidden_size", None)
-    if not isinstance(hidden_size, int):
+    if not is_int(hidden_size) or hidden_size < 1:
         expected = "the width of the hidden states that its logits are computed from"
         raise ValueError(f"EngineConfig.save_hidden_states: got a target with hidden_size {hidden_size!r}, expected {expected}")
     layers = getattr(target, "feature_layers", None)

@@ -17,11 +17,12 @@ import torch
 from stepgraph.runtime.aio import AsyncEngine
 from stepgraph.runtime.engine import Engine
 from stepgraph.runtime.extras.record import model_fingerprints, versions, vocabulary_fingerprint
-from stepgraph.runtime.request import EngineClosedError, FinishReason, Origin, TokenLogprob
+from stepgraph.runtime.request import NO_DRAFTS, DraftCounts, EngineClosedError, FinishReason, Origin, TokenLogprob
 from stepgraph.runtime.request_queue import QueueFullError
 from stepgraph.sampling import native
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
+REPORTED = ("num_cached_tokens", "queue_seconds", "rounds", "num_preemptions", "grammar_lane")  # fields of a Job that a replica reports
 _IGNORED_SETTINGS = ("max_rows", "buckets", "num_pages", "prefix_cache_pages", "max_queued", "save_hidden_states", "round_timeout_seconds")
 
 
@@ -51,11 +52,11 @@ class Tokens(NamedTuple):
     logprobs: tuple[TokenLogprob, ...] = ()
     reason: FinishReason | None = None
     error: str = ""
-    rounds: int = 0
-    num_cached_tokens: int = 0
+    drafts: DraftCounts = NO_DRAFTS
+    origins: tuple[Origin, ...] = ()
+    reported: tuple[Any, ...] = ()  # the values of REPORTED; empty: none changed
     replica: str = ""
     identity: str = ""
-    origins: tuple[Origin, ...] = ()
 
 
 AnswerPart = Refusal | Tokens
@@ -135,8 +136,8 @@ async def answer(async_engine: AsyncEngine, request: ReplicaRequest, replica: st
             if event.finish_reason == FinishReason.ERROR and async_engine.failure is not None:
                 yield Refusal(replica, "failed", event.error)  # an error of the engine and not of this request
                 return
-            counts = stream.job.rounds, stream.job.num_cached_tokens
-            yield Tokens(event.tokens, event.logprobs, event.finish_reason, event.error, *counts, origins=event.origins, **accepted)
+            reported = tuple(getattr(stream.job, name) for name in REPORTED)
+            yield Tokens(event.tokens, event.logprobs, event.finish_reason, event.error, event.drafts, event.origins, reported, **accepted)
             accepted = {}
 
 

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import random
 import secrets
 import time
+import weakref
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NoReturn
 
-from stepgraph.runtime.replicas.replica import AnswerPart, EngineInfo, Refusal, ReplicaRequest, Tokens
+from stepgraph.runtime.replicas.replica import REPORTED, AnswerPart, EngineInfo, Refusal, ReplicaRequest, Tokens
 from stepgraph.runtime.replicas.router import page_hashes
-from stepgraph.runtime.request import FinishReason, Job, Origin, StepEvent
+from stepgraph.runtime.request import DraftCounts, FinishReason, Job, Lora, Origin, StepEvent
 from stepgraph.runtime.request_queue import QueueFullError
 from stepgraph.runtime.serve.serving import AnswerError
 from stepgraph.runtime.validate import TokenIds, checked_ids
@@ -30,6 +32,8 @@ from stepgraph.sampling.params import SamplingParams
 # Calls a replica. Yields Tokens, or a Refusal. Raises ReplicaLost.
 Call = Callable[[ReplicaRequest], AsyncGenerator[AnswerPart, None]]
 POLICIES = ("exact", "same-hardware", "never")
+_LISTS_OF_IDS = ("resume_from", "draft_ids")
+_OF_THE_FIRST, _SUMMED = REPORTED[:2], REPORTED[2:4]  # replica, over all replicas; others are those of the latest one
 
 
 class ReplicaLost(RuntimeError):
@@ -42,7 +46,10 @@ class IdentityMismatch(ReplicaLost):
 
 @dataclass(eq=False)
 class RemoteJob(Job):
-    """A request on a replica. Numbers of the engine are known at its end."""
+    """A request on a replica. `queue_seconds` and `num_cached_tokens` are those of its first one, `rounds` and `num_preemptions` of all.
+
+    Not known: `id`, which is 0, the slot of `lora`, `embeddings` and what only its engine needs.
+    """
 
     replicas: list[str] = field(default_factory=list)  # in order; more than one if it was continued
 
@@ -60,7 +67,7 @@ class Resumption:
     """What to do when a replica is lost."""
 
     policy: str = "exact"  # exact; same-hardware: also where a near tie may end differently; never
-    attempts: int = 4  # most replicas that are lost in a row without a new token
+    attempts: int = 4  # most replicas in a row that give no new token
     backoff_seconds: float = 0.05  # before the second attempt, then doubled
 
     def __post_init__(self) -> None:
@@ -74,7 +81,10 @@ class Resumption:
 
 
 class ResumedStream:
-    """The events of one request, from one replica after another."""
+    """The events of one request, from one replica after another. Dropping it cancels the request.
+
+    Not an async generator: generators that use each other and are freed together are closed by a task each, which fail.
+    """
 
     def __init__(
         self,
@@ -100,27 +110,32 @@ class ResumedStream:
             options = options | {"num_speculative_tokens": (drafts := 0)}  # a repetition could have other drafts
             depends_on_drafts = False
         self._recomputes_tokens = depends_on_drafts
-        resumed, constraint, vocabulary = options.get("resume_from"), options.get("constraint"), info.vocabulary
+        constraint, vocabulary = options.get("constraint"), info.vocabulary
         prompt_ids = checked_ids("prompt", prompt, info.num_tokens)
         constraint = constraint.constraint if isinstance(constraint, CompiledConstraint) else constraint
         typed = None if constraint is None else typed_constraint(constraint)
-        options = options | {"sampling": sampling, "constraint": typed and typed.constraint}
+        ids = {name: checked_ids(name, options[name], info.num_tokens) for name in _LISTS_OF_IDS if options.get(name) is not None}
+        options = options | ids | {"sampling": sampling, "constraint": typed and typed.constraint}
         pages = page_hashes(prompt_ids, info.page_size, (options.get("cache_salt", ""), options.get("lora_name", "")))
         self._request = ReplicaRequest(prompt_ids, options, pages)
-        new_tokens = options.get("max_new_tokens") or info.max_length - len(prompt_ids)
+        known: dict[str, Any] = {"constraint": None, "max_new_tokens": info.max_length - len(prompt_ids), "num_speculative_tokens": drafts}
+        known |= {each.name: options[each.name] for each in fields(Job) if options.get(each.name) is not None}
         stop_ids = () if vocabulary is None or sampling.ignore_eos else vocabulary.stop_token_ids
         stop_ids, seed = tuple(dict.fromkeys((*stop_ids, *sampling.stop_token_ids))), sampling.seed or 0
-        self.job = job = RemoteJob(0, prompt_ids, options["constraint"], sampling, new_tokens, drafts, stop_ids, seed)
-        job.resume_from = () if resumed is None else checked_ids("resume_from", resumed, info.num_tokens)
-        job.vocabulary, job.parse = vocabulary, typed.parse if typed else str
-        self._identity, self._avoid = "", set[str]()
-        self._events = self._replicas(on_end)
+        self.job = job = RemoteJob(0, prompt_ids, stop_ids=stop_ids, seed=seed, vocabulary=vocabulary, **known)
+        job.lora, job.parse = Lora(options.get("lora_name", "")), typed.parse if typed else str
+        self._identity, self._num_lost = "", 0
+        self._lost, self._others = set[str](), set[str]()  # replicas to avoid; those of another identity
+        self._record_end = functools.partial(_record_end, job, on_end)  # does not refer to the stream
+        self._parts: AsyncGenerator[AnswerPart, None] | None = None  # of the current replica
         self._unread: StepEvent | None = None
-        self._reading: asyncio.Future[StepEvent]  # the latest one
+        self._reading: asyncio.Future[StepEvent | None]  # the latest one
         self._closing: asyncio.Future[None] | None = None
 
     async def open(self) -> None:
         """Wait for the first tokens. Raises ValueError and QueueFullError of the engine, and AnswerError."""
+        self._dropped = weakref.finalize(self, _call_in_loop, asyncio.get_running_loop(), self._record_end)
+        self._dropped.atexit = False
         self._unread = await self.__anext__()
 
     def __aiter__(self) -> ResumedStream:
@@ -128,9 +143,9 @@ class ResumedStream:
 
     async def __anext__(self) -> StepEvent:
         if self._unread is None and self._closing is None:
-            self._reading = asyncio.ensure_future(self._events.__anext__())  # a task, which cancel() can end without ending the reader's
+            self._reading = asyncio.ensure_future(self._next())  # a task, which cancel() can end without ending the reader's
             try:
-                return await self._reading
+                self._unread = await self._reading
             except asyncio.CancelledError:
                 if self._closing is None:
                     await self.aclose()
@@ -153,32 +168,53 @@ class ResumedStream:
     async def _close(self) -> None:
         self._reading.cancel()
         await asyncio.wait({self._reading})
-        await self._events.aclose()
+        await self._end()
         if self.job.finish_reason == FinishReason.CANCELLED:
             self._unread = replace(self._unread or StepEvent(0), finish_reason=FinishReason.CANCELLED)
 
-    async def _replicas(self, on_end: Callable[[], None]) -> AsyncGenerator[StepEvent, None]:
-        num_lost, job = 0, self.job
+    async def _next(self) -> StepEvent | None:
+        """The next event; None after the last one."""
+        event = None
         try:
-            while True:
-                num_known = len(job.tokens)
+            while event is None and self._dropped.alive:
                 try:
-                    async with contextlib.aclosing(self._attempt()) as events:
-                        async for event in events:
-                            yield event
-                            if event.finish_reason is not None:
-                                return
-                    raise ReplicaLost("the stream ended without a finish reason", *job.replicas[-1:])
+                    event = await self._next_of_replica()
                 except ReplicaLost as error:
-                    num_lost = 0 if len(job.tokens) > num_known else num_lost + (not isinstance(error, IdentityMismatch))
-                    self._check(error, num_lost)
-                    self._avoid |= {*error.args[1:]}
-                self._counts.retried += not job.tokens
-                self._counts.continued += bool(job.tokens)
-                await asyncio.sleep((num_lost > 1) * self._resume.backoff_seconds * 2 ** (num_lost - 2) * random.uniform(0.8, 1.2))
+                    await self._prepare_next_replica(error)
+            return event
         finally:
-            job.finish_reason = job.finish_reason or FinishReason.CANCELLED
-            on_end()
+            if event is None or event.finish_reason is not None:
+                await self._end()
+
+    async def _end(self) -> None:
+        """Idempotent."""
+        try:
+            await self._leave_replica()
+        finally:
+            if self._dropped.detach() is not None:
+                self._record_end()
+
+    async def _leave_replica(self) -> None:
+        parts, self._parts = self._parts, None
+        if parts is not None:
+            await parts.aclose()
+
+    async def _prepare_next_replica(self, error: ReplicaLost) -> None:
+        await self._leave_replica()
+        job = self.job
+        replicas, is_other = {*error.args[1:]}, isinstance(error, IdentityMismatch)
+        none_left = is_other and replicas <= self._others  # at this moment
+        self._num_lost = num_lost = 0 if len(job.tokens) > self._num_known else self._num_lost + (none_left or not is_other)
+        self._check(error, num_lost)
+        if none_left:
+            self._lost.clear()  # one of them may have returned
+        elif is_other:
+            self._others |= replicas
+        else:
+            self._lost |= replicas
+        self._counts.retried += not job.tokens
+        self._counts.continued += bool(job.tokens)
+        await asyncio.sleep((num_lost > 1) * self._resume.backoff_seconds * 2 ** (num_lost - 2) * random.uniform(0.8, 1.2))
 
     def _check(self, error: ReplicaLost, num_lost: int) -> None:
         """AnswerError if the request must not be sent to another replica."""
@@ -197,24 +233,31 @@ class ResumedStream:
         self.job.finish_reason, self.job.error = FinishReason.ERROR, why
         raise AnswerError(f"the answer cannot be continued after {len(self.job.tokens)} tokens: {why}") from error
 
-    async def _attempt(self) -> AsyncGenerator[StepEvent, None]:
-        """The new tokens of one replica."""
-        job, options, rounds = self.job, self._request.options, self.job.rounds
-        skip = list(job.tokens) if self._recomputes_tokens else []  # tokens that the replica computes again
+    def _ask_replica(self) -> AsyncGenerator[AnswerPart, None]:
+        job, options = self.job, self._request.options
+        self._earlier, self._num_known = {name: getattr(job, name) for name in REPORTED}, len(job.tokens)
+        self._skip = list(job.tokens) if self._recomputes_tokens else []  # tokens that the replica computes again
         if job.tokens and not self._recomputes_tokens:
             options = options | {"resume_from": (*job.resume_from, *job.tokens)}
-        request = replace(self._request, options=options, avoid=frozenset(self._avoid), identity=self._identity if job.tokens else "")
-        async with contextlib.aclosing(self._call(request)) as parts:
-            async for part in parts:
-                if isinstance(part, Refusal):
-                    self._refused(part)
-                if part.replica:
-                    self._identity = part.identity
-                    job.replicas.append(part.replica)
-                    job.num_cached_tokens = part.num_cached_tokens if len(job.replicas) == 1 else job.num_cached_tokens
-                job.rounds = rounds + part.rounds
-                if (event := self._event(part, skip)) is not None:
-                    yield event
+        identity = self._identity if job.tokens else ""
+        return self._call(replace(self._request, options=options, avoid=frozenset(self._lost | self._others), identity=identity))
+
+    async def _next_of_replica(self) -> StepEvent:
+        """The next new tokens of the current replica, or of another one."""
+        job = self.job
+        self._parts = parts = self._parts or self._ask_replica()
+        async for part in parts:
+            if isinstance(part, Refusal):
+                self._refused(part)
+            if part.replica:
+                self._identity = part.identity
+                job.replicas.append(part.replica)
+            for name, value in zip(REPORTED, part.reported, strict=False):
+                if len(job.replicas) == 1 or name not in _OF_THE_FIRST:
+                    setattr(job, name, self._earlier[name] + value if name in _SUMMED else value)
+            if (event := self._event(part, self._skip)) is not None:
+                return event
+        raise ReplicaLost("the stream ended without a finish reason", *job.replicas[-1:])
 
     def _refused(self, part: Refusal) -> NoReturn:
         if part.why == "value":
@@ -224,9 +267,6 @@ class ResumedStream:
         if part.why == "full" and not self.job.tokens:
             raise QueueFullError(part.message)
         if part.why == "identity":
-            if part.replica in self._avoid:  # no other replica is left
-                self._fail(part.message)
-            self._avoid.add(part.replica)
             raise IdentityMismatch(part.message, part.replica)
         raise ReplicaLost(part.message, part.replica)
 
@@ -247,9 +287,20 @@ class ResumedStream:
         job.tokens += tokens
         job.logprobs += logprobs
         job.origins += origins
-        job.num_accepted_drafts += len(origins) - origins.count(Origin.TARGET)
+        drafts = DraftCounts(len(origins) - origins.count(Origin.TARGET)) if count else part.drafts
+        job.num_accepted_drafts += drafts.accepted
         if part.reason is not None:
             job.finish_reason, job.error = part.reason, part.error
         elif not tokens:
             return None
-        return StepEvent(0, tokens, finish_reason=job.finish_reason, error=job.error, logprobs=logprobs, origins=origins)
+        return StepEvent(0, tokens, drafts, job.finish_reason, job.error, logprobs, origins)
+
+
+def _call_in_loop(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop is closed
+        loop.call_soon_threadsafe(function)
+
+
+def _record_end(job: Job, on_end: Callable[[], None]) -> None:
+    job.finish_reason = job.finish_reason or FinishReason.CANCELLED
+    on_end()

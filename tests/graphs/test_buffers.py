@@ -49,6 +49,23 @@ def test_reset_refills_in_place_and_fingerprint_changes_with_the_tensors() -> No
     assert hasattr(buffers, "x") and not hasattr(buffers, "y")
 
 
+@pytest.mark.parametrize(
+    ("constant", "got"),
+    [
+        (torch.eye(2).to_sparse(), "a tensor of layout torch.sparse_coo"),
+        (torch.eye(2).to_mkldnn(), "a tensor of layout torch._mkldnn"),
+        (nn.UninitializedBuffer(), "an uninitialised tensor of a lazy module"),
+    ],
+    ids=["sparse", "opaque", "lazy"],
+)
+def test_constants_without_an_address_are_refused(constant: torch.Tensor, got: str) -> None:
+    module = nn.Sequential(nn.Module())
+    module[0].register_buffer("weight", constant)
+    for source, place in ((constant, ""), (module, r"\.0\.weight")):
+        with pytest.raises(ValueError, match=rf"constants\['w'\]{place}: got {got}, expected one of layout torch\.strided with values"):
+            StaticBuffers([], constants={"w": source})
+
+
 def test_static_buffer_cannot_be_rebound() -> None:
     buffers = StaticBuffers([BufferSpec("x", (3,), torch.int32)])
     tensor = buffers.x

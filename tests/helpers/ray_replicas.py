@@ -108,7 +108,7 @@ class Canned:
     async def generate(self, ask: ReplicaRequest) -> AsyncIterator[AnswerPart]:
         count = ask.options["max_new_tokens"]
         for index in range(count):
-            part = Tokens((index,), reason=None if index < count - 1 else FinishReason.LENGTH, rounds=1)
+            part = Tokens((index,), reason=None if index < count - 1 else FinishReason.LENGTH)
             yield part if index else part._replace(replica="canned", identity="x")
 
 

@@ -280,7 +280,7 @@ def test_quoted_input_is_escaped_on_a_terminal_and_unchanged_in_a_pipe(name: str
 
 def test_a_host_name_that_cannot_be_encoded_is_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "toy", "--host", f"x{HOSTILE}"]) == terminal.BAD_INPUT
-    assert f"--host: got 'x{VISIBLE}', expected a host name" in capsys.readouterr().err
+    assert f"--host, --port: got 'x{VISIBLE}', 8000 (" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("colours", [True, False])

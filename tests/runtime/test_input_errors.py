@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import stepgraph.runtime
 from stepgraph import Constraint, Engine, EngineClosedError, EngineConfig, Job, Vocabulary
@@ -100,6 +100,9 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: changed("cache_specs", lambda limits: "keys"), r"Engine\.target\.cache_specs: got 'keys', expected a sequence of BufferSpecs"),
     (lambda: changed("cache_specs", lambda limits: [5]), r"Engine\.target\.cache_specs: got \[5\], expected a sequence of BufferSpecs"),
     (lambda: changed("feature_dtype", "float32"), r"Engine\.target\.feature_dtype: got 'float32', expected a torch\.dtype"),
+    (lambda: changed("more", nn.LazyLinear(3)), r"Engine\.target\.more\.weight: got an uninitialised tensor of a lazy module, expected"),
+    (lambda: changed("vocab_size", 0), r"Engine\.target\.vocab_size: got 0, expected a whole number >= 1"),
+    (lambda: changed("feature_size", -1), r"Engine\.target\.feature_size: got -1, expected a whole number >= 0"),
     (lambda: changed("notes", 5), r"Engine\.target\.notes: got 5, expected a tuple of sentences"),
     (lambda: changed("attends", "x"), r"Engine\.target\.attends: got 'x', expected a tuple of AttentionShapes"),
     (lambda: changed("embedding_size", "x"), r"Engine\.target\.embedding_size: got 'x', expected a whole number >= 0"),

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.layers.quantised import TILE, Grouped
-from stepgraph.runtime.models.files.weights import SafetensorsSource, Source, StoredTensor
+from stepgraph.runtime.models.files.weights import FLOATS, SafetensorsSource, Source, StoredTensor
 
 _AWQ_COLUMNS = [0, 4, 1, 5, 2, 6, 3, 7]  # the index of each column among the eight fields of a word
 _FP8_BLOCK = 128
 _ROWS_AT_ONCE = 16 * TILE
 _FP8_SCALES = ("weight_scale", "weight_scale_inv")
+_SCALES = (*FLOATS, "F8_E8M0")
 _PACKED_FORMATS: dict[str, tuple[int, int, tuple[str, ...]]] = {  # dimension of the rows, packed dimension, names of the stored tensors
     "pack-quantized": (0, 1, ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape")),
     "awq": (1, 1, ("qweight", "scales", "qzeros")),
@@ -147,13 +148,19 @@ class QuantisedSource:
             scales, minimums = _sliced(scales, inner, dim, part), None if minimums is None else _sliced(minimums, inner, dim, part)
         return Grouped(numbers, scales, minimums)
 
+    def _scales(self, name: str) -> StoredTensor:
+        found = self.tensors[name]
+        if found.kind not in _SCALES:
+            raise ValueError(f"{name}: got {found.kind}, expected scales of one of {', '.join(_SCALES)}")
+        return found
+
     def _find_fp8(self, stored: str) -> str:
         """The name of the weight if `stored` is one of this scheme, otherwise empty. Its other tensors are removed from `tensors`."""
         tensor = self._source.tensors[stored]
         if tensor.kind != "F8_E4M3" or len(tensor.shape) != 2:  # the check of shapes names others
             return ""
         module, (rows, inner) = stored.removesuffix(".weight"), tensor.shape
-        scales = [self.tensors[name].shape for suffix in _FP8_SCALES if (name := f"{module}.{suffix}") in self.tensors]
+        scales = [self._scales(name).shape for suffix in _FP8_SCALES if (name := f"{module}.{suffix}") in self.tensors]
         shapes = [(), (1,), (rows,), (rows, 1)]
         shapes += [] if inner % _FP8_BLOCK else [(-(-rows // _FP8_BLOCK), inner // _FP8_BLOCK)]
         if len(scales) != 1 or scales[0] not in shapes:
@@ -186,7 +193,7 @@ class QuantisedSource:
         rows, inner = (second, first) if row_dim else (first, second)
         group = inner if scheme.group_size == -1 else scheme.group_size
         shape = (rows, inner // group) if scheme.layout == "pack-quantized" else (inner // group, rows)
-        if (found := self.tensors[f"{module}.{scales}"].shape) != shape or inner % group:
+        if (found := self._scales(f"{module}.{scales}").shape) != shape or inner % group:
             raise ValueError(f"{module}.{scales}: got shape {found}, expected {shape} for {stored} and groups of {group}")
         zeros, zeros_shape = f"{module}.{others[0]}", (shape[0], -(-rows // fields)) if row_dim else (-(-rows // fields), shape[1])
         required = row_dim or scheme.asymmetric or zeros in self.tensors

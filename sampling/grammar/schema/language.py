@@ -15,7 +15,6 @@ from typing import Literal
 from stepgraph.sampling.grammar.constraints.charset import ALL_CHARS, CharSet, union
 
 SURROGATES = 0xD800, 0xDFFF
-MAX_STARTS = 8  # of `^` at one place of a pattern
 MAX_LENGTH_CASES = 8  # alternatives, one for each length, into which `of_length` may split a term
 START, END = 0x110000, 0x110001  # marks before the first and after the last character, matched by `^` and `$` of a pattern
 Kind = Literal["chars", "words", "cat", "alt", "and", "not", "repeat", "end", "multiple", "named"]
@@ -27,7 +26,7 @@ class Term:
 
     named: name and rule of a grammar, and the length of the longest text. The first part has some texts of the rule, and replaces it inside
     other terms. chars: a CharSet. words: sorted texts. repeat: the smallest and the largest count. multiple: see `multiple_of`.
-    end: none; the texts that, with END appended, are in the part.
+    end: a number; the texts that are in the part if END is appended that often.
     """
 
     __slots__ = ("__weakref__", "_transitions", "is_regex", "kind", "nullable", "parts", "values")
@@ -55,7 +54,9 @@ class Term:
             case "repeat":
                 return not self.values[0] or nullable[0]
             case "end":
-                return any(term.nullable for term in _ended(self.parts[0]))
+                (count,) = self.values
+                assert isinstance(count, int)
+                return _after_marks(self.parts[0], END, count).nullable
             case "multiple":
                 multiple, decimals, rest, seen = self.values
                 assert isinstance(multiple, int) and isinstance(decimals, int) and isinstance(rest, int) and isinstance(seen, int)
@@ -109,7 +110,7 @@ class Term:
                 rest = repeat(self.parts[0], max(low - 1, 0), None if high is None else high - 1)
                 return cat(self.parts[0].after(char), rest)
             case "end":
-                return _term("end", (self.parts[0].after(char),), ()) if char < START else NOTHING
+                return _term("end", (self.parts[0].after(char),), self.values) if char < START else NOTHING
         return _multiple_after(self, char)
 
 
@@ -293,19 +294,16 @@ ANY_TEXT = _term("repeat", (ANY_CHAR,), (0, None))
 MARKED_TEXT = _term("repeat", (ANY_MARKED,), (0, None))
 
 
-def unmarked(term: Term) -> Term:
-    """The texts that are in the language if START is prepended MAX_STARTS times, and END is appended once or several times."""
-    for _ in range(MAX_STARTS):
-        term = term.after(START)
-    return _term("end", (term,), ())
+def unmarked(term: Term, count: int) -> Term:
+    """The texts that are in the language if START is prepended and END is appended `count` times."""
+    return _term("end", (_after_marks(term, START, count),), (count,))
 
 
-def _ended(term: Term) -> dict[Term, None]:
-    """The terms after END, once or several times."""
-    found = dict[Term, None]()
-    while (term := term.after(END)) not in found and term is not NOTHING:
-        found[term] = None
-    return found
+def _after_marks(term: Term, mark: int, count: int) -> Term:
+    before: Term | None = None
+    while count and term is not before:
+        before, term, count = term, term.after(mark), count - 1
+    return term
 
 
 def multiple_of(numerator: int, decimals: int) -> Term:

@@ -7,6 +7,7 @@ import re
 import sys
 import unicodedata
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 
@@ -15,6 +16,7 @@ from stepgraph.sampling.grammar.schema import language
 from stepgraph.sampling.grammar.schema.language import ANY_TEXT, END, EPSILON, MARKED_TEXT, START, Term, both, cat, chars, either
 
 MAX_COUNT = 100_000
+MAX_ANCHORS = 100  # counted with repetitions, where they are inside groups
 MAX_CHECKED_CHARS = 2_000  # characters of a pattern that `check_pattern` reads
 _DIGITS, _WORD = charset((48, 57)), charset((48, 57), (65, 90), (97, 122), "_")
 _SPACE = charset("\t\n\v\f\r \u00a0\u1680", (0x2000, 0x200A), "\u2028\u2029\u202f\u205f\u3000\ufeff")
@@ -107,20 +109,50 @@ def _anchored(sequence: Pieces) -> Term:
         del inner[-1]
     if not any(map(_has_mark, inner)):
         return _term(inner, EPSILON, ANY_TEXT)
+    if (count := sum(map(_count_marks, sequence))) > MAX_ANCHORS:
+        raise PatternError(f"has {count} anchors, expected at most {MAX_ANCHORS}")
+    marked = [each for each in _walk(sequence) if isinstance(each, (LookAhead, Repeat)) and _has_mark(each)]
+    if any(isinstance(each, LookAhead) for each in marked) and any(
+        isinstance(each, Repeat) and each.high not in (1, each.low) for each in marked
+    ):
+        raise PatternError("repeats an anchor and has one in a look-ahead; write one of them in another way")
     last = [_ANYTHING_MARKED if item is _ANYTHING else item for item in sequence[-1:]]
-    return language.unmarked(_term([*sequence[:-1], *last], EPSILON, MARKED_TEXT))
+    found = language.unmarked(_term([*sequence[:-1], *last, _ENDS], EPSILON, MARKED_TEXT), max(count, 1))
+    if found.nullable == all(map(_matches_empty, sequence)):
+        return found
+    return either(found, EPSILON) if not found.nullable else both(found, language.complement(EPSILON))
+
+
+def _count_marks(item: Item) -> int:
+    """The largest number of anchors that a match needs at one place, or more."""
+    if isinstance(item, (LookAhead, Group)):
+        return max((sum(map(_count_marks, sequence)) for sequence in item.alternatives), default=0)
+    return max(item.low, 1) * _count_marks(item.item) if isinstance(item, Repeat) else int(isinstance(item, int))
+
+
+def _matches_empty(item: Item) -> bool:
+    """Whether an item matches in the empty text. `$` and then `^` match there, and in no order of marks."""
+    if isinstance(item, (LookAhead, Group)):
+        found = any(all(map(_matches_empty, sequence)) for sequence in item.alternatives)
+        return found != (isinstance(item, LookAhead) and item.negative)
+    return item.low == 0 or _matches_empty(item.item) if isinstance(item, Repeat) else isinstance(item, int)
+
+
+def _walk(items: Pieces) -> Iterator[Item]:
+    """The items and those inside them."""
+    for item in items:
+        yield item
+        inner = [[item.item]] if isinstance(item, Repeat) else item.alternatives if isinstance(item, (LookAhead, Group)) else []
+        for each in inner:
+            yield from _walk(each)
 
 
 def _has_mark(item: Item) -> bool:
-    if isinstance(item, (LookAhead, Group)):
-        return any(any(map(_has_mark, sequence)) for sequence in item.alternatives)
-    return _has_mark(item.item) if isinstance(item, Repeat) else isinstance(item, int)
+    return any(isinstance(each, int) for each in _walk([item]))
 
 
 def _has_look(item: Item) -> bool:
-    if isinstance(item, Group):
-        return any(any(map(_has_look, sequence)) for sequence in item.alternatives)
-    return isinstance(item, LookAhead) or (isinstance(item, Repeat) and _has_look(item.item))
+    return any(isinstance(each, LookAhead) for each in _walk([item]))
 
 
 def _term(sequence: Pieces, following: Term, anything: Term) -> Term:

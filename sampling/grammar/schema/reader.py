@@ -204,16 +204,16 @@ class Document:
     def _current_keywords(self, schema: dict[str, Any], where: str) -> Iterator[tuple[str, Any]]:
         """The assertions, each checked. Older spellings are replaced; JSON pointers to the schemas inside do not change."""
         draft = self.draft
-        if "$ref" in schema and 0 < draft < 8 and isinstance(schema["$ref"], str):
-            yield "$ref", schema["$ref"]  # its siblings are ignored
-            return
+        ignores_siblings = 0 < draft < 8 and isinstance(schema.get("$ref"), str)
         for keyword, value in schema.items():
             is_of_draft = not draft or _FIRST_DRAFT.get(keyword, 0) <= draft <= _LAST_DRAFT.get(keyword, draft)
-            if keyword not in KEYWORDS or not is_of_draft:  # an annotation
-                if self.unknown_keywords == "refuse" and keyword not in ANNOTATIONS and not keyword.startswith("x-"):
-                    reject(where, keyword, f"got {clip_json(value)} for no known keyword; remove it, or set unknown_keywords='annotation'")
-            elif keyword == "required" and isinstance(value, bool):
+            is_ignored = ignores_siblings and keyword != "$ref"
+            if keyword == "required" and isinstance(value, bool) and draft in (0, 3):
                 continue  # draft 3: read with the schema of the object, in Normaliser._required_children
+            if keyword not in KEYWORDS or not is_of_draft or is_ignored or (keyword == "required" and isinstance(value, bool)):
+                if self.unknown_keywords == "refuse" and keyword not in ANNOTATIONS and not keyword.startswith("x-"):
+                    why = "beside $ref, which has no effect in this draft" if is_ignored else "for no known keyword"
+                    reject(where, keyword, f"got {clip_json(value)} {why}; remove it, or set unknown_keywords='annotation'")
             elif keyword in ("exclusiveMinimum", "exclusiveMaximum") and isinstance(value, bool):
                 continue  # draft 4: read with `minimum` or `maximum`
             elif keyword in ("minimum", "maximum") and schema.get(f"exclusive{keyword.capitalize()}") is True:

@@ -175,6 +175,25 @@ class _SerialisedGrammar:
                     self._add(element, alternative)
                 yield alternative
 
+    def repetitions_of_themselves(self) -> Iterator[int]:
+        """Rules that are only a repetition of a rule, which leads back to them in the same way. The library recurses into them for ever."""
+        only = dict[int, tuple[int, bool]]()  # of rules that are one reference: the rule, and whether it is repeated
+        for rule, body in enumerate(self._bodies):
+            kind, content = self._expression(body)
+            while kind in (_CHOICES, _SEQUENCE) and len(content) == 1:
+                kind, content = self._expression(content[0])
+            if kind in (_RULE, _REPEAT):
+                only[rule] = content[0], kind == _REPEAT
+        known = set[int]()
+        for rule in only:
+            path = list[int]()
+            while rule in only and rule not in known:
+                known.add(rule)
+                path.append(rule)
+                rule = only[rule][0]
+            cycle = path[path.index(rule) :] if rule in path else []
+            yield from [each for each in cycle if only[each][1]]
+
     def _expression(self, index: int) -> tuple[int, list[int]]:
         start = self._starts[index]
         kind, size = self._data[start : start + 2]
@@ -202,11 +221,13 @@ class _SerialisedGrammar:
 
 
 def check_shortest_texts(serialised: str, least_bytes: int) -> None:
-    """CompileAbortedError that names a rule without a finite text, or with an alternative whose shortest text exceeds `least_bytes`.
-
-    Rules that the root rule does not reach are ignored.
+    """CompileAbortedError that names a rule without a finite text, or with an alternative whose shortest text exceeds `least_bytes`, among
+    those that the root rule reaches, or any rule that is only a repetition of itself.
     """
     grammar = _SerialisedGrammar(serialised)
+    for rule in grammar.repetitions_of_themselves():
+        name = grammar.names[rule]
+        raise CompileAbortedError(f'rule {name}: got only a repetition of itself, expected a text or another rule, such as {name} ::= ""')
     alternatives = list(grammar.alternatives())
     shortest, reached = _shortest(alternatives), _reached(grammar.root, alternatives)
     endless = reached - shortest.keys()

@@ -404,6 +404,40 @@ def test_replay_ignores_the_grad_mode_and_autocast(buffers: StaticBuffers) -> No
         assert torch.equal(b.x, expected) and not b.x.requires_grad
 
 
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda x, y: x / y,
+        lambda x, y: x * 1.3,
+        lambda x, y: torch.atan2(x, y),
+        lambda x, y: torch.clamp(x, min=1.5),
+        lambda x, y: (x + 16777216 > 16777216.5) * 1.1,
+        lambda x, y: torch.div(x, y, out=x.new_empty(x.shape, dtype=torch.float64)),
+        lambda x, y: torch.where(x > 2, x, 0.7),
+        lambda x, y: torch.full((4,), 0.1, device=x.device) + y,
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_replay_ignores_the_default_dtype(operation: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype) -> None:
+    b = StaticBuffers([*(BufferSpec(name, (4,), torch.int64) for name in "xy"), BufferSpec("result", (4,), torch.float64)])
+
+    def step(b: StaticBuffers) -> None:
+        b.result.copy_(operation(b.x, b.y))
+
+    recorded = TapeBackend().capture(step, b)
+    b.x.copy_(torch.tensor([1, 2, 3, 1001]))
+    b.y.copy_(torch.tensor([3, 7, 11, 13]))
+    run_eager(step, b)
+    expected = b.result.clone()
+    b.result.zero_()
+    torch.set_default_dtype(dtype)
+    try:
+        recorded.replay()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(b.result, expected)
+
+
 @pytest.mark.parametrize("context", [torch.inference_mode, torch.enable_grad, lambda: torch.autocast("cpu", dtype=torch.bfloat16)])
 def test_capture_inside_other_modes(context: Callable[[], Any]) -> None:
     layer = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8), torch.nn.GELU(), torch.nn.Linear(8, 8))

@@ -525,6 +525,16 @@ def opaque(b: StaticBuffers) -> None:
 
 
 @illegal("unregistered-input")
+def view_of_an_opaque_tensor(b: StaticBuffers) -> None:
+    PACKED.transpose(0, 1)  # illegal
+
+
+@illegal("unregistered-input")
+def meta_result(b: StaticBuffers) -> None:
+    torch.empty(4, device="meta")  # illegal
+
+
+@illegal("unregistered-input")
 def quantised_result(b: StaticBuffers) -> None:
     torch.quantize_per_tensor(b.x, 0.1, 0, torch.qint8)  # illegal
 

@@ -124,6 +124,7 @@ def test_serve_reports_an_unusable_address_before_it_opens_a_model(capsys: pytes
         port = taken.getsockname()[1]
         for flags, got in (
             (f"--port {port}", rf"'127\.0\.0\.1', {port} \(Address already in use.*\)"),
+            ("--host 'a\0b'", r"'a\\x00b', 8000 \(host name must not contain null character\)"),
             ("--host ''", r"'', 8000 \(0\.0\.0\.0 listens on all addresses\)"),
             ("--host 203.0.113.1", r"'203\.0\.113\.1', 8000 \(.*assign requested address.*\)"),  # reserved: an address of no machine
         ):
@@ -347,7 +348,13 @@ def test_an_answer_cut_short_of_its_schema_fails(capsys: pytest.CaptureFixture[s
         ("demo --toy --threads 0", "--threads: got 0, expected a whole number from 1 to"),
         ("replay nowhere --toy", "nowhere: No such file or directory, expected a file written by Engine(record=...)"),
         ("replay prompts.jsonl --toy", 'prompts.jsonl:1: got b\'{"text": "the cat"'),
-        ("replay toy.jsonl --toy --draft ngram", "--draft: got ngram with --toy"),
+        ("replay toy.jsonl --toy --draft ngram", "--draft: got ngram with the toy pair, expected no flag: it has no files, and a draft"),
+        ("replay toy.jsonl --toy --dtype float16", "--dtype: got float16 with the toy pair, expected no flag"),
+        ("bench toy --dtype bfloat16", "--dtype: got bfloat16 with the toy pair, expected no flag"),
+        ("bench toy --weights quantised", "--weights: got quantised with the toy pair, expected dequantised"),
+        ("bench toy --draft ngram", "--draft: got ngram with the toy pair, expected auto or none"),
+        ("serve toy --port 0 --implementation transformers", "--implementation: got transformers with the toy pair, expected auto"),
+        ("serve toy --port 0 --draft mtp", "--draft: got mtp with the toy pair, expected auto or none"),
         ("replay run.jsonl --toy", "run.jsonl: draft: got ToyDraft of"),
         ("replay run.jsonl --model model --draft none", "draft: got none, expected the recorded NgramLookup"),
         ("replay toy.jsonl --model model", "draft: got NgramLookup of 0 tensors"),

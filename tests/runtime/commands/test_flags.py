@@ -22,6 +22,7 @@ from stepgraph.runtime.commands import bench, capture_check, terminal
 from stepgraph.runtime.commands.engines import MAX_THREADS, set_threads
 from stepgraph.runtime.commands.flags import STEP_EXAMPLE, check_serve
 from stepgraph.runtime.commands.inputs import read_file, read_schema, read_standard_input
+from stepgraph.runtime.commands.serve import open_engine
 from stepgraph.runtime.demo.variants import toy_pair
 from stepgraph.runtime.text import TextCodec
 from stepgraph.sampling.grammar import Vocabulary
@@ -59,13 +60,13 @@ def run(capsys: Captured, *arguments: str) -> tuple[int, str, str]:
     return code, printed.out, printed.err
 
 
-def test_a_byte_order_mark_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "marked"
-    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(SCHEMA).encode())
+def test_a_byte_order_mark_is_ignored_and_line_ends_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, text = tmp_path / "marked", json.dumps(SCHEMA) + "\r\n\r\n"
+    path.write_bytes(b"\xef\xbb\xbf" + text.encode())
     assert read_schema("--schema", str(path)) == SCHEMA
-    assert read_file("--prompt-file", str(path), "").startswith("{")
+    assert read_file("--prompt-file", str(path), "") == text
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(path.read_bytes())))
-    assert read_standard_input("PROMPT").startswith("{")
+    assert read_standard_input("PROMPT") == text
 
 
 def test_each_line_of_a_file_is_one_api_key(tmp_path: Path) -> None:
@@ -79,6 +80,12 @@ def test_adapters_of_repeated_flags_are_all_served() -> None:
     options = cli.make_parser().parse_args(["serve", "toy", "--port", "0", "--lora-modules", "a=x", "--lora-modules", "b=y", "c=z"])
     check_serve(options)
     assert options.lora_modules == {"a": "x", "b": "y", "c": "z"}
+
+
+def test_the_toy_pair_is_served_without_its_draft() -> None:
+    for flags, drafts in (["--draft", "none"], 0), (["-k", "2"], 2):
+        with open_engine(cli.make_parser().parse_args(["serve", "toy", "--port", "0", *flags])) as engine:
+            assert engine.limits.num_speculative_tokens == drafts
 
 
 @pytest.mark.parametrize("count", [0, -1, MAX_THREADS + 1])

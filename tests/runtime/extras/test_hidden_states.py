@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +47,10 @@ def saving_engine(folder: Path, k: int, **changes: Any) -> Engine:
     return engine
 
 
-def toy_engine(folder: Path, **changes: Any) -> Engine:
+def toy_engine(folder: Path, record: Path | None = None, **changes: Any) -> Engine:
     sizes: dict[str, Any] = {"max_rows": 2, "num_speculative_tokens": 2, "draft_length": 2, "max_length": 64}
     config = EngineConfig(save_hidden_states=folder, greedy_only=True, eager=True, **sizes, **changes)
-    engine = Engine(TARGET, ToyDraft(TARGET, 0.7), vocabulary=VOCABULARY, config=config)
+    engine = Engine(TARGET, ToyDraft(TARGET, 0.7), vocabulary=VOCABULARY, config=config, record=record)
     engine.capture()
     return engine
 
@@ -143,11 +144,12 @@ def test_engine_without_saving_has_no_state_buffers() -> None:
         assert not [name for name in engine.buffers if "states" in name]
 
 
-def test_target_without_hidden_size_raises(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [None, True, 0, -1])
+def test_target_without_hidden_size_raises(tmp_path: Path, size: object) -> None:
     class Silent(type(TARGET)):  # type: ignore[misc]
-        hidden_size = property(lambda self: None, lambda self, value: None)
+        hidden_size = property(lambda self: size, lambda self, value: None)
 
-    with pytest.raises(ValueError, match=r"EngineConfig.save_hidden_states: got a target with hidden_size None, expected the width"):
+    with pytest.raises(ValueError, match=rf"EngineConfig.save_hidden_states: got a target with hidden_size {size}, expected the width"):
         Engine(Silent(20), config=EngineConfig(num_speculative_tokens=0, save_hidden_states=tmp_path))
 
 
@@ -165,12 +167,31 @@ def test_unusable_folder_raises_at_construction(tmp_path: Path) -> None:
     for folder in (file, file / "below", tmp_path / "no" / "such", Path("a\0b")):
         with pytest.raises(ValueError, match=r"EngineConfig.save_hidden_states: .*expected a writable folder"):
             toy_engine(folder)
-    with pytest.raises(ValueError, match="preemption: got True with save_hidden_states") as _kept:  # its frames hold what was built
-        toy_engine(tmp_path, preemption=True)
-    toy_engine(tmp_path).close()
+    (recording := tmp_path / "run.jsonl").write_text("")
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"preemption": True}, "preemption: got True with save_hidden_states"),
+        ({"record": recording}, r"record: got '.*run.jsonl' \(File exists\)"),
+    ]
+    for changes, message in refused:
+        before = set(threading.enumerate())
+        with pytest.raises(ValueError, match=message) as _kept:  # its frames hold what was built
+            toy_engine(tmp_path, **changes)
+        assert set(threading.enumerate()) <= before
+        toy_engine(tmp_path).close()
     (tmp_path / "states.json").write_text(json.dumps({"format": "another"}))
     with pytest.raises(ValueError, match="format: got 'another', expected 'stepgraph hidden states 1'"):
         toy_engine(tmp_path)
+
+
+def test_writer_without_a_thread_does_not_lock_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread") as _kept:
+            StatesWriter(tmp_path, LAYOUT, 100)
+    StatesWriter(tmp_path, LAYOUT, 100).close()
 
 
 def test_requests_continue_when_the_folder_disappears(tmp_path: Path) -> None:

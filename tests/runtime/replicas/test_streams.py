@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import gc
 import itertools
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
 import torch
 
-from stepgraph import AsyncEngine, Constraint, Engine, FinishReason, SamplingParams
+from stepgraph import AsyncEngine, Constraint, Engine, FinishReason, Job, SamplingParams
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.runtime.replicas.replica import AnswerPart, Refusal, ReplicaRequest, Tokens, answer, info_of
+from stepgraph.runtime.replicas.router import PrefixRouter
 from stepgraph.runtime.replicas.streams import Counts, ReplicaLost, ResumedStream, Resumption
 from stepgraph.runtime.request_queue import QueueFullError
 from stepgraph.runtime.serve.serving import AnswerError
 from tests.helpers.toy_engines import CONSTRAINTS, STOP, Setup, make_engine, shared_engine
 
 PROMPT, TOKENS = [49, 65, 16, 66, 71, 26, 54, 7, 61, 46, 72], 24
-PLAIN, DRAFTED = (Setup(k=k, greedy_only=False, buckets=(4,)) for k in (0, 3))
+PLAIN, DRAFTED = (Setup(k=k, greedy_only=False, buckets=(4,), look_up=k) for k in (0, 3))
 SAMPLED = SamplingParams(temperature=1.3, top_p=0.95, seed=11, min_new_tokens=9, repetition_penalty=1.3, logprobs=True)
 SAMPLINGS = {"greedy": SamplingParams(min_new_tokens=9, logit_bias={STOP: 2.0}, logprobs=True, temperature=0), "sampled": SAMPLED}
 
@@ -36,18 +39,19 @@ class Replicas:
     identities: list[str] = field(default_factory=lambda: ["x", "x"])
     change: Callable[[AnswerPart], AnswerPart] = field(default=lambda part: part)
     asks: list[ReplicaRequest] = field(default_factory=list)
-    alive: list[int] = field(default_factory=lambda: [0, 1])
+    loads: dict[str, int] = field(default_factory=lambda: {"a": 0, "b": 1})
     returns: bool = True  # whether a lost replica becomes available again
+    absent: range = range(0)  # the calls for which Ray does not list a
 
     async def call(self, ask: ReplicaRequest) -> AsyncGenerator[AnswerPart, None]:
-        names = ["a", "b"]
-        number = min(self.alive, key=lambda each: (names[each] in ask.avoid, each))
+        names, loads = ["a", "b"], {name: load for name, load in self.loads.items() if name != "a" or len(self.asks) not in self.absent}
+        number = names.index(PrefixRouter().rank((), loads, ask.avoid)[0])
         cut, self.asks = (self.cuts[len(self.asks)] if len(self.asks) < len(self.cuts) else 10**9), [*self.asks, ask]
         async with contextlib.aclosing(answer(self.serving[number], ask, names[number], self.identities[number])) as parts:
             for count in itertools.count():
                 if count == cut:
                     if not self.returns:
-                        self.alive.remove(number)
+                        del self.loads[names[number]]
                     raise ReplicaLost("ActorDiedError: killed", names[number])
                 try:
                     part = await parts.__anext__()
@@ -109,21 +113,27 @@ def test_a_stream_that_is_cut_anywhere_has_the_tokens_of_one_engine(setup: Setup
 @pytest.mark.parametrize(
     "options",
     [
-        {"constraint": Literal["yes", "not at all"], "cache_salt": "a"},
-        {"constraint": CONSTRAINTS[1], "cache_salt": "b"},
+        {"constraint": Literal["yes", "not at all"], "cache_salt": "a", "priority": 3},
+        {"constraint": CONSTRAINTS[1], "cache_salt": "b", "tenant": "t", "max_new_tokens": None},
         {"resume_from": torch.tensor([81, 88]), "sampling": SamplingParams(stop_token_ids=(3,), logprobs=True), "cache_salt": "c"},
+        {"draft_ids": [4, 5, 6], "lora_name": "", "cache_salt": "d", "num_speculative_tokens": 2},
     ],
-    ids=["literal", "json", "resumed"],
+    ids=["literal", "json", "resumed", "drafts given"],
 )
 @pytest.mark.parametrize(("setup", "cuts"), [(DRAFTED, []), (PLAIN, [2, 1])], ids=["drafted", "continued"])
-def test_the_job_of_a_stream_has_the_properties_of_a_job_of_an_engine(setup: Setup, cuts: list[int], options: dict[str, Any]) -> None:
-    engine = shared_engine(setup)
-    _, wanted = (engine.generate(PROMPT, max_new_tokens=60, **options) for _ in range(2))  # the second one finds the prompt in the cache
-    job = run(engine, cuts, max_new_tokens=60, **options).stream.job
-    names = ["constraint", "stop_ids", "resume_from", "tokens", "origins", "num_accepted_drafts", "num_cached_tokens", "text"]
-    for name in [*names, *["parsed"] * (wanted.finish_reason != FinishReason.LENGTH)]:
+def test_the_job_of_a_stream_has_the_fields_of_a_job_of_an_engine(setup: Setup, cuts: list[int], options: dict[str, Any]) -> None:
+    engine, without_drafts = shared_engine(setup), {"draft_ids": None, "num_speculative_tokens": 0}
+    options = {"max_new_tokens": 60} | options | without_drafts if setup is PLAIN else {"max_new_tokens": 60} | options
+    _, wanted = (engine.generate(PROMPT, **options) for _ in range(2))  # the second one finds the prompt in the cache
+    job = run(engine, cuts, **options).stream.job
+    others = {"id", "submitted_at", "queue_seconds", "first_token_seconds", "parse", "prior_output_host"}
+    others |= {"rounds", "grammar_lane"} if cuts else set()  # of a resumed request
+    for name in ["text", *(each.name for each in fields(Job) if each.name not in others)]:
         assert getattr(job, name) == getattr(wanted, name), name
+    assert job.queue_seconds is not None and job.first_token_seconds is not None and 0 < job.queue_seconds < job.first_token_seconds
     assert job.rounds + job.num_accepted_drafts >= len(job.tokens)
+    if wanted.finish_reason != FinishReason.LENGTH:
+        assert job.parsed == wanted.parsed
 
 
 def test_draws_without_a_seed_are_fixed_before_the_first_replica() -> None:
@@ -170,11 +180,23 @@ def test_equal_tokens_are_promised_only_of_models_that_declare_it(monkeypatch: p
 def test_streams_continue_on_equal_hardware_only() -> None:
     engine = shared_engine(PLAIN)
     options: dict[str, Any] = {"sampling": SamplingParams(ignore_eos=True), "max_new_tokens": TOKENS}
-    with pytest.raises(AnswerError, match=r"cannot be continued after \d+ tokens: replica . has other hardware, packages,"):
+    with pytest.raises(
+        AnswerError, match=r"after \d+ tokens: 9 replicas in a row gave no new token \(replica . has other hardware, packages,"
+    ):
         run(engine, [4], other={"identities": ["x", "y"], "returns": False}, **options)
     assert run(engine, [4], other={"identities": ["x", "y"]}, **options).stream.job.replicas == ["a", "a"]
     found = run(engine, [0], other={"identities": ["x", "y"]}, **options)  # lost before the first token: any hardware can begin
     assert found.stream.job.replicas == ["b"] and found.counts.retried == 1
+
+
+@pytest.mark.parametrize("other", [{"loads": {"a": 1, "b": 0}}, {"absent": range(1, 4)}], ids=["more requests", "not listed"])
+@pytest.mark.parametrize("cuts", [[4], [0, 4]], ids=str)
+def test_a_replica_that_returns_continues_its_stream_beside_one_of_another_identity(other: dict[str, Any], cuts: list[int]) -> None:
+    engine = shared_engine(PLAIN)
+    options: dict[str, Any] = {"sampling": SamplingParams(ignore_eos=True), "max_new_tokens": TOKENS}
+    quick = Resumption(backoff_seconds=0)
+    found = run(engine, cuts, quick, other={"identities": ["x", "y"], **other}, **options)
+    assert found.tokens == engine.generate(PROMPT, **options).tokens
 
 
 @pytest.mark.parametrize(
@@ -230,7 +252,7 @@ def test_an_engine_that_fails_or_shuts_down_is_replaced() -> None:
     engine = shared_engine(PLAIN)
     options: dict[str, Any] = {"sampling": SamplingParams(ignore_eos=True), "max_new_tokens": TOKENS}
     whole = engine.generate(PROMPT, **options).tokens
-    for ending in (Refusal("a", "failed", "the engine failed"), Tokens((), (), FinishReason.CANCELLED, "", 3, 0)):
+    for ending in (Refusal("a", "failed", "the engine failed"), Tokens((), (), FinishReason.CANCELLED)):
 
         class Ends(Replicas):
             last = ending
@@ -301,6 +323,35 @@ def test_leaving_a_stream_cancels_its_job_and_its_reader_gets_the_end(waits: boo
             assert ended == [1] and dict(engine.stats().finished)[FinishReason.CANCELLED] == before + 1
 
     asyncio.run(main())
+
+
+def test_a_stream_that_is_dropped_cancels_its_job_and_logs_nothing() -> None:
+    engine = shared_engine(PLAIN)
+    cancelled = dict(engine.stats().finished)[FinishReason.CANCELLED]
+    ended, logged = list[int](), list[Any]()
+
+    async def main() -> ResumedStream:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context))
+        async with AsyncEngine(engine) as serving:
+            options: dict[str, Any] = {"sampling": SamplingParams(ignore_eos=True), "max_new_tokens": 90}
+            make = functools.partial(ResumedStream, Replicas([serving], []).call, info_of(engine, "a"), Resumption(), Counts())
+            for count in range(1, 3):
+                stream = make(lambda: ended.append(1), (5,), options)
+                await stream.open()
+                job = stream.job
+                del stream
+                gc.collect()
+                for _ in range(2000):
+                    await asyncio.sleep(0.001)
+                    if dict(engine.stats().finished)[FinishReason.CANCELLED] == cancelled + count and job.finished:
+                        break
+                assert len(ended) == count and job.finish_reason == FinishReason.CANCELLED
+            await (last := make(lambda: ended.append(1), (5,), options)).open()
+            return last  # is dropped after the end of the loop
+
+    asyncio.run(main())
+    gc.collect()
+    assert not logged
 
 
 def test_a_pool_of_engines_without_vocabulary_replaces_a_replica_whose_error_has_no_message() -> None:

@@ -349,6 +349,16 @@ def test_other_schemes_are_refused_by_field(layout: str, field: str, value: obje
         ("FP8 per tensor", "o_proj.weight", lambda tensor: tensor[0], "o_proj.weight: got shape"),
         ("AWQ", "down_proj.scales", lambda tensor: None, r"down_proj.scales is missing, expected it with .*down_proj.qweight"),
         ("AWQ", "down_proj.scales", lambda tensor: tensor / 0, r"down_proj.weight holds NaN or infinity"),
+        (
+            "AWQ",
+            "down_proj.scales",
+            lambda tensor: tensor.int(),
+            r"down_proj.scales: got I32, expected scales of one of F32, BF16, F16, F8_",
+        ),
+        ("GPTQ", "down_proj.scales", lambda tensor: tensor.double(), r"down_proj.scales: got F64, expected scales of one of F32"),
+        ("pack-quantized, 8 bits", "k_proj.weight_scale", lambda tensor: tensor > 0, r"k_proj.weight_scale: got BOOL, expected scales of"),
+        ("FP8 in blocks", "down_proj.weight_scale", lambda tensor: tensor.long(), r"down_proj.weight_scale: got I64, expected scales of"),
+        ("FP8 per tensor", "o_proj.weight_scale", lambda tensor: tensor.to(torch.uint8), r"o_proj.weight_scale: got U8, expected scales"),
         ("GPTQ", "down_proj.g_idx", lambda tensor: tensor.flip(0), r"down_proj.g_idx: got another order, expected the groups one after"),
         (
             "pack-quantized, 8 bits",

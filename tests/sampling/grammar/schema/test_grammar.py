@@ -242,8 +242,42 @@ def test_unknown_words_are_annotations_or_refused() -> None:
     matcher_of(schema)
     with pytest.raises(ValueError, match='#/properties/a: format: got "color", expected one of date, date-time'):
         matcher_of(schema, unknown_formats="refuse")
+    newer = {"$schema": "http://json-schema.org/draft-04/schema", "properties": {"a": {"required": True}}}
+    matcher_of(newer)
+    with pytest.raises(ValueError, match="#/properties/a: required: got true for no known keyword; remove it"):
+        matcher_of(newer, unknown_keywords="refuse")
     schema["properties"]["a"]["markdownDescription"] = "m"
     with pytest.raises(ValueError, match='#/properties/a: markdownDescription: got "m" for no known keyword; remove it'):
+        matcher_of(schema, unknown_keywords="refuse")
+
+
+@pytest.mark.parametrize(
+    ("draft", "keyword", "value", "reason"),
+    [
+        ("draft-07", "minLength", 3, "beside $ref, which has no effect in this draft"),
+        ("draft-07", "markdown", 3, "beside $ref, which has no effect in this draft"),
+        ("draft-06", "minLength", 3, "beside $ref, which has no effect in this draft"),
+        ("draft-04", "required", True, "beside $ref, which has no effect in this draft"),
+        ("draft-03", "required", True, ""),  # the object reads it
+        ("draft-07", "title", "t", ""),
+        ("draft-07", "x-order", 3, ""),
+        ("draft/2019-09", "minLength", 3, ""),
+        ("draft/2020-12", "markdown", 3, "for no known keyword"),
+    ],
+)
+def test_keywords_without_effect_beside_a_reference_are_refused_with_unknown_ones(
+    draft: str, keyword: str, value: object, reason: str
+) -> None:
+    schema = {
+        "$schema": f"http{'s' * ('/' in draft)}://json-schema.org/{draft}/schema",
+        "definitions": {"word": {"type": "string"}},
+        "properties": {"a": {"$ref": "#/definitions/word", keyword: value}},
+    }
+    assert accepts(matcher_of(schema), '{"a": "bcd"}')
+    if not reason:
+        assert accepts(matcher_of(schema, unknown_keywords="refuse"), '{"a": "bcd"}')
+        return
+    with pytest.raises(ValueError, match=re.escape(f"#/properties/a: {keyword}: got {json.dumps(value)} {reason}; remove it")):
         matcher_of(schema, unknown_keywords="refuse")
 
 

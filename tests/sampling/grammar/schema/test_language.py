@@ -50,6 +50,7 @@ PATTERNS += ["^(?!ab).*1", "a(?=1)", "b(?!1)", "a??b+?"]
 PATTERNS += [r"(?!1)^\w+$", "(?!.*a1)^b.*$", "(?!^)b", r"(?=.*1)^\w+$", "(?=^.{3,}$)(?=.*1)(?=.*[a-z]).*$", "(?=^a)ab"]
 PATTERNS += ["^(?!a(?=b)).*$", "^(?!.*1(?!a$)).*$", "^(?!.*a(?!b)).*$", "^(?=a(?=b)).*$"]
 PATTERNS += ["$^", "^(?!$^)", "^(?!$$)", "a(?!$$)"]
+PATTERNS += ["(?:b?$)^", "$(?:^)", "(?:a|$)(?:^|b)", "(?!(?:b?$)^)a?", "(?:^){9}a", "(?!(?:$){2})", "a(?!(?:$){2})", "(?:^|a)(?:$|b)+"]
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -135,6 +136,8 @@ def test_operations_on_random_patterns_are_those_on_sets(left: str, right: str) 
         (r"\p{Script=Latin}", "property other than 'Script=Latin'"),
         ("(" * 500 + ")" * 500, "too many groups"),
         (r"(?:a(?=b))*c", "repeats a look-ahead"),
+        (r"(?:$)*(?!b*(?=$))", "repeats an anchor and has one in a look-ahead"),
+        (r"(?:^|b){101}a", "has 101 anchors, expected at most 100"),
         (r"\ud800", "surrogate"),
     ],
 )

@@ -75,6 +75,25 @@ def test_endless_rule_is_named_in_the_error(isolation: Literal["process", "none"
     with_worker.close()
 
 
+@pytest.mark.parametrize(
+    ("grammar", "rule"),
+    [
+        ("root ::= root{0}", "root"),
+        ("root ::= (root{0,5})", "root"),
+        ('root ::= "x" a\na ::= b\nb ::= a{0} ""', "b"),
+        ('root ::= "x"\nunused ::= unused{0}', "unused"),
+    ],
+)
+def test_a_rule_that_is_only_a_repetition_of_itself_is_refused(grammar: str, rule: str) -> None:
+    """The library would end the worker process with SIGSEGV."""
+    for with_worker in (compiler("process"), GrammarCompiler(VOCABULARY, isolation="process")):
+        with pytest.raises(ValueError, match=f"cannot be compiled: rule {rule}: got only a repetition of itself, expected a text or"):
+            with_worker.compile(Constraint.ebnf(grammar))
+        assert with_worker.compile(Constraint.ebnf('root ::= "x" | root{0}')).backend == "xgrammar"
+        assert with_worker.stats.workers_started == 1
+        with_worker.close()
+
+
 @pytest.mark.parametrize("rule", ["endless", "tag", "marked"])
 def test_first_mask_does_not_reveal_an_endless_rule(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     unguarded(monkeypatch)
