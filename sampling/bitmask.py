@@ -20,10 +20,9 @@ def unpack(masks: Tensor, width: int) -> Tensor:
 def pack(allowed: Tensor) -> Tensor:
     """[..., width] bool -> [..., ceil(width / 32)] int32."""
     missing = -allowed.shape[-1] % BITS_PER_WORD
-    padded = torch.nn.functional.pad(allowed, (0, missing)).unflatten(-1, (-1, BITS_PER_WORD)).to(torch.int64)
-    weights = torch.ones(BITS_PER_WORD, dtype=torch.int64, device=allowed.device) << torch.arange(BITS_PER_WORD, device=allowed.device)
-    words = (padded * weights).sum(-1)
-    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+    bits = torch.nn.functional.pad(allowed, (0, missing)).unflatten(-1, (-1, BITS_PER_WORD)).to(torch.int32)
+    shifts = torch.arange(BITS_PER_WORD, dtype=torch.int32, device=allowed.device)
+    return torch.bitwise_left_shift(bits, shifts).sum(-1, dtype=torch.int32)
 
 
 def apply(logits: Tensor, masks: Tensor, constrained: Tensor, ids: Tensor | None = None, status: Tensor | None = None) -> Tensor:

@@ -207,9 +207,7 @@ def draw(
     token is 0.
     """
     probs = sampler.distribution(logits, params)
-    if ids is None:
-        row_probs.index_copy_(0, rows, probs)
-    else:
-        row_probs.index_put_((rows[:, None], ids), probs)
+    if ids is not None:
         probs = torch.zeros(len(logits), row_probs.shape[1], device=logits.device).index_copy_(1, ids, probs)
+    row_probs.index_copy_(0, rows, probs)
     return race.reference(probs, seed, position, purpose)

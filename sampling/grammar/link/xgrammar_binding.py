@@ -92,7 +92,7 @@ def _method(info: Any, name: str) -> Any:
         schema = json.loads(found[0].metadata["type_schema"])
         named = schema.get("named_args")  # from 0.2.9 on
         signature = tuple(argument["type"] for argument in ([*named["return"], *named["params"]] if named else schema["args"]))
-        kind = _type_index(found[0].func.__chandle__())
+        kind = ctypes.c_int32.from_address(found[0].func.__chandle__() + 8).value  # the word after the reference counts of an object
     except Exception as error:
         raise Unavailable(f"xgrammar's {name} has no readable signature: {error!r}") from error
     if signature != SIGNATURES[name] or kind != TVM_FUNCTION:
@@ -105,8 +105,3 @@ def _address(library: ctypes.CDLL, symbol: str) -> int:
         return int(ctypes.cast(library[symbol], ctypes.c_void_p).value or 0)
     except AttributeError as error:
         raise Unavailable(f"tvm-ffi has no {symbol}") from error
-
-
-def _type_index(handle: int) -> int:
-    """The type of a tvm-ffi object: the word after its reference counts."""
-    return ctypes.c_int32.from_address(handle + 8).value

@@ -259,14 +259,12 @@ class _Translation:
             for next_rule, text in equation.items():
                 text = f"{before} {text}".strip()
                 other = equations[user].get(next_rule)
-                equations[user][next_rule] = self._shorten(text if other is None else _alternation(other, text))
+                text = text if other is None else _alternation(other, text)
+                equations[user][next_rule] = text if len(text) <= MAX_INLINE_CHARS else self._terminal_name(text)
                 users[next_rule].add(user)
         for next_rule in equation:
             users[next_rule].discard(name)
         return users[name] | equation.keys()
-
-    def _shorten(self, text: str) -> str:
-        return text if len(text) <= MAX_INLINE_CHARS else self._terminal_name(text)
 
 
 def _alternation(*texts: str) -> str:

@@ -67,27 +67,23 @@ void merge_classes(Automaton &automaton) {
 class Blocks {
 public:
     explicit Blocks(const Automaton &automaton)
-        : automaton(automaton), rows(automaton.classes), hashes((size_t)(automaton.states + automaton.symbols), 1), next(hashes.size()),
-          open(hashes.size()), place(hashes.size()), block_of(hashes.size()) {
+        : automaton(automaton), rows(automaton.classes), hashes((size_t)(automaton.states + automaton.symbols), 1), place(hashes.size()),
+          block_of(hashes.size()) {
         Interned shapes;
         for (const Move &move : automaton.moves) {
             Move shape = move;
             shape.target = 0, shape.push = move.push >= 0, shape.last_target = move.last_target >= 0;
             shape_of.push_back(shapes.add(shape.ints(), Move::INTS).number);
         }
-        std::iota(open.begin(), open.end(), 0);
-        for (size_t before = 2 * open.size(); open.size() * 10 < before * 9;) {
-            before = open.size();
-            for (int round = 0; round < ROUNDS; round++) {
-                for (int32_t node : open) next[(size_t)node] = hash_of(node);
-                for (int32_t node : open) hashes[(size_t)node] = next[(size_t)node];
-            }
-            leave_out_lone();
+        std::vector<uint64_t> next(hashes.size());
+        for (int round = 0; round < ROUNDS; round++) {
+            for (size_t node = 0; node < next.size(); node++) next[node] = hash_of((int32_t)node);
+            hashes.swap(next);
         }
         find_blocks();
-        for (int32_t node : open) each_target(node, [&](int32_t to) { sources.add(to, node); });
+        for (int32_t node : elements) each_target(node, [&](int32_t to) { sources.add(to, node); });
         sources.sort(hashes.size());
-        for (int32_t node : open) mark(node);
+        for (int32_t node : Ints(elements)) mark(node);
         while (!touched.empty()) {
             changed.clear();
             for (; !touched.empty(); touched.pop_back()) divide(touched.back());
@@ -131,28 +127,6 @@ private:
         return mixed(sum + rows.hash(automaton.spans_of(node), [&](int32_t entry) { return hash_after_entry(entry); }));
     }
 
-    // For each open node the number of its hash, and for each hash the number of nodes.
-    std::pair<Ints, Ints> numbers() const {
-        Interned numbers;
-        Ints number_of, sizes;
-        for (int32_t node : open) {
-            const int32_t hash[] = {(int32_t)hashes[(size_t)node], (int32_t)(hashes[(size_t)node] >> 32)};
-            auto [number, is_new] = numbers.add(hash, std::size(hash));
-            if (is_new) sizes.push_back(0);
-            number_of.push_back(number);
-            sizes[(size_t)number]++;
-        }
-        return {number_of, sizes};
-    }
-
-    void leave_out_lone() {
-        auto [number_of, sizes] = numbers();
-        size_t kept = 0;
-        for (size_t at = 0; at < open.size(); at++)
-            if (sizes[(size_t)number_of[at]] > 1) open[kept++] = open[at];
-        open.resize(kept);
-    }
-
     void set_block(int32_t node, int32_t block) {
         block_of[(size_t)node] = block;
         hashes[(size_t)node] = mixed((uint32_t)block);
@@ -163,16 +137,30 @@ private:
         place[(size_t)node] = at;
     }
 
-    // Makes one block for each hash of the open nodes. Every other node gets a unique negative number.
+    // Makes one block of the nodes with each hash. A node with a unique hash gets a unique negative number instead.
     void find_blocks() {
-        auto [number_of, sizes] = numbers();
-        elements.resize(open.size());
-        int32_t first = 0;
-        for (int32_t size : sizes) blocks.push_back({first, first, 0}), first += size;
-        for (int32_t node = 0; node < (int32_t)hashes.size(); node++) set_block(node, -2 - node);
-        for (size_t at = 0; at < open.size(); at++) {
-            put(blocks[(size_t)number_of[at]].past++, open[at]);
-            set_block(open[at], number_of[at]);
+        Interned numbers;
+        Ints number_of, sizes; // [nodes] number of the hash; [hashes] number of nodes
+        for (uint64_t value : hashes) {
+            const int32_t hash[] = {(int32_t)value, (int32_t)(value >> 32)};
+            auto [number, is_new] = numbers.add(hash, std::size(hash));
+            if (is_new) sizes.push_back(0);
+            number_of.push_back(number);
+            sizes[(size_t)number]++;
+        }
+        Ints block_of_hash(sizes.size(), -1);
+        int32_t past = 0;
+        for (size_t number = 0; number < sizes.size(); number++) {
+            if (sizes[number] == 1) continue;
+            block_of_hash[number] = (int32_t)blocks.size();
+            blocks.push_back({past, past, 0});
+            past += sizes[number];
+        }
+        elements.resize((size_t)past);
+        for (int32_t node = 0; node < (int32_t)hashes.size(); node++) {
+            int32_t block = block_of_hash[(size_t)number_of[(size_t)node]];
+            set_block(node, block < 0 ? -2 - node : block);
+            if (block >= 0) put(blocks[(size_t)block].past++, node);
         }
     }
 
@@ -249,9 +237,8 @@ private:
     const Automaton &automaton;
     const Rows rows;
     Ints shape_of; // [moves] equal for moves that differ only in their targets and symbols
-    std::vector<uint64_t> hashes, next; // [nodes] hashes, and those of the next round; after find_blocks, hashes of block numbers
-    Ints open; // nodes whose hash is not unique
-    Ints elements, place; // open nodes by block; [nodes] index in `elements`
+    std::vector<uint64_t> hashes; // [nodes]; after find_blocks, hashes of block numbers
+    Ints elements, place; // nodes by block; [nodes] index in `elements`
     Ints block_of; // [nodes]
     std::vector<Block> blocks;
     ByState<int32_t> sources; // the nodes that lead to each node
