@@ -164,8 +164,8 @@ def make_engine(setup: Setup, backend: TapeBackend | None = None, **others: Any)
     return engine
 
 
-def switch_draft_lengths(engine: Engine, seed: int = 0) -> None:
-    """Give every later round a random draft length."""
+def switch_draft_lengths(engine: Engine, seed: int = 0) -> Random:
+    """Give every later round a random draft length. Returns their source."""
     lengths, random = engine._parts.draft_lengths, Random(seed)
     assert lengths is not None
     choose = lengths.choose
@@ -175,6 +175,7 @@ def switch_draft_lengths(engine: Engine, seed: int = 0) -> None:
         return choose(requests, key)
 
     lengths.choose = choose_at_random  # type: ignore[method-assign]
+    return random
 
 
 @functools.cache
