@@ -31,7 +31,7 @@ from tests.helpers.draft_engines import DRAFTERS as DRAFT_CASES
 from tests.helpers.draft_engines import DraftCase
 from tests.helpers.families import hf_model
 from tests.helpers.prefix_engines import DRAFTS
-from tests.helpers.toy_engines import CONSTRAINTS, DRAFTERS, STOP, VOCABULARY, switch_draft_lengths
+from tests.helpers.toy_engines import CONSTRAINTS, DRAFTERS, STOP, VOCABULARY
 from tests.runtime.test_logits_processors import PROCESSORS
 
 POISON = 13  # a token after which the toy target has no finite logits
@@ -58,19 +58,22 @@ LORAS = ("all", "some")
 
 @dataclass(frozen=True)
 class World:
-    """An engine of the simulation. Where `config.draft_length` is "auto", every round has a random draft length."""
+    """An engine of the simulation."""
 
     drafter: str
     config: EngineConfig
     family: str = ""  # of the target; empty: the toy
     saves: bool = False  # hidden states
     records: bool = False  # its steps, for a replay
+    switches: bool = False  # every round has a random draft length
+    threaded: bool = False  # another thread steps the engine, as fast as it can
 
     def __str__(self) -> str:
         default = vars(EngineConfig())
         changed = {name: value for name, value in vars(self.config).items() if value != default[name]}
         processors = [each.name for each in changed.pop("logits_processors", ())]
-        return f"{self.family or 'toy'}, {self.drafter}, saves={self.saves}, records={self.records}, processors={processors}, {changed}"
+        flags = [name for name in ("saves", "records", "switches", "threaded") if getattr(self, name)]
+        return f"{self.family or 'toy'}, {self.drafter}, {flags}, processors={processors}, {changed}"
 
     @property
     def case(self) -> DraftCase:
@@ -81,7 +84,7 @@ class World:
     def alone(self) -> World:
         """An engine for one request at a time, in one thread, with the same drafts."""
         others: dict[str, Any] = {name: getattr(PLAIN, name) for name in WITHOUT_EFFECT}
-        return replace(self, config=replace(self.config, eager=True, **others), saves=False, records=False)
+        return replace(self, config=replace(self.config, eager=True, **others), saves=False, records=False, switches=False, threaded=False)
 
     @property
     def plain(self) -> World:
@@ -163,7 +166,7 @@ def draw_world(number: int) -> World:
         backend="tape",
         **options,
     )
-    return World(drafter, config, "" if toy else case.family, saves, records)
+    return World(drafter, config, "" if toy else case.family, saves, records, switches=auto and chance(0.6), threaded=chance(0.2))
 
 
 @dataclass(frozen=True)
@@ -194,7 +197,8 @@ class Ask:
         known = {each.name for each in config.logits_processors}
         used = {name: values for name, values in sampling.logits_processors.items() if name in known}
         found = replace(self, sampling=replace(sampling, logits_processors=used), drafts=drafts)
-        drafts = 0 if config.draft_length == "auto" and found.depends_on_drafts else drafts
+        varies = world.switches or (config.draft_length == "auto" and sampling.greedy)  # seeded requests have equal lengths in all rounds
+        drafts = 0 if varies and found.depends_on_drafts else drafts
         looks_up = drafts > 0 and (config.look_up > 0 or world.drafter in {*PROPOSERS} - {"none", "forced"})
         return replace(
             found,
@@ -310,11 +314,11 @@ def temporary() -> Path:
     return folder
 
 
-@functools.cache
-def adapter(family: str, name: str) -> Path:
-    folder = temporary() / f"{family} {name}"
-    save_adapter(folder, hf_model(family), 4, ALL if name == "all" else "k_proj v_proj up_proj", seed=len(name))
-    return folder
+def add_adapter(engine: Engine, world: World, name: str) -> None:
+    folder = temporary() / f"{world.family} {name}"
+    if not folder.exists():
+        save_adapter(folder, hf_model(world.family), 4, ALL if name == "all" else "k_proj v_proj up_proj", seed=len(name))
+    engine.add_lora(name, folder)
 
 
 def models_of(world: World) -> tuple[TargetModel, Drafter | str | None, Vocabulary]:
@@ -335,15 +339,11 @@ def make_engine(world: World, delays: Delays | None = None) -> Engine:
     engine = Engine(target, drafter, vocabulary=vocabulary, config=config, backend=backend, record=record)
     engine.capture()
     for name in LORAS if config.max_loras else ():
-        engine.add_lora(name, adapter(world.family, name))
+        add_adapter(engine, world, name)
     for constraint in filter(None, ALL_CONSTRAINTS):
         with contextlib.suppress(ValueError):
             engine.compile(constraint)
     return engine
-
-
-def random_draft_lengths(engine: Engine, world: World) -> random.Random | None:
-    return switch_draft_lengths(engine) if world.config.draft_length == "auto" else None
 
 
 @functools.lru_cache(maxsize=6)

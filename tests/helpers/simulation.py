@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import functools
 import random
 import sys
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
@@ -33,6 +35,7 @@ from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammarMatcher
 from tests.helpers.planted import break_fill, exhaust_fuel
 from tests.helpers.simulated_worlds import (
     EXACT_DRAFTS,
+    LORAS,
     MAX_LENGTH,
     MAX_QUEUED,
     NUM_ASKS,
@@ -41,14 +44,15 @@ from tests.helpers.simulated_worlds import (
     Delays,
     Expected,
     World,
+    add_adapter,
     alone,
     ask,
     draw_world,
     make_engine,
     models_of,
-    random_draft_lengths,
 )
 from tests.helpers.stat_checks import check_invariants
+from tests.helpers.toy_engines import switch_draft_lengths
 
 MAX_STEPS = 2000  # per schedule; more count as a hang
 FAULTS = ("fill", "fuel", "tags")
@@ -62,8 +66,8 @@ COUNTS = (  # statistics that never decrease
 class Action(NamedTuple):
     """One action of a schedule."""
 
-    kind: Literal["submit", "refused", "cancel", "continue", "fault", "steps"]
-    value: int  # request number (submit), submission index (cancel), choice of a request (continue, fault), or number of steps
+    kind: Literal["submit", "refused", "cancel", "continue", "adapter", "fault", "steps"]
+    value: int  # request number (submit), submission index (cancel), choice (continue, adapter, fault), or number of steps
     fault: str = ""
     cut: int = 0  # of the output of the job that is continued
 
@@ -80,6 +84,8 @@ def make_schedule(seed: int) -> list[Action]:
         if submitted and rng.random() < 0.4:
             actions.append(Action("continue", rng.randrange(12), cut=rng.randrange(100)))
             submitted += 1
+        if rng.random() < 0.1:
+            actions.append(Action("adapter", rng.randrange(len(LORAS))))
         if submitted and rng.random() < 0.25:
             actions.append(Action("fault", rng.randrange(12), rng.choice(FAULTS)))
         actions.append(Action("steps", rng.choice((1, 1, 2, 5, 12))))
@@ -103,9 +109,10 @@ class Simulation:
     def __init__(self, world: World) -> None:
         self.world, self.delays = world, Delays()
         self.engine = make_engine(world, self.delays)
-        self.draft_lengths = random_draft_lengths(self.engine, world)
+        self.draft_lengths = switch_draft_lengths(self.engine) if world.switches else None
         self.stats = self.engine.stats()
         self.host_syncs = self.stats.host_syncs  # of the capture
+        self.events = collections.defaultdict[int, list[StepEvent]](list)  # by job id
         self.saved = list[SavedText]()
         if (states := self.engine._parts.hidden_states) is not None:
             put = states.writer.put
@@ -119,13 +126,16 @@ class Simulation:
         prefixes._evict(len(prefixes._idle))  # cached pages of earlier schedules
         submissions: list[Submission | None] = []
         before = self.engine.stats()
-        for action in make_schedule(seed):
-            self._act(action, submissions)
-        for _ in range(MAX_STEPS):
-            if not self.engine.has_work:
-                break
-            self._step(submissions)
+        with self._stepping() if self.world.threaded else contextlib.nullcontext():
+            for action in make_schedule(seed):
+                self._act(action, submissions)
+            for _ in range(MAX_STEPS * (50 if self.world.threaded else 1)):
+                if not self.engine.has_work:
+                    break
+                self._step()
         entries = [entry for entry in submissions if entry]
+        for entry in entries:
+            entry.events = self.events.pop(entry.job.id)
         left = [entry.job for entry in entries if not entry.job.finished]
         assert not left and not self.engine.has_work, f"jobs left after {MAX_STEPS} steps: {left}"
         self.engine.step()  # a step of an idle engine changes nothing
@@ -144,12 +154,14 @@ class Simulation:
             self._submit_refused(ask(action.value).fitted(self.world))
         elif action.kind == "steps":
             for _ in range(action.value):
-                self._step(submissions)
-        elif action.kind == "fault":
+                self._step()
+        elif action.kind == "adapter":
+            self._change_adapter(LORAS[action.value])
+        elif action.kind == "fault" and not (self.world.records or self.world.threaded):  # a replay would not have it
             self._plant(submissions, action.value, action.fault)
         elif action.kind == "continue":
             submissions.append(self._continue(submissions, action.value, action.cut))
-        elif entry := submissions[action.value]:
+        elif action.kind == "cancel" and (entry := submissions[action.value]):
             self.engine.cancel(entry.job)
 
     def _submit(self, request: Ask, given: tuple[int, ...] = ()) -> Submission | None:
@@ -158,6 +170,10 @@ class Simulation:
             entry = Submission(request, request.submit(self.engine, given), given)
         except QueueFullError:
             assert full, "a queue with room refused a request"
+            return None
+        except ValueError:
+            if request.lora in ("", *self.engine.list_loras()):
+                raise
             return None
         while not all(waiting.ready for waiting in tuple(self.engine.queue.waiting)):
             time.sleep(1e-4)  # compile times are not deterministic, so wait here
@@ -183,10 +199,44 @@ class Simulation:
         else:
             raise AssertionError("a request beyond max_length was accepted")
 
-    def _step(self, submissions: list[Submission | None]) -> None:
-        by_job = {entry.job.id: entry for entry in submissions if entry}
+    def _change_adapter(self, name: str) -> None:
+        """Remove an adapter, or add it if it was removed and a slot is free."""
+        if self.world.config.max_loras and not self.engine.remove_lora(name):
+            with contextlib.suppress(ValueError):
+                add_adapter(self.engine, self.world, name)
+
+    @contextlib.contextmanager
+    def _stepping(self) -> Iterator[None]:
+        """Step the engine in another thread."""
+        ended, errors = threading.Event(), list[BaseException]()
+
+        def run() -> None:
+            try:
+                while not ended.is_set():
+                    if self.engine.wait(0.01):
+                        self._step_once()
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+        if errors:
+            raise errors[0]
+
+    def _step(self) -> None:
+        if self.world.threaded:
+            time.sleep(0.001)
+        else:
+            self._step_once()
+
+    def _step_once(self) -> None:
         for event in self.engine.step():
-            by_job[event.job_id].events.append(event)
+            self.events[event.job_id].append(event)
         earlier, self.stats = self.stats, self.engine.stats()
         check_invariants(self.stats)
         decreased = [name for name in COUNTS if getattr(self.stats, name) < getattr(earlier, name)]
@@ -195,8 +245,6 @@ class Simulation:
 
     def _plant(self, submissions: list[Submission | None], which: int, fault: str) -> None:
         """Plant a fault in one running request with a grammar, if there is one. On the device only its tags can be wrong."""
-        if self.world.records:
-            return  # a replay would not have it
         by_job = {entry.job.id: entry for entry in submissions if entry}
         self.engine._in_flight.interrupt()
         self.engine.backend.event().wait()  # otherwise thread timing decides which host nodes see the fault
