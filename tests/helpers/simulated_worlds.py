@@ -36,7 +36,7 @@ from tests.runtime.test_logits_processors import PROCESSORS
 
 POISON = 13  # a token after which the toy target has no finite logits
 FAMILY_TOKENS = 110  # of the tokenizer of the families
-MAX_LENGTH, MAX_QUEUED, NUM_ASKS, MAX_DRAFTS = 48, 5, 600, 8
+MAX_LENGTH, MAX_QUEUED, NUM_ASKS, MAX_DRAFTS = 64, 5, 600, 8
 UNCOMPILABLE = Constraint.json_schema(
     {"type": "integer", "minimum": 2, "maximum": 1}
 )  # refused when it is compiled, not when it is submitted
@@ -65,7 +65,7 @@ class World:
     family: str = ""  # of the target; empty: the toy
     saves: bool = False  # hidden states
     records: bool = False  # its steps, for a replay
-    switches: bool = False  # every round has a random draft length
+    switches: float = 0.0  # share of rounds with a change to a random draft length; 0: lengths are not random
     threaded: bool = False  # another thread steps the engine, as fast as it can
 
     def __str__(self) -> str:
@@ -84,7 +84,7 @@ class World:
     def alone(self) -> World:
         """An engine for one request at a time, in one thread, with the same drafts."""
         others: dict[str, Any] = {name: getattr(PLAIN, name) for name in WITHOUT_EFFECT}
-        return replace(self, config=replace(self.config, eager=True, **others), saves=False, records=False, switches=False, threaded=False)
+        return replace(self, config=replace(self.config, eager=True, **others), saves=False, records=False, switches=0.0, threaded=False)
 
     @property
     def plain(self) -> World:
@@ -123,7 +123,7 @@ def draw_world(number: int) -> World:
 
     toy = chance(0.85)
     case = rng.choice(DRAFT_CASES)
-    drafter = rng.choice((*MODELS, *MODELS, *PROPOSERS) if toy else (case.name, case.name, "ngram"))
+    drafter = rng.choice((*MODELS, *MODELS, *AHEAD, *EXACT_DRAFTS, *PROPOSERS) if toy else (case.name, case.name, "ngram"))
     models = drafter in MODELS or drafter in CASES
     k = 0 if drafter == "none" else rng.randint(1, min(MAX_DRAFTS, MAX_DRAFTS if toy else case.max_drafts))
     records = toy and chance(0.1)
@@ -166,7 +166,15 @@ def draw_world(number: int) -> World:
         backend="tape",
         **options,
     )
-    return World(drafter, config, "" if toy else case.family, saves, records, switches=auto and chance(0.6), threaded=chance(0.2))
+    return World(
+        drafter,
+        config,
+        "" if toy else case.family,
+        saves,
+        records,
+        switches=rng.choice((0.0, 0.1, 1.0)) if auto else 0.0,
+        threaded=chance(0.2),
+    )
 
 
 @dataclass(frozen=True)
@@ -197,7 +205,9 @@ class Ask:
         known = {each.name for each in config.logits_processors}
         used = {name: values for name, values in sampling.logits_processors.items() if name in known}
         found = replace(self, sampling=replace(sampling, logits_processors=used), drafts=drafts)
-        varies = world.switches or (config.draft_length == "auto" and sampling.greedy)  # seeded requests have equal lengths in all rounds
+        varies = world.switches > 0 or (
+            config.draft_length == "auto" and sampling.greedy
+        )  # seeded requests have equal lengths in all rounds
         drafts = 0 if varies and found.depends_on_drafts else drafts
         looks_up = drafts > 0 and (config.look_up > 0 or world.drafter in {*PROPOSERS} - {"none", "forced"})
         return replace(
@@ -259,7 +269,7 @@ def ask(number: int) -> Ask:
     rng = random.Random(f"ask {number}")
     prompt = (*range(1, 1 + rng.choice((0, 0, 0, 8, 8, 11, 16))), *rng.choices(range(len(VOCABULARY.tokens)), k=rng.randint(1, 8)))
     constraint = rng.choice(ALL_CONSTRAINTS) if rng.random() < 0.6 else None
-    new_tokens = rng.choice((1, 2, 4, 8, 12, 16, 24, 24))
+    new_tokens = rng.choice((1, 2, 4, 8, 12, 16, 24, 40))
     return Ask(
         prompt,
         constraint,

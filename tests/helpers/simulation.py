@@ -27,10 +27,14 @@ import torch
 from tqdm import tqdm
 
 from stepgraph import Engine, FinishReason, Job, QueueFullError, StepEvent
+from stepgraph.graphs.row_layout import ResultRecord
 from stepgraph.runtime.extras.hidden_states import SavedText
 from stepgraph.runtime.extras.replay import read_recording, replay
 from stepgraph.runtime.models.toy import _MASK, _to_limbs, hash_pair
+from stepgraph.runtime.request import ActiveRequest
+from stepgraph.runtime.scheduler import LossCause, loss_cause
 from stepgraph.sampling.grammar.link.native import NativeRow
+from stepgraph.sampling.grammar.status import FinishCode
 from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammarMatcher
 from tests.helpers.planted import break_fill, exhaust_fuel
 from tests.helpers.simulated_worlds import (
@@ -109,7 +113,7 @@ class Simulation:
     def __init__(self, world: World) -> None:
         self.world, self.delays = world, Delays()
         self.engine = make_engine(world, self.delays)
-        self.draft_lengths = switch_draft_lengths(self.engine) if world.switches else None
+        self.draft_lengths = switch_draft_lengths(self.engine, share=world.switches) if world.switches else None
         self.stats = self.engine.stats()
         self.host_syncs = self.stats.host_syncs  # of the capture
         self.events = collections.defaultdict[int, list[StepEvent]](list)  # by job id
@@ -118,10 +122,21 @@ class Simulation:
             put = states.writer.put
             states.writer.put = lambda text: self.saved.append(text) or put(text)  # type: ignore[method-assign, func-returns-value]
 
+        if world.drafter in EXACT_DRAFTS and not world.config.look_up:
+            self._record, self.engine._scheduler.record = self.engine._scheduler.record, self._record_checked  # type: ignore[method-assign]
+
+    def _record_checked(self, request: ActiveRequest, result: ResultRecord) -> StepEvent:
+        """The drafts are the target's choices, so that a greedy request accepts all of them, or its grammar or its end prevents it."""
+        choice = request.job.sampling.plain and result.finish <= FinishCode.DEAD_END
+        lost = choice and loss_cause(result.draft_count, result) == LossCause.IMPROBABLE
+        assert not lost, f"the draft model did not propose the target's choice: {result}, {request.job}"
+        return self._record(request, result)
+
     def run(self, seed: int) -> list[Submission]:
         self.delays.start(seed)
-        if self.draft_lengths:
+        if self.draft_lengths and (chooser := self.engine._parts.draft_lengths):
             self.draft_lengths.seed(seed)
+            chooser.fixed_drafting = None
         prefixes = self.engine._scheduler.rows.page_cache
         prefixes._evict(len(prefixes._idle))  # cached pages of earlier schedules
         submissions: list[Submission | None] = []
@@ -142,9 +157,6 @@ class Simulation:
         after = self.engine.stats()
         assert after.submitted - before.submitted == len(entries)
         assert after.tokens - before.tokens == sum(len(entry.job.tokens) for entry in entries)
-        ended = all(entry.job.finish_reason not in (FinishReason.CANCELLED, FinishReason.ERROR) for entry in entries)
-        if ended and self.world.drafter in EXACT_DRAFTS and self.world.config.greedy_only and not self.world.config.look_up:
-            assert after.drafting.improbable == before.drafting.improbable, "the draft model did not propose the target's choice"
         return entries
 
     def _act(self, action: Action, submissions: list[Submission | None]) -> None:
