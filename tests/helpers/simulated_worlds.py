@@ -43,6 +43,7 @@ UNCOMPILABLE = Constraint.json_schema(
 ALL_CONSTRAINTS = (
     *CONSTRAINTS,
     *(replace(constraint, backend="xgrammar") for constraint in CONSTRAINTS[1::2] if constraint),
+    *(replace(constraint, backend="llguidance") for constraint in CONSTRAINTS[3:6] if constraint),
     Constraint.regex("[0-9]{1,8}").after("a"),
     Constraint.lark('start: "ab"+ | /[x-z]{2,5}/'),
     Constraint.json_schema({"type": "array", "items": {"type": "boolean"}, "maxItems": 4}, any_whitespace=True),
@@ -128,9 +129,9 @@ def draw_world(number: int) -> World:
     k = 0 if drafter == "none" else rng.randint(1, min(MAX_DRAFTS, MAX_DRAFTS if toy else case.max_drafts))
     records = toy and chance(0.1)
     function, masks, plain, saves = drafter == "function", chance(0.75) or drafter == "forced", chance(0.25), toy and chance(0.12)
-    auto, max_rows, page_size = bool(k) and chance(0.35), rng.choice((1, 1, 2, 2, 3, 4)), rng.choice((4, 4, 8, 16))
+    auto, max_rows, page_size = bool(k) and chance(0.35), rng.choice((1, 1, 2, 2, 3, 4)), rng.choice((1, 2, 3, 4, 4, 8, 13, 16))
     loops = not (auto or function or saves or records or why_not()) and chance(0.2)
-    eager, least_pages = not loops and chance(0.3), MAX_LENGTH // page_size
+    eager, least_pages = not loops and chance(0.3), -(-MAX_LENGTH // page_size)
     link = rng.choice(("auto", "auto", "python"))
     options = {} if plain else OPTIONS | {"logits_processors": () if records else PROCESSORS[: 3 if toy else 2]}
     config = EngineConfig(
@@ -209,15 +210,21 @@ class Ask:
             config.draft_length == "auto" and sampling.greedy
         )  # seeded requests have equal lengths in all rounds
         drafts = 0 if varies and found.depends_on_drafts else drafts
-        looks_up = drafts > 0 and (config.look_up > 0 or world.drafter in {*PROPOSERS} - {"none", "forced"})
-        return replace(
+        found = replace(
             found,
             prompt=tuple(token % FAMILY_TOKENS for token in self.prompt) if world.family else self.prompt,
             drafts=drafts,
-            draft_ids=self.draft_ids if looks_up else (),
+            draft_ids=(),
             lora=self.lora if config.max_loras else "",
             embedded=self.embedded if world.family else 0,
         )
+        looks_up = drafts > 0 and (config.look_up > 0 or world.drafter in {*PROPOSERS} - {"none", "forced"})
+        return replace(found, draft_ids=found.likely_text(world, self.draft_ids)) if looks_up and self.draft_ids else found
+
+    def likely_text(self, world: World, others: tuple[int, ...]) -> tuple[int, ...]:
+        """The output with another token at every fifth position, then `others`."""
+        tokens = alone(replace(self, drafts=0), world).tokens
+        return (*(others[0] if index % 5 == others[0] % 5 else token for index, token in enumerate(tokens)), *others)[:MAX_LENGTH]
 
     def submit(self, engine: Engine, given: tuple[int, ...] = ()) -> Job:
         size = getattr(engine._parts.models.target, "embedding_size", 0)
@@ -239,19 +246,24 @@ class Ask:
 
 
 def draw_sampling(rng: random.Random, constrained: bool, new_tokens: int) -> SamplingParams:
-    stops = tuple(rng.sample(range(95), rng.choice((0, 0, 0, 2))))
-    texts = tuple("".join(rng.choices("abcdeft019,: ", k=rng.choice((1, 1, 2)))) for _ in range(rng.choice((0, 0, 0, 0, 2))))
+    few = rng.sample(range(65, 91), 4)  # with biases, most of the text consists of these letters, so that bad words and stop texts occur
+    ids, biases = (
+        (range(95), {rng.randrange(95): rng.uniform(-5, 5) for _ in range(3)}) if rng.random() < 0.6 else (few, dict.fromkeys(few, 6.0))
+    )
+    letters = [VOCABULARY.tokens[token].decode() for token in ids]
+    texts = tuple("".join(rng.choices(letters, k=rng.choice((1, 2, 3)))) for _ in range(rng.choice((0, 0, 0, 0, 2))))
+    stops = tuple(rng.sample(ids, rng.choice((0, 0, 0, 0, 1))))
     sampling = replace(GREEDY, stop_token_ids=stops, stop=texts, ignore_eos=not constrained and rng.random() < 0.6)
-    if rng.random() < 0.4:
+    if ids is few or rng.random() < 0.4:
         sampling = replace(
             sampling,
             repetition_penalty=rng.choice((1.0, 1.3, 0.8)),
             presence_penalty=rng.choice((0.0, 0.7)),
             frequency_penalty=rng.choice((0.0, 0.0, 0.9, -0.5)),
-            logit_bias={rng.randrange(95): rng.uniform(-5, 5) for _ in range(3)},
-            bad_token_ids=tuple(rng.sample(range(95), 2)),
-            bad_words=tuple(tuple(rng.choices(range(95), k=rng.randint(1, 3))) for _ in range(rng.choice((0, 0, 1, 2)))),
-            min_new_tokens=min(new_tokens, rng.choice((0, 4))),
+            logit_bias=biases,
+            bad_token_ids=tuple(rng.sample(range(95), rng.choice((0, 0, 2)))),
+            bad_words=tuple(tuple(rng.choices(ids, k=rng.randint(1, 3))) for _ in range(rng.choice((0, 1, 2)))),
+            min_new_tokens=min(new_tokens, rng.choice((0, 0, 4, 9))),
         )
     if rng.random() < 0.3:
         sampling = replace(sampling, logprobs=True, top_logprobs=rng.choice((0, 0, 3)))
