@@ -253,7 +253,7 @@ def draw_sampling(rng: random.Random, constrained: bool, new_tokens: int) -> Sam
     letters = [VOCABULARY.tokens[token].decode() for token in ids]
     texts = tuple("".join(rng.choices(letters, k=rng.choice((1, 2, 3)))) for _ in range(rng.choice((0, 0, 0, 0, 2))))
     stops = tuple(rng.sample(ids, rng.choice((0, 0, 0, 0, 1))))
-    sampling = replace(GREEDY, stop_token_ids=stops, stop=texts, ignore_eos=not constrained and rng.random() < 0.6)
+    sampling = replace(GREEDY, stop_token_ids=stops, stop=texts, ignore_eos=not constrained and rng.random() < 0.8)
     if ids is few or rng.random() < 0.4:
         sampling = replace(
             sampling,
@@ -280,8 +280,8 @@ def draw_sampling(rng: random.Random, constrained: bool, new_tokens: int) -> Sam
 def ask(number: int) -> Ask:
     rng = random.Random(f"ask {number}")
     prompt = (*range(1, 1 + rng.choice((0, 0, 0, 8, 8, 11, 16))), *rng.choices(range(len(VOCABULARY.tokens)), k=rng.randint(1, 8)))
-    constraint = rng.choice(ALL_CONSTRAINTS) if rng.random() < 0.6 else None
-    new_tokens = rng.choice((1, 2, 4, 8, 12, 16, 24, 40))
+    constraint = rng.choice(ALL_CONSTRAINTS) if rng.random() < 0.5 else None
+    new_tokens = rng.choice((1, 3, 8, 16, 16, 24, 24, 40))
     return Ask(
         prompt,
         constraint,
@@ -381,11 +381,16 @@ class Expected(NamedTuple):
     error: str
     text: str
     logprobs: tuple[TokenLogprob, ...]
+    drafts: tuple[int, int]  # rounds, accepted drafts
 
 
 def alone(request: Ask, world: World) -> Expected:
     """The result in an engine with the same drafts, if it depends on them, otherwise in one without drafts and with other masks."""
-    return _alone(request, world.alone) if request.depends_on_drafts else _alone(request.fitted(world.plain), world.plain)
+    return alone_with_drafts(request, world) if request.depends_on_drafts else _alone(request.fitted(world.plain), world.plain)
+
+
+def alone_with_drafts(request: Ask, world: World) -> Expected:
+    return _alone(request, world.alone)
 
 
 @functools.lru_cache(maxsize=5000)
@@ -398,4 +403,6 @@ def _alone(request: Ask, world: World) -> Expected:
     job = replace(request, constraint=constraint).submit(engine)
     for _ in engine.stream():
         pass
-    return Expected(tuple(job.tokens), str(job.finish_reason), job.error, job.text, tuple(job.logprobs))
+    return Expected(
+        tuple(job.tokens), str(job.finish_reason), job.error, job.text, tuple(job.logprobs), (job.rounds, job.num_accepted_drafts)
+    )

@@ -50,6 +50,7 @@ from tests.helpers.simulated_worlds import (
     World,
     add_adapter,
     alone,
+    alone_with_drafts,
     ask,
     draw_world,
     make_engine,
@@ -79,20 +80,20 @@ class Action(NamedTuple):
 def make_schedule(seed: int) -> list[Action]:
     """All actions of a schedule, fixed in advance."""
     rng, actions, submitted = random.Random(f"schedule {seed}"), list[Action](), 0
-    for _ in range(rng.randint(2, 12)):
+    for _ in range(rng.randint(4, 14)):
         for _ in range(rng.choice((0, 1, 1, 2, 4))):
             actions.append(Action("refused" if rng.random() < 0.05 else "submit", rng.randrange(NUM_ASKS)))
             submitted += actions[-1].kind == "submit"
         if submitted and rng.random() < 0.25:
             actions.append(Action("cancel", rng.randrange(submitted)))
-        if submitted and rng.random() < 0.4:
+        for _ in range(rng.choice((0, 0, 1, 2)) if submitted else 0):
             actions.append(Action("continue", rng.randrange(12), cut=rng.randrange(100)))
             submitted += 1
         if rng.random() < 0.1:
             actions.append(Action("adapter", rng.randrange(len(LORAS))))
         if submitted and rng.random() < 0.25:
             actions.append(Action("fault", rng.randrange(12), rng.choice(FAULTS)))
-        actions.append(Action("steps", rng.choice((1, 1, 2, 5, 12))))
+        actions.append(Action("steps", rng.choice((1, 2, 4, 8, 16))))
     return actions
 
 
@@ -282,9 +283,19 @@ class Simulation:
         """Compare each job with its result alone, and check that all resources are free."""
         for entry in entries:
             check_job(entry, alone(entry.request, self.world))
+            self._check_drafts(entry)
         self.check_released()
         if self.world.saves:
             self.check_saved(entries)
+
+    def _check_drafts(self, entry: Submission) -> None:
+        """Drafts do not depend on other requests, shared pages, and chunks of the prompt."""
+        config, job = self.world.config, entry.job
+        whole = job.finish_reason != FinishReason.CANCELLED and not (entry.given or entry.fault or job.num_preemptions)
+        if whole and entry.request.drafts and config.draft_length == config.num_speculative_tokens:
+            expected = alone_with_drafts(entry.request, self.world).drafts
+            found = job.rounds, job.num_accepted_drafts
+            assert found == expected, f"got {found} rounds and accepted drafts, expected {expected}, for {entry.request}"
 
     def check_released(self) -> None:
         engine, stats = self.engine, self.engine.stats()
