@@ -164,17 +164,19 @@ def make_engine(setup: Setup, backend: TapeBackend | None = None, **others: Any)
     return engine
 
 
-def switch_draft_lengths(engine: Engine, seed: int = 0) -> None:
-    """Give every later round a random draft length."""
+def switch_draft_lengths(engine: Engine, seed: int = 0, share: float = 1.0) -> Random:
+    """Give later rounds random draft lengths, with a change in this share of rounds. Returns their source."""
     lengths, random = engine._parts.draft_lengths, Random(seed)
     assert lengths is not None
     choose = lengths.choose
 
     def choose_at_random(requests: tuple[ActiveRequest, ...], key: GraphKey) -> Drafting:
-        lengths.fixed_drafting = random.choice(lengths.choices)
+        if lengths.fixed_drafting is None or random.random() < share:
+            lengths.fixed_drafting = random.choice(lengths.choices)
         return choose(requests, key)
 
     lengths.choose = choose_at_random  # type: ignore[method-assign]
+    return random
 
 
 @functools.cache
