@@ -6,7 +6,9 @@ make results independent of batch size, chunking and device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,7 @@ from stepgraph.graphs.model_call import ModelInput, ModelOutput
 
 _LIMBS, _LIMB_BITS, _HASH_BITS = 3, 14, 42  # a hash as three floats, which are exact in float32
 _MASK = (1 << _HASH_BITS) - 1
+_LIBRARY = torch.library.Library("stepgraph_toy", "FRAGMENT")
 _FACTOR, _GATE = 0x2545F4914F6CDD1D, -0x71BA30AC78285ACA  # _GATE is _salted(0x5851F42D)
 
 
@@ -39,11 +42,13 @@ class ToyTarget(nn.Module):
         return (BufferSpec("toy_target_cache", (limits.cache_slots,), torch.int64),)
 
     def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:
-        hidden = _to_limbs(_prefix_hash(inputs, buffers.toy_target_cache))
+        cache = buffers.toy_target_cache
+        cache.index_put_((inputs.slots,), inputs.tokens)
+        hidden = _target_hidden(inputs.positions, cache.view(-1, inputs.page_size), inputs.block_tables)
         return ModelOutput(hidden, hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return _logits(_from_limbs(hidden)[..., None] * _FACTOR, self.salts) + self.bias
+        return _target_logits(hidden, self.salts, self.bias)
 
 
 class ToyDraft(nn.Module):
@@ -71,25 +76,74 @@ class ToyDraft(nn.Module):
 
     def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:
         assert inputs.features is not None
-        own = _prefix_hash(inputs, buffers.toy_draft_cache)
-        expected = (_from_limbs(inputs.features) + hash_pair(inputs.tokens, inputs.positions)) & _MASK
-        hidden = _to_limbs(torch.where(own == expected, own, own ^ 1))  # after a wrong feature or cache entry no draft agrees
+        cache = buffers.toy_draft_cache
+        cache.index_put_((inputs.slots,), inputs.tokens)
+        entries = cache.view(-1, inputs.page_size)
+        hidden = _draft_hidden(inputs.positions, entries, inputs.block_tables, inputs.features, inputs.tokens)
         return ModelOutput(hidden, hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        scaled = _from_limbs(hidden)[..., None] * _FACTOR
-        agrees = ((_mix(scaled + _GATE) & _MASK) >> 12) % 1000 < round(self.agreement * 1000)
-        logits = _logits(scaled, torch.where(agrees, self.target.salts, self.salts))
-        logits = torch.where(agrees, logits + self.target.bias, logits)
+        logits = _draft_logits(hidden, self.salts, self.target.salts, self.target.bias, round(self.agreement * 1000))
         return logits if self.d2t is None else logits[..., self.d2t]
 
 
-def _prefix_hash(inputs: ModelInput, cache: Tensor) -> Tensor:
+def _one_operation(arguments: str) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    """Make a function with these arguments one operation on the CPU: a tape takes longer to record its operations than to run them."""
+
+    def declare(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        name = function.__name__.strip("_")
+        _LIBRARY.define(f"{name}({arguments}, Tensor(out!) out) -> ()")
+
+        def run(*given: Any) -> None:
+            given[-1].copy_(function(*given[:-1]))
+
+        @functools.wraps(function)
+        def call(first: Tensor, second: Tensor, *others: Any) -> Tensor:
+            if not first.is_cpu:
+                return function(first, second, *others)
+            shape = (*first.shape[:-1], len(second)) if first.is_floating_point() else (*first.shape, _LIMBS)
+            out = first.new_empty(shape, dtype=torch.float32)
+            operation(first, second, *others, out)
+            return out
+
+        _LIBRARY.impl(name, run, "CPU")
+        operation = getattr(torch.ops.stepgraph_toy, name).default
+        return call
+
+    return declare
+
+
+@_one_operation("Tensor positions, Tensor pages, Tensor block_tables")
+def _target_hidden(positions: Tensor, pages: Tensor, block_tables: Tensor) -> Tensor:
+    return _to_limbs(_prefix_hash(positions, pages, block_tables))
+
+
+@_one_operation("Tensor positions, Tensor pages, Tensor block_tables, Tensor features, Tensor tokens")
+def _draft_hidden(positions: Tensor, pages: Tensor, block_tables: Tensor, features: Tensor, tokens: Tensor) -> Tensor:
+    own = _prefix_hash(positions, pages, block_tables)
+    expected = (_from_limbs(features) + hash_pair(tokens, positions)) & _MASK
+    return _to_limbs(torch.where(own == expected, own, own ^ 1))  # after a wrong feature or cache entry no draft agrees
+
+
+@_one_operation("Tensor hidden, Tensor salts, Tensor bias")
+def _target_logits(hidden: Tensor, salts: Tensor, bias: Tensor) -> Tensor:
+    return _logits(_from_limbs(hidden)[..., None] * _FACTOR, salts) + bias
+
+
+@_one_operation("Tensor hidden, Tensor salts, Tensor target_salts, Tensor target_bias, int agreeing")
+def _draft_logits(hidden: Tensor, salts: Tensor, target_salts: Tensor, target_bias: Tensor, agreeing: int) -> Tensor:
+    """agreeing: of a thousand prefixes."""
+    scaled = _from_limbs(hidden)[..., None] * _FACTOR
+    agrees = ((_mix(scaled + _GATE) & _MASK) >> 12) % 1000 < agreeing
+    logits = _logits(scaled, torch.where(agrees, target_salts, salts))
+    return torch.where(agrees, logits + target_bias, logits)
+
+
+def _prefix_hash(positions: Tensor, pages: Tensor, block_tables: Tensor) -> Tensor:
     """[B, Q] hash of the cached tokens up to and including each position."""
-    cache.index_put_((inputs.slots,), inputs.tokens)
-    entries = cache.view(-1, inputs.page_size)[inputs.block_tables].flatten(1)
-    positions = torch.arange(entries.shape[1], device=cache.device)
-    return hash_pair(entries, positions).cumsum(1).gather(1, inputs.positions) & _MASK
+    entries = pages[block_tables].flatten(1)
+    places = torch.arange(entries.shape[1], device=pages.device)
+    return hash_pair(entries, places).cumsum(1).gather(1, positions) & _MASK
 
 
 def hash_pair(values: Tensor, salt: Tensor) -> Tensor:
