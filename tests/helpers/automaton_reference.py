@@ -52,9 +52,9 @@ class ReferenceAutomaton:
     def walk(self, place: AutomatonState, text: bytes) -> AutomatonState | None:
         found: AutomatonState | None = place
         for byte in text:
-            found = self.step(found, byte)
             if found is None:
-                return None
+                break
+            found = self.step(found, byte)
         return found
 
     def accepts(self, place: AutomatonState) -> bool:

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from stepgraph.sampling.grammar import Constraint, GrammarCompiler, Vocabulary
 from stepgraph.sampling.grammar.automaton.grammar import WRITTEN, AutomatonGrammar, AutomatonMatcher
-from stepgraph.sampling.grammar.automaton.library import Field
+from stepgraph.sampling.grammar.automaton.library import MOVE_INTS, Field
 from stepgraph.sampling.grammar.compile.limits import GrammarLimits
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammarMatcher
 from tests.helpers.automaton_cases import CONSTRAINTS, VOCABULARY
-from tests.helpers.automaton_reference import MOVE_INTS, ReferenceAutomaton
+from tests.helpers.automaton_reference import ReferenceAutomaton
 from tests.helpers.c_library import needs_c
 from tests.helpers.grammar_texts import fill_mask
 
