@@ -34,7 +34,7 @@ class Loggers(dict[str, Any]):
 logging.root.manager.loggerDict = Loggers(logging.root.manager.loggerDict)
 
 # Files with a test that takes longer than all that remains for the other processes when it starts late.
-LONGEST = ("tools/gpu/test_gpu_check.py", "sampling/kernels/test_kernels.py", "test_packaging.py")
+LONGEST = ("tools/gpu/test_gpu_check.py", "sampling/kernels/test_kernels.py", "parallel/test_tensor_parallel.py")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

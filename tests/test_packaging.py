@@ -25,6 +25,7 @@ from tools.first_hour import reuse_library
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 CORE = ("runtime", "graphs", "sampling")
+NO_COMPILERS = {"CC": "no-such-compiler", "CXX": "no-such-compiler"}
 
 
 def listed_packages() -> set[str]:
@@ -128,7 +129,7 @@ def test_a_wheel_holds_every_module_and_nothing_else(tmp_path: Path) -> None:
 
 
 def test_a_wheel_without_a_compiler_lacks_only_the_c_library(tmp_path: Path) -> None:
-    names = files_of(build("wheel", tmp_path, CC="no-such-compiler"))
+    names = files_of(build("wheel", tmp_path, **NO_COMPILERS))
     assert {"stepgraph/sampling/grammar/link/c/host_link.c", "stepgraph/graphs/layers/c/attention.c"} <= set(names)
     assert not [name for name in names if name.endswith(".so")]
 
@@ -233,7 +234,7 @@ def test_an_sdist_holds_all_that_a_clone_has_and_its_tests_run(tmp_path: Path) -
 
 def test_type_checkers_see_an_editable_install(tmp_path: Path) -> None:
     """Type checkers read the paths in .pth files, and run no import hooks."""
-    wheel = zipfile.ZipFile(build("editable", tmp_path, CC="no-such-compiler"))
+    wheel = zipfile.ZipFile(build("editable", tmp_path, **NO_COMPILERS))
     (path,) = (name for name in wheel.namelist() if name.endswith(".pth"))
     folder = Path(wheel.read(path).decode().strip())
     assert os.listdir(folder) == ["stepgraph"] and (folder / "stepgraph").samefile(tmp_path / "source")
@@ -259,7 +260,7 @@ engine.generate("a", max_new_tokens="3")
 @pytest.mark.parametrize("how", ["wheel", "editable"])
 def test_type_checkers_find_a_wrong_argument_after_an_install(how: str, tmp_path: Path) -> None:
     """`make lint` does the same in a checkout, with tests/typed_program.py."""
-    environment, built = tmp_path / "environment", zipfile.ZipFile(build(how, tmp_path, CC="no-such-compiler"))
+    environment, built = tmp_path / "environment", zipfile.ZipFile(build(how, tmp_path, **NO_COMPILERS))
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
     (site,) = environment.glob("lib/python*/site-packages")
     built.extractall(site)

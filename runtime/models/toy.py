@@ -15,6 +15,7 @@ from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model_call import ModelInput, ModelOutput
+from stepgraph.sampling.kernels.operation import empty_of, operation
 
 _LIMBS, _LIMB_BITS, _HASH_BITS = 3, 14, 42  # a hash as three floats, which are exact in float32
 _MASK = (1 << _HASH_BITS) - 1
@@ -39,11 +40,13 @@ class ToyTarget(nn.Module):
         return (BufferSpec("toy_target_cache", (limits.cache_slots,), torch.int64),)
 
     def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:
-        hidden = _to_limbs(_prefix_hash(inputs, buffers.toy_target_cache))
+        cache = buffers.toy_target_cache
+        cache.index_put_((inputs.slots,), inputs.tokens)
+        hidden = toy_target_hidden(inputs.positions, cache.view(-1, inputs.page_size), inputs.block_tables)
         return ModelOutput(hidden, hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return _logits(_from_limbs(hidden)[..., None] * _FACTOR, self.salts) + self.bias
+        return toy_target_logits(hidden, self.salts, self.bias)
 
 
 class ToyDraft(nn.Module):
@@ -71,25 +74,62 @@ class ToyDraft(nn.Module):
 
     def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:
         assert inputs.features is not None
-        own = _prefix_hash(inputs, buffers.toy_draft_cache)
-        expected = (_from_limbs(inputs.features) + hash_pair(inputs.tokens, inputs.positions)) & _MASK
-        hidden = _to_limbs(torch.where(own == expected, own, own ^ 1))  # after a wrong feature or cache entry no draft agrees
+        cache = buffers.toy_draft_cache
+        cache.index_put_((inputs.slots,), inputs.tokens)
+        entries = cache.view(-1, inputs.page_size)
+        hidden = toy_draft_hidden(inputs.positions, entries, inputs.block_tables, inputs.features, inputs.tokens)
         return ModelOutput(hidden, hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        scaled = _from_limbs(hidden)[..., None] * _FACTOR
-        agrees = ((_mix(scaled + _GATE) & _MASK) >> 12) % 1000 < round(self.agreement * 1000)
-        logits = _logits(scaled, torch.where(agrees, self.target.salts, self.salts))
-        logits = torch.where(agrees, logits + self.target.bias, logits)
+        logits = toy_draft_logits(hidden, self.salts, self.target.salts, self.target.bias, round(self.agreement * 1000))
         return logits if self.d2t is None else logits[..., self.d2t]
 
 
-def _prefix_hash(inputs: ModelInput, cache: Tensor) -> Tensor:
+def _empty_hidden(positions: Tensor, *_: object) -> Tensor:
+    return positions.new_empty((*positions.shape, _LIMBS), dtype=torch.float32)
+
+
+def _empty_logits(hidden: Tensor, salts: Tensor, *_: object) -> Tensor:
+    return empty_of((*hidden.shape[:-1], len(salts)), hidden)
+
+
+# One operation each: a tape takes longer to record their operations of torch than to run them.
+
+
+@operation(_empty_hidden, whole=True)
+def toy_target_hidden(positions: Tensor, pages: Tensor, block_tables: Tensor) -> Tensor:
+    """The hash of the prefix up to each position, of the toy target: [B, Q, 3]."""
+    return _to_limbs(_prefix_hash(positions, pages, block_tables))
+
+
+@operation(_empty_hidden, whole=True)
+def toy_draft_hidden(positions: Tensor, pages: Tensor, block_tables: Tensor, features: Tensor, tokens: Tensor) -> Tensor:
+    """The same of the toy draft, which also needs the target's hidden states as features [B, Q, 3]."""
+    own = _prefix_hash(positions, pages, block_tables)
+    expected = (_from_limbs(features) + hash_pair(tokens, positions)) & _MASK
+    return _to_limbs(torch.where(own == expected, own, own ^ 1))  # after a wrong feature or cache entry no draft agrees
+
+
+@operation(_empty_logits, whole=True)
+def toy_target_logits(hidden: Tensor, salts: Tensor, bias: Tensor) -> Tensor:
+    """Logits of the toy target [B, Q, V]."""
+    return _logits(_from_limbs(hidden)[..., None] * _FACTOR, salts) + bias
+
+
+@operation(_empty_logits, whole=True)
+def toy_draft_logits(hidden: Tensor, salts: Tensor, target_salts: Tensor, target_bias: Tensor, agreeing: int) -> Tensor:
+    """Logits of the toy draft [B, Q, V]: those of the target after `agreeing` of a thousand prefixes."""
+    scaled = _from_limbs(hidden)[..., None] * _FACTOR
+    agrees = ((_mix(scaled + _GATE) & _MASK) >> 12) % 1000 < agreeing
+    logits = _logits(scaled, torch.where(agrees, target_salts, salts))
+    return torch.where(agrees, logits + target_bias, logits)
+
+
+def _prefix_hash(positions: Tensor, pages: Tensor, block_tables: Tensor) -> Tensor:
     """[B, Q] hash of the cached tokens up to and including each position."""
-    cache.index_put_((inputs.slots,), inputs.tokens)
-    entries = cache.view(-1, inputs.page_size)[inputs.block_tables].flatten(1)
-    positions = torch.arange(entries.shape[1], device=cache.device)
-    return hash_pair(entries, positions).cumsum(1).gather(1, inputs.positions) & _MASK
+    entries = pages[block_tables].flatten(1)
+    places = torch.arange(entries.shape[1], device=pages.device)
+    return hash_pair(entries, places).cumsum(1).gather(1, positions) & _MASK
 
 
 def hash_pair(values: Tensor, salt: Tensor) -> Tensor:

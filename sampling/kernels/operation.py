@@ -69,11 +69,12 @@ class Operation(Generic[P, R]):
         c: bool | str = False,
         supports: Callable[..., bool] = lambda *_: True,
         mapped: bool = False,
+        whole: bool = False,
     ) -> None:
         functools.update_wrapper(self, reference)
         parameters, hints = inspect.signature(reference).parameters, typing.get_type_hints(reference, include_extras=True)
         package, _, module = reference.__module__.rpartition(".")
-        self.reference, self.mapped = reference, mapped
+        self.reference, self.mapped, self._whole = reference, mapped, whole
         self.name = name or reference.__name__
         self.c, self._supports = c if isinstance(c, str) else self.name if c else "", supports  # kernel name without stepgraph_
         # the module of the program, which has the name of the operation
@@ -96,11 +97,11 @@ class Operation(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         inputs: tuple[Any, ...] = args if len(args) == len(self._names) else self._complete(args, kwargs)
         in_c = self.c and inputs[0].is_cpu and not native.why_not()
-        if (not self.triton and not in_c) or _needs_gradient(inputs):
+        if not (self.triton or in_c or self._whole) or _needs_gradient(inputs):
             return self.reference(*inputs)  # type: ignore[call-arg]
         with torch._C.DisableTorchFunction():  # the dispatcher still calls dispatch modes
             arranged = [value if how is None or value is None else how(value) for how, value in zip(self._arrange, inputs, strict=True)]
-            if self.triton or self._fits_c(arranged):
+            if self.triton or self._whole or self._fits_c(arranged):
                 with torch._C._DisableTorchDispatch():  # a recorder finds the outputs among the arguments
                     outputs = self._outputs(*inputs)
                 # torch's dispatcher takes longer than the launch of a program, but a dispatch mode sees only calls that pass through it
@@ -173,7 +174,7 @@ def operation(outputs: Callable[..., R], **settings: Any) -> Callable[[Callable[
     device, that module, empty for the reference.
     c: there is a kernel of the same name in the C library; or its name. supports: whether it supports given inputs, besides their forms.
     mapped: the device accesses pinned arguments in host memory.
-    Without a program and without C for its arguments, a call runs the reference.
+    Without a program and without C for its arguments, a call runs the reference: as one operation if `whole`, otherwise as those of torch.
     """
     return lambda reference: Operation(reference, outputs, **settings)
 

@@ -18,7 +18,7 @@ from stepgraph.graphs.graph_key import GraphKey
 from stepgraph.graphs.graph_set import CaptureBudget, GraphSet, OnFailure
 from stepgraph.graphs.tape.backend import Tape
 from stepgraph.runtime.models.toy import ToyTarget
-from tests.helpers.toy_engines import CONSTRAINTS, DRAFTERS, TARGET, VOCABULARY, plain
+from tests.helpers.toy_engines import CONSTRAINTS, DRAFTERS, TARGET, VOCABULARY, plain, use_small_operations
 
 CONFIG = EngineConfig(
     max_rows=4,
@@ -146,7 +146,8 @@ def test_error_of_a_model_names_its_line(how: str, allocates: bool) -> None:
 
 
 @pytest.mark.parametrize("lane", ["host", "auto"])
-def test_capture_bytes_is_checked_before_the_capture(lane: str) -> None:
+def test_capture_bytes_is_checked_before_the_capture(lane: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_small_operations(monkeypatch)
     with make(grammar_lane=lane) as engine:
         report = engine.capture()
         graphs, buffers = sum(one.nbytes + one.host_bytes for _, one in report.keys), report.buffer_bytes

@@ -20,6 +20,7 @@ from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, advanc
 from stepgraph.sampling.grammar.status import FinishCode, HostColumn, MaskStatus
 from stepgraph.sampling.kernels import processors
 from stepgraph.sampling.native import Unavailable
+from tests.helpers.toy_engines import use_small_operations
 from tools.gpu.checks.context import VOCABULARY, compiled
 from tools.gpu.checks.states import GRAMMAR, ROWS, RoundBench
 
@@ -79,7 +80,8 @@ class Allocating(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-def test_hundred_replays_move_no_tensor_and_allocate_nothing(sampled: bool) -> None:
+def test_hundred_replays_move_no_tensor_and_allocate_nothing(sampled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_small_operations(monkeypatch)
     Allocating.count = 0
     backend = TapeBackend()
     bench = RoundBench(backend, 4)
@@ -129,6 +131,7 @@ def test_greedy_graph_contains_no_sampling_nodes(backend: TapeBackend, native: b
         (sampled_stages, "row_settings"),
     ):
         monkeypatch.setattr(module, name, lambda *_: pytest.fail("called for a greedy round"))
+    use_small_operations(monkeypatch)
     bench = RoundBench(backend, 3)
     keys = [GraphKey(2, constrained) for constrained in (False, True)]
     assert [sum(backend.capture(bench.round.step(key), bench.buffers).report.nodes.values()) for key in keys] == [268, 287]

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from stepgraph.sampling.grammar.automaton.library import Field, Image, next_entries
-
-MOVE_INTS = 12
+from stepgraph.sampling.grammar.automaton.library import MOVE_INTS, Field, Image, next_entries
 
 
-@dataclass(frozen=True)
-class AutomatonState:
+class AutomatonState(NamedTuple):
     state: int
     stack: tuple[int, ...]
     counters: tuple[int, int, int]
@@ -21,6 +18,7 @@ class ReferenceAutomaton:
     def __init__(self, image: Image) -> None:
         self.next = next_entries(image).tolist()
         self.tables = [int(value) for value in image]
+        self.class_of, self.leave = self.tables[Field.CLASS_OF], self.tables[Field.LEAVE]
         one, two, three = self.tables[Field.START_COUNTERS : Field.START_COUNTERS + 3]
         self.start = AutomatonState(self.tables[Field.START], (), (one, two, three))
 
@@ -29,15 +27,14 @@ class ReferenceAutomaton:
 
     def step(self, place: AutomatonState, byte: int) -> AutomatonState | None:
         """The place after one byte; None if it is not legal."""
-        entry = self.next[place.state][self.at(Field.CLASS_OF, byte)]
+        entry = self.next[place.state][self.tables[self.class_of + byte]]
         if entry == -1:
             return None
-        place = self._special(place, -2 - entry) if entry < 0 else replace(place, state=entry)
-        while (finish_set := self.at(Field.LEAVE, place.state)) >= 0:
-            *below, symbol = place.stack
-            place = replace(place, state=self.at(Field.RETURN, finish_set * self.tables[Field.SYMBOLS] + symbol), stack=tuple(below))
-            assert place.state >= 0
-        return place
+        state, stack, counters = self._special(place, -2 - entry) if entry < 0 else (entry, place.stack, place.counters)
+        while (finish_set := self.tables[self.leave + state]) >= 0:
+            state, stack = self.at(Field.RETURN, finish_set * self.tables[Field.SYMBOLS] + stack[-1]), stack[:-1]
+            assert state >= 0
+        return AutomatonState(state, stack, counters)
 
     def _special(self, place: AutomatonState, index: int) -> AutomatonState:
         target, push, counter, last_target, *pairs = (self.at(Field.MOVES, index * MOVE_INTS + column) for column in range(MOVE_INTS))
@@ -55,8 +52,9 @@ class ReferenceAutomaton:
     def walk(self, place: AutomatonState, text: bytes) -> AutomatonState | None:
         found: AutomatonState | None = place
         for byte in text:
-            if found is not None:
-                found = self.step(found, byte)
+            if found is None:
+                break
+            found = self.step(found, byte)
         return found
 
     def accepts(self, place: AutomatonState) -> bool:

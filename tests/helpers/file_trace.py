@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,14 +52,6 @@ def file_trace(*, all_threads: bool = False) -> Iterator[FileTrace]:
         sys.setprofile(before)
         if all_threads:
             threading.setprofile(before_threads)
-
-
-def traced_files(run: Callable[[], object]) -> list[str]:
-    """The core files that `run()` enters on this thread, in order of the first call."""
-    with file_trace() as trace:
-        trace.active = True
-        run()
-    return trace.files
 
 
 def _core_file(filename: str) -> str:

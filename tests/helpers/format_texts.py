@@ -32,6 +32,7 @@ FORMAT_TEXTS = 10_000  # of each format, in long runs
 EXTRA_CHARS = "\n\t\r\0 \x7f\x85\u00e9\u0660\u09e8\u212a\uff0e\u3002\ue000\ufdd0\U0001f600\U000e0001\U000f0000\U0010fffd"
 
 
+@functools.cache
 def python_regex(pattern: str) -> re.Pattern[str]:
     """The pattern as Python reads it: `\\d` is ASCII in JavaScript, and code points have eight digits here."""
     return re.compile(re.sub(r"\\u\{([0-9a-f]+)\}", lambda code: f"\\U{int(code[1], 16):08x}", pattern), re.ASCII)
@@ -45,19 +46,17 @@ LEAP_SECONDS = "|".join(
 )
 ANY_TIME = f"(?:({FORMATS['time']})|({LEAP_SECONDS}))"  # two groups, so that half of the texts are leap seconds
 AUTOMATON_REGEXES = {"time": ANY_TIME, "date-time": f"{FORMATS['date']}[Tt]{ANY_TIME}"}  # accepted by automata, beyond `FORMATS`
-REGEXES = {name: python_regex(AUTOMATON_REGEXES.get(name, pattern)) for name, pattern in FORMATS.items()}
-REGEXES |= {f"older {name}": python_regex(pattern) for name, pattern in OLDER.items()}
-REGEXES |= {f"few {name}": python_regex(FORMATS[name]) for name in AUTOMATON_REGEXES}
-REGEXES["few regexes"] = python_regex(FEW_REGEXES)
+PATTERNS = FORMATS | AUTOMATON_REGEXES | {f"older {name}": pattern for name, pattern in OLDER.items()}
+PATTERNS |= {f"few {name}": FORMATS[name] for name in AUTOMATON_REGEXES} | {"few regexes": FEW_REGEXES}
 
 
 def accepts(name: str, text: str) -> bool:
-    return REGEXES[name].fullmatch(text) is not None
+    return python_regex(PATTERNS[name]).fullmatch(text) is not None
 
 
 def texts(name: str, count: int, seed: int) -> Iterator[str]:
     """Valid texts and, half of them, mutated ones."""
-    random, tree = Random(seed), parser.parse(REGEXES[name].pattern, re.ASCII)
+    random, tree = Random(seed), parser.parse(python_regex(PATTERNS[name]).pattern, re.ASCII)
     for index in range(count):
         text = _sampled(tree, random)
         yield _mutated(text, random) if index % 2 else text

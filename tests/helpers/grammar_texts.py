@@ -65,10 +65,9 @@ def accepts(constraint: Constraint, text: bytes) -> bool:
 
 def fill_mask(matcher: Matcher, words: int = PRINTABLE.mask_words) -> tuple[MaskStatus, list[int]]:
     masks = torch.full((3, words), 0x5A5A5A5A, dtype=torch.int32)
-    status = matcher.fill_next_token_bitmask(masks, 1)
-    assert masks[0].eq(0x5A5A5A5A).all() and masks[2].eq(0x5A5A5A5A).all()
-    bits = np.unpackbits(masks[1].numpy().view(np.uint8), bitorder="little")
-    return status, np.flatnonzero(bits).tolist()
+    status, rows = matcher.fill_next_token_bitmask(masks, 1), masks.numpy()
+    assert (rows[::2] == 0x5A5A5A5A).all()
+    return status, np.flatnonzero(np.unpackbits(rows[1].view(np.uint8), bitorder="little")).tolist()
 
 
 def take_claim(compiler: GrammarCompiler, constraint: Constraint) -> Claim:

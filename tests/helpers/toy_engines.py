@@ -15,6 +15,7 @@ from stepgraph import Constraint, Engine, EngineConfig, SamplingParams, Vocabula
 from stepgraph.graphs import TapeBackend
 from stepgraph.graphs.graph_key import Drafting, GraphKey
 from stepgraph.runtime.check_models import Drafter
+from stepgraph.runtime.models import toy
 from stepgraph.runtime.models.ngram import NgramLookup
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.runtime.request import ActiveRequest
@@ -162,6 +163,12 @@ def make_engine(setup: Setup, backend: TapeBackend | None = None, **others: Any)
     for constraint in filter(None, CONSTRAINTS):
         engine.compile(constraint)  # so that the step after a submit starts the job
     return engine
+
+
+def use_small_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make later steps of toy models call the operations of torch: a round then has as many as with a small real model."""
+    for name in ("toy_target_hidden", "toy_draft_hidden", "toy_target_logits", "toy_draft_logits"):
+        monkeypatch.setattr(toy, name, getattr(toy, name).reference)
 
 
 def switch_draft_lengths(engine: Engine, seed: int = 0, share: float = 1.0) -> Random:

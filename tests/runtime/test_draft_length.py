@@ -104,16 +104,16 @@ class Run:
             length = drafting.length
             offered = min(before, length)
             accepted = [min(offered, drafter(generator, step)) for drafter in drafters]
-            in_flight.append((drafting, [of_model(row, offered, count) for row, count in zip(rows, accepted, strict=True)]))
             self.seconds += costs[drafting]
             self.tokens += len(rows) + sum(accepted)
             self.lengths.append(length)
             before = length
+            if choose is None:
+                in_flight.append((drafting, [of_model(row, offered, count) for row, count in zip(rows, accepted, strict=True)]))
             if len(in_flight) == IN_FLIGHT:
                 ended, results = in_flight.popleft()
-                if choose is None:
-                    known.add(key, ended, costs[ended])
-                    lengths.add(ended, results, known.of(key))
+                known.add(key, ended, costs[ended])
+                lengths.add(ended, results, known.of(key))
 
     @property
     def rate(self) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
 import pickle
 import re
 import subprocess
@@ -203,7 +204,8 @@ Engine(ToyTarget(100), config=EngineConfig(max_rows=1, max_length=16, num_pages=
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/statm")
 def test_sizes_beyond_a_limit_of_the_process_are_refused() -> None:
-    done = subprocess.run([sys.executable, "-c", LIMITED], capture_output=True, text=True, check=False)
+    environment = {**os.environ, "MALLOC_ARENA_MAX": "1"}  # a heap per thread takes 64 MiB of the address space
+    done = subprocess.run([sys.executable, "-c", LIMITED], capture_output=True, text=True, check=False, env=environment)
     message = r"ValueError: EngineConfig: got 5\d\d,\d{3},\d{3} bytes on cpu, expected at most 2\d\d,\d{3},\d{3}, the memory available"
     assert re.search(message, done.stderr), done.stderr
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -18,11 +19,19 @@ import xgrammar
 
 from stepgraph.sampling.grammar import GrammarLimits
 from stepgraph.sampling.grammar.compile.limits import MIB, CompileAbortedError
-from stepgraph.sampling.grammar.compile.worker import ABORTED, DONE, FAILED, NO_MEMORY, TOO_LARGE, receive, send
+from stepgraph.sampling.grammar.compile.worker import ABORTED, DONE, FAILED, NO_MEMORY, TOO_LARGE, Libraries, receive, send
 from stepgraph.sampling.grammar.compile.worker_process import SCRIPT, CompileWorker
 from tests.helpers.grammar_texts import PRINTABLE
 
 RESULT_BYTES = 60_000
+OPTIONS = {
+    "stop_token_ids": PRINTABLE.stop_token_ids,
+    "non_text_ids": sorted(PRINTABLE.non_text_ids),
+    "width": PRINTABLE.logits_width,
+    "max_threads": 1,
+    "limits": asdict(GrammarLimits(compile_seconds=60.0, compile_bytes=64 * MIB, result_bytes=RESULT_BYTES, least_bytes=RESULT_BYTES)),
+}
+TABLES = marshal.dumps([PRINTABLE.for_xgrammar, PRINTABLE.for_llguidance])
 Call = Callable[..., tuple[str, str]]
 
 
@@ -43,14 +52,7 @@ def call() -> Iterator[Call]:
     theirs.close()
 
     answers = ours.makefile("rb")
-    options = {
-        "stop_token_ids": PRINTABLE.stop_token_ids,
-        "non_text_ids": sorted(PRINTABLE.non_text_ids),
-        "width": PRINTABLE.logits_width,
-        "max_threads": 1,
-        "limits": asdict(GrammarLimits(compile_seconds=60.0, compile_bytes=64 * MIB, result_bytes=RESULT_BYTES, least_bytes=RESULT_BYTES)),
-    }
-    send(ours, options, body=marshal.dumps([PRINTABLE.for_xgrammar, PRINTABLE.for_llguidance]))
+    send(ours, OPTIONS, body=TABLES)
     assert receive(answers) == ([DONE, False], b"")
 
     def call(name: str, *arguments: object) -> tuple[str, str]:
@@ -111,6 +113,21 @@ def test_too_large_result_is_reported_by_its_size(call: Call) -> None:
 def test_out_of_memory_is_reported_and_the_worker_continues(call: Call) -> None:
     assert call(*ebnf("root ::= " + "[a]?" * 29_000)) == (NO_MEMORY, "")
     assert call(*A)[0] == DONE
+
+
+def test_the_bindings_raise_no_error_in_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With their newest form; a TypeError of the bindings takes longer than the rest of a start."""
+    core, calls = vars(xgrammar.base)["_core"], list[int]()
+    made = core.GrammarCompiler
+
+    def counted(*arguments: object) -> object:
+        calls.append(len(arguments))
+        return made(*arguments)
+
+    monkeypatch.setattr(core, "GrammarCompiler", counted)
+    monkeypatch.setattr("stepgraph.sampling.grammar.compile.worker._xgrammar_bindings", lambda: core)
+    Libraries(OPTIONS, TABLES)
+    assert calls == [5, 4][: 1 + version("xgrammar").startswith("0.2.8")]
 
 
 def test_stopped_worker_is_replaced(worker: CompileWorker) -> None:
