@@ -37,7 +37,9 @@ the library, Triton on a GPU where it can launch, FlashInfer where it was chosen
 
 def load_all() -> None:
     """Import every module that declares an operation."""
-    for path in sorted((*(ROOT / "sampling/kernels").glob("*.py"), *(ROOT / "graphs").rglob("*.py"))):
+    for path in sorted(
+        path for pattern in ("sampling/kernels/*.py", "graphs/**/*.py", "runtime/models/*.py") for path in ROOT.glob(pattern)
+    ):
         if "operation(" in path.read_text(encoding="utf-8"):
             importlib.import_module(".".join(("stepgraph", *path.relative_to(ROOT).with_suffix("").parts)))
 

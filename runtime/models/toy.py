@@ -104,7 +104,7 @@ def toy_target_hidden(positions: Tensor, pages: Tensor, block_tables: Tensor) ->
 
 @operation(_empty_hidden, whole=True)
 def toy_draft_hidden(positions: Tensor, pages: Tensor, block_tables: Tensor, features: Tensor, tokens: Tensor) -> Tensor:
-    """The same of the toy draft, which also needs the target's hidden states as features [B, Q, 3]."""
+    """The hash of the prefix up to each position, of the toy draft, which needs the target's hidden states as features: [B, Q, 3]."""
     own = _prefix_hash(positions, pages, block_tables)
     expected = (_from_limbs(features) + hash_pair(tokens, positions)) & _MASK
     return _to_limbs(torch.where(own == expected, own, own ^ 1))  # after a wrong feature or cache entry no draft agrees
