@@ -25,7 +25,7 @@ from tools.first_hour import reuse_library
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 CORE = ("runtime", "graphs", "sampling")
-NO_COMPILERS = {"CC": "no-such-compiler", "CXX": "no-such-compiler"}
+NO_COMPILERS: dict[str, Any] = {"CC": "no-such-compiler", "CXX": "no-such-compiler"}
 
 
 def listed_packages() -> set[str]:
