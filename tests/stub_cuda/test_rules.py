@@ -15,7 +15,10 @@ from tests.stub_cuda.subject import Backend, CaptureError, StaticBuffers, curren
 
 STEPS = {step.__name__: (rule, step) for rule, step in tape.ILLEGAL}
 # What a CUDA graph can hold: the tape refuses these because of its own replay, or because a replay would use memory that changes.
-LEGAL = frozenset("one_hot_with_classes default_generator dropout attention_dropout foreign other_default_dtype quantised_result".split())
+LEGAL = frozenset(
+    "one_hot_with_classes default_generator dropout attention_dropout foreign other_default_dtype quantised_result "
+    "meta_result view_of_an_opaque_tensor".split()
+)
 OF_CONSTANTS = frozenset(("constant_write", "weight_write"))  # the buffers here have no constants
 CHECKED = frozenset(  # refused with check="twice", which records under the rules of the tape
     "to_cpu_by_keyword tensor_of_number rebind_data data_ptr storage_pointer cuda_array_interface fill_pinned pinned_to_pinned "
