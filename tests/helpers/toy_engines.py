@@ -178,7 +178,7 @@ def switch_draft_lengths(engine: Engine, seed: int = 0, share: float = 1.0) -> R
     choose = lengths.choose
 
     def choose_at_random(requests: tuple[ActiveRequest, ...], key: GraphKey) -> Drafting:
-        if lengths.fixed_drafting is None or random.random() < share:
+        if lengths.fixed_drafting is None or share == 1 or random.random() < share:
             lengths.fixed_drafting = random.choice(lengths.choices)
         return choose(requests, key)
 
