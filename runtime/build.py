@@ -68,25 +68,9 @@ from stepgraph.sampling.kernels.triton import why_no_triton
 
 
 class EngineParts:
-    """The parts of one engine. ValueError if one cannot be built from these arguments."""
+    """The parts of one engine. ValueError if one cannot be built from these arguments; `taken` then closes those that were."""
 
     def __init__(
-        self,
-        target: TargetModel,
-        draft: Drafter | str | None,
-        vocabulary: Vocabulary | None,
-        config: EngineConfig,
-        backend: Backend | None,
-        record: Recording | str | Path | None,
-    ) -> None:
-        self.ranks: Ranks | None = getattr(target, "ranks", None)  # of a tensor-parallel target
-        with ExitStack() as taken:  # what a refused engine has to close, as its error may keep all parts alive
-            if self.ranks:
-                taken.callback(self.ranks.close)
-            self._build(taken, target, draft, vocabulary, config, backend, record)
-            taken.pop_all()
-
-    def _build(
         self,
         taken: ExitStack,
         target: TargetModel,
@@ -148,6 +132,11 @@ class EngineParts:
         catch_up = functools.partial(process_skipped, buffers, model=draft, limits=limits) if draft is not None else None
         in_flight = loop_in_flight_type(self) if limits.loops else in_flight_type()
         self.in_flight = in_flight(timed, buffers, self.graphs, self.host_link, limits, states, self.draft_lengths, catch_up)
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """The ranks of a tensor-parallel target; None for another target."""
+        return getattr(self.models.target, "ranks", None)
 
 
 def accept_options(parts: EngineParts) -> AcceptOptions:

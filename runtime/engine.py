@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, overload
@@ -62,7 +63,11 @@ class Engine(EngineCore, BoundToProcess):
         if isinstance(target, (str, Path)):
             raise ValueError(f"Engine.target: got {clip_repr(target)}, expected a model; Engine.from_pretrained loads one from files")
         check_value("Engine.tokenizer", tokenizer, _TOKENIZER)
-        parts = EngineParts(target, draft, vocabulary, EngineConfig() if config is None else config, backend, record)
+        with ExitStack() as taken:  # what a refused engine has to close, as its error may keep all parts alive
+            if ranks := getattr(target, "ranks", None):  # of a tensor-parallel target
+                taken.callback(ranks.close)
+            parts = EngineParts(taken, target, draft, vocabulary, EngineConfig() if config is None else config, backend, record)
+            taken.pop_all()
         super().__init__(parts)
         self._loras = LoraTable(target, self.limits, self.buffers, parts.watchdog.backend, self.queue)
         self._make_tokenizer = (lambda: tokenizer) if isinstance(tokenizer, TextCodec) else tokenizer

@@ -327,4 +327,4 @@ def open_host_link(
 def _warn_once(message: str) -> None:
     if message not in _warnings_given:
         _warnings_given.add(message)
-        warnings.warn(message, RuntimeWarning, stacklevel=7)  # the caller of Engine(...), which has one wrapper
+        warnings.warn(message, RuntimeWarning, stacklevel=6)  # the caller of Engine(...), which has one wrapper
