@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Sequence
 
 from stepgraph import __version__
-from stepgraph.runtime.commands.flags import COMMANDS, check_ranges
+from stepgraph.runtime.commands.flags import COMMANDS, check_ranges, flag_names, naming_flags
 from stepgraph.runtime.commands.terminal import Parser, run_command, waiting
 
 
@@ -25,6 +25,7 @@ def make_parser() -> Parser:
         subparser = commands.add_parser(name, help=command.summary, description=command.description, epilog=examples, formatter_class=raw)
         command.add_flags(subparser)
         subparser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
+        subparser.set_defaults(flags=flag_names(subparser))
     return parser
 
 
@@ -34,9 +35,10 @@ def _main(arguments: Sequence[str] | None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    check_ranges(options)
-    COMMANDS[options.command].check_flags(options)
-    with waiting("loading libraries ..."):
-        command = importlib.import_module(f"stepgraph.runtime.commands.{options.command.replace('-', '_')}")
-    code: int = command.run(options)
-    return code
+    with naming_flags(options.flags):
+        check_ranges(options)
+        COMMANDS[options.command].check_flags(options)
+        with waiting("loading libraries ..."):
+            command = importlib.import_module(f"stepgraph.runtime.commands.{options.command.replace('-', '_')}")
+        code: int = command.run(options)
+        return code

@@ -20,7 +20,13 @@ def load(options: argparse.Namespace, config: EngineConfig, progress: bool, **mo
     """The models of --model and --draft. more: further arguments of load_part."""
     dtype, draft = getattr(torch, options.dtype) if options.dtype else None, "auto" if options.draft is None else options.draft
     more |= {"dtype": dtype, "weights": options.weights, "implementation": options.implementation, "progress": progress}
-    return load_part(options.model, draft, config, getattr(options, "tensor_parallel", 1), **more)
+    try:
+        return load_part(options.model, draft, config, getattr(options, "tensor_parallel", 1), **more)
+    except ValueError as error:
+        if "max_length" not in str(error) or not hasattr(options, "max_new_tokens"):
+            raise
+        got = f"got {options.max_new_tokens} after a prompt of {config.max_length - options.max_new_tokens} tokens"
+        raise ValueError(f"--max-new-tokens: {got}: {error}") from None
 
 
 def failure_of(job: Job) -> str:
@@ -30,5 +36,5 @@ def failure_of(job: Job) -> str:
 
 def set_threads(options: argparse.Namespace) -> None:
     if options.threads is not None:
-        check_range("threads", options.threads, 1, MAX_THREADS)  # torch aborts if the system cannot start them
+        check_range("--threads", options.threads, 1, MAX_THREADS)  # torch aborts if the system cannot start them
         torch.set_num_threads(options.threads)

@@ -6,7 +6,9 @@ ValueErrors have the form `--flag: got VALUE, expected ACCEPTED`.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +30,19 @@ SAMPLING_FLAGS = {
 DTYPES = ("bfloat16", "float16", "float32")
 GRAMMAR_KINDS = {".ebnf": "ebnf", ".gbnf": "ebnf", ".lark": "lark"}  # by file suffix
 TOY = "toy"
+# Names in errors of the runtime -> dest of the flag that sets them, where that has another name.
+_OTHER_NAMES = {
+    "num_speculative_tokens": "drafts",
+    "max_loras": "lora_modules",
+    "path": "model",
+    "prompt": "token_ids",
+    **{f"constraint {kind}": kind for kind in ("regex", "choice", "json_object")},
+    **dict.fromkeys(("constraint ebnf", "constraint lark"), "grammar"),
+    "constraint json_schema": "schema",
+}
+_FIELD = r"(?:(?:EngineConfig|SamplingParams|sampling)\.)?"
+_SUBJECT = re.compile(rf"{_FIELD}(constraint \w+|\w+)(?:\[\d+\])*(?=:)")
+_SETTING = re.compile(rf"'[^']*'|\"[^\"]*\"|\b{_FIELD}(\w+)=(?=\S)")  # quoted text is input
 SECONDS_PER_DAY = 86_400
 STEP_EXAMPLE = """
 # my_step.py
@@ -123,7 +138,7 @@ def check_generate(options: argparse.Namespace) -> None:
         accepted = "--schema, --regex, --grammar, --choice or --json-object with it"
         raise ValueError(f"--after: got {clip_repr(options.after)} without a constraint, expected {accepted}")
     if options.min_new_tokens is not None:
-        check_range("min-new-tokens", options.min_new_tokens, 0, options.max_new_tokens)
+        check_range("--min-new-tokens", options.min_new_tokens, 0, options.max_new_tokens)
     if options.token_ids is not None and (options.chat or options.system is not None):
         raise ValueError("--token-ids: got it with --chat or --system, expected it alone: token ids are used unchanged")
     options.token_ids = parse_token_ids("--token-ids", options.token_ids)
@@ -382,17 +397,38 @@ def add_number(parser: argparse._ActionsContainer, names: str, default: float, t
     parser.set_defaults(ranges={**(parser.get_default("ranges") or {}), action.dest: (least, most)})
 
 
+def flag_names(parser: argparse.ArgumentParser) -> dict[str, str]:
+    """How errors name each argument, by its dest: as errors of argparse do."""
+    return {action.dest: "/".join(action.option_strings) or str(action.metavar) for action in parser._actions}
+
+
+@contextlib.contextmanager
+def naming_flags(flags: Mapping[str, str]) -> Iterator[None]:
+    """Within the block, a ValueError that names a field of the runtime names its flag instead. flags: as from flag_names."""
+
+    def flag_of(name: str) -> str | None:
+        return flags.get(_OTHER_NAMES.get(name, name))
+
+    try:
+        yield
+    except ValueError as error:
+        message = str(error)
+        if (subject := _SUBJECT.match(message)) and (flag := flag_of(subject[1])):
+            message = flag + message[subject.end() :]
+        raise ValueError(_SETTING.sub(lambda found: f"{flag} " if (flag := flag_of(found[1])) else found[0], message)) from None
+
+
 def check_ranges(options: argparse.Namespace) -> None:
     for name, bounds in getattr(options, "ranges", {}).items():
-        check_range(name.replace("_", "-"), getattr(options, name), *bounds)
+        check_range(options.flags[name], getattr(options, name), *bounds)
 
 
 def check_range(flag: str, value: float, least: int, most: int | None = None) -> None:
-    """flag: without dashes. Raises ValueError if its number is out of range."""
+    """Raises ValueError if the number of the flag is out of range."""
     if not least <= value <= (value if most is None else most):  # also refuses NaN
         number = "a whole number" if isinstance(value, int) else "a number"
         accepted = f"at least {least}" if most is None else f"{number} from {least} to {most}"
-        raise ValueError(f"--{flag}: got {value}, expected {accepted}")
+        raise ValueError(f"{flag}: got {value}, expected {accepted}")
 
 
 def add_drafts(parser: argparse.ArgumentParser) -> None:

@@ -116,11 +116,7 @@ def constraint_of(options: argparse.Namespace, codec: TextCodec | None) -> Const
 def _sampling_of(options: argparse.Namespace) -> SamplingParams:
     values: dict[str, Any] = {name: getattr(options, name) for name in SAMPLING_FLAGS if getattr(options, name) is not None}
     values |= {name: tuple(getattr(options, name)) for name in ("stop", "stop_token_ids") if getattr(options, name) is not None}
-    try:
-        return SamplingParams(**values)
-    except ValueError as error:
-        field, message = str(error).removeprefix("SamplingParams.").split(":", 1)
-        raise ValueError(f"--{field.split('[')[0].replace('_', '-')}:{message}") from None
+    return SamplingParams(**values)
 
 
 def _make_engine(options: argparse.Namespace, request: Request) -> Engine:
@@ -133,14 +129,8 @@ def _make_engine(options: argparse.Namespace, request: Request) -> Engine:
         look_up=options.look_up,
         grammar_lane="host" if request.constraint is None else "auto",  # the tables of the vocabulary are not needed
     )
-    try:
-        with terminal.waiting("opening the model ..."):
-            loaded = engines.load(options, config, terminal.shows_progress())
-    except ValueError as error:
-        if "max_length" not in str(error):
-            raise
-        got = f"got {options.max_new_tokens} after a prompt of {len(request.prompt_ids)} tokens"
-        raise ValueError(f"--max-new-tokens: {got}: {error}") from None
+    with terminal.waiting("opening the model ..."):
+        loaded = engines.load(options, config, terminal.shows_progress())
     return Engine(loaded.target, loaded.draft, vocabulary=loaded.vocabulary, config=loaded.config)
 
 
