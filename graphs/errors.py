@@ -71,7 +71,9 @@ class HostErrors:
             self._first = error
 
     def take(self) -> HostNodeError | None:
-        first, self._first = self._first, None
+        first = self._first
+        if first is not None:  # otherwise an error that is stored meanwhile would be lost
+            self._first = None
         return first
 
     def raise_first(self) -> None:

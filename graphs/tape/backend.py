@@ -11,7 +11,6 @@ import threading
 import time
 import warnings
 import weakref
-from collections import deque
 from collections.abc import Callable
 from typing import Literal
 
@@ -144,7 +143,7 @@ class TapeEvent:
 class TapeBackend:
     """Records and replays on the CPU.
 
-    asynchronous: replay on a device thread in launch order; the next call raises an error, once.
+    asynchronous: replay on a device thread in launch order; the next call raises the first error, once.
     poison: "every" overwrites all intermediates before each replay, "first" before the first one.
     delay: called with the name of a host node before it, with the name of a stream before each of its segments, and, if asynchronous,
         with COPY_STREAM before each copy_aside.
@@ -172,7 +171,7 @@ class TapeBackend:
         self.replaying: Tape | None = None  # the running tape
         self._tracer: Tracer | None = None
         self._arena = Arena()
-        self._errors: deque[BaseException] = deque()
+        self._error: BaseException | None = None  # the first one, until it is raised
         self._workers = {name: Worker(name) for name in (_DEVICE, COPY_STREAM) if asynchronous}  # by stream
         self._device = self._workers.get(_DEVICE)
         self._last_copy: threading.Event | None = None  # at the end of the last copy_aside; refers to no backend, which would then live on
@@ -258,8 +257,8 @@ class TapeBackend:
             worker.join()
         for tape in [tape for tape in _live_tapes() if tape._backend is self]:
             tape.free()
-        for error in self._errors:
-            warnings.warn(f"TapeBackend.close(): an error was never raised: {error}", RuntimeWarning, stacklevel=2)
+        if self._error is not None:
+            warnings.warn(f"TapeBackend.close(): an error was never raised: {self._error}", RuntimeWarning, stacklevel=2)
 
     def active_work(self) -> tuple[str, ...]:
         running = self.replaying
@@ -297,14 +296,16 @@ class TapeBackend:
         return self._workers[key]
 
     def raise_pending(self) -> None:
-        if self._errors:
-            raise self._errors.popleft()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
 
     def _run_and_keep_error(self, job: Callable[[], object]) -> None:
         try:
             job()
         except BaseException as error:  # raise_pending() delivers it
-            self._errors.append(error)
+            if self._error is None:
+                self._error = error
 
     def _copy(self, function: Callable[[], object], launched: TapeEvent | None, copied: TapeEvent) -> None:
         if launched is not None:

@@ -17,7 +17,7 @@ import torch
 from stepgraph.runtime.engine import Engine
 from stepgraph.runtime.parallel.loading import load_rank
 from stepgraph.runtime.parallel.lockstep import LockstepQueue, StepDecision
-from stepgraph.runtime.parallel.ranks import CAPTURE, Link, MessageReader, RankError, Ranks
+from stepgraph.runtime.parallel.ranks import CAPTURE, Link, MessageReader, RankError, Ranks, keep_error
 from stepgraph.runtime.request import Job
 
 
@@ -80,6 +80,5 @@ if __name__ == "__main__":
     try:
         follow(multiprocessing.connection.Connection(int(sys.argv[1])), int(sys.argv[2]), sys.argv[3])
     except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
+        keep_error(sys.argv[3], traceback.format_exc())
         os._exit(1)  # the interpreter's exit would wait for the threads of a hanging sum

@@ -31,6 +31,8 @@ from torch import Tensor
 
 from stepgraph.graphs.layers.parallel import RankGroups, forget_groups, gather, register_group
 from stepgraph.graphs.layers.rank_sums import choose_sums
+from stepgraph.runtime.printing import print_error
+from stepgraph.sampling.fields import message_of
 
 TIMEOUT_SECONDS = 60.0  # where EngineConfig.round_timeout_seconds is None
 START_SECONDS = 600.0  # for a process to start, and to load its part of the model
@@ -39,6 +41,7 @@ STEPS_PER_COMPARISON = 16  # steps between two comparisons of results, if the fi
 RING_BYTES = 1 << 20  # most bytes that the first rank writes ahead of a reader
 _NUMBER_BYTES = 8  # bytes of a number in messages
 _GROUPS = ("graph", "eager", "control")  # on GPUs the first two use NCCL
+_ERROR = ".error"  # suffix of a file with the error of a rank
 CAPTURE = "capture"  # a message: record all graphs
 RANK_MODULE = "stepgraph.runtime.parallel.rank"
 Link = multiprocessing.connection.Connection
@@ -223,8 +226,16 @@ def _wait_for_start(links: Sequence[Link]) -> None:
         raise RankError("a rank ended before it had loaded its part of the model; its error is on stderr") from None
 
 
+def keep_error(arguments: str, text: str) -> None:
+    """Keep the error of a started rank until the first one ends the ranks, as both may have the same one. arguments: the rank's file."""
+    part = Path(f"{arguments}.part")
+    with contextlib.suppress(OSError):  # the folder was removed: the first rank has ended
+        part.write_text(text, encoding="utf-8")
+        part.rename(f"{arguments}{_ERROR}")  # complete, even if the first rank ends this process
+
+
 def _end_processes(owner: int, processes: list[subprocess.Popen[bytes]], links: list[Link], folder: str) -> None:
-    """Close the links, which ends the processes, and kill those that do not end."""
+    """Close the links, which ends the processes, and kill those that do not end. Prints their errors, except one handled now."""
     for link in links:
         link.close()
     if os.getpid() != owner:
@@ -235,6 +246,10 @@ def _end_processes(owner: int, processes: list[subprocess.Popen[bytes]], links: 
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+    handled = message_of(error) if (error := sys.exc_info()[1]) else ""
+    for text in [path.read_text(encoding="utf-8") for path in sorted(Path(folder).glob(f"*{_ERROR}"))]:
+        if not handled or handled not in text:
+            print_error(text.rstrip())
     shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -15,7 +15,9 @@ from torch.overrides import TorchFunctionMode
 
 from stepgraph import Constraint, Engine, EngineClosedError, EngineConfig, FinishReason, Job, SamplingParams
 from stepgraph.graphs import StaticBuffers, TapeBackend
+from stepgraph.graphs.errors import StepError
 from stepgraph.graphs.graph_key import GraphKey
+from stepgraph.graphs.model_call import ModelInput, ModelOutput
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.sampling.grammar.compile.compiler import GrammarCompiler
 from tests.helpers.toy_engines import (
@@ -344,6 +346,24 @@ def test_an_engine_made_in_inference_mode_works_within_and_outside_of_it(eager: 
         within = engine.generate([1, 2, 3], max_new_tokens=12)
     with engine:
         assert engine.generate([1, 2, 3], max_new_tokens=12).tokens == within.tokens == plain([1, 2, 3], 12).tokens
+
+
+def test_several_rounds_that_fail_are_one_error_and_no_warning(recwarn: pytest.WarningsRecorder) -> None:
+    class Failing(ToyTarget):
+        def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:
+            raise RuntimeError("of the model")
+
+    config = EngineConfig(max_rows=1, num_speculative_tokens=0, max_length=32, eager=True, rounds_in_flight=4, backend="tape")
+    with Engine(Failing(9), config=config) as engine:
+        job, launched = engine.submit([1]), threading.Event()
+        engine.backend.run(launched.wait)
+        for _ in range(3):
+            assert engine.step() == []
+        launched.set()
+        with pytest.raises(StepError, match="the step raised RuntimeError: of the model"):
+            engine.step()
+    assert job.finish_reason == FinishReason.ERROR and "of the model" in job.error
+    assert [str(each.message) for each in recwarn if each.category is RuntimeWarning] == []
 
 
 def test_schema_constrained_output_matches_the_schema() -> None:

@@ -890,6 +890,19 @@ def test_close_warns_about_an_error_that_was_not_raised() -> None:
         backend.close()
 
 
+def test_an_error_in_the_work_launched_after_a_failed_replay_is_raised_once(buffers: StaticBuffers) -> None:
+    backend = TapeBackend(asynchronous=True)
+    launched = threading.Event()
+    backend.run(launched.wait)
+    for divisor in (0, 0, 1, 0):
+        backend.run(lambda divisor=divisor: 1 / divisor)  # type: ignore[misc]
+    launched.set()
+    with pytest.raises(ZeroDivisionError):
+        backend.synchronize()
+    backend.synchronize()
+    backend.close()
+
+
 def test_replay_inside_a_capture_is_refused(buffers: StaticBuffers) -> None:
     backend = TapeBackend()
     recorded = backend.capture(lambda b: None, buffers)

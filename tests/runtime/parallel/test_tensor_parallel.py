@@ -709,6 +709,17 @@ def test_settings_unsupported_by_ranks_are_refused(fields: dict[str, Any], messa
         Engine.from_pretrained(model_folder(), config=EngineConfig(**fields), tensor_parallel=2)
 
 
+@slow
+def test_the_error_of_a_rank_is_printed_unless_the_caller_gets_the_same_one(capfd: pytest.CaptureFixture[str]) -> None:
+    refused = EngineConfig(max_length=64, attention="flashinfer")
+    with pytest.raises(ValueError, match=r"^EngineConfig\.attention: got 'flashinfer', expected an implementation that runs on cpu"):
+        Engine.from_pretrained(model_folder(), "none", tensor_parallel=2, config=refused)
+    assert "flashinfer" not in capfd.readouterr().err
+    with pytest.raises(RankError, match="a rank ended before it had loaded its part of the model; its error is on stderr"):
+        Ranks.start(2, SECONDS, "not the arguments of a rank")
+    assert "line" in (error := capfd.readouterr().err) and error.count("TypeError") == 1
+
+
 def test_recordings_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Ranks, "start", None)
     with pytest.raises(ValueError, match=r"^record: got .*run.jsonl.* with tensor_parallel=2, expected None"):
