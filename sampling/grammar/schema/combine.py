@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import NoReturn, TypeVar
 
 from stepgraph.sampling.grammar.constraints.unsupported import reject
-from stepgraph.sampling.grammar.schema.automata import is_empty
+from stepgraph.sampling.grammar.schema.automata import MAX_STATES, TooComplexError, automaton, is_empty
 from stepgraph.sampling.grammar.schema.forms import ANY_VALUE, NEVER, TRUE, Array, Contains, Expr, Form, KeyClass, Object, all_of, negations
 from stepgraph.sampling.grammar.schema.language import ANY_TEXT, both, complement, either, words
 from stepgraph.sampling.grammar.schema.numbers import Numbers
@@ -137,10 +137,7 @@ def meet_objects(left: Object, right: Object, simplify: Simplify) -> Object | No
         (one,), (other,) = left.others, right.others
         others = [KeyClass(ANY_TEXT, all_of(one.value, other.value), one.is_default and other.is_default)]
     else:
-        others = []
-        for one, other in product(left.others, right.others):
-            if not is_empty(common := both(one.names, other.names)):
-                others.append(KeyClass(common, all_of(one.value, other.value), one.is_default and other.is_default))
+        others = meet_keys(left.others, right.others)
     found = Object(
         tuple((name, all_of(left.value(name), right.value(name))) for name in names),
         left.required | right.required,
@@ -153,6 +150,23 @@ def meet_objects(left: Object, right: Object, simplify: Simplify) -> Object | No
         superset,
     )
     return possible_object(found, simplify)
+
+
+def meet_keys(left: Sequence[KeyClass], right: Sequence[KeyClass]) -> list[KeyClass]:
+    """The intersections of classes that cover all names. TooComplexError if they are too many: n patterns may have 2**n."""
+    found, states = list[KeyClass](), 0
+    for one in left:
+        row = list[KeyClass]()
+        for other in right:
+            is_rest = not row and other is right[-1]  # all names of `one`
+            common = one.names if is_rest else both(one.names, other.names)
+            if is_rest or not is_empty(common):
+                states += len(automaton(common).edges) if common.kind == "and" else 0  # which is_empty has computed
+                row.append(KeyClass(common, all_of(one.value, other.value), one.is_default and other.is_default))
+            if states > MAX_STATES:
+                raise TooComplexError(f"takes more than {MAX_STATES} states to distinguish names; write patterns that begin with ^")
+        found += [row[0]._replace(names=one.names)] if len(row) == 1 else row
+    return found
 
 
 def _merge_equal_values(others: list[KeyClass]) -> tuple[KeyClass, ...]:

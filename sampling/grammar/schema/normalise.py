@@ -12,7 +12,15 @@ from typing import Any, Literal
 from stepgraph.sampling.grammar.constraints.unsupported import Unsupported, UnsupportedError, reject
 from stepgraph.sampling.grammar.schema import formats, language
 from stepgraph.sampling.grammar.schema.automata import TooComplexError, is_empty
-from stepgraph.sampling.grammar.schema.combine import complement_of, meet, meet_arrays, meet_objects, possible_array, possible_object
+from stepgraph.sampling.grammar.schema.combine import (
+    complement_of,
+    meet,
+    meet_arrays,
+    meet_keys,
+    meet_objects,
+    possible_array,
+    possible_object,
+)
 from stepgraph.sampling.grammar.schema.forms import (
     ANY_VALUE,
     NEVER,
@@ -30,7 +38,7 @@ from stepgraph.sampling.grammar.schema.forms import (
     expr,
     join,
 )
-from stepgraph.sampling.grammar.schema.language import ANY_CHAR, ANY_TEXT, NOTHING, Term, both, complement, either, matches, repeat, words
+from stepgraph.sampling.grammar.schema.language import ANY_CHAR, ANY_TEXT, NOTHING, Term, complement, either, matches, repeat, words
 from stepgraph.sampling.grammar.schema.numbers import Numbers
 from stepgraph.sampling.grammar.schema.patterns import PatternError, full, search
 from stepgraph.sampling.grammar.schema.reader import Document, Node, clip_json, fraction, pointer, refuse_format
@@ -310,27 +318,19 @@ class Normaliser:
 
     def _object(self, node: Node) -> Object:
         keywords, child = node.keywords, self.document.child
-        classes = [KeyClass(ANY_TEXT, TRUE)]
+        classes = [KeyClass(ANY_TEXT, TRUE, True)]
         names = list(keywords.get("properties", {}))
         declared = {name: expr(child(node, "properties", name)) for name in names}
         evaluated = list[Term]([words(names)])
         for pattern in keywords.get("patternProperties", {}):
             value, term = expr(child(node, "patternProperties", pattern)), self._pattern(node, "patternProperties", pattern).exact
-            inside = [KeyClass(both(keys.names, term), all_of(keys.value, value), True) for keys in classes]
-            outside = [keys._replace(names=both(keys.names, complement(term))) for keys in classes]
-            classes = [keys for keys in (*inside, *outside) if not is_empty(keys.names)]
+            classes = meet_keys(classes, (KeyClass(term, value), KeyClass(complement(term), TRUE, True)))
             declared = {name: all_of(before, value) if matches(term, name) else before for name, before in declared.items()}
             evaluated.append(term)
-        # Up to here, `is_default` marks the classes that a pattern describes.
         additional = expr(child(node, "additionalProperties")) if "additionalProperties" in keywords else None
         if additional is not None:
             evaluated = [ANY_TEXT]
-        others = tuple(
-            KeyClass(keys.names, keys.value)
-            if keys.is_default
-            else KeyClass(keys.names, TRUE if additional is None else additional, additional is None)
-            for keys in classes
-        )
+        others = tuple(keys if additional is None or not keys.is_default else KeyClass(keys.names, additional) for keys in classes)
         required = dict.fromkeys((*keywords.get("required", ()), *self._required_children(node)))
         low, high = keywords.get("minProperties", 0), keywords.get("maxProperties")
         found = Object(tuple(declared.items()), frozenset(required), others, low, high, "properties" in keywords, (), either(*evaluated))
