@@ -285,7 +285,7 @@ def _stops(fields: Mapping[str, Any]) -> tuple[str, ...]:
 def _include_usage(fields: Mapping[str, Any]) -> bool:
     options = fields.get("stream_options", {})
     known = isinstance(options, dict) and not options.keys() - {"include_usage", "include_obfuscation"}
-    if not known or not isinstance(options.get("include_usage", False), bool) or options.get("include_obfuscation"):
+    if not known or not all(isinstance(value, bool) for value in options.values()) or options.get("include_obfuscation"):
         refuse("stream_options", options, "an object with include_usage; include_obfuscation may be false")
     if options and not fields.get("stream"):
         refuse("stream_options", options, "none without stream: true")

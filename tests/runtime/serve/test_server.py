@@ -272,6 +272,7 @@ REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ({"logit_bias": {"\u0665": 1}}, "logit_bias"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"include_obfuscation": 0}}, "stream_options"),
     ({"response_format": {"type": "yaml"}}, "response_format"),
     ({"response_format": FORMAT, "tools": TOOLS}, "response_format"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function"),
