@@ -176,7 +176,8 @@ class Job:
     @property
     def parsed(self) -> Any:
         """The output as the type given as `constraint`: an object of a pydantic model, a member of an enum, the match of a pattern, a
-        functools.partial of a function. JSON values for a Constraint that is JSON; otherwise the text. ValueError if it is incomplete."""
+        functools.partial of a function. JSON values for a Constraint that is JSON; otherwise the text, which a stop text or stop token
+        may have cut short. ValueError if a value is incomplete, or if the end of a text was not reached."""
         if self.finish_reason not in (FinishReason.STOP, FinishReason.CONSTRAINT_COMPLETE):
             raise ValueError(
                 "Job.parsed: the output is incomplete or its end was not reached, "

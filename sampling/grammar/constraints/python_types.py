@@ -49,7 +49,8 @@ def typed_constraint(value: object) -> TypedConstraint:
     if isinstance(value, re.Pattern):
         return _pattern(value)
     if isinstance(value, type) and issubclass(value, enum.Enum) and all(isinstance(member.value, str) for member in value):
-        return TypedConstraint(Constraint.choice([member.value for member in value]), value)
+        members = {member.value: member for member in value}
+        return TypedConstraint(Constraint.choice(list(members)), lambda text: _required(members.get(text), text))
     if get_origin(value) is Literal and all(isinstance(text, str) for text in get_args(value)):
         texts = {str.__str__(text): text for text in get_args(value)}
         return TypedConstraint(Constraint.choice(get_args(value)), lambda text: _required(texts.get(text), text))
@@ -64,7 +65,12 @@ def _parse(constraint: Constraint, text: str) -> Any:
     """The value of a text: parsed JSON for JSON kinds, otherwise the text itself; without the part up to a text marker."""
     if isinstance(constraint.marker, str):
         text = text.partition(constraint.marker)[2]
-    return json.loads(text) if constraint.kind in ("json_schema", "json_object") else text
+    if constraint.kind not in ("json_schema", "json_object"):
+        return text
+    try:
+        return json.loads(text)
+    except ValueError:
+        return _required(None, text)
 
 
 def _pattern(pattern: re.Pattern[Any]) -> TypedConstraint:
