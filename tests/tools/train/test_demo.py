@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from stepgraph import Constraint, DraftCounts, StepEvent, Vocabulary
+from stepgraph.runtime.demo.pair import HEAD_FOLDER
 from stepgraph.sampling.grammar.compile.compiler import GrammarCompiler
 from tools import bench_demo, train_demo, train_head
 from tools.train.demo import words
@@ -101,6 +102,9 @@ def test_card_has_the_measured_figures() -> None:
         "**the five unseen schemas**",
     ):
         assert sentence in text
+    cards = text, (HEAD_FOLDER / "README.md").read_text(encoding="utf-8")
+    without_figures = [re.sub(r"\|.*\||python tools.*|[\d.,]+", "", each).split() for each in cards]
+    assert without_figures[0] == without_figures[1], "--install replaces all of it; other lines are in tools/train/demo/NOTES.md"
 
 
 def options(work: Path, **changed: Any) -> Any:

@@ -28,7 +28,7 @@ top-1 agreement with the target: {hits}.
 {command}
 ```
 
-repeats the training, which takes hours on a CPU; the same command resumes an interrupted run.
+is the command. It takes hours on a CPU, and resumes an interrupted run. What it does not repeat: `tools/train/demo/NOTES.md`.
 
 **Measurements** with K = {drafts}, greedy, {count} prompts of each kind, at most {new_tokens} new tokens: tokens per round
 (1 without speculation), and the acceptance rate of drafts 1 to {drafts}.

@@ -19,7 +19,7 @@ enum image_field {
     IMAGE_START_COUNTERS, /* [IMAGE_COUNTERS] */
     IMAGE_ROWS = IMAGE_START_COUNTERS + IMAGE_COUNTERS, /* distinct mask rows */
     IMAGE_DEPTH, /* maximum stack depth of a text; 0 without symbols */
-    IMAGE_PUSHES, /* maximum number of symbols that a legal token has on the stack at a time; at most IMAGE_MAX_PUSHES */
+    IMAGE_PUSHES, /* upper bound of the symbols that a legal token has on the stack at a time; at most IMAGE_MAX_PUSHES */
     IMAGE_FREE, /* the first of the states before the end of a marker, in which the text is free; IMAGE_STATES without a marker */
     IMAGE_NARROW, /* 1: an entry of IMAGE_NEXT has 16 bits, two entries per int32, the first one in the low half; 0: 32 bits */
     IMAGE_LIMIT, /* number of tokens after which only the marker is legal; INT32_MAX without a limit */

@@ -803,7 +803,8 @@ private:
     }
 
     // An upper bound of the symbols that a legal token has on the stack at a time. After a token has left the part in which it began, its
-    // moves are not known, so every byte for which any move pushes is counted.
+    // moves are not known, so every byte for which any move pushes is counted. No memory depends on it; above the limit of a lane,
+    // another one follows the grammar. Of SmolLM2's vocabulary it is 2 for any JSON and 3 for JSON with regular expressions.
     int32_t most_pushes() const {
         std::vector<char> may_push(automaton.classes, 0), seen(vocabulary.starts.size(), 0);
         for (const Span &span : automaton.spans)
