@@ -145,11 +145,12 @@ class ResumedStream:
         if self._unread is None and self._closing is None:
             self._reading = asyncio.ensure_future(self._next())  # a task, which cancel() can end without ending the reader's
             try:
-                self._unread = await self._reading
+                await asyncio.wait({self._reading})  # raises the cancellation of the reader only
             except asyncio.CancelledError:
-                if self._closing is None:
-                    await self.aclose()
-                    raise
+                await self.aclose()
+                raise
+            if self._closing is None or not self._reading.cancelled():
+                self._unread = self._reading.result()
         if self._closing is not None:
             await asyncio.shield(self._closing)
         event, self._unread = self._unread, None

@@ -325,6 +325,29 @@ def test_leaving_a_stream_cancels_its_job_and_its_reader_gets_the_end(waits: boo
     asyncio.run(main())
 
 
+def test_a_reader_is_cancelled_although_its_stream_was_cancelled_before() -> None:
+    engine = shared_engine(PLAIN)
+
+    async def main() -> None:
+        async with AsyncEngine(engine) as serving:
+            options: dict[str, Any] = {"sampling": SamplingParams(ignore_eos=True), "max_new_tokens": 90}
+            call = Replicas([serving], []).call
+            stream = ResumedStream(call, info_of(engine, "a"), Resumption(), Counts(), lambda: None, (5,), options)
+            await stream.open()
+            first = await stream.__anext__()
+            reader = asyncio.ensure_future(stream.__anext__())
+            await asyncio.sleep(0)  # it waits for the next event
+            stream.cancel()
+            reader.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await reader
+            last = await stream.__anext__()
+            assert last.finish_reason == FinishReason.CANCELLED and first.finish_reason is None
+            assert [*first.tokens, *last.tokens] == stream.job.tokens
+
+    asyncio.run(main())
+
+
 def test_a_stream_that_is_dropped_cancels_its_job_and_logs_nothing() -> None:
     engine = shared_engine(PLAIN)
     cancelled = dict(engine.stats().finished)[FinishReason.CANCELLED]

@@ -60,6 +60,24 @@ def test_bad_requests_get_an_error_status(server: RunningServer) -> None:
         assert wire.recv(100).startswith(b"HTTP/1.1 400 ")
 
 
+def test_a_wrong_method_names_the_right_ones(server: RunningServer) -> None:
+    answer = server.send(b"PUT /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", end=False)
+    assert b"\r\nallow: POST\r\n" in answer and b'"type":"invalid_request_error"' in answer
+
+
+def test_a_body_that_is_malformed_after_its_answer_ends_the_connection(server: RunningServer) -> None:
+    """The last check of `running` finds what the event loop logs."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=SECONDS) as wire:
+        wire.sendall(b"POST /no HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        received = wire.recv(4096)
+        while not received.endswith(b"}"):
+            received += wire.recv(4096)
+        assert received.startswith(b"HTTP/1.1 404 ")
+        wire.sendall(b"no size\r\n")
+        assert wire.recv(4096) == b""
+    assert server.loop_errors == []
+
+
 def test_large_bodies_are_refused_and_the_connection_remains_usable(server: RunningServer) -> None:
     health = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
     size = BOUNDS.body_bytes + 1
