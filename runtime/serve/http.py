@@ -94,6 +94,11 @@ def server_config(app: Any, bounds: Bounds) -> uvicorn.Config:
         def timeout_keep_alive_handler(self) -> None:
             self.transport.abort()  # close() would wait for a client that does not read
 
+        def handle_events(self) -> None:
+            super().handle_events()
+            if self.conn.their_state is h11.DONE and len(self.conn.trailing_data[0]) <= bounds.head_bytes:
+                self.flow.resume_reading()  # beside a request that waits for the present answer, to notice the end of the connection
+
         def send_400_response(self, msg: str) -> None:
             if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
                 super().send_400_response(msg)

@@ -19,7 +19,7 @@ from stepgraph import AsyncEngine, Constraint, Engine, FinishReason, Job, Sampli
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.runtime.replicas.replica import AnswerPart, Refusal, ReplicaRequest, Tokens, answer, info_of
 from stepgraph.runtime.replicas.router import PrefixRouter
-from stepgraph.runtime.replicas.streams import Counts, ReplicaLost, ResumedStream, Resumption
+from stepgraph.runtime.replicas.streams import MAX_OTHERS, Counts, ReplicaLost, ResumedStream, Resumption
 from stepgraph.runtime.request_queue import QueueFullError
 from stepgraph.runtime.serve.serving import AnswerError
 from tests.helpers.toy_engines import CONSTRAINTS, STOP, Setup, make_engine, shared_engine
@@ -197,6 +197,18 @@ def test_a_replica_that_returns_continues_its_stream_beside_one_of_another_ident
     quick = Resumption(backoff_seconds=0)
     found = run(engine, cuts, quick, other={"identities": ["x", "y"], **other}, **options)
     assert found.tokens == engine.generate(PROMPT, **options).tokens
+
+
+def test_a_stream_ends_if_every_replica_restarts_with_another_identity() -> None:
+    names = [f"c{index}" for index in range(2 * MAX_OTHERS)]  # a stream that does not end needs more
+
+    def restarted(part: AnswerPart) -> Refusal:
+        return Refusal(names.pop(), "identity", "other weights")
+
+    how, options = Resumption(attempts=3, backoff_seconds=0), {"sampling": SamplingParams(ignore_eos=True), "max_new_tokens": TOKENS}
+    with pytest.raises(AnswerError, match=r"3 replicas in a row gave no new token \(other weights\)"):
+        run(shared_engine(PLAIN), [2], how, other={"change": restarted}, **options)
+    assert len(names) == MAX_OTHERS - 3
 
 
 @pytest.mark.parametrize(

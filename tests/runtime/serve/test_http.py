@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepgraph.runtime.serve.http import Bounds
+from tests.helpers.aio_runs import Gate as Steps
 from tests.helpers.running_server import CHAT, ON, SECONDS, RunningServer, engine_of, running
 from tests.sampling.grammar.compile.test_compiler import waited
 
@@ -158,6 +159,20 @@ def test_slow_clients_are_disconnected() -> None:
             wire.connect(("127.0.0.1", strict.port))
             wire.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
             waited(lambda: strict.count("cancelled") == 1, "a client that does not read keeps its row")
+
+
+def test_a_client_that_leaves_with_a_request_waiting_frees_its_row() -> None:
+    body = json.dumps({"prompt": "x", "max_tokens": 4000, **ON}).encode()
+    ask = POST + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    with engine_of() as engine:
+        steps = Steps(engine, 3)
+        with running(engine, BOUNDS) as found:
+            with socket.create_connection(("127.0.0.1", found.port), timeout=SECONDS) as wire:
+                wire.sendall(ask)
+                waited(lambda: steps.steps_made == 3, "the first request has no row")
+                wire.sendall(ask)
+            waited(lambda: engine.queue.cancelled, "the row of a client that left still decodes")
+            steps.open()
 
 
 def test_connections_above_the_limit_are_closed() -> None:
