@@ -230,7 +230,7 @@ class Engine(EngineCore, BoundToProcess):
             for job in jobs:
                 while not job.finished:
                     self.step()
-        except Exception as error:
+        except BaseException as error:  # including KeyboardInterrupt
             running = [self.cancel(job) for job in jobs]
             closed = isinstance(error, EngineClosedError)  # by another thread, which finished the jobs
             if any(running) or len(jobs) < len(prompts) or not closed:
@@ -287,8 +287,9 @@ class Engine(EngineCore, BoundToProcess):
             yield ""
             while not job.finished:
                 self.step()
-                piece, known = stream.push(job.tokens[known:]), len(job.tokens)
-                if piece:
+                new = job.tokens[known:]  # read once: another thread may step the engine too
+                known += len(new)
+                if piece := stream.push(new):
                     yield piece
             if job.error:
                 raise RuntimeError(f"Engine.stream_text(): {job.error}")

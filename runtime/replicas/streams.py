@@ -32,6 +32,7 @@ from stepgraph.sampling.params import SamplingParams
 # Calls a replica. Yields Tokens, or a Refusal. Raises ReplicaLost.
 Call = Callable[[ReplicaRequest], AsyncGenerator[AnswerPart, None]]
 POLICIES = ("exact", "same-hardware", "never")
+MAX_OTHERS = 64  # replicas of another identity that a stream asks; a replica that restarts has a new name
 _LISTS_OF_IDS = ("resume_from", "draft_ids")
 _OF_THE_FIRST, _SUMMED = REPORTED[:2], REPORTED[2:4]  # replica, over all replicas; others are those of the latest one
 
@@ -145,11 +146,12 @@ class ResumedStream:
         if self._unread is None and self._closing is None:
             self._reading = asyncio.ensure_future(self._next())  # a task, which cancel() can end without ending the reader's
             try:
-                self._unread = await self._reading
+                await asyncio.wait({self._reading})  # raises the cancellation of the reader only
             except asyncio.CancelledError:
-                if self._closing is None:
-                    await self.aclose()
-                    raise
+                await self.aclose()
+                raise
+            if self._closing is None or not self._reading.cancelled():
+                self._unread = self._reading.result()
         if self._closing is not None:
             await asyncio.shield(self._closing)
         event, self._unread = self._unread, None
@@ -203,7 +205,7 @@ class ResumedStream:
         await self._leave_replica()
         job = self.job
         replicas, is_other = {*error.args[1:]}, isinstance(error, IdentityMismatch)
-        none_left = is_other and replicas <= self._others  # at this moment
+        none_left = is_other and (replicas <= self._others or len(self._others) == MAX_OTHERS)  # at this moment
         self._num_lost = num_lost = 0 if len(job.tokens) > self._num_known else self._num_lost + (none_left or not is_other)
         self._check(error, num_lost)
         if none_left:

@@ -9,6 +9,7 @@ from collections.abc import Coroutine, Generator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import h11
 import uvicorn
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -93,6 +94,17 @@ def server_config(app: Any, bounds: Bounds) -> uvicorn.Config:
         def timeout_keep_alive_handler(self) -> None:
             self.transport.abort()  # close() would wait for a client that does not read
 
+        def handle_events(self) -> None:
+            super().handle_events()
+            if self.conn.their_state is h11.DONE and len(self.conn.trailing_data[0]) <= bounds.head_bytes:
+                self.flow.resume_reading()  # beside a request that waits for the present answer, to notice the end of the connection
+
+        def send_400_response(self, msg: str) -> None:
+            if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+                super().send_400_response(msg)
+            else:  # the body is malformed after its request was answered
+                self.transport.close()
+
         def pause_writing(self) -> None:
             super().pause_writing()
             self._stalled = self.loop.call_later(bounds.write_seconds, self.transport.abort)
@@ -173,7 +185,9 @@ async def error_response(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         error = HttpError(500, f"{type(error).__name__}: {error}")
     elif not isinstance(error, HttpError):  # of the router, for a wrong path or method
-        error = HttpError(error.status_code, f"{request.method[:20]} {request.scope['path'][:80]}: {error.detail}")
+        headers, where = error.headers, f"{request.method[:20]} {request.scope['path'][:80]}"
+        error = HttpError(error.status_code, f"{where}: {error.detail}")
+        error.headers = headers  # Allow
     response = json_response(error.body, error.status_code)
     response.headers.update(error.headers or {})
     return response

@@ -92,8 +92,9 @@ class Reply:
             return {"content": content, "refusal": None}
         texts, values = [self._token_text(token) for token, _ in taken], [found.raw for _, found in taken]
         *offsets, self._offset = itertools.accumulate(map(len, texts), initial=self._offset)
-        # among tokens with equal texts, the most probable
-        top = [{self._token_text(other): value for other, value in reversed(found.top_raw)} for _, found in taken]
+        # the token and the most probable ones; among tokens with equal texts, the most probable
+        pairs = [((token, found.raw), *reversed(found.top_raw)) for token, found in taken]
+        top = [{self._token_text(other): value for other, value in each} for each in pairs]
         asked = self.request.options["sampling"].top_logprobs
         return {"tokens": texts, "token_logprobs": values, "top_logprobs": top if asked else None, "text_offset": offsets}
 

@@ -6,8 +6,10 @@ import asyncio
 import enum
 import functools
 import importlib.util
+import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypedDict
 
@@ -15,7 +17,7 @@ import pydantic
 import pytest
 from typing_extensions import Required
 
-from stepgraph import AsyncEngine, Constraint, Engine, EngineConfig, FinishReason, Job, SamplingParams, Vocabulary
+from stepgraph import AsyncEngine, Constraint, Engine, EngineConfig, FinishReason, Job, SamplingParams, StepEvent, Vocabulary
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.runtime.text import TextCodec, TextStream
 from stepgraph.sampling.grammar import GrammarCompiler
@@ -151,6 +153,35 @@ def test_streamed_text_is_the_text_of_the_job() -> None:
         del stream
     engine.step()
     assert not engine.has_work, "also where it is collected while its thread holds the lock"
+
+
+def test_streamed_text_is_complete_if_another_thread_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread makes a step whenever the stream decodes tokens."""
+    engine, decode = engine_of(), Vocabulary.decode
+    expected = engine.generate("Ada is 36", max_new_tokens=40).text
+
+    def decode_after_a_step(vocabulary: Vocabulary, token_ids: Iterable[int]) -> bytes:
+        with ThreadPoolExecutor(1) as other:
+            other.submit(engine.step).result()
+        return decode(vocabulary, token_ids)
+
+    stream = engine.stream_text("Ada is 36", max_new_tokens=40)
+    monkeypatch.setattr(Vocabulary, "decode", decode_after_a_step)
+    assert "".join(stream) == expected
+
+
+def test_an_interrupt_between_two_steps_cancels_the_requests_of_generate(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, step, steps = engine_of(), Engine.step, itertools.count()
+
+    def interrupted(engine: Engine) -> list[StepEvent]:
+        if next(steps) == 3:
+            raise KeyboardInterrupt
+        return step(engine)
+
+    monkeypatch.setattr(Engine, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(["Ada", "Bob"], max_new_tokens=60)
+    assert [event.finish_reason for event in engine.step()] == [FinishReason.CANCELLED] * 2 and not engine.has_work
 
 
 def test_text_streamed_by_the_async_engine() -> None:

@@ -19,7 +19,7 @@ from stepgraph import AsyncEngine, Constraint, Engine, FinishReason, Job, Sampli
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.runtime.replicas.replica import AnswerPart, Refusal, ReplicaRequest, Tokens, answer, info_of
 from stepgraph.runtime.replicas.router import PrefixRouter
-from stepgraph.runtime.replicas.streams import Counts, ReplicaLost, ResumedStream, Resumption
+from stepgraph.runtime.replicas.streams import MAX_OTHERS, Counts, ReplicaLost, ResumedStream, Resumption
 from stepgraph.runtime.request_queue import QueueFullError
 from stepgraph.runtime.serve.serving import AnswerError
 from tests.helpers.toy_engines import CONSTRAINTS, STOP, Setup, make_engine, shared_engine
@@ -199,6 +199,18 @@ def test_a_replica_that_returns_continues_its_stream_beside_one_of_another_ident
     assert found.tokens == engine.generate(PROMPT, **options).tokens
 
 
+def test_a_stream_ends_if_every_replica_restarts_with_another_identity() -> None:
+    names = [f"c{index}" for index in range(2 * MAX_OTHERS)]  # a stream that does not end needs more
+
+    def restarted(part: AnswerPart) -> Refusal:
+        return Refusal(names.pop(), "identity", "other weights")
+
+    how, options = Resumption(attempts=3, backoff_seconds=0), {"sampling": SamplingParams(ignore_eos=True), "max_new_tokens": TOKENS}
+    with pytest.raises(AnswerError, match=r"3 replicas in a row gave no new token \(other weights\)"):
+        run(shared_engine(PLAIN), [2], how, other={"change": restarted}, **options)
+    assert len(names) == MAX_OTHERS - 3
+
+
 @pytest.mark.parametrize(
     ("policy", "exact", "message"),
     [
@@ -321,6 +333,29 @@ def test_leaving_a_stream_cancels_its_job_and_its_reader_gets_the_end(waits: boo
             await stream.aclose()
             assert (await reader)[-1] == stream.job.finish_reason == FinishReason.CANCELLED
             assert ended == [1] and dict(engine.stats().finished)[FinishReason.CANCELLED] == before + 1
+
+    asyncio.run(main())
+
+
+def test_a_reader_is_cancelled_although_its_stream_was_cancelled_before() -> None:
+    engine = shared_engine(PLAIN)
+
+    async def main() -> None:
+        async with AsyncEngine(engine) as serving:
+            options: dict[str, Any] = {"sampling": SamplingParams(ignore_eos=True), "max_new_tokens": 90}
+            call = Replicas([serving], []).call
+            stream = ResumedStream(call, info_of(engine, "a"), Resumption(), Counts(), lambda: None, (5,), options)
+            await stream.open()
+            first = await stream.__anext__()
+            reader = asyncio.ensure_future(stream.__anext__())
+            await asyncio.sleep(0)  # it waits for the next event
+            stream.cancel()
+            reader.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await reader
+            last = await stream.__anext__()
+            assert last.finish_reason == FinishReason.CANCELLED and first.finish_reason is None
+            assert [*first.tokens, *last.tokens] == stream.job.tokens
 
     asyncio.run(main())
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepgraph.runtime.serve.http import Bounds
+from tests.helpers.aio_runs import Gate as Steps
 from tests.helpers.running_server import CHAT, ON, SECONDS, RunningServer, engine_of, running
 from tests.sampling.grammar.compile.test_compiler import waited
 
@@ -58,6 +59,24 @@ def test_bad_requests_get_an_error_status(server: RunningServer) -> None:
         assert wire.recv(100).startswith(b"HTTP/1.1 100 Continue\r\n")
         wire.sendall(b"{}")
         assert wire.recv(100).startswith(b"HTTP/1.1 400 ")
+
+
+def test_a_wrong_method_names_the_right_ones(server: RunningServer) -> None:
+    answer = server.send(b"PUT /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", end=False)
+    assert b"\r\nallow: POST\r\n" in answer and b'"type":"invalid_request_error"' in answer
+
+
+def test_a_body_that_is_malformed_after_its_answer_ends_the_connection(server: RunningServer) -> None:
+    """The last check of `running` finds what the event loop logs."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=SECONDS) as wire:
+        wire.sendall(b"POST /no HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        received = wire.recv(4096)
+        while not received.endswith(b"}"):
+            received += wire.recv(4096)
+        assert received.startswith(b"HTTP/1.1 404 ")
+        wire.sendall(b"no size\r\n")
+        assert wire.recv(4096) == b""
+    assert server.loop_errors == []
 
 
 def test_large_bodies_are_refused_and_the_connection_remains_usable(server: RunningServer) -> None:
@@ -140,6 +159,20 @@ def test_slow_clients_are_disconnected() -> None:
             wire.connect(("127.0.0.1", strict.port))
             wire.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
             waited(lambda: strict.count("cancelled") == 1, "a client that does not read keeps its row")
+
+
+def test_a_client_that_leaves_with_a_request_waiting_frees_its_row() -> None:
+    body = json.dumps({"prompt": "x", "max_tokens": 4000, **ON}).encode()
+    ask = POST + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    with engine_of() as engine:
+        steps = Steps(engine, 3)
+        with running(engine, BOUNDS) as found:
+            with socket.create_connection(("127.0.0.1", found.port), timeout=SECONDS) as wire:
+                wire.sendall(ask)
+                waited(lambda: steps.steps_made == 3, "the first request has no row")
+                wire.sendall(ask)
+            waited(lambda: engine.queue.cancelled, "the row of a client that left still decodes")
+            steps.open()
 
 
 def test_connections_above_the_limit_are_closed() -> None:

@@ -107,6 +107,7 @@ def test_most_probable_tokens_are_reported_beside_the_chosen_one(server: Running
     with server.client as client:
         answer = client.chat.completions.create(messages=CHAT, logprobs=True, top_logprobs=3, **request)
         completion = client.completions.create(prompt="abc", logprobs=2, **request)
+        drawn = client.completions.create(prompt="abc", logprobs=1, seed=3, **request | {"temperature": 2.0}).choices[0].logprobs
     found = answer.choices[0].logprobs
     assert found is not None and found.content is not None and len(found.content) == 8
     for entry in found.content:
@@ -118,6 +119,9 @@ def test_most_probable_tokens_are_reported_beside_the_chosen_one(server: Running
     assert listed is not None and listed.top_logprobs is not None and listed.token_logprobs is not None and listed.tokens is not None
     for token, value, top in zip(listed.tokens, listed.token_logprobs, listed.top_logprobs, strict=True):
         assert 1 <= len(top) <= 2 and top[token] == pytest.approx(value, abs=1e-5) == max(top.values())
+    assert drawn is not None and drawn.top_logprobs is not None and drawn.tokens is not None
+    assert all(token in top and len(top) <= 2 for token, top in zip(drawn.tokens, drawn.top_logprobs, strict=True))
+    assert max(map(len, drawn.top_logprobs)) == 2, "a drawn token is reported beside the most probable one"
 
 
 def test_completion_of_text_or_ids_ends_at_a_stop_text(server: RunningServer) -> None:
