@@ -44,7 +44,7 @@ class LlamaBase(nn.Module):
             self.register_buffer(name, bits, persistent=False)
         self.frequency_bits: Tensor
         self.local_frequency_bits: Tensor | None
-        self._magnitude = layer_config.rope.magnitude
+        self._magnitude, self._local_magnitude = layer_config.rope.magnitude, (layer_config.local_rope or layer_config.rope).magnitude
 
     def rotation(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
         return rope_angles(positions.flatten(), self.frequency_bits.view(torch.float32), dtype, self._magnitude)
@@ -102,7 +102,8 @@ class Llama(LlamaBase):
         rotation, epsilon, offset = self.rotation(inputs.positions, states.dtype), self.config.norm_epsilon, self.config.norm_offset
         local = rotation
         if self.local_frequency_bits is not None:
-            local = rope_angles(inputs.positions.flatten(), self.local_frequency_bits.view(torch.float32), states.dtype)
+            bits = self.local_frequency_bits.view(torch.float32)
+            local = rope_angles(inputs.positions.flatten(), bits, states.dtype, self._local_magnitude)
         layer_inputs: list[Tensor] = []
         first, *norms = [*(layer.get_parameter("attention_norm") for layer in self.layers), self.norm]
         normed = rms_norm(states, first, epsilon, offset)

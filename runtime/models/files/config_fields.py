@@ -6,7 +6,7 @@ Fields are checked one by one. An error names the field, its value and what is a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +35,7 @@ MTP_COUNT = "num_nextn_predict_layers"
 _MAX_PARAMETERS = 1 << 42
 _ORIGINAL_LENGTH = "original_max_position_embeddings"
 _MAX_HEAD_SIZE = 1024
+_LAYER_TYPES = ("full_attention", "sliding_attention")
 # Where the fields are absent, as in transformers.
 _HEAD_SIZES = {GEMMA: 256, GPT_OSS: 64, "Qwen3ForCausalLM": 128}
 _WINDOWS = dict.fromkeys(("MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", QWEN_EXPERTS, GEMMA), 4096) | {GPT_OSS: 128}
@@ -179,7 +180,7 @@ def _check_total_size(config: LlamaConfig) -> None:
 
 def _check_unsupported(config: Mapping[str, Any]) -> None:
     """Raises ValueError for a field that changes the computation and is not implemented."""
-    require_off(config, {"pretraining_tp": 1})
+    require_off(config, {"pretraining_tp": 1, "is_causal": True})
     names = (
         "mlp_bias",
         "quantization_config",
@@ -202,22 +203,25 @@ def _architecture(config: Mapping[str, Any]) -> str:
 
 
 def _windows(config: Mapping[str, Any], architecture: str, layers: int) -> tuple[int | None, ...]:
-    """The window of each layer, from `layer_types` if given, otherwise by the rules of the architecture."""
-    kinds = config.get("layer_types")
-    if kinds is None:
-        if architecture.startswith("Qwen") and flag_field(config, "use_sliding_window"):
-            first = 0 if architecture == QWEN_EXPERTS else count_field(config, "max_window_layers", 4096, least=0, default=28)
-        else:
-            first = 0 if architecture in ("MistralForCausalLM", PHI, MIXTRAL) and config.get("sliding_window") is not None else layers
-        sliding: Sequence[bool] = [layer >= first for layer in range(layers)]
-        if architecture in (GEMMA, GPT_OSS):
-            period = 2 if architecture == GPT_OSS else count_field(config, "sliding_window_pattern", 4096, default=6)
-            sliding = [(layer + 1) % period != 0 for layer in range(layers)]
+    """The window of each layer, by the rules of the architecture, some of which read `layer_types`."""
+    alternates, stated = architecture in (GEMMA, GPT_OSS), config.get("layer_types")
+    if alternates:
+        period = 2 if architecture == GPT_OSS else count_field(config, "sliding_window_pattern", 4096, default=6)
+        sliding = [(layer + 1) % period != 0 for layer in range(layers)]
     else:
-        known = ("full_attention", "sliding_attention")
-        if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
-            raise ValueError(f"config.layer_types: got {kinds!r:.200}, expected {layers} of {known}")
-        sliding = [kind == "sliding_attention" for kind in kinds]
+        first = 0 if architecture in ("MistralForCausalLM", PHI, MIXTRAL) and config.get("sliding_window") is not None else layers
+        if architecture.startswith("Qwen") and flag_field(config, "use_sliding_window"):
+            alternates = architecture != QWEN_EXPERTS
+            first = count_field(config, "max_window_layers", 4096, least=0, default=28) if alternates and stated is None else 0
+        sliding = [layer >= first for layer in range(layers)]
+    if stated is not None:
+        rule = ["sliding_attention" if slides else "full_attention" for slides in sliding]
+        if not isinstance(stated, list) or len(stated) != layers or any(kind not in _LAYER_TYPES for kind in stated):
+            raise ValueError(f"config.layer_types: got {stated!r:.200}, expected {layers} of {_LAYER_TYPES}")
+        # Some engines follow the field, and others, such as transformers, ignore it.
+        if not alternates and stated != rule:
+            raise ValueError(f"config.layer_types: got {stated!r:.200}, expected {rule[0]!r} for all layers of this {architecture}")
+        sliding = [kind == "sliding_attention" for kind in stated]
     if not any(sliding):
         return (None,) * layers
     window = count_field(config, "sliding_window", 1 << 30)
@@ -279,30 +283,45 @@ def _ropes(config: Mapping[str, Any], architecture: str, head_size: int) -> tupl
     if (stated := config.get("rope_scaling")) and config.get("rope_parameters") not in (None, {}, stated):
         raise ValueError(f"config.rope_scaling: got {stated!r:.200} beside rope_parameters, expected one of them")
     fields = config.get("rope_parameters") or stated or (_GPT_OSS_ROPE if architecture == GPT_OSS else {})
-    local, theta = None, 1_000_000.0 if architecture == MIXTRAL else 10_000.0
-    if architecture == GEMMA and isinstance(fields, Mapping):
-        stated, fields = fields.get("sliding_attention", {}), fields.get("full_attention", fields)
-        local, theta = _rope({"rope_theta": config.get("rope_local_base_freq")}, stated, theta), 1_000_000.0
     if architecture in (PHI, GLM) and isinstance(fields, Mapping):
         if architecture == GLM:
             require_off(fields, {"rope_type": "default", "type": "default"})
         share = 1.0 if architecture == PHI else 0.5
         return _partial_rope({"partial_rotary_factor": share, **_with_rope_fields(config)}, head_size), None
     require_off(config, {"partial_rotary_factor": 1})
-    theta = 150_000.0 if architecture == GPT_OSS else theta
-    return _rope({**config, "head_size": head_size}, fields, theta), local
+    if architecture == GEMMA:
+        return _gemma_ropes(config, head_size)
+    theta = {GPT_OSS: 150_000.0, MIXTRAL: 1_000_000.0}.get(architecture, 10_000.0)
+    return _rope({**config, "head_size": head_size}, fields, theta), None
+
+
+def _gemma_ropes(config: Mapping[str, Any], head_size: int) -> tuple[RopeConfig, RopeConfig]:
+    """`rope_scaling` is that of layers without a window, where `type` has no effect, as in transformers."""
+    parts, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    if not isinstance(parts, Mapping) or not parts.keys() <= set(_LAYER_TYPES):
+        raise ValueError(f"config.rope_parameters: got {parts!r:.200}, expected an object for each of {_LAYER_TYPES}")
+    if scaling and (not isinstance(scaling, Mapping) or "rope_type" not in scaling):
+        raise ValueError(f"config.rope_scaling: got {scaling!r:.200}, expected an object with rope_type")
+    inner = {"head_size": head_size}
+    whole = _rope({"rope_theta": config.get("rope_theta"), **inner}, scaling or parts.get("full_attention") or {}, 1_000_000.0)
+    local = _rope({"rope_theta": config.get("rope_local_base_freq"), **inner}, parts.get("sliding_attention") or {}, 10_000.0)
+    for fields in (scaling, *parts.values()):
+        require_off(fields or {}, {"truncate": True})  # transformers reads it outside these objects
+    return whole, local
 
 
 def _with_rope_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `rope_parameters` take precedence, except for the original length, as in transformers."""
-    original = {} if config.get(_ORIGINAL_LENGTH) is None else {_ORIGINAL_LENGTH: config[_ORIGINAL_LENGTH]}
-    return {**config, **(config.get("rope_parameters") or config.get("rope_scaling") or {}), **original}
+    """Those of `rope_parameters` take precedence, except for the original length, which is read outside only, as in transformers."""
+    stated = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return {**config, **stated, _ORIGINAL_LENGTH: config.get(_ORIGINAL_LENGTH)}
 
 
 def _rope(config: Mapping[str, Any], fields: Any, default_theta: float) -> RopeConfig:
     if not isinstance(fields, Mapping):
         raise ValueError(f"config.rope_scaling: got {fields!r:.200}, expected an object")
     require_off(fields, {"partial_rotary_factor": 1})
+    if config.get(_ORIGINAL_LENGTH) is not None:  # takes precedence, as in transformers
+        fields = {**fields, _ORIGINAL_LENGTH: config[_ORIGINAL_LENGTH]}
     theta = number_field({**config, **fields}, "rope_theta", 1.0, 1e12, default=default_theta)
     kind = fields.get("rope_type", fields.get("type", "default"))
     if kind == "default":

@@ -148,7 +148,8 @@ class GgufSource:
         kind = metadata.get("general.architecture")
         if not isinstance(kind, str) or kind not in ARCHITECTURES:
             raise ValueError(f"{self._path}: general.architecture: got {kind!r:.100}, expected one of {', '.join(ARCHITECTURES)}")
-        for name, *off in (("scaling.type", None, "none"), ("scaling.factor", None, 0, 1), ("scale_linear", None, 0, 1)):
+        options = {"scaling.type": (None, "none"), "scaling.attn_factor": (None, 1)}
+        for name, off in {**options, **dict.fromkeys(("scaling.factor", "scale_linear"), (None, 0, 1))}.items():
             if (scaling := metadata.get(f"{kind}.rope.{name}")) not in off:
                 raise ValueError(f"{self._path}: {kind}.rope.{name}: got {scaling!r:.100}, expected {off[-1]}")
         embedding = tensors.get("token_embd.weight")

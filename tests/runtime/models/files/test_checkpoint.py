@@ -340,12 +340,14 @@ def test_an_absent_field_has_the_default_of_transformers(family: str, field: str
 
 
 def test_longrope_fields_in_rope_parameters() -> None:
-    """The original length there counts only where the config has none."""
+    """The original length there has no effect, as in `transformers`: without one outside, its value is not that of the model."""
     fields, kind = stored_config("phi-4-mini")
     fields["rope_parameters"] |= {"original_max_position_embeddings": 200, "factor": 7.0}
-    config, inner = read_config(fields), read_config(fields | {"original_max_position_embeddings": None})
-    assert (config.max_positions, inner.max_positions) == (256, 200)
+    config = read_config(fields)
+    assert config.max_positions == 256
     assert config.rope.magnitude == pytest.approx(Phi3RotaryEmbedding(kind.from_dict(fields)).attention_scaling)
+    with pytest.raises(ValueError, match=r"config.original_max_position_embeddings: got None, expected a whole number"):
+        read_config(fields | {"original_max_position_embeddings": None})
 
 
 def test_an_unknown_field_does_not_replace_the_head_size() -> None:

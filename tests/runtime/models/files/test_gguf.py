@@ -349,6 +349,7 @@ def test_wrong_tensor_tables_are_refused(tmp_path: Path, table: bytes, message: 
         ("llama", ("llama.rope.scaling.type", "yarn"), "llama.rope.scaling.type: got 'yarn', expected none"),
         ("llama", ("llama.rope.scaling.factor", 4.0), "llama.rope.scaling.factor: got 4.0, expected 1"),
         ("llama", ("llama.rope.scale_linear", 2.0), "llama.rope.scale_linear: got 2.0, expected 1"),
+        ("llama", ("llama.rope.scaling.attn_factor", 1.5), "llama.rope.scaling.attn_factor: got 1.5, expected 1"),
     ],
 )
 def test_unsupported_gguf_models_are_refused(tmp_path: Path, kind: Any, entry: tuple[str, Any] | None, message: str) -> None:

@@ -1,0 +1,75 @@
+"""Fields that few folders have, compared with `transformers`: the same logits, or an error that names the field."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from stepgraph.runtime.models.files.checkpoint import open_checkpoint
+from stepgraph.runtime.models.files.config_fields import read_config
+from tests.helpers.families import BASE, CachedModel, random_model, save
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+GEMMA = {"sliding_window": 16, "head_dim": 16, "query_pre_attn_scalar": 20, "layer_types": ["sliding_attention", "full_attention"] * 2}
+GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "pad_token_id": 0, "sliding_window": 16}
+EQUAL: dict[str, tuple[str, dict[str, Any]]] = {
+    "original length beside rope_scaling": ("Llama", {"rope_scaling": YARN, "original_max_position_embeddings": 60}),
+    "original length beside the default scaling": ("GptOss", GPT_OSS | {"original_max_position_embeddings": 100}),
+    "YaRN in all layers of Gemma 3": ("Gemma3", GEMMA | {"rope_scaling": YARN}),
+    "YaRN in Gemma 3's layers with a window": (
+        "Gemma3",
+        GEMMA | {"rope_parameters": {"sliding_attention": YARN, "full_attention": {"rope_type": "linear", "factor": 2.0}}},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", EQUAL)
+def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
+    """config.json holds the fields as they are stated here, not as transformers saves them."""
+    kind, fields = EQUAL[case]
+    folder = save(random_model(kind, json.loads(json.dumps(BASE | fields)), 1), tmp_path)
+    stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    stated = {name: stored[name] for name in ("architectures", "model_type", "dtype")} | BASE | fields
+    (folder / "config.json").write_text(json.dumps(stated), encoding="utf-8")
+    tokens = torch.arange(140)[None] % 150
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(folder)(tokens).logits
+    logits, _ = CachedModel(open_checkpoint(folder).load("cpu")).run(tokens, 0, 140)
+    assert float((logits - expected).abs().max() / expected.abs().max()) < 1e-4
+
+
+ALTERNATING = ["sliding_attention", "full_attention"] * 2
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "a model without a causal mask": ("Llama", {"is_causal": False}, "is_causal: got False, expected True"),
+    "windows in some layers of a Mistral": (
+        "Mistral",
+        {"sliding_window": 16, "layer_types": ALTERNATING},
+        r"layer_types: got \['sliding.*, expected 'sliding_attention' for all layers of this MistralForCausalLM",
+    ),
+    "windows in a Llama": ("Llama", {"sliding_window": 16, "layer_types": ALTERNATING}, "layer_types: .* expected 'full_att"),
+    "windows that are off": (
+        "Qwen3",
+        {"sliding_window": 16, "use_sliding_window": False, "layer_types": ALTERNATING},
+        "layer_types: .* expected 'full_attention' for all",
+    ),
+    "one object for all layers of Gemma 3": ("Gemma3", {"rope_parameters": YARN}, r"rope_parameters: got .*, expected an object for each"),
+    "the old name of a type in Gemma 3": (
+        "Gemma3",
+        {"rope_scaling": {"type": "linear", "factor": 8.0}},
+        r"rope_scaling: got \{'type': 'linear', .*, expected an object with rope_type",
+    ),
+    "YaRN without rounding in Gemma 3": ("Gemma3", {"rope_scaling": YARN | {"truncate": False}}, "truncate: got False, expected True"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_fields_that_transformers_reads_in_another_way_are_refused(case: str) -> None:
+    kind, fields, message = REFUSED[case]
+    with pytest.raises(ValueError, match=rf"config\.{message}"):
+        read_config({**BASE, "architectures": [f"{kind}ForCausalLM"], **fields})
+    read_config({**BASE, "architectures": [f"{kind}ForCausalLM"], "sliding_window": 16})
