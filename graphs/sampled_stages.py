@@ -205,9 +205,12 @@ def choose_sampled(buffers: StaticBuffers, batch: Batch, logits: Tensor, mask: G
         tokens, accepted = relax(buffers, batch, processed, probs, tokens, accepted, columns)
     if forced is not None:
         accepted = force_accepted(batch, finite, status, forced)
-        index = accepted[:, None, None].expand(-1, 1, probs.shape[2])
-        drawn = ops.race(probs.gather(1, index).squeeze(1), seed, length + accepted, rng.Purpose.TARGET)
-        tokens = after_accepted(batch, accepted, drawn[:, None].expand_as(tokens))
+        index, no_drafts = accepted[:, None], batch.drafts[:, :0]
+        its_probs = probs.gather(1, index[..., None].expand(-1, 1, probs.shape[2]))
+        its_finite, its_status = finite.gather(1, index), status.gather(1, index)
+        fixed = no_drafts, draft_count, its_status, seed, length + accepted
+        drawn, _ = ops.reject_sample(its_probs, buffers.row_draft_probs[:, :0], batch.rows, certain[:, :0], its_finite, *fixed)
+        tokens = after_accepted(batch, accepted, drawn.expand_as(tokens))
     ops.log_probabilities(logits, probs, tokens, buffers.results_logprobs[: len(batch.rows), : drafts + 1])
     if "top_ids_ring_host" in buffers:
         rings = buffers.top_ids_ring_host, buffers.top_logprobs_ring_host

@@ -11,8 +11,10 @@ import functools
 import importlib.machinery
 import os
 import struct
-from ctypes import POINTER, c_char_p, c_int64
+from ctypes import c_char_p, c_int64
 from pathlib import Path
+
+from stepgraph.sampling.c_declarations import LINK_LAYOUT, declare
 
 FOLDER = Path(__file__).parent
 VERSION = 19  # of the argument struct and of the behaviour of the kernels; native.h has the same number
@@ -25,7 +27,7 @@ class Unavailable(Exception):
 # One argument of a kernel, a tensor or a number, as `argument` in kernels/c/native.h: address (0 for None), four sizes, four strides in
 # elements, whether elements are bfloat16, the number as an integer and as a double.
 ARGUMENT = struct.Struct("=Q4q4qqqd")
-LAYOUT = (VERSION, ARGUMENT.size)
+LAYOUTS = {"stepgraph_kernel_sizes": (VERSION, ARGUMENT.size), "stepgraph_link_sizes": LINK_LAYOUT}  # arrays in the library
 
 
 def find_library(folder: Path = FOLDER) -> Path:
@@ -44,12 +46,11 @@ def open_library(path: Path) -> ctypes.CDLL:
     """The library at `path`; Unavailable if it cannot be loaded or was built from other sources."""
     try:
         library = ctypes.CDLL(str(path))
-        library.stepgraph_kernel_layout.argtypes = (POINTER(c_int64),)
-        values = (c_int64 * len(LAYOUT))()
-        library.stepgraph_kernel_layout(values)
-    except (OSError, AttributeError) as error:
+        declare(library)
+        found = {name: tuple((c_int64 * len(expected)).in_dll(library, name)) for name, expected in LAYOUTS.items()}
+    except (OSError, AttributeError, ValueError) as error:
         raise Unavailable(f"{path.name} cannot be loaded: {error}") from error
-    if tuple(values) != LAYOUT:
+    if found != LAYOUTS:
         raise Unavailable(f"{path.name} was built from other sources; install stepgraph again")
     return library
 

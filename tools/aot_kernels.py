@@ -64,8 +64,7 @@ class Variant(NamedTuple):
 
 def variants(every: bool = False) -> list[Variant]:
     """Every kernel, for all logit types and the largest numbers of tiles and drafts. every: also rare combinations."""
-    from stepgraph.sampling.kernels.triton import choice, filters, rejection
-    from stepgraph.sampling.rng import GOLDEN, Purpose, signed
+    from stepgraph.sampling.kernels.triton import choice, rejection
 
     found = []
     for dtype in ("fp32", "bf16", "fp16"):
@@ -75,10 +74,6 @@ def variants(every: bool = False) -> list[Variant]:
             found.append(_variant(label, choice.masked_candidates, types, {"WORDS": choice.CHOICE_TILE // 32}, 8))
         types = [f"*{dtype}", *[None] * 5, "*i64", *["i32"] * 6]
         found.append(_variant(f"free_candidates {dtype}", choice.masked_candidates, types, {"WORDS": choice.CHOICE_TILE // 32}, 8))
-    for purpose in (Purpose.DRAFT, Purpose.TARGET):
-        types = ["*fp32", "*i64", "*i64", "*i64", "i32", "i32"]
-        constants = {"SALT": signed(purpose * GOLDEN), "TILE": filters.RACE_TILE}
-        found.append(_variant(f"race_candidates {purpose.name}", filters.race_candidates, types, constants, 4))
     for has_finite in (True, False):
         types = ["*i64", "*i1" if has_finite else None, "*i64", "i32"]
         found.append(_variant(f"take_best {has_finite}", choice.take_best, types, {"TILES": 256}, 1))

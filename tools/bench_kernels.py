@@ -58,8 +58,6 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 def calls(device: torch.device) -> Iterator[Call]:
     for shape in SHAPES:
         yield operations.masked_argmax(device, *shape, all_masked=True)
-    for batch, _, width in SHAPES:
-        yield operations.race(device, batch, width)
     for (batch, _, width), setting in itertools.product(SHAPES[:2], (operations.UNFILTERED, operations.FILTERED)):
         yield operations.draw(device, batch, width, setting)
     for batch, k in ((1, 4), (64, 8)):

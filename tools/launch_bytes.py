@@ -35,7 +35,6 @@ CPU = torch.device("cpu")
 def calls(width: int, size: int) -> Iterator[Call]:
     positions, tokens = DRAFTS + 1, ROWS * (DRAFTS + 1)
     yield operations.masked_argmax(CPU, ROWS, positions, width)
-    yield operations.race(CPU, ROWS, width)
     yield operations.chain_accept(CPU, ROWS, DRAFTS)
     yield operations.mask_status(CPU, ROWS, positions)
     yield operations.process_logits(CPU, ROWS, positions, width)

@@ -19,7 +19,7 @@ from stepgraph.graphs.layers.parallel import RankGroups, gather_over_ranks, sum_
 from stepgraph.sampling import bitmask, kernels
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.kernels import GrammarMask, Processed
-from stepgraph.sampling.kernels.filters import race_over
+from stepgraph.sampling.kernels.filters import race
 from stepgraph.sampling.kernels.processors import RowSettings, ranked_log_probabilities, write_log_probabilities, write_ranked
 from stepgraph.sampling.kernels.rejection import draft_distributions, exact_rejection
 from stepgraph.sampling.sampler import TokenWeights, VocabColumns, distribution, to_units
@@ -133,15 +133,12 @@ class VocabularyShard(VocabColumns):
     def distribution(self, logits: Tensor, params: Tensor) -> Tensor:
         return distribution(logits, params, self)
 
-    def race(self, weights: Tensor, seed: Tensor, position: Tensor, purpose: int) -> Tensor:
-        return race_over(weights, seed, position, purpose, self)
-
     def draw(
         self, logits: Tensor, params: Tensor, seed: Tensor, position: Tensor, purpose: int, rows: Tensor, row_probs: Tensor, *_: object
     ) -> Tensor:
         probs = distribution(logits, params, self)
         row_probs.index_put_((rows[:, None], self.tokens), probs)
-        return race_over(probs, seed, position, purpose, self)
+        return race(probs, seed, position, purpose, self)
 
     def reject_sample(
         self, target_probs: Tensor, draft_probs: Tensor, rows: Tensor, certain: Tensor, finite: Tensor, drafts: Tensor, *others: Tensor

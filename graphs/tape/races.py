@@ -6,11 +6,12 @@ the other.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from types import SimpleNamespace
+from typing import Any, NamedTuple, Protocol
 
-import torch
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from stepgraph.graphs.errors import Site
@@ -18,59 +19,19 @@ from stepgraph.graphs.errors import Site
 Clock = Mapping[str, int]  # per stream: number of its nodes that have happened
 
 
-class Region(NamedTuple):
-    """The bytes of one storage that a tensor covers."""
-
-    start: int
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]  # in bytes
-    itemsize: int
-
-    @property
-    def end(self) -> int:
-        return self.start + sum((size - 1) * stride for size, stride in zip(self.sizes, self.strides, strict=True)) + self.itemsize
-
-    @property
-    def dense(self) -> bool:
-        expected = self.itemsize
-        for stride, size in sorted(zip(self.strides, self.sizes, strict=True)):
-            if stride != expected:
-                return False
-            expected *= size
-        return True
-
-
-WHOLE = Region(0, (), (), 1)  # for state without a tensor, such as a generator's
+Region = npt.NDArray[Any]  # the elements that a tensor covers
+WHOLE: Region = np.zeros(1)  # for state without a tensor, such as a generator's
 
 
 def region_of(tensor: Tensor) -> Region | None:
-    """The bytes of `tensor`; None if it is empty. Dimensions of stride 0 or size 1 are dropped."""
+    """An array at the address of `tensor`, which may be on a device: numpy compares addresses and reads nothing. None without elements."""
     if tensor.numel() == 0:
         return None
-    itemsize = tensor.element_size()
-    if tensor.is_contiguous():
-        return Region(int(tensor.storage_offset()) * itemsize, (tensor.numel(),), (itemsize,), itemsize)
-    dims = [(int(size), stride * itemsize) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1 and stride != 0]
-    return Region(int(tensor.storage_offset()) * itemsize, tuple(size for size, _ in dims), tuple(stride for _, stride in dims), itemsize)
-
-
-def overlap(a: Region, b: Region) -> bool:
-    if a == b:
-        return True
-    if a.end <= b.start or b.end <= a.start:
-        return False
-    if a.dense and b.dense:
-        return True
-    base = min(a.start, b.start)
-    unit = math.gcd(a.start - base, b.start - base, a.itemsize, b.itemsize, *a.strides, *b.strides)
-    touched = torch.zeros((max(a.end, b.end) - base) // unit, dtype=torch.bool)
-    _elements(touched, a, base, unit).fill_(True)
-    return bool(_elements(touched, b, base, unit).any())
-
-
-def _elements(touched: Tensor, region: Region, base: int, unit: int) -> Tensor:
-    sizes, strides = (*region.sizes, region.itemsize // unit), (*(stride // unit for stride in region.strides), 1)
-    return touched.as_strided(sizes, strides, (region.start - base) // unit)
+    size = tensor.element_size()
+    shape, strides = tuple(tensor.shape), tuple(stride * size for stride in tensor.stride())
+    interface = {"version": 3, "data": (tensor.data_ptr(), True), "shape": shape, "strides": strides, "typestr": f"|V{size}"}
+    array: Region = np.asarray(SimpleNamespace(__array_interface__=interface))
+    return array
 
 
 class Actor(Protocol):
@@ -130,7 +91,7 @@ class RaceChecker:
             for other in reversed(earlier):
                 if other.happens_before(access.clock):
                     break  # all earlier ones of this stream happen before, too
-                if (other.write or access.write) and overlap(other.region, access.region):
+                if (other.write or access.write) and np.shares_memory(other.region, access.region):
                     return other
         streams.setdefault(access.stream, []).append(access)
         return None

@@ -6,7 +6,7 @@ from stepgraph.sampling import native
 from stepgraph.sampling.kernels import triton as programs
 from stepgraph.sampling.kernels.advance import advance_fill
 from stepgraph.sampling.kernels.choice import Emission, GrammarMask, chain_accept, mask_status, masked_argmax, most_probable
-from stepgraph.sampling.kernels.filters import choose_filters, distribution, draw, race
+from stepgraph.sampling.kernels.filters import choose_filters, distribution, draw
 from stepgraph.sampling.kernels.processors import Processed, log_probabilities, process, top_logprobs
 from stepgraph.sampling.kernels.rejection import reject_sample
 
@@ -25,7 +25,6 @@ __all__ = [
     "masked_argmax",
     "most_probable",
     "process",
-    "race",
     "reject_sample",
     "top_logprobs",
 ]

@@ -136,22 +136,8 @@ def _with_index(device: torch.device) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
 
 
-def _race_outputs(weights: Tensor, *_: object) -> Tensor:
-    assert weights.dim() == 2 and weights.dtype is torch.float32, f"weights {weights.dtype} {weights.shape}"
-    return torch.empty(weights.shape[0], dtype=torch.int64, device=weights.device)
-
-
-@operation(_race_outputs, triton=True, c=True)
-def race(weights: Dense, seed: Longs, position: Longs, purpose: int) -> Tensor:
-    """sampler.race with the noise rng.exponential(seed, position, purpose, token), which is never stored.
-
-    weights [N, V] float32; seed, position [N] int64; purpose: an rng.Purpose. Returns [N] int64.
-    """
-    return race_over(weights, seed, position, purpose)
-
-
-def race_over(weights: Tensor, seed: Tensor, position: Tensor, purpose: int, columns: VocabColumns = sampler.ALL_COLUMNS) -> Tensor:
-    """`race` over these columns."""
+def race(weights: Tensor, seed: Tensor, position: Tensor, purpose: int, columns: VocabColumns = sampler.ALL_COLUMNS) -> Tensor:
+    """sampler.race of weights [N, V] with the noise rng.exponential(seed, position, purpose, token) of seed, position [N]: tokens [N]."""
     noise = rng.exponential(seed[:, None], position[:, None], rng.Purpose(purpose), columns.ids(weights))
     return sampler.race(weights, noise, columns)
 
@@ -210,4 +196,4 @@ def draw(
     if ids is not None:
         probs = torch.zeros(len(logits), row_probs.shape[1], device=logits.device).index_copy_(1, ids, probs)
     row_probs.index_copy_(0, rows, probs)
-    return race.reference(probs, seed, position, purpose)
+    return race(probs, seed, position, purpose)

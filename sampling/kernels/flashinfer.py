@@ -39,4 +39,4 @@ def draw(logits: Tensor, params: Tensor, *others: Any) -> None:
     if ids is not None:
         probs = torch.zeros(len(logits), row_probs.shape[1], device=logits.device).index_copy_(1, ids, probs)
     row_probs.index_copy_(0, rows, probs)
-    race.out(probs, seed, position, purpose, token)
+    token.copy_(race(probs, seed, position, purpose))

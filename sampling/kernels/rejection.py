@@ -7,6 +7,7 @@ from torch import Tensor
 
 from stepgraph.sampling import rng, sampler
 from stepgraph.sampling.acceptance import may_accept
+from stepgraph.sampling.kernels.filters import race
 from stepgraph.sampling.kernels.operation import Dense, Flags, Longs, operation
 from stepgraph.sampling.sampler import VocabColumns
 
@@ -87,7 +88,6 @@ def exact_rejection(
         rejected = torch.where((num_accepted < draft_count)[:, None], draft_probs.gather(1, index_3d.clamp(max=count - 1)).squeeze(1), 0.0)
         residual = (probs - rejected).clamp(min=0)
         probs = torch.where(columns.total(residual.sum(1, keepdim=True)) > 0, residual, probs)  # p = q up to rounding
-    noise = rng.exponential(seed[:, None], (length + num_accepted)[:, None], rng.Purpose.TARGET, columns.ids(target_probs))
-    drawn = sampler.race(probs, noise, columns)[:, None]
+    drawn = race(probs, seed, length + num_accepted, rng.Purpose.TARGET, columns)[:, None]
     padded = torch.cat([drafts, drawn], 1)
     return torch.where(index < num_accepted[:, None], padded, drawn), num_accepted

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from stepgraph import Constraint, Engine, EngineConfig, Vocabulary
 from stepgraph.graphs import GraphKey, run_eager
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
-from stepgraph.sampling.grammar.automaton.library import functions
 from tests.helpers.documents import ROOT
 from tests.helpers.file_trace import file_trace
 
@@ -63,7 +62,6 @@ def first_token_files(constraint: Constraint | None) -> list[str]:
 def constraint_files() -> list[str]:
     """From `submit` to the first masked token: the files that a request without a constraint does not enter."""
     free = set(first_token_files(None))
-    functions.cache_clear()  # the first constraint of a process loads the compiler
     return [path for path in first_token_files(Constraint.json_schema(SCHEMA)) if path not in free]
 
 

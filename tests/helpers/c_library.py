@@ -3,7 +3,7 @@
 import pytest
 
 from stepgraph.sampling.grammar.compile.backends import BACKENDS
-from stepgraph.sampling.kernels.filters import distribution, draw, race
+from stepgraph.sampling.kernels.filters import distribution, draw
 from stepgraph.sampling.kernels.processors import process_logits
 from stepgraph.sampling.kernels.rejection import reject_sample
 from stepgraph.sampling.native import why_not
@@ -16,5 +16,5 @@ NO_LINK_WARNING = ("-W", "ignore:stepgraph:RuntimeWarning") if why_not() else ()
 
 def run_references(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sampled rounds run the references in torch instead of C, so that a test can plant errors in them."""
-    for operation in (distribution, draw, race, process_logits, reject_sample):
+    for operation in (distribution, draw, process_logits, reject_sample):
         monkeypatch.setattr(operation, "c", None)

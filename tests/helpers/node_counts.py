@@ -35,7 +35,7 @@ from tools.gpu.checks.shapes import SHAPES, Shape
 
 META = torch.device("meta")
 # Launches of each Triton program's operation; 1 unless named. tests/stub_cuda compares the sums with captured graphs.
-TWO_LAUNCHES = ("paged_attention", "masked_argmax", "race", "reject_sample", "process_logits", "log_probabilities")
+TWO_LAUNCHES = ("paged_attention", "masked_argmax", "reject_sample", "process_logits", "log_probabilities")
 LAUNCHES = {**dict.fromkeys(TWO_LAUNCHES, 2), "distribution": 4, "draw": 5}
 NO_KERNEL = set(
     "view _unsafe_view reshape expand slice select unsqueeze squeeze split split_with_sizes transpose permute t alias detach as_strided "

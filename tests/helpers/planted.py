@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import re
 import time
 from collections.abc import Callable
 from ctypes import c_void_p
 from typing import Any
 
+from stepgraph.sampling.c_declarations import function_types, structs
 from stepgraph.sampling.grammar.automaton.grammar import AutomatonMatcher
-from stepgraph.sampling.grammar.link import layout
-from stepgraph.sampling.grammar.link.layout import structs
 from stepgraph.sampling.grammar.link.native import NativeRow
 from stepgraph.sampling.grammar.link.protocol import MatcherRow
 from stepgraph.sampling.grammar.matchers.marker import MarkerMatcher
@@ -21,12 +19,7 @@ from stepgraph.sampling.native import why_not
 
 USUAL_MATCHER = XGrammarMatcher if why_not() else AutomatonMatcher  # of a grammar that "auto" compiles
 
-# The types of the functions in matcher_library.
-_LIBRARY = layout._text[layout._text.index("struct matcher_library {") :].partition("};")[0]
-callbacks = {
-    name: ctypes.CFUNCTYPE(ctypes.c_int, *layout._arguments(arguments))
-    for name, arguments in re.findall(r"\(\*(\w+)\)\((.*?)\);", _LIBRARY)
-}
+callbacks = function_types("matcher_library")
 
 
 class _NoData(ctypes.Structure):

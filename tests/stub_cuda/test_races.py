@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from stepgraph.graphs.buffers import storage_key
 from stepgraph.graphs.cuda.context import CudaCaptureContext
 from stepgraph.graphs.graph_key import FULL
 from stepgraph.graphs.graph_set import graph_keys
-from stepgraph.graphs.tape.races import Region, overlap, region_of
+from stepgraph.graphs.tape.races import Region, region_of
 from stepgraph.graphs.tape.replay_ops import OpCall, tensors_in
 from tests.graphs.tape.test_races import DISJOINT, PAIRS, SPECS, forked
 from tests.stub_cuda import counters
@@ -56,8 +57,7 @@ class Accesses(TorchDispatchMode):
         for tensor, write in [*((tensor, False) for tensor in reads), *((tensor, True) for tensor in writes)]:
             region = region_of(tensor)
             if region is not None:
-                start = tensor.data_ptr() if tensor.is_contiguous() else tensor.untyped_storage().data_ptr() + region.start
-                found.append(Access(name, region._replace(start=start), write))
+                found.append(Access(name, region, write))
         self.of_node.update(dict.fromkeys(nodes, found))
 
 
@@ -92,7 +92,7 @@ def races(backend: Backend, step: Step, buffers: StaticBuffers) -> list[str]:
             before[index] |= before[earlier] | 1 << earlier
         for other in (other for other in range(index) if not before[index] >> other & 1):
             pairs = ((a, b) for a in accesses.get(other, ()) for b in accesses.get(index, ()) if a.write or b.write)
-            found += [f"{a.name} and {b.name}" for a, b in pairs if overlap(a.region, b.region)]
+            found += [f"{a.name} and {b.name}" for a, b in pairs if np.shares_memory(a.region, b.region)]
     return found
 
 

@@ -26,7 +26,7 @@ def test_every_operation_has_a_row_and_every_kernel_in_c_an_operation() -> None:
 
 def test_a_missing_program_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     operations.load_all()
-    monkeypatch.setattr(OPERATIONS["stepgraph::race"], "name", "no_such_program")
+    monkeypatch.setattr(OPERATIONS["stepgraph::draw"], "name", "no_such_program")
     with pytest.raises(AssertionError, match="has no no_such_program"):
         operations.page()
 

@@ -6,7 +6,7 @@ import ctypes
 import functools
 import hashlib
 import weakref
-from ctypes import CFUNCTYPE, POINTER, addressof, c_char, c_char_p, c_int, c_int32, c_int64, c_void_p
+from ctypes import addressof, c_char, c_int32
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from stepgraph.sampling.c_declarations import constants, function_types
 from stepgraph.sampling.grammar.automaton.library import AutomatonVocabulary, Field, Image, functions, limits_of, next_entries
 from stepgraph.sampling.grammar.compile.limits import GrammarLimits
 from stepgraph.sampling.grammar.compile.worker_process import CompileWorker, library_errors
@@ -25,21 +26,14 @@ from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.vocabulary import MASK_DTYPE, Vocabulary
 from stepgraph.sampling.grammar.xgrammar_lib.grammar import check_payload, parse
 
-ERROR_BYTES, WRITTEN = 480, 32  # FAULT_BYTES and WRITTEN of host_link.h
 MAX_FORCED = 128
 STATUSES = tuple(MaskStatus)
 
 
 class MatcherFunctions(ctypes.Structure):
-    """matcher_library of host_link.h."""
+    """matcher_library of host_link.h, to be called."""
 
-    _fields_ = (
-        ("accept", CFUNCTYPE(c_int, c_void_p, c_void_p, c_int64, c_char_p)),
-        ("fill", CFUNCTYPE(c_int, c_void_p, c_void_p, c_void_p, c_int64, POINTER(c_int32), c_char_p)),
-        ("rollback", CFUNCTYPE(c_int, c_void_p, c_void_p, c_int64, c_char_p)),
-        ("is_terminated", CFUNCTYPE(c_int, c_void_p, c_void_p, c_char_p)),
-        ("forced", CFUNCTYPE(c_int, c_void_p, c_void_p, c_void_p, c_int64, c_char_p)),
-    )
+    _fields_ = tuple(function_types("matcher_library").items())
 
 
 class AutomatonMatcher:
@@ -55,7 +49,7 @@ class AutomatonMatcher:
         if not self.handle:
             raise MemoryError("AutomatonMatcher: out of memory")
         weakref.finalize(self, library.stepgraph_close_automaton, self.handle).atexit = False
-        self._error, self._written = ctypes.create_string_buffer(ERROR_BYTES), (c_int32 * WRITTEN)()
+        self._error, self._written = ctypes.create_string_buffer(constants.FAULT_BYTES), (c_int32 * constants.WRITTEN)()
         # Loads the data of the first mask into the caches before a round needs it.
         self.fill_next_token_bitmask(torch.empty(1, self.vocabulary.mask_words, dtype=MASK_DTYPE), 0)
 

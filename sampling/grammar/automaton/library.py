@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import json
 import re
 import weakref
 from collections.abc import Mapping, Sequence
-from ctypes import POINTER, Structure, byref, c_char, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, byref, c_int32
 from enum import IntEnum
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from stepgraph.sampling.c_declarations import constants, structs
 from stepgraph.sampling.native import Unavailable, load
 
 Image = npt.NDArray[np.int32]
 
-IMAGE_VERSION, MOVE_INTS = 6, 12  # as in image.h
+IMAGE_VERSION, MOVE_INTS = constants.IMAGE_VERSION, constants.IMAGE_MOVE_INTS
 REASON_BYTES = 400
 UNFIT = 1  # a return value of automaton_compile
 FORMAT_RULE = re.compile(r"(?:\w+_)?(?:hostname(7?)_(\d+)|time)")  # host names (7: of drafts 3 to 7) and their length, or times: see nfa.h
@@ -54,43 +54,11 @@ class UnfitError(ValueError):
         self.size = size
 
 
-class VocabularyStruct(Structure):
-    """image_vocabulary of image.h."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("text", "starts", "plain", "stop_words", "hidden_words")),
-        *((name, c_int64) for name in ("num_tokens", "plain_rows", "words", "longest")),
-    )
-
-
-class SourceStruct(Structure):
-    """grammar_source of compile.cpp."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("data", "offsets", "bodies", "formats")),
-        *((name, c_int) for name in ("num_expressions", "num_rules", "root")),
-        ("limits", c_void_p),
-    )
-
-
-@functools.cache
 def functions() -> ctypes.CDLL:
     """The functions of the compiler; Unavailable with the reason if there is no C library."""
     library = load()
     if isinstance(library, Unavailable):
         raise Unavailable(str(library))
-    compiled = POINTER(POINTER(c_int32)), POINTER(c_char), c_int64
-    for name, result, arguments in (
-        ("automaton_vocabulary", c_void_p, (c_void_p, c_void_p, c_int, c_void_p, c_int, c_void_p, c_int, c_int)),
-        ("automaton_free_vocabulary", None, (c_void_p,)),
-        ("automaton_view_vocabulary", None, (c_void_p, POINTER(VocabularyStruct))),
-        ("automaton_compile", c_int, (POINTER(SourceStruct), c_void_p, *compiled)),
-        ("automaton_free_image", None, (c_void_p,)),
-        ("open_automaton", c_void_p, (c_void_p, c_void_p)),
-        ("close_automaton", None, (c_void_p,)),
-    ):
-        function = getattr(library, f"stepgraph_{name}")
-        function.restype, function.argtypes = result, arguments
     return library
 
 
@@ -111,7 +79,7 @@ class AutomatonVocabulary:
         if not self.handle:
             raise MemoryError("AutomatonVocabulary: out of memory")
         weakref.finalize(self, library.stepgraph_automaton_free_vocabulary, self.handle).atexit = False
-        self.view = VocabularyStruct()
+        self.view = structs.image_vocabulary()
         library.stepgraph_automaton_view_vocabulary(self.handle, byref(self.view))
 
     def compile(self, grammar_json: str, limits: npt.NDArray[np.int64], has_formats: bool = False) -> Image:
@@ -126,8 +94,10 @@ class AutomatonVocabulary:
         for index, rule in enumerate(FORMAT_RULE.fullmatch(rule[0]) for rule in parsed["rules"] if has_formats):
             formats[index] = (int(rule[2]) * 2 + (not rule[1]) if rule[2] else -1) if rule else 0
         addresses = (array.ctypes.data for array in (data, offsets, bodies, formats))
-        source = SourceStruct(*addresses, len(offsets), len(bodies), parsed["root_rule_id"], limits.ctypes.data)
-        outcome = functions().stepgraph_automaton_compile(byref(source), self.handle, byref(found), reason, REASON_BYTES)
+        grammar = structs.parsed_grammar(*addresses, len(offsets), len(bodies), parsed["root_rule_id"], has_times=True)
+        outcome = functions().stepgraph_automaton_compile(
+            byref(grammar), limits.ctypes.data, self.handle, byref(found), reason, REASON_BYTES
+        )
         if outcome == UNFIT:
             raise UnfitError(reason.value.decode(errors="replace"), size)
         if outcome:

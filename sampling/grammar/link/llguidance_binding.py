@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from stepgraph.sampling.grammar.link.layout import structs
+from stepgraph.sampling.c_declarations import structs
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.native import Unavailable
 

@@ -25,9 +25,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from stepgraph.sampling.c_declarations import constants, declare, structs
 from stepgraph.sampling.grammar.automaton.grammar import AutomatonMatcher
 from stepgraph.sampling.grammar.compile.backends import is_installed
-from stepgraph.sampling.grammar.link.layout import EXPECTED_LAYOUT, constants, declare, layout_of, structs
 from stepgraph.sampling.grammar.link.llguidance_binding import LLGuidanceBinding, llguidance_api
 from stepgraph.sampling.grammar.link.protocol import NODE_BOUNDS_NS, HostAction, HostLink, HostStats, HostStep, MatcherRow
 from stepgraph.sampling.grammar.link.python import PythonLink
@@ -39,7 +39,7 @@ from stepgraph.sampling.grammar.status import CONTENT_FIELDS, TAG_FIELDS, HostCo
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammarMatcher
 from stepgraph.sampling.lifetimes import call_after_fork
-from stepgraph.sampling.native import Unavailable, find_library
+from stepgraph.sampling.native import Unavailable, find_library, open_library
 
 HOST_LINKS = ("auto", "native", "python")
 NO_LIMIT = (1 << 63) - 1
@@ -47,20 +47,15 @@ _warnings_given: set[str] = set()
 
 
 class NativeLibrary:
-    """The loaded library, and the grammar libraries that it calls; Unavailable if one of them is installed and cannot be called.
+    """The loaded library, and the grammar libraries that it calls; Unavailable if it, or one of them that is installed, cannot be called.
 
     Functions called on `with_gil` keep the GIL because they only access a few words; `without_gil` releases it.
     """
 
     def __init__(self, path: Path) -> None:
-        try:
-            self.with_gil, self.without_gil = ctypes.PyDLL(str(path)), ctypes.CDLL(str(path))
-            declare(self.with_gil)
-            declare(self.without_gil)
-        except (OSError, AttributeError) as error:
-            raise Unavailable(f"{path.name} cannot be loaded: {error}") from error
-        if layout_of(self.with_gil) != EXPECTED_LAYOUT:
-            raise Unavailable(f"{path.name} was built from other sources; install stepgraph again")
+        self.without_gil = open_library(path)
+        self.with_gil = ctypes.PyDLL(str(path))
+        declare(self.with_gil)
         check_versions()
         if not versions_are_tested():
             _ = self.xgrammar

@@ -13,7 +13,7 @@ import os
 import re
 from typing import Any
 
-from stepgraph.sampling.grammar.link.layout import structs
+from stepgraph.sampling.c_declarations import structs
 from stepgraph.sampling.native import Unavailable
 
 MATCHER_TYPE_KEY = "xgrammar.tvm_ffi_binding.GrammarMatcher"

@@ -98,7 +98,4 @@ EXPORTED int stepgraph_run_kernels(const argument *args) {
     return 0;
 }
 
-EXPORTED void stepgraph_kernel_layout(int64_t *values) {
-    values[0] = KERNELS_VERSION;
-    values[1] = sizeof(argument);
-}
+EXPORTED const int64_t stepgraph_kernel_sizes[] = {KERNELS_VERSION, sizeof(argument)};

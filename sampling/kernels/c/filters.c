@@ -182,16 +182,6 @@ INLINED int64_t race_winner(const residual *from, int64_t count, const int64_t *
     return winner;
 }
 
-/* weights [N, V], rows of any stride; seed, position [N]; purpose; output [N]. */
-EXPORTED FOR_EACH_PROCESSOR int stepgraph_race(const argument *args) {
-    const int64_t *seed = args[1].data, *position = args[2].data;
-    for (int64_t row = 0; row < args[0].size[0]; row++) {
-        residual weights = {.target = (const float *)args[0].data + row * args[0].stride[0], .certain = NEITHER};
-        ((int64_t *)args[4].data)[row] = race_winner(&weights, args[0].size[1], NULL, stream(seed[row], position[row], args[3].integer));
-    }
-    return 0;
-}
-
 /* logits [N, V]; params [N, 4 or more]; seed, position [N]; purpose; rows [N]; row_probs [R, W]; ids [V], ascending, or NULL; output [N]. */
 EXPORTED FOR_EACH_PROCESSOR int stepgraph_draw(const argument *args) {
     const argument *logits = args, *params = args + 1, *table = args + 6;

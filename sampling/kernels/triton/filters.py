@@ -1,4 +1,4 @@
-"""The Triton programs of race, distribution and draw, and their launches. Imported only where Triton can launch.
+"""The Triton programs of distribution and draw, and their launches. Imported only where Triton can launch.
 
 One number decides which tokens are kept: the smallest kept weight. Weights from 0 to 1 have the order of their bits, so the number is
 found as two: the k-th largest weight by counting, then the smallest weight of the top-p set by summing units. One launch sums the
@@ -22,7 +22,6 @@ from stepgraph.sampling.rng import GOLDEN, signed
 from stepgraph.sampling.sampler import Param
 
 FILTER_TILE = 2048  # tokens per program
-RACE_TILE = 1024
 KEEP_REGISTERS, FIND_REGISTERS = 64, 144  # sm_100 would take more than 64; without the other bound, ptxas of Triton 3.6 spills on sm_80
 FIND_WINDOW = 512  # listed weights at a time
 DIGIT_BITS = 5  # bits of the smallest kept weight that are found at a time
@@ -40,19 +39,6 @@ _BUCKETS = tl.constexpr(128)  # of weights, by exponent; bucket 0 contains only 
 _UNIT_BUCKETS = tl.constexpr(32)  # weights below 2**-30 share one
 _EDGES = tl.constexpr(4)  # compared at a time; with more, registers spill
 _SUMS = tl.constexpr(256)  # per line: of both kinds of buckets, and a counter
-
-
-@triton.jit
-def race_candidates(weights, seed, position, candidates, width, weights_stride, SALT: tl.constexpr, TILE: tl.constexpr):
-    """The winner of an exponential race among one tile of tokens. The noise is computed here, if any weight is not 0, and never stored."""
-    row = tl.program_id(0)
-    ids = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    rates = tl.load(weights + row.to(tl.int64) * weights_stride + ids, mask=ids < width, other=0.0)
-    if tl.max((rates != 0).to(tl.int32), 0) != 0:
-        noise = exponential(tl.load(seed + row), tl.load(position + row), ids.to(tl.int64), SALT)
-        rates = tl.math.div_rn(rates, noise)
-    best = best_of(rates, ids)
-    tl.store(candidates + row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1), best)
 
 
 @triton.jit
@@ -329,14 +315,6 @@ def keep(
         if tl.max((rates > 0).to(tl.int32), 0) != 0:
             rates = tl.math.div_rn(rates, exponential(tl.load(seed + line), tl.load(position + line), tokens.to(tl.int64), SALT))
         tl.store(candidates + line * tl.num_programs(1) + tl.program_id(1), best_of(rates, tokens))
-
-
-def race(weights: Tensor, seed: Tensor, position: Tensor, purpose: int, token: Tensor, *, tile: int = RACE_TILE) -> None:
-    rows, width = weights.shape
-    candidates = torch.empty(rows, triton.cdiv(width, tile), dtype=torch.int64, device=weights.device)
-    arguments, constants = (weights, seed, position, candidates, width, weights.stride(0)), {"SALT": signed(purpose * GOLDEN), "TILE": tile}
-    race_candidates[tuple(candidates.shape)](*arguments, **constants, num_warps=4, enable_fp_fusion=False)
-    store_best(candidates, None, token)
 
 
 def distribution(logits: Tensor, params: Tensor, probs: Tensor, *, tile: int = FILTER_TILE, digit_bits: int = DIGIT_BITS) -> None:

@@ -429,7 +429,7 @@ def test_references_run_without_the_library(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_incompatible_library_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = native.find_library()
-    monkeypatch.setattr(native, "LAYOUT", (0, *native.LAYOUT[1:]))
+    monkeypatch.setattr(native, "LAYOUTS", {"stepgraph_kernel_sizes": (0, native.ARGUMENT.size)})
     with pytest.raises(Unavailable, match="built from other sources; install stepgraph again"):
         native.open_library(path)
     with pytest.raises(Unavailable, match="not built: there was no C compiler"):

@@ -106,7 +106,6 @@ def test_operations_equal_those_over_all_tokens(tmp_path: Path, seed: int) -> No
             found |= {f"processed{name}": processed.logits, f"finite{name}": processed.finite, f"status{name}": processed.status}
         probs = ops.distribution(processed.logits, given.params)
         found["probs"] = probs
-        found["raced"] = ops.race(probs[:, 0], seeds, length, int(rng.Purpose.TARGET))
         found["drawn"] = ops.draw(processed.logits[:, 1], given.params, seeds, length, int(rng.Purpose.DRAFT), rows, row_probs)
         found["row_probs"] = part(row_probs, shard)
         target, others = ops.distribution(own, given.params), (finite, drafts, draft_count, status, seeds, length)

@@ -17,11 +17,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tests.helpers.fast_interpreter  # noqa: F401
-from stepgraph.sampling import bitmask, rng, sampler
+from stepgraph.sampling import bitmask, rng
 from stepgraph.sampling.grammar.status import MaskStatus
-from stepgraph.sampling.kernels import choice, filters
+from stepgraph.sampling.kernels import choice
 from stepgraph.sampling.kernels.triton import choice as choice_programs
-from stepgraph.sampling.kernels.triton import filters as filter_programs
 from stepgraph.sampling.kernels.triton import numeric
 from stepgraph.sampling.rng import Purpose
 from tests.helpers.pairs import pairs
@@ -179,30 +178,6 @@ def test_random_numbers_equal_rng(purpose: Purpose) -> None:
     assert torch.equal(chance, rng.uniform(seed, position, purpose, index))
     away = (noise.view(torch.int32) - rng.exponential(seed, position, purpose, index).view(torch.int32)).abs()
     assert int(away.max()) <= 4
-
-
-@pytest.mark.parametrize("width", [1, 33, 5000, 131_072, 151_669, 262_144])
-def test_race_equals_the_reference(width: int) -> None:
-    rows = 20
-    generator = torch.Generator().manual_seed(width)
-    settings_of_rows = torch.tensor([[1.0, 0, 1, 0], [0.7, 50, 0.9, 0.01], [0.0, 0, 1, 0], [8.0, 0, 1, 0]]).repeat(rows // 4, 1)
-    weights = sampler.distribution(torch.randn(rows, width, generator=generator) * 3, settings_of_rows)
-    weights[5] = 0
-    seed, position = torch.randint(0, 2**62, (rows,), generator=generator), torch.arange(rows)
-    expected, token = torch.full((2, rows), -9)
-    filters.race.run_reference(weights, seed, position, Purpose.TARGET, expected)
-    filter_programs.race(weights, seed, position, Purpose.TARGET, token, tile=min(65_536, triton.next_power_of_2(width)))
-    assert torch.equal(token, expected), f"{int((token != expected).sum())} of {rows} differ"
-    assert token[5].item() == 0
-
-
-def test_race_over_many_tiles_and_a_view() -> None:
-    weights = sampler.distribution(torch.randn(3, 5000, generator=torch.Generator().manual_seed(4)), torch.tensor([[1.0, 0, 1, 0]] * 3))
-    wide = torch.cat([weights, torch.full((3, 100), INF)], 1)
-    expected, token = torch.full((2, 3), -9)
-    filters.race.run_reference(weights, torch.arange(3), torch.arange(3), Purpose.DRAFT, expected)
-    filter_programs.race(wide[:, :5000], torch.arange(3), torch.arange(3), Purpose.DRAFT, token, tile=256)
-    assert torch.equal(token, expected)
 
 
 def compare_chains(*inputs: Any, known: Tensor | None = None) -> None:

@@ -130,13 +130,11 @@ def rejection_inputs(k: int = 2) -> list[Any]:
 
 
 def test_operations_pass_opcheck() -> None:
-    numbers = torch.empty(2, 3, dtype=torch.int64)
     logits, masks, rows, constrained = masked_argmax_inputs()
     finite, token = torch.empty(3, 2, dtype=torch.bool), torch.empty(3, 2, dtype=torch.int64)
     for chosen, some, status in ((rows, masks, None), (None, masks[:3], torch.ones_like(token))):
         opcheck(choice.masked_argmax.out, (logits, some, chosen, constrained, None, status, finite, token))
     opcheck(choice.masked_argmax.out, (logits[..., :9].clone(), masks, rows, constrained, torch.arange(9) * 10, None, finite, token))
-    opcheck(filters.race.out, (torch.rand(2, 50), numbers[0, :2] * 0, numbers[1, :2] * 0, 1, torch.empty(2, dtype=torch.int64)))
     for known in (None, torch.tensor([1, 0])):
         opcheck(choice.chain_accept.out, (*chain_inputs(), known, *(torch.empty(2, dtype=torch.int64) for _ in range(3))))
     for k in (0, 2):
@@ -151,7 +149,7 @@ def test_operations_equal_plain_functions() -> None:
     assert torch.equal(finite, expected.values.isfinite()) and torch.equal(token, expected.indices)
     weights, seed, position = torch.rand(4, 300), torch.arange(4), torch.arange(4) + 5
     noise = rng.exponential(seed[:, None], position[:, None], rng.Purpose.DRAFT, torch.arange(300))
-    assert torch.equal(kernels.race(weights, seed, position, rng.Purpose.DRAFT), sampler.race(weights, noise))
+    assert torch.equal(filters.race(weights, seed, position, rng.Purpose.DRAFT), sampler.race(weights, noise))
     inputs = chain_inputs()
     sampled, finite, drafts, count, status, stops, room = inputs
     accepted = acceptance.count_accepted(sampled, finite, drafts, count, status)
@@ -196,7 +194,10 @@ def test_tape_replays_the_operations_in_place() -> None:
         BufferSpec("logits", (3, 2, 101), torch.float32),
         BufferSpec("masks", (3, 2, 4), torch.int32),
         BufferSpec("constrained", (3,), torch.bool),
+        BufferSpec("params", (3, 4), torch.float32, fill=1),
         BufferSpec("seed", (3,), torch.int64),
+        BufferSpec("rows", (3,), torch.int64),
+        BufferSpec("row_probs", (1, 101), torch.float32),
         BufferSpec("tokens", (3, 3), torch.int64),
     ]
     backend = TapeBackend(poison="every")
@@ -204,7 +205,7 @@ def test_tape_replays_the_operations_in_place() -> None:
 
     def step(b: StaticBuffers) -> None:
         _, token = kernels.masked_argmax(b.logits, b.masks, None, b.constrained)
-        drawn = kernels.race(torch.softmax(b.logits[:, 0], -1), b.seed, b.seed, rng.Purpose.DRAFT)
+        drawn = kernels.draw(b.logits[:, 0], b.params, b.seed, b.seed, rng.Purpose.DRAFT, b.rows, b.row_probs)
         torch.cat([token, drawn[:, None]], 1, out=b.tokens)
 
     recorded = backend.capture(step, buffers)

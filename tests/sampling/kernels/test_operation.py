@@ -206,7 +206,7 @@ def test_missing_library_is_reported_without_an_error(monkeypatch: pytest.Monkey
         held = threading.Event()
         assert native.why_not() == "they were not built"
         with contextlib.suppress(Unavailable):
-            automaton_library.functions.__wrapped__()
+            automaton_library.functions()
         return weakref.ref(held)
 
     try:

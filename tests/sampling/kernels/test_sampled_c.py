@@ -92,8 +92,7 @@ def _tensors(returned: Any) -> tuple[Tensor, ...]:
 def filters_and_draws(draws: Draws) -> None:
     seed, position = draws.integers(-(9**9), 9**9, BATCH), draws.integers(0, 99, BATCH)
     params, logits = draws.params(BATCH), draws.logits(BATCH, 2)
-    (probs,) = compare(filters.distribution, logits, params)
-    compare(filters.race, probs[:, 0], seed, position, Purpose.TARGET)
+    compare(filters.distribution, logits, params)
     table = torch.rand(ROWS, draws.width, generator=draws.generator)
     compare(filters.draw, logits[:, 0], params, seed, position, Purpose.DRAFT, draws.rows, table)
     wide = torch.zeros(ROWS, draws.width + 100)

@@ -21,7 +21,7 @@ WIDTHS = (1_000, 151_669, 262_144)
 
 
 def kernels_equal_references(context: Context) -> Figures:
-    """Every kernel against plain torch on the same inputs: masked choices, races, chains; time of both."""
+    """Every kernel against plain torch on the same inputs: masked choices, chains; time of both."""
     device = context.device
     found = _compared(context, (operations.chain_accept(device, batch, k) for batch, k in itertools.product((1, 64), (0, 4, 8))))
     for batch, width in itertools.product((1, 8, 64), WIDTHS):
@@ -29,7 +29,6 @@ def kernels_equal_references(context: Context) -> Figures:
             continue
         for call_of in (operations.masked_argmax, operations.free_argmax):
             found |= _compared(context, (call_of(device, batch, 2, width, dtype) for dtype in (torch.float32, torch.bfloat16)))
-        found |= _drawn(context, operations.race(device, batch, width))
     return found
 
 

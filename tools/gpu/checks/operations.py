@@ -18,7 +18,7 @@ from stepgraph.sampling.rng import Purpose
 from stepgraph.sampling.sampler import Param
 from tools.gpu.checks.masks import MAX_BIASES, make_case, tag_inputs
 
-CHOICE_TILE, RACE_TILE, REJECTION_TILE, PROCESS_TILE = 4096, 1024, 1024, 512  # as in sampling/kernels/triton, which needs triton
+CHOICE_TILE, REJECTION_TILE, PROCESS_TILE = 4096, 1024, 512  # as in sampling/kernels/triton, which needs triton
 FILTER_TILE, FILTER_SUMS = 2048, 256
 SETTINGS = [[0.7, 50, 0.9, 0.01], [1.0, 0, 1, 0], [0.0, 0, 1, 0], [1.3, 0, 0.95, 0], [1.0, 5, 1, 0], [2.0, 0, 0.5, 0.05], [1.0, 0, 1e-6, 0]]
 FILTERED, UNFILTERED = SETTINGS[:2]
@@ -71,9 +71,9 @@ class Call:
         return [int((~each).reshape(len(each), -1).any(1).sum()) for each in equal]
 
     def at_later_position(self, step: int) -> Call:
-        """The same call of a drawing operation at later positions, which give other random numbers."""
-        index = {"race": 2, "reject_sample": 9}[self.operation.name]
-        return replace(self, inputs=(*self.inputs[:index], self.inputs[index] + 10 * step, *self.inputs[index + 1 :]))
+        """The same call of reject_sample at later positions, which give other random numbers."""
+        *others, length = self.inputs
+        return replace(self, inputs=(*others, length + 10 * step))
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -114,16 +114,6 @@ def free_argmax(device: torch.device, batch: int, positions: int, width: int, dt
     masked = masked_argmax(device, batch, positions, width, dtype)
     inputs = (masked.inputs[0], None, None, None, None, None)
     return replace(masked, shape=f"{masked.shape} free", inputs=inputs, least_bytes=batch * positions * (width * dtype.itemsize + 9))
-
-
-def race(device: torch.device, batch: int, width: int) -> Call:
-    rng = torch.Generator().manual_seed(batch)
-    params = torch.tensor([UNFILTERED, FILTERED]).repeat(-(-batch // 2), 1)[:batch]
-    scores = torch.randn(batch, width, generator=rng) * 3
-    weights = sampler.distribution(scores.to(device), params.to(device))
-    seed, position = (torch.randint(0, 2**62, (batch,), generator=rng).to(device) for _ in range(2))
-    inputs, scratch = (weights, seed, position, int(Purpose.DRAFT)), batch * -(-width // RACE_TILE) * 16
-    return Call(filters.race, f"N={batch} V={width}", inputs, (filler(device, batch),), weights.nbytes + batch * 24, scratch)
 
 
 def filter_inputs(batch: int, width: int) -> tuple[Tensor, Tensor]:

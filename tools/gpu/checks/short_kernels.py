@@ -4,7 +4,7 @@ TRITON_INTERPRET=1 selects interpretation for the whole process. Prints one JSON
 
     TRITON_INTERPRET=1 python -m tools.gpu.checks.short_kernels
     compute-sanitizer python -m tools.gpu.checks.short_kernels
-    python -m tools.gpu.checks.short_kernels masked_argmax race
+    python -m tools.gpu.checks.short_kernels masked_argmax draw
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ def calls(device: torch.device) -> tuple[Call, ...]:
     """Layers run in float32, since the interpreter truncates bfloat16."""
     return (
         operations.masked_argmax(device, 3, 2, WIDTH),
-        operations.race(device, 3, WIDTH),
         operations.chain_accept(device, 2, 2),
         operations.mask_status(device, 5, 3),
         operations.process_logits(device, 4, 2, WIDTH),

@@ -7,8 +7,6 @@
 #include <cstring>
 #include <new>
 
-#define EXPORTED extern "C" __attribute__((visibility("default")))
-
 using namespace stepgraph;
 
 namespace {
@@ -43,7 +41,7 @@ Image image_of(Grammar grammar, const Vocabulary &tokens, const Limits &limits) 
 
 } // namespace
 
-EXPORTED void *stepgraph_automaton_vocabulary(
+void *stepgraph_automaton_vocabulary(
     const uint8_t *text, const int32_t *starts, int32_t num_tokens, const int32_t *stops, int32_t num_stops, const int32_t *hidden,
     int32_t num_hidden, int32_t words
 ) {
@@ -54,26 +52,18 @@ EXPORTED void *stepgraph_automaton_vocabulary(
     }
 }
 
-EXPORTED void stepgraph_automaton_free_vocabulary(void *vocabulary) { delete (Vocabulary *)vocabulary; }
+void stepgraph_automaton_free_vocabulary(void *vocabulary) { delete (Vocabulary *)vocabulary; }
 
-EXPORTED void stepgraph_automaton_view_vocabulary(const void *vocabulary, image_vocabulary *view) { *view = ((const Vocabulary *)vocabulary)->view(); }
+void stepgraph_automaton_view_vocabulary(const void *vocabulary, image_vocabulary *view) { *view = ((const Vocabulary *)vocabulary)->view(); }
 
-EXPORTED void stepgraph_automaton_free_image(int32_t *image) { free(image); }
+void stepgraph_automaton_free_image(int32_t *image) { free(image); }
 
-// A parsed grammar of xgrammar, and the limits of its automaton.
-struct grammar_source {
-    const int32_t *data, *offsets, *bodies, *formats;
-    int32_t num_expressions, num_rules, root;
-    const int64_t *limits; // the fields of Limits except the last
-    Grammar grammar() const { return {data, offsets, bodies, formats, num_expressions, num_rules, root}; }
-    Limits bounds(int64_t longest) const { return {limits[0], limits[1], limits[2], limits[3], longest}; }
-};
-
-// Sets *image to the compiled grammar, or writes to `reason` why there is none.
-EXPORTED int stepgraph_automaton_compile(const grammar_source *source, const void *vocabulary, int32_t **image, char *reason, int64_t reason_size) {
+int stepgraph_automaton_compile(
+    const parsed_grammar *grammar, const int64_t *limits, const void *vocabulary, int32_t **image, char *reason, int64_t reason_size
+) {
     try {
         const Vocabulary &tokens = *(const Vocabulary *)vocabulary;
-        *image = image_of(source->grammar(), tokens, source->bounds(tokens.longest)).release();
+        *image = image_of(*grammar, tokens, {limits[0], limits[1], limits[2], limits[3], tokens.longest}).release();
         return DONE;
     } catch (const Unfit &unfit) {
         snprintf(reason, (size_t)reason_size, "%s", unfit.what());

@@ -6,10 +6,6 @@
 
 #include <memory>
 
-extern "C" {
-#include "image.h"
-}
-
 namespace stepgraph {
 
 // The tokens in sorted order as a tree of bytes, level by level: the children of a node are adjacent.

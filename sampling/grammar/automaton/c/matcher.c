@@ -1,6 +1,6 @@
 /* The matcher of an automaton: its place after each token and the symbols that each token popped, so that a rollback restores a place. */
 
-#include "image.h"
+#include "compile.h"
 
 #include "../../link/c/host_link.h"
 
@@ -103,7 +103,7 @@ static void expect(void *handle, int64_t token) {
     __builtin_prefetch(vocabulary->hidden_words + token / 32);
 }
 
-STEPGRAPH_API void stepgraph_close_automaton(void *handle) {
+void stepgraph_close_automaton(void *handle) {
     automaton_matcher *matcher = handle;
     if (!matcher) return;
     free(matcher->places);
@@ -112,8 +112,7 @@ STEPGRAPH_API void stepgraph_close_automaton(void *handle) {
     free(matcher);
 }
 
-/* A matcher at the start of a text. It does not own the arguments. NULL if out of memory. */
-STEPGRAPH_API void *stepgraph_open_automaton(const int32_t *image, const image_vocabulary *vocabulary) {
+void *stepgraph_open_automaton(const int32_t *image, const image_vocabulary *vocabulary) {
     automaton_matcher *matcher = calloc(1, sizeof *matcher);
     if (!matcher) return NULL;
     *matcher = (automaton_matcher){.image = image, .vocabulary = vocabulary, .room = FIRST_ROOM};

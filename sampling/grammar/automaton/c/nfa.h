@@ -12,6 +12,10 @@
 #include <utility>
 #include <vector>
 
+extern "C" {
+#include "compile.h"
+}
+
 namespace stepgraph {
 
 using Ints = std::vector<int32_t>;
@@ -36,13 +40,7 @@ struct Limits {
     int64_t longest_token; // in bytes: no token goes through more iterations of a loop
 };
 
-// The parsed grammar of xgrammar: expressions as (kind, size, data...) at `offsets`, and the body of each rule. `formats`: 0, or a format
-// that replaces the body: -1 for times; for host names twice the maximum length, plus 1 if no label may begin with "xn--".
-struct Grammar {
-    const int32_t *data, *offsets, *bodies, *formats;
-    int32_t num_expressions, num_rules, root;
-    bool has_times = true; // false: the rule bodies of times are used instead of the format
-};
+using Grammar = parsed_grammar;
 
 template <class Item> void sort_unique(std::vector<Item> &values) {
     std::sort(values.begin(), values.end());

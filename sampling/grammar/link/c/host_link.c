@@ -7,6 +7,8 @@
 #include "matcher.h"
 #include "pool.h"
 
+#include "../../automaton/c/compile.h"
+
 #include <stdlib.h>
 #include <string.h>
 
@@ -297,14 +299,9 @@ const char *stepgraph_fault(matcher_row *row) {
     return atomic_load_explicit(&row->faulted, memory_order_acquire) ? row->fault : "";
 }
 
-/* Writes the values of layout.EXPECTED_LAYOUT, if there is room for them, and returns their number. */
-int64_t stepgraph_layout(int64_t *values, int64_t room) {
-    const int64_t own[] = {
-        LAYOUT_VERSION, sizeof(token_table), sizeof(forced_text), sizeof(marker_table), sizeof(marker_progress),
-        sizeof(matcher_library), sizeof(mask_content), sizeof(matcher_row), sizeof(link_shape), sizeof(host_step), sizeof(host_node),
-        sizeof(xgrammar_library), sizeof(llguidance_library),
-    };
-    int64_t count = sizeof own / sizeof *own;
-    if (count <= room) memcpy(values, own, sizeof own);
-    return count;
-}
+/* LINK_LAYOUT of c_declarations.py. */
+STEPGRAPH_API const int64_t stepgraph_link_sizes[] = {
+    LAYOUT_VERSION, sizeof(image_vocabulary), sizeof(image_place), sizeof(image_walk), sizeof(image_written), sizeof(parsed_grammar),
+    sizeof(token_table), sizeof(forced_text), sizeof(marker_table), sizeof(marker_progress), sizeof(matcher_library), sizeof(mask_content),
+    sizeof(matcher_row), sizeof(link_shape), sizeof(host_step), sizeof(host_node), sizeof(xgrammar_library), sizeof(llguidance_library),
+};

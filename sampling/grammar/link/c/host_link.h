@@ -1,4 +1,4 @@
-/* Structs and constants that Python and C share for the native host link. layout.py reads them from this text and from the headers
+/* Structs and constants that Python and C share for the native host link. c_declarations.py reads them from this text and from the headers
    included here; the loader compares sizes with those of the compiled library.
 
    Nothing here uses the Python interpreter: a host node runs without the GIL on whatever thread calls it. */
@@ -136,7 +136,6 @@ typedef struct {
 
 #define STEPGRAPH_API __attribute__((visibility("default")))
 
-STEPGRAPH_API int64_t stepgraph_layout(int64_t *values, int64_t room);
 STEPGRAPH_API host_link *stepgraph_open(const link_shape *shape);
 STEPGRAPH_API void stepgraph_close(host_link *link);
 STEPGRAPH_API int stepgraph_push_batch(host_link *link, matcher_row *const *rows, int64_t count);

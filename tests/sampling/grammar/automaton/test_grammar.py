@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from stepgraph.sampling.c_declarations import constants
 from stepgraph.sampling.grammar import Constraint, GrammarCompiler, Vocabulary
-from stepgraph.sampling.grammar.automaton.grammar import WRITTEN, AutomatonGrammar, AutomatonMatcher
+from stepgraph.sampling.grammar.automaton.grammar import AutomatonGrammar, AutomatonMatcher
 from stepgraph.sampling.grammar.automaton.library import MOVE_INTS, Field
 from stepgraph.sampling.grammar.compile.limits import GrammarLimits
 from stepgraph.sampling.grammar.status import MaskStatus
@@ -80,7 +81,7 @@ def test_masks_of_every_state_equal_those_of_xgrammar(name: str) -> None:
 
 @pytest.mark.parametrize("name", CONSTRAINTS)
 def test_masks_along_random_texts_equal_those_of_xgrammar(name: str) -> None:
-    draw, kept, written = Random(name), torch.zeros(VOCABULARY.mask_words, dtype=torch.int32), (c_int32 * WRITTEN)(-1)
+    draw, kept, written = Random(name), torch.zeros(VOCABULARY.mask_words, dtype=torch.int32), (c_int32 * constants.WRITTEN)(-1)
     for _ in range(12):
         ours, library = automaton(name).matcher(), library_matcher(name)
         for _ in range(60):

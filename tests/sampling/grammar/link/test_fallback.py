@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from stepgraph import EngineConfig
+from stepgraph.sampling import native as library
 from stepgraph.sampling.grammar.link import native, xgrammar_binding
 from stepgraph.sampling.grammar.link.native import NativeLibrary, load
 from stepgraph.sampling.native import Unavailable, find_library
@@ -93,7 +94,7 @@ def test_a_file_that_is_not_a_library_is_reported(tmp_path: Path) -> None:
 
 
 DIFFERENCES: list[tuple[Any, str, Any, str]] = [
-    (native, "EXPECTED_LAYOUT", (2,), r"_native.*so was built from other sources; install stepgraph again"),
+    (library, "LAYOUTS", {"stepgraph_link_sizes": (2,)}, r"_native.*so was built from other sources; install stepgraph again"),
     (importlib.metadata, "version", lambda name: "0.2.10", "xgrammar: got 0.2.10, expected 0.2.8 or 0.2.9"),
     (importlib.metadata, "version", lambda name: "0.2.7", "xgrammar: got 0.2.7, expected 0.2.8 or 0.2.9"),
     (xgrammar_binding, "TVM_VERSION", (9, 9), r"tvm-ffi: got 0\.1\.\d+, expected 9\.9"),

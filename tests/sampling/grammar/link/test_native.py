@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepgraph import Constraint, Vocabulary
+from stepgraph.sampling.c_declarations import constants
 from stepgraph.sampling.grammar import GrammarCompiler
-from stepgraph.sampling.grammar.link.layout import constants
 from stepgraph.sampling.grammar.link.native import NativeRow
 from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, NODE_BOUNDS_NS, HostAction, HostLink, advance
 from stepgraph.sampling.grammar.link.python import PythonLink

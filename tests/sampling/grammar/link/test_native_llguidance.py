@@ -16,9 +16,9 @@ import pytest
 from torch import Tensor
 
 from stepgraph import Constraint, Vocabulary
+from stepgraph.sampling.c_declarations import constants, structs
 from stepgraph.sampling.grammar import CompiledConstraint, GrammarCompiler, GrammarLimits, MaskStatus, Matcher
 from stepgraph.sampling.grammar.link import llguidance_binding, native
-from stepgraph.sampling.grammar.link.layout import constants, structs
 from stepgraph.sampling.grammar.link.llguidance_binding import MAX_LEXER_UPDATES, LLGuidanceApi
 from stepgraph.sampling.grammar.link.native import NativeLibrary, NativeLink, NativeRow
 from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, advance

@@ -1,16 +1,17 @@
-"""The C declarations of the native host link for ctypes, read from its headers: enum constants, structs and functions."""
+"""The C declarations of grammars and their host link for ctypes, read from the headers: enum constants, structs and functions."""
 
 from __future__ import annotations
 
 import ctypes
 import re
 from collections.abc import Iterator
-from ctypes import Structure, c_char, c_char_p, c_double, c_int, c_int32, c_int64, c_uint8, c_uint32, c_void_p, sizeof
+from ctypes import CFUNCTYPE, Structure, c_char, c_char_p, c_double, c_int, c_int32, c_int64, c_uint8, c_uint32, c_void_p, sizeof
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-HEADERS = ("forced.h", "marker.h", "host_link.h")  # in the order in which the compiler reads them
+FOLDER = Path(__file__).parent / "grammar"
+HEADERS = ("automaton/c/image.h", "automaton/c/compile.h", "link/c/forced.h", "link/c/marker.h", "link/c/host_link.h")
 TYPES: dict[str, Any] = {
     **{"char": c_char, "uint8_t": c_uint8, "int": c_int, "atomic_int": c_int, "int32_t": c_int32, "uint32_t": c_uint32},
     **{"int64_t": c_int64, "double": c_double, "void": None},
@@ -19,8 +20,7 @@ TYPES: dict[str, Any] = {
 
 def _read_headers() -> str:
     """The text of the headers without comments and preprocessor lines."""
-    folder = Path(__file__).parent / "c"
-    text = "\n".join((folder / name).read_text(encoding="utf-8") for name in HEADERS)
+    text = "\n".join((FOLDER / name).read_text(encoding="utf-8") for name in HEADERS)
     return re.sub(r"/\*.*?\*/|^#[^\n]*", "", text, flags=re.DOTALL | re.MULTILINE)
 
 
@@ -69,7 +69,14 @@ def _functions(text: str) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
 _text = _read_headers()
 constants = SimpleNamespace(**_constants(_text))
 structs = SimpleNamespace(**dict(_structs(_text)))
-EXPECTED_LAYOUT = (constants.LAYOUT_VERSION, *map(sizeof, vars(structs).values()))
+LINK_LAYOUT = (constants.LAYOUT_VERSION, *map(sizeof, vars(structs).values()))
+
+
+def function_types(struct: str) -> dict[str, Any]:
+    """The types of the function pointers of a struct, by field."""
+    body = _text[_text.index(f"struct {struct} {{") :].partition("\n}")[0]
+    found = re.findall(r"(\w+) \(\*(\w+)\)\((.*?)\);", body)
+    return {name: CFUNCTYPE(TYPES[result], *_arguments(arguments)) for result, name, arguments in found}
 
 
 def declare(library: ctypes.CDLL) -> None:
@@ -77,10 +84,3 @@ def declare(library: ctypes.CDLL) -> None:
     for name, result, arguments in _functions(_text):
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
-
-
-def layout_of(library: ctypes.CDLL) -> tuple[int, ...]:
-    """The layout with which the library was compiled, in the form of EXPECTED_LAYOUT."""
-    values = (c_int64 * 64)()
-    count = library.stepgraph_layout(values, len(values))
-    return tuple(values[:count])
