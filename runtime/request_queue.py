@@ -62,7 +62,7 @@ class RequestQueue:
         job = queued.job
         if job.constraint is not None:
             queued.ready = False
-            claim = queued.claim = Claim(self._compiler_for(job.constraint), job.constraint)
+            claim = queued.claim = Claim(self._require_compiler(), job.constraint)
             claim.take()
             claim.then(lambda claim: self.prepare(queued, claim))
         if self._recorder:
@@ -123,7 +123,7 @@ class RequestQueue:
         return True
 
     def compile(self, constraint: Constraint) -> CompiledConstraint:
-        return self._compiler_for(constraint).compile(constraint)
+        return self._require_compiler().compile(constraint)
 
     def pause(self) -> None:
         """Sleep briefly, for a step that can only wait for a grammar, so that it leaves the CPU to the compile."""
@@ -139,9 +139,7 @@ class RequestQueue:
         queued.ready = True
         self.wake.notify()
 
-    def _compiler_for(self, constraint: Constraint) -> GrammarCompiler:
-        if not isinstance(constraint, Constraint):
-            raise ValueError(f"constraint: got {type(constraint).__name__}, expected a Constraint")
+    def _require_compiler(self) -> GrammarCompiler:
         if self._compiler is None:
             raise ValueError("constraint: the engine has no vocabulary; pass Engine(vocabulary=...) to constrain requests")
         return self._compiler

@@ -51,7 +51,7 @@ def small_operation(name: str, values: Mapping[str, Any], target: Tensor) -> Run
         return _small_call("copy", target, source) if same and not overlaps and _is_plain(source) else None
     if name == "cat":
         return _concatenation(target, values["tensors"], values["dim"])
-    if name in ("index", "embedding", "gather", "index_copy_", "index_put_"):
+    if name in ("index", "embedding", "gather", "index_copy_"):
         return _indexing(name, values, target)
     return _arithmetic(name, values, target)
 
@@ -90,27 +90,18 @@ def _arithmetic(name: str, values: Mapping[str, Any], target: Tensor) -> Run | N
 
 def _indexing(name: str, values: Mapping[str, Any], target: Tensor) -> Run | None:
     """Rows of tables, and elements, by indices in int64."""
-    if name == "index_put_":
-        indices, source = values["indices"], values["values"]
-        fits = len(indices) == target.dim() == 2 and all(each is not None and each.dtype is torch.int64 for each in indices)
-        if not fits or values["accumulate"] or source.dtype is not target.dtype or not all(map(_is_plain, (source, *indices))):
-            return None
-        shape = torch.broadcast_shapes((1, 1), *(each.shape for each in indices))
-        return _small_call(
-            "scatter", target[:1, :1].expand(shape), *(each.expand(shape) for each in (source, *indices)), indexed=target, wraparound=True
-        )
     if name == "index_copy_":
         index, source = values["index"], values["source"]
         if values["dim"] != 0 or source.dtype is not target.dtype or not source.dim() or not target.dim() or not _is_plain(source):
             return None
-        place = target[:1].expand(source.shape)
-        return _small_call("scatter", place, source, _add_dims(index, source.dim()).expand(source.shape), indexed=target[..., None])
+        place, index = target[:1].expand(source.shape), index.view(-1, *[1] * (source.dim() - 1)).expand(source.shape)
+        return _small_call("scatter", place, source, index, indexed=target)
     if name == "gather":
         table, dim, index = values["self"], values["dim"] % max(target.dim(), 1), values["index"]
         if not target.dim() or not table.dim() or not _is_plain(table):
             return None
         cut = table[tuple(slice(1 if each == dim else size) for each, size in enumerate(target.shape))]
-        return _small_call("gather", target, cut, index, indexed=table.movedim(dim, 0)[..., None])
+        return _small_call("gather", target, cut, index, indexed=table.movedim(dim, 0))
     table, index = (values["weight"], values["indices"]) if name == "embedding" else (values["self"], values["indices"][0])
     rest = table.dim() - 1
     one = name == "embedding" or len(values["indices"]) == 1
@@ -119,7 +110,7 @@ def _indexing(name: str, values: Mapping[str, Any], target: Tensor) -> Run | Non
     row = table[:1].view([*[1] * index.dim(), *table.shape[1:]]) if table[:1].is_contiguous() else None
     if row is None:
         return None
-    return _small_call("gather", target, row, index.view([*index.shape, *[1] * rest]), indexed=table[..., None], wraparound=name == "index")
+    return _small_call("gather", target, row, index.view([*index.shape, *[1] * rest]), indexed=table, wraparound=name == "index")
 
 
 def _concatenation(target: Tensor, tensors: Sequence[Tensor], dim: int) -> Run | None:
@@ -144,16 +135,12 @@ def _unsqueeze(target: Tensor, dims: Sequence[int], count: int) -> Tensor:
     return target
 
 
-def _add_dims(index: Tensor, dims: int) -> Tensor:
-    return index.view(*index.shape, *[1] * (dims - index.dim()))
-
-
 def _small_call(kind: str, target: Tensor, *operands: Tensor | int, indexed: Tensor | None = None, wraparound: bool = False) -> PackedCall:
-    """indexed: a tensor whose first two dimensions are those that are indexed."""
+    """indexed: a tensor whose first dimension is the one that is indexed."""
     arguments: list[Tensor | int] = [_KIND_NUMBER[kind], _in_four_dims(target, target)]
     arguments += [_in_four_dims(each, target) if isinstance(each, Tensor) else int(each) for each in operands]
     packed = b"".join([pack_argument(each) for each in arguments] + [NONE] * (_DIMENSIONS - 1 - len(operands)))
-    places = (0, 0, 0, 0) if indexed is None else (indexed.stride(0), indexed.shape[0], indexed.stride(1), indexed.shape[1])
+    places = (0, 0) if indexed is None else (indexed.stride(0), indexed.shape[0])
     function = kernel("small_operation")
     assert function is not None
     return PackedCall.of(function, packed + b"".join(map(pack_argument, (*places, int(wraparound)))), (target, *operands))

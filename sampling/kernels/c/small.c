@@ -54,15 +54,14 @@ INLINED int64_t indexed_offset(const argument *index, int64_t at, const argument
 }
 
 /* kind; out, a, b, c: tensors of four dimensions and of one shape, some with strides of 0, or numbers; stride and size of the dimension that
-   b is an index of, the same for c, and whether they count from the end where they are negative. GATHER: out is a at the index b. SCATTER:
-   out at the indices b and, if it is a tensor, c, becomes a. SUM: out is the sum of the elements of a at the same place. CUMPROD:
-   products along the last dimension. */
+   b is an index of, and whether it counts from the end where it is negative. GATHER: out is a at the index b. SCATTER: out at the index b
+   becomes a. SUM: out is the sum of the elements of a at the same place. CUMPROD: products along the last dimension. */
 EXPORTED int stepgraph_small_operation(const argument *args) {
     const argument *out = args + 1, *a = args + 2, *b = args + 3, *c = args + 4;
     int64_t kind = args->integer, size[4], indexed = kind == GATHER || kind == SCATTER;
     memcpy(size, kind == SUM || kind == SCATTER ? a->size : out->size, sizeof size);
     /* whether the last dimension can be copied at once */
-    bool copyable = (kind == COPY || indexed) && a->integer == out->integer && a->stride[3] == 1 && out->stride[3] == 1 && (!indexed || (b->stride[3] == 0 && !c->data));
+    bool copyable = (kind == COPY || indexed) && a->integer == out->integer && a->stride[3] == 1 && out->stride[3] == 1 && (!indexed || b->stride[3] == 0);
     int64_t inner = copyable ? 1 : size[3];
     if (kind == SUM)
         for (int64_t i = 0; i < size[0] * size[1] * size[2] * size[3]; i++) {
@@ -79,10 +78,9 @@ EXPORTED int stepgraph_small_operation(const argument *args) {
                         at[each] = i * stride[0] + j * stride[1] + k * stride[2] + l * stride[3];
                     }
                     if (indexed) {
-                        int64_t first = indexed_offset(b, at[2], args + 5, args + 6, args[9].integer);
-                        int64_t second = c->data ? indexed_offset(c, at[3], args + 7, args + 8, args[9].integer) : 0;
-                        if (first < 0 || second < 0) return 1;
-                        at[kind == GATHER] += first + second;
+                        int64_t offset = indexed_offset(b, at[2], args + 5, args + 6, args[7].integer);
+                        if (offset < 0) return 1;
+                        at[kind == GATHER] += offset;
                     }
                     if (copyable) {
                         int64_t bytes = out->integer;
