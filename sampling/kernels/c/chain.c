@@ -98,6 +98,12 @@ EXPORTED int stepgraph_run_kernels(const argument *args) {
     return 0;
 }
 
+/* A host node as a kernel: calls the function with its data. */
+EXPORTED int stepgraph_call_host(const argument *args) {
+    ((void (*)(void *))args[0].data)(args[1].data);
+    return 0;
+}
+
 EXPORTED void stepgraph_kernel_layout(int64_t *values) {
     values[0] = KERNELS_VERSION;
     values[1] = sizeof(argument);

@@ -56,7 +56,9 @@ EXPORTED void *stepgraph_automaton_vocabulary(
 
 EXPORTED void stepgraph_automaton_free_vocabulary(void *vocabulary) { delete (Vocabulary *)vocabulary; }
 
-EXPORTED void stepgraph_automaton_view_vocabulary(const void *vocabulary, image_vocabulary *view) { *view = ((const Vocabulary *)vocabulary)->view(); }
+EXPORTED void stepgraph_automaton_view_vocabulary(const void *vocabulary, image_vocabulary *view) {
+    *view = ((const Vocabulary *)vocabulary)->view();
+}
 
 EXPORTED void stepgraph_automaton_free_image(int32_t *image) { free(image); }
 
@@ -70,7 +72,8 @@ struct grammar_source {
 };
 
 // Sets *image to the compiled grammar, or writes to `reason` why there is none.
-EXPORTED int stepgraph_automaton_compile(const grammar_source *source, const void *vocabulary, int32_t **image, char *reason, int64_t reason_size) {
+EXPORTED int stepgraph_automaton_compile(const grammar_source *source, const void *vocabulary, int32_t **image, char *reason,
+    int64_t reason_size) {
     try {
         const Vocabulary &tokens = *(const Vocabulary *)vocabulary;
         *image = image_of(source->grammar(), tokens, source->bounds(tokens.longest)).release();
