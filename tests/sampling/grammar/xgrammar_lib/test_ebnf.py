@@ -104,7 +104,7 @@ def test_a_syntax_error_quotes_the_line_of_the_grammar() -> None:
         'a ::= "é"': "xgrammar: root: got 'root', expected the name of a rule of the grammar; ",
     }
     for isolation in ("none", "process"):
-        with_worker = GrammarCompiler(VOCABULARY, 1, isolation=isolation)  # type: ignore[arg-type]
+        with_worker = GrammarCompiler(VOCABULARY, 1, isolation=isolation)
         for grammar, message in cases.items():
             with pytest.raises(ValueError) as caught:  # noqa: PT011 - the message is compared
                 with_worker.compile(Constraint.ebnf(grammar))
