@@ -37,7 +37,8 @@ class DeviceGrammars:
         """Why requests with this grammar use the host link; empty if they may use the device."""
         image = compiled.image
         if self.why_off or image is None:
-            return self.why_off or ("a marker starts the grammar" if compiled.marker else f"{compiled.backend} has no tables")
+            uncovered = "the tables do not cover the marker before the grammar" if compiled.marker else f"{compiled.backend} has no tables"
+            return self.why_off or uncovered
         limits = (Field.PUSHES, MAX_PUSHES, "nested parts at once"), (Field.SYMBOLS, MAX_SYMBOLS, "kinds of nested parts")
         for field, limit, what in limits:
             if image[field] > limit:

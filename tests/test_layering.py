@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -184,6 +185,21 @@ def test_a_planted_import_cycle_is_found(tmp_path: Path) -> None:
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_text(text, encoding="utf-8")
     assert import_cycles(import_graph(tmp_path)) == [["graphs.a", "graphs.b", "graphs.c"]]
+
+
+def long_lines(root: Path, limit: int) -> list[str]:
+    """The lines of C and C++ sources that are longer."""
+    paths = [path for suffix in ("c", "h", "cpp") for folder in BUDGETS for path in sorted((root / folder).rglob(f"*.{suffix}"))]
+    lines = [(path, number, line) for path in paths for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)]
+    return [f"{path.relative_to(root)}:{number}" for path, number, line in lines if len(line) > limit]
+
+
+def test_lines_in_c_have_the_length_that_ruff_checks_in_python(tmp_path: Path) -> None:
+    limit = re.search(r"^line-length = (\d+)$", (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert limit is not None and long_lines(ROOT, int(limit[1])) == []
+    (tmp_path / "graphs").mkdir()
+    (tmp_path / "graphs" / "planted.c").write_text(f"int short;\nint {'a' * int(limit[1])};\n", encoding="utf-8")
+    assert long_lines(tmp_path, int(limit[1])) == ["graphs/planted.c:2"]
 
 
 def test_a_total_over_budget_is_reported() -> None:

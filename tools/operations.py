@@ -48,7 +48,7 @@ def page() -> str:
     load_all()
     lines = ["| operation | what it computes | torch | C | Triton | FlashInfer |", "|---|---|---|---|---|---|"]
     for op in sorted(OPERATIONS.values(), key=lambda op: (op.reference.__module__, op.name)):
-        summary = (op.reference.__doc__ or "").strip().split("\n")[0].split(". ")[0].rstrip(".")
+        summary = (op.__doc__ or "").strip().split("\n")[0].split(". ")[0].rstrip(".")
         lines.append(f"| `{op.name}` | {summary} | {_torch(op)} | {_c(op)} | {_triton(op)} | {_flashinfer(op)} |")
     return INTRODUCTION + "\n".join(lines) + "\n"
 

@@ -65,6 +65,7 @@ paged_attention = operation(
     c="attention",
     supports=_c_supports,
 )(reference_attention.reference)
+paged_attention.__doc__ = "`attention` by the pages of block tables, without a plan."
 
 
 def use_operation(*_: int) -> None:

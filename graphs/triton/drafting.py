@@ -69,6 +69,7 @@ def select_row(
     tl.store(selected + slot, token)
     tl.store(drafts + (step - 1) * drafts_step + slot, token)
     if chain is not None:
+        tl.debug_barrier()  # all threads have read the candidate
         index, left = tl.arange(0, WIDTH), tl.where(token != candidate, chain_step, 0)
         tl.store(chain + slot * chain_step + index, index.to(tl.int64) * 0 - 1, mask=index < left)
 

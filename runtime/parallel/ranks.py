@@ -246,9 +246,9 @@ def _end_processes(owner: int, processes: list[subprocess.Popen[bytes]], links: 
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-    handled = message_of(error) if (error := sys.exc_info()[1]) else ""
+    error = sys.exc_info()[1]
     for text in [path.read_text(encoding="utf-8") for path in sorted(Path(folder).glob(f"*{_ERROR}"))]:
-        if not handled or handled not in text:
+        if error is None or f"{type(error).__name__}: {message_of(error)}" not in text:
             print_error(text.rstrip())
     shutil.rmtree(folder, ignore_errors=True)
 

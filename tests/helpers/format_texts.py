@@ -302,6 +302,10 @@ def _is_no_literal(char: str) -> bool:
     )
 
 
+def _older_time(text: str) -> bool:
+    return len(text) == 8 and text[2::3] == "::" and _raises(datetime.time.fromisoformat, ValueError)(text)
+
+
 VALID: dict[str, Callable[[str], bool]] = {
     "date": _date,
     "time": _time,
@@ -311,6 +315,7 @@ VALID: dict[str, Callable[[str], bool]] = {
     "idn-email": lambda text: _email(text, more=True),
     "hostname": _hostname,
     "older hostname": _hostname,
+    "older time": _older_time,
     "ipv4": _ipv4,
     "ipv6": _ipv6,
     "uri": lambda text: _reference(text, False, True),

@@ -301,7 +301,8 @@ def test_grammars_without_device_support_use_the_host(monkeypatch: pytest.Monkey
     assert grammars.why_host(deep) == "a token may open 5 nested parts at once, at most 4 are supported"
     job = submit(engine, [1, 2, 65], marked, 8)
     finish(engine)
-    assert job.grammar_lane == "host: a marker starts the grammar" and job.tokens == plain([1, 2, 65], 8, marked).tokens
+    assert job.grammar_lane == "host: the tables do not cover the marker before the grammar"
+    assert job.tokens == plain([1, 2, 65], 8, marked).tokens
 
 
 @pytest.mark.parametrize(

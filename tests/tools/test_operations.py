@@ -18,9 +18,11 @@ def test_every_operation_has_a_row_and_every_kernel_in_c_an_operation() -> None:
     page = operations.page()
     assert len(OPERATIONS) > 15
     assert all(f"| `{name.removeprefix('stepgraph::')}` |" in page for name in OPERATIONS)
+    descriptions = [line.split(" | ")[1] for line in page.splitlines() if line.startswith("| `")]
+    assert len(set(descriptions)) == len(descriptions) == len(OPERATIONS)
     sources = [path.read_text() for folder in operations.C_SOURCES for path in (operations.ROOT / folder).glob("*.c")]
     exported = {name for text in sources for name in re.findall(r"int stepgraph_(\w+)\(const argument", text)}
-    of_replays = {"small_operation", "run_kernels"}  # replays call them: for operations of torch, and for several kernels
+    of_replays = {"small_operation", "run_kernels", "call_host"}  # for operations of torch, for several kernels, and for host nodes
     assert exported == {found.c for found in OPERATIONS.values() if found.c} | of_replays
 
 

@@ -12,7 +12,8 @@ EXPORTED int stepgraph_attention(const argument *args) {
         .positions = args[3].data, .slots = args[4].data, .tables = tables->data, .sinks = args[10].data,
         .output = args[11].data, .failed = &failed,
         .batch = query->size[0], .count = query->size[1], .heads = query->size[2], .kv_heads = keys->size[1], .size = query->size[3],
-        .page_size = args[6].integer, .pages = tables->size[1], .cache_slots = keys->size[0], .entry_bytes = keys->integer, .window = args[7].integer,
+        .page_size = args[6].integer, .pages = tables->size[1], .cache_slots = keys->size[0], .entry_bytes = keys->integer,
+        .window = args[7].integer,
         .bfloat16 = query->bfloat16, .bfloat16_sinks = args[10].bfloat16, .scale = (float)args[8].real, .softcap = (float)args[9].real,
     };
     int64_t queries = call.count * (call.heads / call.kv_heads), bytes = 0; /* bytes: reading so many takes as long as the call */

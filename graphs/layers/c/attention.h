@@ -50,7 +50,8 @@ INLINED void score(const float *query, const float *keys, int64_t from, int64_t 
             for (int64_t i = 0; i < width; i += LANES)
                 for (int one = 0; one < TOGETHER * PARTS; one++) {
                     int64_t at = i + one % PARTS * PART;
-                    parts[one / PARTS][one % PARTS] += *(const part *)(query + at) * *(const part *)(keys + (key + first + one / PARTS) * width + at);
+                    parts[one / PARTS][one % PARTS] +=
+                        *(const part *)(query + at) * *(const part *)(keys + (key + first + one / PARTS) * width + at);
                 }
             for (int one = 0; one < TOGETHER; one++) sums[first + one] = joined(parts[one]);
         }
@@ -110,7 +111,8 @@ INLINED void pad_and_read(float *to, const void *from, int64_t first, int64_t si
 }
 
 /* The entries [tile, end) of one head, then zeros: no uninitialised number is read. */
-INLINED int read_tile(const attention_call *call, block *block, const int64_t *table, int64_t head, int64_t tile, int64_t end, int64_t width) {
+INLINED int read_tile(const attention_call *call, block *block, const int64_t *table, int64_t head, int64_t tile, int64_t end,
+    int64_t width) {
     int64_t size = call->size, live = end - tile < TILE ? end - tile : TILE, left = 0, slot = 0;
     for (int64_t key = 0; key < live; key++, slot++, left--) {
         if (!left) {
@@ -128,7 +130,8 @@ INLINED int read_tile(const attention_call *call, block *block, const int64_t *t
 }
 
 /* Queries [start, start + used) of one row and one head of its cache; a position's queries, one per head of the group, are adjacent. */
-INLINED int attend(const attention_call *call, block *block, int64_t row, int64_t head, int64_t start, int64_t used, int64_t last, int64_t width) {
+INLINED int attend(const attention_call *call, block *block, int64_t row, int64_t head, int64_t start, int64_t used, int64_t last,
+    int64_t width) {
     int64_t groups = call->heads / call->kv_heads, size = call->size, begin = last + 1, end = 0;
     const int64_t *positions = call->positions + row * call->count;
     for (int64_t one = 0; one < used; one++) {
@@ -172,7 +175,8 @@ INLINED void attend_blocks(const attention_call *call, block *block, int64_t fir
     for (int64_t item = first; item < end; item++) {
         int64_t head = item / blocks % call->kv_heads, row = item / blocks / call->kv_heads, start = item % blocks * call->step;
         int64_t used = queries - start < call->step ? queries - start : call->step, last = last_of(call, row);
-        if (last >= call->pages * call->page_size || attend(call, block, row, head, start, used, last, width)) atomic_store(call->failed, 1);
+        if (last >= call->pages * call->page_size || attend(call, block, row, head, start, used, last, width))
+            atomic_store(call->failed, 1);
     }
 }
 

@@ -58,7 +58,8 @@ EXPORTED FOR_EACH_PROCESSOR int stepgraph_choose_experts(const argument *args) {
 int each_expert(const argument *args, expert_rows run) {
     const int64_t *chosen = args[1].data;
     int64_t choices = args[5].size[0], experts = args[3].integer, per_state = choices / args->size[0], number = args->bfloat16 ? 2 : 4;
-    int64_t row_bytes = args->size[1] * number, fitting = GATHERED_BYTES / row_bytes, most = fitting < GATHERED_ROWS ? fitting : GATHERED_ROWS;
+    int64_t row_bytes = args->size[1] * number, fitting = GATHERED_BYTES / row_bytes,
+        most = fitting < GATHERED_ROWS ? fitting : GATHERED_ROWS;
     int64_t places[GATHERED_ROWS], rows = 0;
     char gathered[GATHERED_BYTES];
     for (int64_t i = 0; i < choices; i++)

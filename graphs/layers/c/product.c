@@ -20,7 +20,8 @@ EXPORTED int stepgraph_product(const argument *args) {
     if (is_packed(weight)) return quantised_product(args);
     product_call call = {
         .states = states->data, .weight = weight->data, .bias = args[2].data, .output = args[3].data,
-        .rows = states->size[0], .inner = states->size[1], .outer = weight->size[0], .step = states->stride[0], .bfloat16 = states->bfloat16,
+        .rows = states->size[0], .inner = states->size[1], .outer = weight->size[0], .step = states->stride[0],
+        .bfloat16 = states->bfloat16,
     };
     all_columns(&call);
     return 0;
@@ -39,7 +40,8 @@ EXPORTED int stepgraph_expert_product(const argument *args) {
     return each_expert(args, is_packed(args + 2) ? quantised_rows_of_expert : rows_of_expert);
 }
 
-/* states [batch * count, inner]; slots [batch] of any stride; weights [slots, outer, inner]; base [batch * count, outer] or NULL; output. */
+/* states [batch * count, inner]; slots [batch] of any stride; weights [slots, outer, inner]; base [batch * count, outer] or NULL;
+   output. */
 EXPORTED FOR_EACH_PROCESSOR int stepgraph_slot_product(const argument *args) {
     const argument *states = args, *slots = args + 1, *weights = args + 2, *base = args + 3;
     int64_t batch = slots->size[0], bytes = states->bfloat16 ? 2 : 4;

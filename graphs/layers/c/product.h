@@ -14,7 +14,8 @@ INLINED void write_states(char *to, const char *raw, int64_t bfloat16) {
 }
 
 INLINED void add_products(
-    part (*sums)[PARTS], const char *states, int64_t row_bytes, const char *weight, int64_t column_bytes, int tall, int wide, int64_t bfloat16) {
+    part (*sums)[PARTS], const char *states, int64_t row_bytes, const char *weight, int64_t column_bytes, int tall, int wide,
+    int64_t bfloat16) {
     (void)bfloat16;
     for (int column = 0; column < wide; column++) {
         __m512bh right = (__m512bh)_mm512_loadu_si512(weight + column * column_bytes);
@@ -39,7 +40,8 @@ INLINED void read_lanes(const char *from, int64_t bfloat16, part to[2][PARTS]) {
 INLINED void write_states(char *to, const char *raw, int64_t bfloat16) { read_lanes(raw, bfloat16, (part(*)[PARTS])to); }
 
 INLINED void add_products(
-    part (*sums)[PARTS], const char *states, int64_t row_bytes, const char *weight, int64_t column_bytes, int tall, int wide, int64_t bfloat16) {
+    part (*sums)[PARTS], const char *states, int64_t row_bytes, const char *weight, int64_t column_bytes, int tall, int wide,
+    int64_t bfloat16) {
     for (int column = 0; column < wide; column++) {
         part right[2][PARTS];
         read_lanes(weight + column * column_bytes, bfloat16, right);
@@ -62,7 +64,8 @@ typedef struct {
 } row_group;
 
 INLINED row_group prepare(const product_call *call, int64_t row, int64_t rows, int64_t bfloat16, char buffer[STATE_BYTES]) {
-    int64_t bytes = bfloat16 ? 2 : 4, chunk = 64 / bytes, chunks = (call->inner + chunk - 1) / chunk, chunk_bytes = bfloat16 ? 64 * WIDENED : 64;
+    int64_t bytes = bfloat16 ? 2 : 4, chunk = 64 / bytes, chunks = (call->inner + chunk - 1) / chunk,
+        chunk_bytes = bfloat16 ? 64 * WIDENED : 64;
     const char *states = (const char *)call->states + row * call->step * bytes;
     if (WIDENED == 1 && call->inner % chunk == 0) return (row_group){call, states, row, rows, call->step * bytes};
     rows = fitting_rows(rows, chunks * chunk_bytes);
@@ -81,7 +84,8 @@ INLINED row_group prepare(const product_call *call, int64_t row, int64_t rows, i
    1,024 the L1 cache has no room for eight later columns beside the states. */
 INLINED void tile(const row_group *group, int64_t row, int64_t column, int tall, int wide, const char *next, int ahead, int64_t bfloat16) {
     const product_call *call = group->call;
-    int64_t bytes = bfloat16 ? 2 : 4, inner = call->inner, chunk = 64 / bytes, whole = inner / chunk * chunk, state_bytes = bfloat16 ? 2 * WIDENED : 4;
+    int64_t bytes = bfloat16 ? 2 : 4, inner = call->inner, chunk = 64 / bytes, whole = inner / chunk * chunk,
+        state_bytes = bfloat16 ? 2 * WIDENED : 4;
     const char *states = group->states + row * group->row_bytes;
     int together = PARTS == 1 || wide * tall <= 4 ? wide : 4 / tall, passes = wide / together;
     part sums[LANES];
@@ -97,7 +101,8 @@ INLINED void tile(const row_group *group, int64_t row, int64_t column, int tall,
         }
         if (whole < inner) {
             char right[16][64] = {{0}};
-            for (int one = 0; one < together; one++) memcpy(right[one], weight + (one * inner + whole) * bytes, (size_t)((inner - whole) * bytes));
+            for (int one = 0; one < together; one++)
+                memcpy(right[one], weight + (one * inner + whole) * bytes, (size_t)((inner - whole) * bytes));
             add_products(parts, states + whole * state_bytes, group->row_bytes, right[0], 64, tall, together, bfloat16);
         }
         for (int one = 0; one < tall * together; one++) sums[one / together * wide + pass * together + one % together] = joined(parts[one]);

@@ -126,7 +126,8 @@ INLINED void tiles(const product_call *call, const char *states, int64_t row, in
 }
 
 void product_by_tiles(const void *context, int64_t block, int64_t last) {
-    static const tile_shapes ALL_TILES = {.palette = 1, .bytes = {64, 64, 64, 64, 64, 64, 64, 64}, .rows = {16, 16, 16, 16, 16, 16, 16, 16}};
+    static const tile_shapes ALL_TILES = {.palette = 1, .bytes = {64, 64, 64, 64, 64, 64, 64, 64},
+        .rows = {16, 16, 16, 16, 16, 16, 16, 16}};
     const product_call *call = context;
     static _Thread_local _Alignas(64) char packed[PACKED_BYTES];
     int64_t line = call->inner * 2, half = packed_bytes(call->inner), most = 2 * half <= PACKED_BYTES ? 2 * SIDE : SIDE;

@@ -1,9 +1,10 @@
 /* Products of states and quantised weights, for quantised.c and quantised_dot.c.
 
-   Weights are stored as tiles of 16 columns; a tile is a run of blocks, each with `group` weights of every column. A block starts with words of
-   32 bits: vectors of one word for each column. A word holds even inner indices in its low half and odd ones in its high half, in
+   Weights are stored as tiles of 16 columns; a tile is a run of blocks, each with `group` weights of every column. A block starts with
+   words of 32 bits: vectors of one word for each column. A word holds even inner indices in its low half and odd ones in its high half, in
    fields of `bits` bits; pairs of indices go from low to high fields, and then on in the next vector. After the words: 16 scales and, where
-   the kind has them, 16 minimums, in float16 or float32. A weight is scale * (field - zero) + minimum, or scale * the number in float8_e4m3fn.
+   the kind has them, 16 minimums, in float16 or float32. A weight is scale * (field - zero) + minimum, or scale * the number in
+   float8_e4m3fn.
 
    A result is the sum over the blocks, in their order, of scale * (sum of state * (field - zero)) + minimum * (sum of states): in the same
    order for any number of rows. */
@@ -115,9 +116,9 @@ INLINED void tiles_of_rows(const quantised_call *call, int64_t row, int64_t tile
     for (int one = 0; one < tall * wide; one++) write_sums(call, row + one / wide, tile + one % wide, (float *)(sums + one));
 }
 
-/* All rows use the same tile in turn: the first of them reads it from memory. Where EVERY_HEIGHT is 0, rows are grouped by four, two and one:
-   registers of 32 bytes have room for the sums of four. Otherwise up to four rows use two tiles of 4-bit fields: sums of one row depend on
-   each other. */
+/* All rows use the same tile in turn: the first of them reads it from memory. Where EVERY_HEIGHT is 0, rows are grouped by four, two and
+   one: registers of 32 bytes have room for the sums of four. Otherwise up to four rows use two tiles of 4-bit fields: sums of one row
+   depend on each other. */
 INLINED void tiles_of(const quantised_call *call, int64_t tile, int64_t end, int bits, int zero) {
 #define TAKE(tall, wide) case tall: tiles_of_rows(call, row, tile, tall, wide, bits, zero); break;
     for (int64_t wide = EVERY_HEIGHT && bits == 4 && call->rows <= 4 ? 2 : 1; tile < end; tile += wide) {

@@ -11,7 +11,8 @@ static uint16_t FROM_ZERO[32], CENTRED[32];
 static uint8_t LOWS[2][128], HIGHS[2][128];
 
 static __attribute__((constructor)) void fill_tables(void) { /* above the pragma: runs on every processor */
-    for (int field = 0; field < 32; field++) FROM_ZERO[field] = narrowed((float)(field % 16)), CENTRED[field] = narrowed((float)(field % 16 - 8));
+    for (int field = 0; field < 32; field++)
+        FROM_ZERO[field] = narrowed((float)(field % 16)), CENTRED[field] = narrowed((float)(field % 16 - 8));
     for (int field = 0; field < 256; field++) {
         uint16_t value = narrowed((float)(field - 128));
         LOWS[field / 128][field % 128] = (uint8_t)value, HIGHS[field / 128][field % 128] = (uint8_t)(value >> 8);
@@ -48,10 +49,12 @@ INLINED __m512i look_up(__m512i raw, __mmask64 positive, const uint8_t tables[2]
 INLINED __m512i from_tables(__m512i raw, unsigned field) {
     __mmask64 positive = _mm512_movepi8_mask(raw), odd = 0xaaaaaaaaaaaaaaaa;
     __m512i low = look_up(raw, positive, LOWS), high = look_up(raw, positive, HIGHS); /* the compiler shares them between both fields */
-    return field ? _mm512_mask_blend_epi8(odd, _mm512_srli_epi16(low, 8), high) : _mm512_mask_blend_epi8(odd, low, _mm512_slli_epi16(high, 8));
+    return field ? _mm512_mask_blend_epi8(odd, _mm512_srli_epi16(low, 8), high)
+        : _mm512_mask_blend_epi8(odd, low, _mm512_slli_epi16(high, 8));
 }
 
-/* Fields in float8_e4m3fn: bfloat16 has the same bits with an exponent that is 120 larger, except for the eight numbers whose exponent is 0. */
+/* Fields in float8_e4m3fn: bfloat16 has the same bits with an exponent that is 120 larger, except for the eight numbers whose exponent is
+   0. */
 static const uint16_t SMALL[32] = {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
 
 INLINED __m512i from_float8_fields(__m512i raw, unsigned field) {
@@ -97,7 +100,8 @@ INLINED void matrix_tiles_of(const quantised_call *call, int64_t tile, int64_t e
     tile_shapes shapes = {.palette = 1, .bytes = {64, 64, 64}, .rows = {(uint8_t)call->rows, (uint8_t)call->rows, 16}};
     _tile_loadconfig(&shapes);
     for (; tile < end; tile++) {
-        int64_t bytes = block_bytes(call->kind), words = word_bytes(call->kind), scaled = scale_bytes(call->kind), count = call->kind.group / 32;
+        int64_t bytes = block_bytes(call->kind), words = word_bytes(call->kind), scaled = scale_bytes(call->kind),
+            count = call->kind.group / 32;
         const char *states = call->states, *block = call->weight + tile * call->blocks * bytes;
         part sums[LANES] = {{0}};
         for (int64_t index = 0, blocks; index < call->blocks; index += blocks, block += blocks * bytes) {

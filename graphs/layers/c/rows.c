@@ -91,9 +91,9 @@ enum { GENERATED = 1, LAST_TOKEN, ACCEPTED, FINISH, DRAFT_COUNT, LENGTH, MAX_LEN
 /* As row_layout.ResultLayout orders a result; the tokens are followed by the statuses, the drafts, and the bits of both flags. */
 enum { RESULT_EMITTED, RESULT_FINISH, RESULT_ACCEPTED, RESULT_DRAFT_COUNT, RESULT_TOKENS };
 
-/* rows [batch]; state [batch, columns]; tokens, status [batch, positions]; drafts [batch, positions - 1]; emitted, accepted, finish [batch];
-   row_state [table_rows, columns]; results [batch, width]; row_forced, row_looked_up [table_rows, most], or NULL; out: emitted, finish
-   [batch], state [batch, columns]. */
+/* rows [batch]; state [batch, columns]; tokens, status [batch, positions]; drafts [batch, positions - 1]; emitted, accepted, finish
+   [batch]; row_state [table_rows, columns]; results [batch, width]; row_forced, row_looked_up [table_rows, most], or NULL; out: emitted,
+   finish [batch], state [batch, columns]. */
 EXPORTED int stepgraph_write_emission(const argument *args) {
     const int64_t *rows = args[0].data, *tokens = args[2].data, *status = args[3].data, *drafts = args[4].data;
     int64_t columns = args[1].size[1], positions = args[2].size[1], table_rows = args[8].size[0], width = args[9].size[1];
@@ -142,13 +142,15 @@ EXPORTED int stepgraph_take_batch(const argument *args) {
     return 0;
 }
 
-/* results [batch, width]; logprobs [batch, positions, 2]; published [1]; ring [slots, most, width]; logprobs_ring [slots, most, positions, 2]. */
+/* results [batch, width]; logprobs [batch, positions, 2]; published [1]; ring [slots, most, width]; logprobs_ring [slots, most, positions,
+   2]. */
 EXPORTED int stepgraph_publish_results(const argument *args) {
     const argument *results = args, *logprobs = args + 1, *ring = args + 3, *logprobs_ring = args + 4;
     int64_t *published = args[2].data, slot = *published % ring->size[0], batch = results->size[0];
     if (*published < 0 || batch > ring->size[1]) return 1;
     memcpy((int64_t *)ring->data + slot * ring->stride[0], results->data, (size_t)(batch * ring->stride[1]) * sizeof(int64_t));
-    memcpy((float *)logprobs_ring->data + slot * logprobs_ring->stride[0], logprobs->data, (size_t)(batch * logprobs_ring->stride[1]) * sizeof(float));
+    memcpy((float *)logprobs_ring->data + slot * logprobs_ring->stride[0], logprobs->data,
+        (size_t)(batch * logprobs_ring->stride[1]) * sizeof(float));
     ++*published;
     return 0;
 }
@@ -217,8 +219,9 @@ EXPORTED int stepgraph_append_tokens(const argument *args) {
     return 0;
 }
 
-/* proposed [batch, drafts]; finish, limit [batch] of any stride; num_tokens; rows [batch]; masks [table_rows, positions, words], constrained
-   [batch], status [batch, drafts], or NULL; forced [drafts, batch] and row_forced [table_rows, most], or NULL; out: chosen [batch, drafts]. */
+/* proposed [batch, drafts]; finish, limit [batch] of any stride; num_tokens; rows [batch]; masks [table_rows, positions, words],
+   constrained [batch], status [batch, drafts], or NULL; forced [drafts, batch] and row_forced [table_rows, most], or NULL; out: chosen
+   [batch, drafts]. */
 EXPORTED int stepgraph_choose_chain(const argument *args) {
     const argument *finish = args + 1, *limits = args + 2, *masks = args + 5, *status = args + 7, *forced = args + 8, *flags = args + 9;
     const int64_t *proposed = args[0].data, *rows = args[4].data;
@@ -248,11 +251,12 @@ EXPORTED int stepgraph_choose_chain(const argument *args) {
     return 0;
 }
 
-/* text [batch, width] int32; length, generated [batch] of any stride; start of the given text, count, longest, shortest; chain [batch, count].
-   As the reference in proposing.py: the longest match wins, then the latest one, or the one that is nearest in the given text. */
+/* text [batch, width] int32; length, generated [batch] of any stride; start of the given text, count, longest, shortest; chain [batch,
+   count]. As the reference in proposing.py: the longest match wins, then the latest one, or the one that is nearest in the given text. */
 EXPORTED int stepgraph_look_up(const argument *args) {
     const int32_t *text = args[0].data;
-    int64_t width = args[0].size[1], start = args[3].integer, count = args[4].integer, longest = args[5].integer, shortest = args[6].integer;
+    int64_t width = args[0].size[1], start = args[3].integer, count = args[4].integer, longest = args[5].integer,
+        shortest = args[6].integer;
     int64_t *chain = args[7].data;
     for (int64_t row = 0; row < args[0].size[0]; row++, text += width, chain += count) {
         int64_t length = ((const int64_t *)args[1].data)[row * args[1].stride[0]], best = -1, found = 0;
@@ -261,7 +265,8 @@ EXPORTED int stepgraph_look_up(const argument *args) {
         for (int64_t at = 0; at < width; at++) {
             int64_t matched = 0, distance = at < expected ? expected - at : at - expected;
             if (at >= length && (at < start || text[at] < 0)) continue;
-            while (matched < longest && matched < length && text[length - 1 - matched] == (matched < at ? text[at - 1 - matched] : -1)) matched++;
+            while (matched < longest && matched < length && text[length - 1 - matched] == (matched < at ? text[at - 1 - matched] : -1))
+                matched++;
             int64_t score = matched * 4 * width + (at < start ? at : 3 * width - 2 * distance - (at < expected));
             if (matched >= shortest && score > best) best = score, found = at;
         }

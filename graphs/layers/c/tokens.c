@@ -1,5 +1,5 @@
-/* Layers that work on each token alone: rotary positions and the write into the cache, norms, activations. Each step is rounded as torch rounds
-   it, so that bfloat16 results have the same bits as in torch. */
+/* Layers that work on each token alone: rotary positions and the write into the cache, norms, activations. Each step is rounded as torch
+   rounds it, so that bfloat16 results have the same bits as in torch. */
 
 #include "kernels.h"
 
@@ -8,7 +8,8 @@
 
 /* The first `turned` of `size` numbers; the others are copied. */
 INLINED void rotate(
-    const float *cosines, const float *sines, const void *from, int64_t first, void *to, int64_t at, int64_t turned, int64_t size, int64_t bfloat16,
+    const float *cosines, const float *sines, const void *from, int64_t first, void *to, int64_t at, int64_t turned, int64_t size,
+    int64_t bfloat16,
     int64_t entry_bytes) {
     float states[MAX_HEAD_SIZE], straight[MAX_HEAD_SIZE], crossed[MAX_HEAD_SIZE];
     int64_t half = turned / 2;
@@ -34,10 +35,12 @@ INLINED int rope_all(const argument *args, int64_t turned, int64_t size, int64_t
         read_numbers(cosines, args[3].data, token * turned, turned, bfloat16);
         read_numbers(sines, args[4].data, token * turned, turned, bfloat16);
         for (int64_t head = 0; head < heads; head++)
-            rotate(cosines, sines, query->data, token * query->stride[0] + head * size, args[8].data, (token * heads + head) * size, turned, size, bfloat16, 0);
+            rotate(cosines, sines, query->data, token * query->stride[0] + head * size, args[8].data, (token * heads + head) * size, turned,
+                size, bfloat16, 0);
         int64_t kept = slots[token] * kv_heads * size;
         for (int64_t head = 0; head < kv_heads; head++)
-            rotate(cosines, sines, key->data, token * key->stride[0] + head * size, keys->data, kept + head * size, turned, size, bfloat16, entry_bytes);
+            rotate(cosines, sines, key->data, token * key->stride[0] + head * size, keys->data, kept + head * size, turned, size, bfloat16,
+                entry_bytes);
         const char *from = (const char *)value->data + token * value->stride[0] * bytes;
         if (entry_bytes == 1)
             for (int64_t i = 0; i < kv_heads * size; i++) ((uint8_t *)values->data)[kept + i] = to_float8(number(from, i, bfloat16));
@@ -92,7 +95,9 @@ INLINED int add_norm_all(const argument *args, int64_t bfloat16) {
     return norm_all(call, bfloat16);
 }
 
-EXPORTED FOR_EACH_PROCESSOR int stepgraph_add_rms_norm(const argument *args) { return args->bfloat16 ? add_norm_all(args, 1) : add_norm_all(args, 0); }
+EXPORTED FOR_EACH_PROCESSOR int stepgraph_add_rms_norm(const argument *args) {
+    return args->bfloat16 ? add_norm_all(args, 1) : add_norm_all(args, 0);
+}
 
 enum { STRETCH = 128, SILU = 0, GELU_TANH = 1, LIMITED = 2 }; /* as Activation in dense.py */
 
@@ -123,7 +128,8 @@ INLINED int activate_all(const argument *args, int64_t activation, int64_t bfloa
     int64_t last = args->size[3] ? 3 : args->size[2] ? 2 : 1, rows = 1, size = args[2].size[last], whole = size / STRETCH * STRETCH;
     for (int64_t i = 0; i < last; i++) rows *= args->size[i];
     for (int64_t row = 0; row < rows; row++) {
-        for (int64_t first = 0; first < whole; first += STRETCH) activate_stretch(args->data, output, row, size, first, STRETCH, activation, bfloat16);
+        for (int64_t first = 0; first < whole; first += STRETCH)
+            activate_stretch(args->data, output, row, size, first, STRETCH, activation, bfloat16);
         if (whole < size) activate_stretch(args->data, output, row, size, whole, size - whole, activation, bfloat16);
     }
     return 0;

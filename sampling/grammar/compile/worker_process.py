@@ -45,7 +45,12 @@ def library_errors() -> Iterator[None]:
     except (MemoryError, CompileAbortedError, UnfitError, UnsupportedError):
         raise
     except Exception as error:  # the library raises RuntimeError and several types of its own
-        raise ValueError(_SOURCE_PREFIX.sub("", str(error)).strip()) from error
+        raise ValueError(without_source(str(error))) from error
+
+
+def without_source(message: str) -> str:
+    """A message of a library without the line of its sources."""
+    return _SOURCE_PREFIX.sub("", message).strip()
 
 
 class _Process:

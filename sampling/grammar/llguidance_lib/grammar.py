@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from stepgraph.sampling.fields import clip_repr
 from stepgraph.sampling.grammar.compile.limits import GrammarLimits
 from stepgraph.sampling.grammar.compile.worker_process import CompileWorker
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
@@ -30,7 +31,8 @@ from stepgraph.sampling.native import Unavailable
 # of this. The states that a lexer adds while masks are computed are not included; `GrammarLimits.lexer_states` bounds them.
 BYTES_PER_GRAMMAR, BYTES_PER_CHAR = 60_000, 120
 
-_NOISE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?|\n *1 \| .*|<(non-verbose|state).*", re.DOTALL)
+_POSITION = re.compile(r"(?:at )?(\d+)\((\d+)\): ")  # line and column in the grammar
+_NOISE = re.compile(rf"^{_POSITION.pattern}(failed to compile JSON schema: )?|\n *\d+ \| .*|<(non-verbose|state).*", re.DOTALL)
 LEXER_FULL = "too many states"
 
 
@@ -196,8 +198,13 @@ class LLGuidanceBuilder:
         grammar = worker.call("lark", kind, payload, asdict(options)).decode() if worker else lark_text(kind, payload, options)
         compiled = LLGuidanceGrammar(lambda: self._library.matcher(grammar), self._vocabulary, self._limits.step_seconds)
         if compiled.start.is_error():
-            lines = _NOISE.sub("", compiled.start.get_error()).strip().splitlines()
-            reject("#", constraint.kind, "\n".join(lines) if kind == "lark" else lines[0])  # lark: all lines, for the user
+            error = compiled.start.get_error()
+            reason = _NOISE.sub("", error).strip()
+            if kind != "lark":  # the grammar is not the user's
+                reject("#", kind, reason.splitlines()[0])
+            at = _POSITION.match(error)
+            got = f"got {clip_repr(grammar.split(chr(10))[int(at[1]) - 1])} at column {at[2]}: " if at else ""
+            reject("#", kind, got + reason)
         compiled.nbytes = BYTES_PER_GRAMMAR + BYTES_PER_CHAR * len(grammar)
         compiled.native = LLGuidanceNativeGrammar(self._native, grammar, self._fuel) if self._native else None
         return compiled

@@ -192,7 +192,7 @@ FORMATS = {
     "regex": _regex(_ATOM, _REPEAT, 1, _LOOK_BEHIND),
     "uri-template": _URI_TEMPLATE,
 }
-OLDER = {"hostname": _HOSTNAME_7}  # of drafts 3 to 7
+OLDER = {"hostname": _HOSTNAME_7, "time": rf"{_HOUR_MINUTE}:[0-5]\d"}  # of drafts 3 to 7, and of draft 3
 LONGEST_HOSTNAME = 253
 # The rule of a grammar for any regular expression: {0} is the name of the rule, {1} to {3} are REGEX_PARTS.
 REGEX_RULE = '"" | {1} {0} | "(" ("?:")? {0} ")" ({2})? {0} | "(?" ([=!] {0} | "<" [=!] {3}) ")" {0}'

@@ -273,6 +273,9 @@ class Normaliser:
         """The texts of a format; None if the format is only an annotation."""
         draft = self.document.draft
         name = _OLDER_NAMES.get(name, name) if draft in (0, 3) else name
+        if name == "time" and draft == 3:
+            texts = full(formats.OLDER[name])
+            return Strings(texts, texts, texts)
         if name in formats.FORMATS:
             if name in formats.NARROWED:
                 self.narrowed[Unsupported(node.where, "format", f"{name}: {formats.NARROWED[name]}; write a pattern for others")] = None

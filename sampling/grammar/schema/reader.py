@@ -40,6 +40,9 @@ _FIRST_DRAFT = {
     "if": 7,
     "then": 7,
     "else": 7,
+    "minContains": 8,
+    "maxContains": 8,
+    "prefixItems": 9,
 }  # the first draft with a keyword that older schemas may contain as an annotation
 _LAST_DRAFT = {"divisibleBy": 3, "disallow": 3, "extends": 3}
 _DRAFT = re.compile(r"https?://json-schema\.org/draft[-/]0?(3|4|6|7|2019-09|2020-12)/(?:hyper-)?schema#?$")

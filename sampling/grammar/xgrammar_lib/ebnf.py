@@ -6,6 +6,7 @@ conversion of JSON schemas is not used: see `schema_grammar`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import heapq
 import json
@@ -41,6 +42,7 @@ _BLANKS = r"(?:\s|#[^\n]*(?:\n|\Z))*"
 _BEFORE_EMPTY = re.compile(rf"({_LITERAL_OR_CLASS.pattern})|(?:::=|[|(])(?={_BLANKS}\|)|\|(?={_BLANKS}(?:\)|[\w.-]+\s*::=|\Z))")
 # The library reads numbers as 32 bits, and its parser of regular expressions is wrong: see `constraints.pattern`.
 _MISREAD = re.compile(r"[{(][\s\d,]*\d{10}|(?<![\w.-])Regex\s*\(")
+_SYNTAX_ERROR = re.compile(r"EBNF \w+ error at line (\d+), column (\d+): (.*)")
 _MAYBE_NON_ASCII = re.compile(r"[^\x00-\x7f]|\\[uUx]|\[\^")  # if found, a grammar may have a class beyond ASCII
 
 
@@ -49,14 +51,31 @@ def parsed_grammar(core: Any, kind: str, payload: str, options: Options, least_b
 
     CompileAbortedError if the shortest text of a rule is longer than `least_bytes`; any other error is from the library.
     """
-    text, root = ebnf_text(core, kind, payload, options)
-    # If other rules use the first rule, the library forbids tokens that extend past its end. So the first rule is a new one.
-    first = "first"
-    while first in text:
-        first += "_"
-    grammar = core.Grammar.from_ebnf(f"{text}\n{first} ::= {root}\n", first)
+    with _quoted_lines(payload) if kind == "ebnf" else contextlib.nullcontext():
+        text, root = ebnf_text(core, kind, payload, options)
+        # If other rules use the first rule, the library forbids tokens that extend past its end. So the first rule is a new one.
+        first = "first"
+        while first in text:
+            first += "_"
+        grammar = core.Grammar.from_ebnf(f"{text}\n{first} ::= {root}\n", first)
     check_shortest_texts(str(grammar.serialize_json()), least_bytes)
     return grammar
+
+
+@contextlib.contextmanager
+def _quoted_lines(payload: str) -> Iterator[None]:
+    """Within the block, a syntax error of the library quotes the line of the user's grammar."""
+    try:
+        yield
+    except RuntimeError as error:
+        found, (root, grammar) = _SYNTAX_ERROR.search(str(error)), json.loads(payload)
+        if found is None:
+            raise
+        number, lines = int(found[1]), grammar.split("\n")
+        if "root rule" in found[3] or (number > len(lines) and "is not defined" in found[3]):  # in the rule that is added
+            raise ValueError(f"root: got {clip_repr(root)}, expected the name of a rule of the grammar") from None
+        where = f"at line {number}, column {found[2]}" if number <= len(lines) else "at the end of the last line"
+        raise ValueError(f"got {clip_repr(lines[min(number, len(lines)) - 1])} {where}: {found[3]}") from None
 
 
 def ebnf_text(core: Any, kind: str, payload: str, options: Options) -> tuple[str, str]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from stepgraph.sampling.grammar.compile.limits import GrammarLimits
-from stepgraph.sampling.grammar.compile.worker_process import CompileWorker, library_errors
+from stepgraph.sampling.grammar.compile.worker_process import CompileWorker, library_errors, without_source
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
 from stepgraph.sampling.grammar.constraints.pattern import pattern_to_ebnf
 from stepgraph.sampling.grammar.constraints.unsupported import reject
@@ -85,7 +85,7 @@ class XGrammarMatcher:
         except UnicodeDecodeError as error:  # the forced text need not be UTF-8
             result = bytes(error.object)
         except Exception as error:
-            self.fault = f"{name}: {error}"
+            self.fault = f"{name}: {without_source(str(error))}"
             return None
         seconds = time.thread_time() - start
         if seconds > self.fuel_seconds:

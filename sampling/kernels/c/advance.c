@@ -114,7 +114,8 @@ static bool reach(const advance_row *row, int64_t last_token) {
         return true;
     }
     int64_t before = tag_at(row, 0)[1], emitted = row->generated - before;
-    return emitted > 0 && emitted <= row->call->positions && is_open(row, before, emitted - 1) && step(row, row->generated - 1, emitted - 1, last_token);
+    return emitted > 0 && emitted <= row->call->positions && is_open(row, before, emitted - 1) &&
+        step(row, row->generated - 1, emitted - 1, last_token);
 }
 
 static void commit(const advance_row *row, int64_t last_token) {
@@ -159,11 +160,13 @@ EXPORTED int stepgraph_advance_fill(const argument *args) {
         bool running = number_at(call.state, at, FINISH) == FINISH_RUNNING && row.image[IMAGE_DEPTH] <= call.room;
         int64_t last_token = number_at(call.state, at, LAST_TOKEN);
         if (running && fill_new && !is_filled(&row, row.generated, 0)) commit(&row, last_token);
-        for (int64_t index = first; row.forced && index <= last && index + 1 < call.positions; index++) row.forced[index * call.forced_step] = -1;
+        for (int64_t index = first; row.forced && index <= last && index + 1 < call.positions; index++)
+            row.forced[index * call.forced_step] = -1;
         for (int64_t index = first; index <= last; index++) {
             int64_t forced_draft = takes_forced && index > 0 ? row.forced[(index - 1) * call.forced_step] : -1;
             if (!running) set_tag(&row, 0, 0, index, STATUS_NONE);
-            else if (index > 0) advance(&row, index, forced_draft < 0 ? number_at(call.drafts, by_row ? at : slot, index - 1) : forced_draft);
+            else if (index > 0)
+                advance(&row, index, forced_draft < 0 ? number_at(call.drafts, by_row ? at : slot, index - 1) : forced_draft);
             else commit(&row, last_token);
             status[index * step] = tag_at(&row, index)[3];
         }

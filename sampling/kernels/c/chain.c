@@ -98,4 +98,10 @@ EXPORTED int stepgraph_run_kernels(const argument *args) {
     return 0;
 }
 
+/* A host node as a kernel: calls the function with its data. */
+EXPORTED int stepgraph_call_host(const argument *args) {
+    ((void (*)(void *))args[0].data)(args[1].data);
+    return 0;
+}
+
 EXPORTED const int64_t stepgraph_kernel_sizes[] = {KERNELS_VERSION, sizeof(argument)};

@@ -24,7 +24,8 @@ INLINED part portable_exp(part values) {
     return select_lanes(below, (part){0}, (series * rest * rest + rest + 1.0f) * scale);
 }
 
-/* The weights of at least `least`, counted or in units of 2^-40. Weights are at most 1; their units are added up in two halves of 20 bits. */
+/* The weights of at least `least`, counted or in units of 2^-40. Weights are at most 1; their units are added up in two halves of 20
+   bits. */
 INLINED int64_t total(const float *weights, int64_t count, float least, int counted) {
     int64_t sum = 0;
     for (int64_t i = 0; i < count;) {
@@ -182,7 +183,8 @@ INLINED int64_t race_winner(const residual *from, int64_t count, const int64_t *
     return winner;
 }
 
-/* logits [N, V]; params [N, 4 or more]; seed, position [N]; purpose; rows [N]; row_probs [R, W]; ids [V], ascending, or NULL; output [N]. */
+/* logits [N, V]; params [N, 4 or more]; seed, position [N]; purpose; rows [N]; row_probs [R, W]; ids [V], ascending, or NULL; output
+   [N]. */
 EXPORTED FOR_EACH_PROCESSOR int stepgraph_draw(const argument *args) {
     const argument *logits = args, *params = args + 1, *table = args + 6;
     const int64_t *seed = args[2].data, *position = args[3].data, *rows = args[5].data, *ids = args[7].data;
@@ -193,7 +195,8 @@ EXPORTED FOR_EACH_PROCESSOR int stepgraph_draw(const argument *args) {
         int64_t at = index_in(rows[row], table->size[0]);
         if (at < 0) return 1;
         float *probabilities = (float *)table->data + at * table->stride[0];
-        int alive = logits->bfloat16 ? distribute(from, settings, probabilities, width, 1) : distribute(from, settings, probabilities, width, 0);
+        int alive = logits->bfloat16 ? distribute(from, settings, probabilities, width, 1)
+            : distribute(from, settings, probabilities, width, 0);
         residual weights = {.target = probabilities, .certain = NEITHER};
         ((int64_t *)args[8].data)[row] = alive ? race_winner(&weights, width, ids, stream(seed[row], position[row], args[4].integer)) : 0;
         for (int64_t i = width - 1; ids && i >= 0; i--) { /* ids[i] >= i: from the last on, none is overwritten before it moved */

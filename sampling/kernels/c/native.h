@@ -36,8 +36,8 @@ enum { FINISH_RUNNING = 1, FINISH_STOP, FINISH_LENGTH, FINISH_COMPLETE, FINISH_D
 #define EXPORTED __attribute__((visibility("default")))
 #define INLINED static inline __attribute__((always_inline))
 
-/* Vectors of PART elements, at any even address: of 64 bytes in files for processors that have them, which define WIDE_VECTORS, otherwise of
-   32 bytes. GCC keeps vectors that are wider than a register in memory. */
+/* Vectors of PART elements, at any even address: of 64 bytes in files for processors that have them, which define WIDE_VECTORS, otherwise
+   of 32 bytes. GCC keeps vectors that are wider than a register in memory. */
 #ifdef WIDE_VECTORS
 enum { PART = 16 };
 #else

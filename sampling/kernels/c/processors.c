@@ -110,7 +110,8 @@ EXPORTED FOR_EACH_PROCESSOR int stepgraph_process_logits(const argument *args) {
             int64_t index = row * positions + position, before[MAX_EARLIER_DRAFTS], count = first + position;
             int64_t known = status ? status[index] : STATUS_OK, length = generated[row * args[13].stride[0]] + count;
             count = count < drafts->size[1] ? count : drafts->size[1];
-            for (int64_t i = 0; i < count; i++) before[i] = ((const int64_t *)drafts->data)[row * drafts->stride[0] + i * drafts->stride[1]];
+            for (int64_t i = 0; i < count; i++)
+                before[i] = ((const int64_t *)drafts->data)[row * drafts->stride[0] + i * drafts->stride[1]];
             call.logits = (const char *)logits->data + (row * logits->stride[0] + position * logits->stride[1]) * bytes;
             call.mask = masked ? (const int32_t *)masks->data + mask_row * masks->stride[0] + position * masks->stride[1] : NULL;
             call.forbidden = masked && status && known != STATUS_OK;

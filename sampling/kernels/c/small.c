@@ -3,7 +3,8 @@
 
 #include "native.h"
 
-enum { COPY, ADD, SUBTRACT, MULTIPLY, EQUAL, UNEQUAL, LESS, LESS_EQUAL, GREATER, GREATER_EQUAL, AND, OR, SHIFT, CLAMP_MIN, CLAMP_MAX, WHERE, SUM, CUMPROD, GATHER, SCATTER };
+enum { COPY, ADD, SUBTRACT, MULTIPLY, EQUAL, UNEQUAL, LESS, LESS_EQUAL, GREATER, GREATER_EQUAL, AND, OR, SHIFT, CLAMP_MIN, CLAMP_MAX, WHERE,
+    SUM, CUMPROD, GATHER, SCATTER };
 
 /* An integer of 1 (as bool), 2, 4 or 8 bytes; a scalar has no data. */
 INLINED int64_t element(const argument *from, int64_t at) {
@@ -53,15 +54,16 @@ INLINED int64_t indexed_offset(const argument *index, int64_t at, const argument
     return found < 0 ? -1 : found * stride->integer;
 }
 
-/* kind; out, a, b, c: tensors of four dimensions and of one shape, some with strides of 0, or numbers; stride and size of the dimension that
-   b is an index of, and whether it counts from the end where it is negative. GATHER: out is a at the index b. SCATTER: out at the index b
-   becomes a. SUM: out is the sum of the elements of a at the same place. CUMPROD: products along the last dimension. */
+/* kind; out, a, b, c: tensors of four dimensions and of one shape, some with strides of 0, or numbers; stride and size of the dimension
+   that b is an index of, and whether it counts from the end where it is negative. GATHER: out is a at the index b. SCATTER: out at the
+   index b becomes a. SUM: out is the sum of the elements of a at the same place. CUMPROD: products along the last dimension. */
 EXPORTED int stepgraph_small_operation(const argument *args) {
     const argument *out = args + 1, *a = args + 2, *b = args + 3, *c = args + 4;
     int64_t kind = args->integer, size[4], indexed = kind == GATHER || kind == SCATTER;
     memcpy(size, kind == SUM || kind == SCATTER ? a->size : out->size, sizeof size);
     /* whether the last dimension can be copied at once */
-    bool copyable = (kind == COPY || indexed) && a->integer == out->integer && a->stride[3] == 1 && out->stride[3] == 1 && (!indexed || b->stride[3] == 0);
+    bool copyable = (kind == COPY || indexed) && a->integer == out->integer && a->stride[3] == 1 && out->stride[3] == 1 &&
+        (!indexed || b->stride[3] == 0);
     int64_t inner = copyable ? 1 : size[3];
     if (kind == SUM)
         for (int64_t i = 0; i < size[0] * size[1] * size[2] * size[3]; i++) {

@@ -23,6 +23,7 @@ from stepgraph.sampling.kernels import choice
 from stepgraph.sampling.kernels.triton import choice as choice_programs
 from stepgraph.sampling.kernels.triton import numeric
 from stepgraph.sampling.rng import Purpose
+from tests.helpers.hazards import hazards
 from tests.helpers.pairs import pairs
 
 assert triton.knobs.runtime.interpret, "run by test_kernels.py, with TRITON_INTERPRET=1"
@@ -226,3 +227,15 @@ def test_chain_accept_of_a_batch(k: int) -> None:
     room, stops = draw(13), draw(7, 3, low=-1)
     compare_chains(sampled, draw(10, k + 1) > 0, drafts, draw(k + 1), status, stops, room)
     compare_chains(sampled, draw(10, k + 1) > 0, drafts, draw(k + 1), status, stops, room, known=draw(k + 1))
+
+
+def test_accesses_of_different_threads_are_separated_by_barriers() -> None:
+    with hazards() as found:
+        masks, constrained = random_masks(4, 2, 70, 0.5, 1), torch.tensor([True, True, False])
+        compare(padded(3, 2, 70, torch.float32, 1), masks, torch.tensor([3, 0, 3]), constrained, 32)
+        compare(padded(3, 2, 70, torch.float32, 1), None, tile=32)
+        test_own_vocabulary_reads_the_mask_bits_of_its_tokens(40)
+        test_mask_without_status_ok_allows_nothing(MaskStatus.DEAD_END, False)
+        test_race_over_many_tiles_and_a_view()
+        test_chain_accept_of_a_batch(3)
+    assert found == set()

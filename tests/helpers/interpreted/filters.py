@@ -21,6 +21,7 @@ from stepgraph.sampling.kernels import filters
 from stepgraph.sampling.kernels.triton import filters as programs
 from stepgraph.sampling.kernels.triton.numeric import portable_exp
 from stepgraph.sampling.rng import Purpose
+from tests.helpers.hazards import hazards
 
 assert triton.knobs.runtime.interpret, "run by test_kernels.py, with TRITON_INTERPRET=1"
 INF = math.inf
@@ -139,3 +140,12 @@ def test_weights_are_bit_equal_to_the_sampler() -> None:
     weights = torch.empty_like(values)
     _weigh[(1,)](values, weights, COUNT=len(values))
     assert torch.equal(weights, sampler.portable_exp(values))
+
+
+def test_accesses_of_different_threads_are_separated_by_barriers() -> None:
+    with hazards() as found:
+        compare(padded(2, 2, 100), [[0.7, 50, 0.9, 0.01], [1.3, 0, 0.95, 0]], tile=32, digit_bits=3)
+        test_rows_with_zero_or_one_possible_token()
+        for width, target, tile in ((150, 150, 128), (64, 4000, 64)):
+            test_draw_equals_the_reference(width, target, tile)
+    assert found == set()

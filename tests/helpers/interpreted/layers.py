@@ -27,6 +27,7 @@ from stepgraph.sampling.kernels.operation import Operation
 from tests.graphs.layers.test_quantised import every_kind, made
 from tests.graphs.layers.test_slot_mapping import appended_case, proposed_case, settling_case, written_by
 from tests.graphs.test_publishing import ENDS, check_batch, check_end, check_slot
+from tests.helpers.hazards import hazards
 from tests.runtime.models.test_ngram import inert_texts
 from tools.gpu.checks.layers import count_output, keep_skipped, write_emission
 
@@ -267,3 +268,19 @@ def test_published_rounds_equal_the_reference() -> None:
     check_slot(publishing.publish_results, publishing.end_round)
     for end in ENDS:
         check_end(publishing.end_round, *end)
+
+
+def test_accesses_of_different_threads_are_separated_by_barriers() -> None:
+    with hazards() as found:
+        test_slots_equal_the_reference()
+        test_shifted_entries_equal_the_reference(4)
+        test_scattered_masks_equal_the_reference(3)
+        test_draft_selection_equals_the_reference()
+        test_chosen_chains_equal_the_reference(True, True)
+        test_appended_tokens_equal_the_reference()
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            test_looked_up_chains_equal_the_reference(16, monkeypatch)
+        test_stored_drafts_equal_the_reference(3)
+        test_written_emissions_equal_the_reference(3)
+        test_published_rounds_equal_the_reference()
+    assert found == set()

@@ -16,6 +16,7 @@ from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.kernels import GrammarMask, Processed, choice, processors
 from stepgraph.sampling.kernels.triton import choice as choice_programs
 from stepgraph.sampling.kernels.triton import processors as programs
+from tests.helpers.hazards import hazards
 from tests.helpers.pairs import pairs
 from tools.gpu.checks.masks import Case, make_case, tag_inputs
 from tools.gpu.checks.operations import log_probabilities, top_logprobs
@@ -142,3 +143,14 @@ def test_log_probabilities_equal_the_reference(width: int, tile: int) -> None:
 def test_top_logprobs_equal_the_reference(width: int, tile: int) -> None:
     call = top_logprobs(torch.device("cpu"), 5, 2, width)
     assert not any(call.different_rows(lambda *arguments: programs.top_logprobs(*arguments, tile=tile)))
+
+
+def test_accesses_of_different_threads_are_separated_by_barriers() -> None:
+    with hazards() as found:
+        compare(make_case(4, 2, 70, torch.float32), tile=32)
+        compare(make_case(4, 1, 70, torch.float32, masked=False, first=2), tile=32)
+        compare(make_case(5, 1, 500, torch.bfloat16, draft_vocabulary=40, first=2), tile=32)
+        test_mask_status_equals_the_reference(2)
+        test_log_probabilities_equal_the_reference(70, 32)
+        test_top_logprobs_equal_the_reference(70, 32)
+    assert found == set()

@@ -18,6 +18,7 @@ from stepgraph.sampling.kernels import rejection
 from stepgraph.sampling.kernels.triton import numeric
 from stepgraph.sampling.kernels.triton import rejection as programs
 from stepgraph.sampling.rng import Purpose
+from tests.helpers.hazards import hazards
 
 assert triton.knobs.runtime.interpret, "run by test_kernels.py, with TRITON_INTERPRET=1"
 SETTINGS = torch.tensor([[1.0, 0, 1, 0], [0.7, 5, 0.9, 0.01], [0.0, 0, 1, 0], [3.0, 0, 1, 0]])  # every fourth row is greedy
@@ -162,3 +163,10 @@ def test_coins_equal_rng() -> None:
     coins = torch.empty(count)
     _coins[(1,)](seed, position, coins, SALT=rng.signed(Purpose.ACCEPT * rng.GOLDEN), COUNT=count)
     assert torch.equal(coins, rng.uniform(seed, position, Purpose.ACCEPT))
+
+
+def test_accesses_of_different_threads_are_separated_by_barriers() -> None:
+    with hazards() as found:
+        for k in (0, 3):
+            compare(make_case(6, k, 100, 1), tile=32)
+    assert found == set()

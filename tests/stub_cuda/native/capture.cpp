@@ -177,7 +177,8 @@ int wait_event(void* stream_handle, void* event_handle, bool external) {
     if (stream->capture && stream->capture->invalid) return CAPTURE_INVALIDATED;
     if (event->capture && event->capture->open) {
         if (!stream->capture) {
-            if (stream == &world().legacy) return invalidate(*event->capture, CAPTURE_IMPLICIT, "the legacy stream waits for a captured event");
+            if (stream == &world().legacy)
+                return invalidate(*event->capture, CAPTURE_IMPLICIT, "the legacy stream waits for a captured event");
             stream->capture = event->capture;
             stream->frontier = event->frontier;
             event->capture->streams.insert(stream);
@@ -188,7 +189,8 @@ int wait_event(void* stream_handle, void* event_handle, bool external) {
             return invalidate(*stream->capture, CAPTURE_MERGE, "a stream waits for an event of another capture");
         }
         for (Node* node : event->frontier)
-            if (std::find(stream->frontier.begin(), stream->frontier.end(), node) == stream->frontier.end()) stream->frontier.push_back(node);
+            if (std::find(stream->frontier.begin(), stream->frontier.end(), node) == stream->frontier.end())
+                stream->frontier.push_back(node);
         return SUCCESS;
     }
     if (event->capture) return CAPTURED_EVENT;
@@ -294,7 +296,8 @@ int end_capture(void* handle, void** graph) {
     int code = capture->invalid ? CAPTURE_INVALIDATED : SUCCESS;
     if (code == SUCCESS)
         for (Stream* other : capture->streams)
-            if (other != stream && !reaches(stream->frontier, other->frontier)) code = invalidate(*capture, CAPTURE_UNJOINED, "end of the capture");
+            if (other != stream && !reaches(stream->frontier, other->frontier))
+                code = invalidate(*capture, CAPTURE_UNJOINED, "end of the capture");
     for (Stream* other : capture->streams) {
         other->capture.reset();
         other->frontier.clear();

@@ -73,25 +73,29 @@ int cublasGetMathMode(void* handle, int* mode) { return stub_give(mode, static_c
 
 // Arguments of the node, here and below: m, n, k, A, B, C, and the number of products of a batch.
 int cublasGemmEx(
-    void* handle, int, int, int m, int n, int k, const void*, const void* a, int, int, const void* b, int, int, const void*, void* c, int, int, int, int) {
+    void* handle, int, int, int m, int n, int k, const void*, const void* a, int, int, const void* b, int, int, const void*, void* c, int,
+    int, int, int) {
     STUB_ENTER();
     return product(__func__, handle, {unsigned(m), unsigned(n), unsigned(k), number(a), number(b), number(c), 1});
 }
 
 int cublasGemmStridedBatchedEx(
-    void* handle, int, int, int m, int n, int k, const void*, const void* a, int, int, long long, const void* b, int, int, long long, const void*, void* c,
+    void* handle, int, int, int m, int n, int k, const void*, const void* a, int, int, long long, const void* b, int, int, long long,
+    const void*, void* c,
     int, int, long long, int batch, int, int) {
     STUB_ENTER();
     return product(__func__, handle, {unsigned(m), unsigned(n), unsigned(k), number(a), number(b), number(c), unsigned(batch)});
 }
 
-int cublasSgemm_v2(void* handle, int, int, int m, int n, int k, const float*, const float* a, int, const float* b, int, const float*, float* c, int) {
+int cublasSgemm_v2(void* handle, int, int, int m, int n, int k, const float*, const float* a, int, const float* b, int, const float*,
+    float* c, int) {
     STUB_ENTER();
     return product(__func__, handle, {unsigned(m), unsigned(n), unsigned(k), number(a), number(b), number(c), 1});
 }
 
 int cublasSgemmStridedBatched(
-    void* handle, int, int, int m, int n, int k, const float*, const float* a, int, long long, const float* b, int, long long, const float*, float* c, int,
+    void* handle, int, int, int m, int n, int k, const float*, const float* a, int, long long, const float* b, int, long long, const float*,
+    float* c, int,
     long long, int batch) {
     STUB_ENTER();
     return product(__func__, handle, {unsigned(m), unsigned(n), unsigned(k), number(a), number(b), number(c), unsigned(batch)});

@@ -6,7 +6,8 @@ using namespace stub;
 extern "C" {
 
 int cublasLtMatmul(
-    void*, void*, const void*, const void* a, void*, const void* b, void*, const void*, const void* c, void*, void* d, void*, const void*, void* workspace,
+    void*, void*, const void*, const void* a, void*, const void* b, void*, const void*, const void* c, void*, void* d, void*, const void*,
+    void* workspace,
     size_t, void* stream) {
     STUB_ENTER();
     static const unsigned shape[7] = {1, 1, 1, 128, 1, 1, 0};

@@ -410,7 +410,8 @@ int cuStreamGetCaptureInfo_v2(void* stream, int* status, uint64_t* id, void** gr
     return code;
 }
 
-int cuStreamGetCaptureInfo_v3(void* stream, int* status, uint64_t* id, void** graph, Node* const** dependencies, const void** edges, size_t* count) {
+int cuStreamGetCaptureInfo_v3(void* stream, int* status, uint64_t* id, void** graph, Node* const** dependencies, const void** edges,
+    size_t* count) {
     if (edges) *edges = nullptr;
     return cuStreamGetCaptureInfo_v2(stream, status, id, graph, dependencies, count);
 }
@@ -476,7 +477,8 @@ int cuLaunchKernelEx(const LaunchConfig* config, void* function, void** argument
 }
 
 int cuLaunchKernel(
-    void* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, void* stream, void** arguments,
+    void* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, void* stream,
+    void** arguments,
     void** extra) {
     STUB_ENTER_CONTEXT();
     if (extra) return NOT_SUPPORTED;
@@ -485,7 +487,8 @@ int cuLaunchKernel(
 }
 
 int cuLaunchCooperativeKernel(
-    void* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, void* stream, void** arguments) {
+    void* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, void* stream,
+    void** arguments) {
     return cuLaunchKernel(function, gx, gy, gz, bx, by, bz, shared, stream, arguments, nullptr);
 }
 
@@ -610,7 +613,8 @@ int cuGraphAddChildGraphNode(void** out, void* graph, Node* const* dependencies,
 
 int cuGraphAddKernelNode_v2(void** out, void* graph, Node* const* dependencies, size_t count, const KernelNodeParams* params) {
     STUB_ENTER_CONTEXT();
-    return add_node(out, graph, dependencies, count, kernel_node(static_cast<Function*>(params->function), params->shape, params->arguments));
+    return add_node(out, graph, dependencies, count,
+        kernel_node(static_cast<Function*>(params->function), params->shape, params->arguments));
 }
 
 int cuGraphAddMemsetNode(void** out, void* graph, Node* const* dependencies, size_t count, const MemsetNodeParams* params, void* context) {

@@ -76,7 +76,8 @@ std::string fields(const Node& node) {
         case NodeType::child:
             return ",\"body\":" + describe(node.body->nodes);
         case NodeType::conditional:
-            return ",\"condition\":" + number(node.condition) + ",\"condition_type\":" + number(uint64_t(node.condition_type)) + ",\"body\":" +
+            return ",\"condition\":" + number(node.condition) + ",\"condition_type\":" + number(uint64_t(node.condition_type)) +
+                ",\"body\":" +
                    describe(node.body->nodes);
         case NodeType::host:
             return ",\"callback\":" + address(reinterpret_cast<void*>(node.callback)) + ",\"data\":" + address(node.data);
@@ -171,7 +172,8 @@ namespace {
 // Whether CUDA allows these nodes, and recursively those of their bodies, in the body of a conditional node.
 bool allowed_in_body(const Nodes& nodes) {
     for (auto& node : nodes) {
-        bool known = node->type == NodeType::kernel || node->type == NodeType::copy || node->type == NodeType::fill || node->type == NodeType::empty;
+        bool known = node->type == NodeType::kernel || node->type == NodeType::copy || node->type == NodeType::fill ||
+            node->type == NodeType::empty;
         if (!known && !(node->body && allowed_in_body(node->body->nodes))) {
             message("a node of type %d in the body of a conditional node", int(node->type));
             return false;
@@ -221,7 +223,8 @@ int launch_graph(void* exec_handle, void* stream_handle) {
     Exec* exec = find_exec(exec_handle);
     Stream* stream = find_stream(stream_handle);
     if (!exec || !stream) return INVALID_VALUE;
-    if (stream->capture) return invalidate(*stream->capture, CAPTURE_UNSUPPORTED, "launch of a graph in a capturing stream (child graphs are not modelled)");
+    if (stream->capture)
+        return invalidate(*stream->capture, CAPTURE_UNSUPPORTED, "launch of a graph in a capturing stream (child graphs are not modelled)");
     if (!exec->uploaded) counter("graph_launches_that_upload").add();
     exec->uploaded = true;
     counter("graph_launches").add();

@@ -61,8 +61,10 @@ void read_cubin(Module& module, const uint8_t* image) {
     for (size_t index = 0; index < header.e_shnum; ++index) {
         auto found = section(index);
         std::string name = reinterpret_cast<const char*>(names + found.sh_name);
-        if (name.compare(0, code.size(), code) == 0) module.layouts[name.substr(code.size())];  // a kernel without parameters has no entries
-        if (name.compare(0, prefix.size(), prefix) == 0) module.layouts[name.substr(prefix.size())] = read_info(image + found.sh_offset, found.sh_size);
+        // a kernel without parameters has no entries
+        if (name.compare(0, code.size(), code) == 0) module.layouts[name.substr(code.size())];
+        if (name.compare(0, prefix.size(), prefix) == 0)
+            module.layouts[name.substr(prefix.size())] = read_info(image + found.sh_offset, found.sh_size);
     }
 }
 
@@ -146,7 +148,8 @@ void read_fat_binary(Module& module, const uint8_t* data) {
     uint32_t architecture = 0;
     while (current < end) {
         Entry entry(current);
-        if (entry.kind == CUBIN && entry.architecture <= 90 && entry.architecture >= architecture) best = current, architecture = entry.architecture;
+        if (entry.kind == CUBIN && entry.architecture <= 90 && entry.architecture >= architecture)
+            best = current, architecture = entry.architecture;
         current += entry.header_size + entry.size;
     }
     if (!best) return;

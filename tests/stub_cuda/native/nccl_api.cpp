@@ -95,7 +95,8 @@ int ncclAllReduce(const void* own, void* found, size_t count, int type, int oper
     int ranks = static_cast<Communicator*>(communicator)->ranks;
     return collective(__func__, own, found, count, type, communicator, stream, [=] {
         if (type == FLOAT32)
-            for (size_t index = 0; index < count; ++index) static_cast<float*>(found)[index] = ranks * static_cast<const float*>(own)[index];
+            for (size_t index = 0; index < count; ++index)
+                static_cast<float*>(found)[index] = ranks * static_cast<const float*>(own)[index];
         if (type == BFLOAT16)
             for (size_t index = 0; index < count; ++index) {
                 uint32_t wide = uint32_t(static_cast<const uint16_t*>(own)[index]) << 16;

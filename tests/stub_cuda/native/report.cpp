@@ -58,7 +58,8 @@ void message(const char* format, ...) {
 void issued(const char* kind, uint64_t stream, const void* subject) {
     if (!report().keeps_issued) return;
     char text[128];
-    std::snprintf(text, sizeof text, "%s %llu %llu\n", kind, static_cast<unsigned long long>(stream), reinterpret_cast<unsigned long long>(subject));
+    std::snprintf(text, sizeof text, "%s %llu %llu\n", kind, static_cast<unsigned long long>(stream),
+        reinterpret_cast<unsigned long long>(subject));
     std::lock_guard<std::mutex> lock(report().lock);
     report().issued += text;
 }

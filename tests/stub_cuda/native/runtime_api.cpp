@@ -434,7 +434,8 @@ int cudaStreamIsCapturing(void* stream, int* status) {
     return done(code);
 }
 
-int cudaStreamGetCaptureInfo(void* stream, int* status, uint64_t* id, void** graph, Node* const** dependencies, const void** edges, size_t* count) {
+int cudaStreamGetCaptureInfo(void* stream, int* status, uint64_t* id, void** graph, Node* const** dependencies, const void** edges,
+    size_t* count) {
     STUB_ENTER_RUNTIME();
     CaptureInfo info;
     int code = capture_info(stream, &info);
@@ -447,7 +448,8 @@ int cudaStreamGetCaptureInfo(void* stream, int* status, uint64_t* id, void** gra
     return done(code);
 }
 
-int cudaStreamGetCaptureInfo_v2(void* stream, int* status, uint64_t* id, void** graph, Node* const** dependencies, size_t* count) {  // CUDA 12
+// CUDA 12
+int cudaStreamGetCaptureInfo_v2(void* stream, int* status, uint64_t* id, void** graph, Node* const** dependencies, size_t* count) {
     return cudaStreamGetCaptureInfo(stream, status, id, graph, dependencies, nullptr, count);
 }
 
@@ -468,7 +470,8 @@ int cudaGraphGetNodes(void* handle, void** nodes, size_t* count) {
 
 int cudaGraphNodeGetDependencies(Node* node, Node** dependencies, void*, size_t* count) {
     STUB_ENTER_RUNTIME();
-    for (size_t index = 0; dependencies && index < *count && index < node->dependencies.size(); ++index) dependencies[index] = node->dependencies[index];
+    for (size_t index = 0; dependencies && index < *count && index < node->dependencies.size(); ++index)
+        dependencies[index] = node->dependencies[index];
     *count = node->dependencies.size();
     return SUCCESS;
 }

@@ -87,7 +87,8 @@ const std::vector<Parameter>* parameters_of(Function* function);  // null: not k
 // ---- graphs (graph.cpp) ----
 
 // Values of CUgraphNodeType.
-enum class NodeType : int { kernel = 0, copy = 1, fill = 2, host = 3, child = 4, empty = 5, event_wait = 6, event_record = 7, conditional = 13 };
+enum class NodeType : int { kernel = 0, copy = 1, fill = 2, host = 3, child = 4, empty = 5, event_wait = 6, event_record = 7,
+    conditional = 13 };
 
 struct Graph;
 struct Event;

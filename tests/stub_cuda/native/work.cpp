@@ -200,7 +200,8 @@ int launch_kernel(
             return INVALID_VALUE;
         }
     if (shape[1] > 65535 || shape[2] > 65535 || uint64_t(shape[3]) * shape[4] * shape[5] > 1024) {
-        message("launch of %s with grid %u %u %u, block %u %u %u", function->symbol.c_str(), shape[0], shape[1], shape[2], shape[3], shape[4], shape[5]);
+        message("launch of %s with grid %u %u %u, block %u %u %u", function->symbol.c_str(), shape[0], shape[1], shape[2], shape[3],
+            shape[4], shape[5]);
         return 9;  // invalid configuration
     }
     auto node = kernel_node(function, shape, arguments);

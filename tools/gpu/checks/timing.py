@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs import BufferSpec, GraphKey, StaticBuffers, current_context, run_eager
-from stepgraph.graphs.capture import C_HOST_FUNCTION, Backend, Recorded
+from stepgraph.graphs.capture import Backend, Recorded
 from stepgraph.graphs.cuda.context import HostCallback
 from stepgraph.graphs.errors import HostErrors
 from stepgraph.sampling.grammar.link.native import NativeLink, load
 from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, HostLink, advance
 from stepgraph.sampling.grammar.status import TAG_FIELDS, HostColumn
 from stepgraph.sampling.kernels.c_kernel import PackedCall, join_calls
-from stepgraph.sampling.native import Unavailable
+from stepgraph.sampling.native import ARGUMENT, Unavailable, kernel
 from tools.gpu.checks.context import Context, Figures, Skipped, summary
 from tools.gpu.checks.driver_calls import WAIT_EQUAL, DriverCalls, MemsetChain
 from tools.gpu.checks.states import ROWS, RoundBench
@@ -234,7 +234,10 @@ def call_under_the_gil(node: HostCallback, times: int, seconds: float) -> tuple[
     of that time on the clock of `HostLink.log_nodes`."""
     gil_library, library, thread = ctypes.PyDLL(None), ctypes.CDLL(None), ctypes.c_ulong()  # PyDLL keeps the GIL during calls
     wait = PackedCall(library.usleep, int(seconds * 1e5))
-    calls = join_calls([wait, *[PackedCall(C_HOST_FUNCTION(node.address), node.data)] * times])
+    function = kernel("call_host")
+    assert function is not None
+    packed = [ARGUMENT.pack(address, *[0] * 10, 0.0) for address in (node.address, node.data)]
+    calls = join_calls([wait, *[PackedCall.of(function, b"".join(packed), (node,))] * times])
     assert gil_library.pthread_create(byref(thread), None, calls.func, calls.args[0]) == 0
     start = time.perf_counter_ns()
     gil_library.usleep(int(seconds * 1e6))

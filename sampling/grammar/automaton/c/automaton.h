@@ -60,7 +60,9 @@ struct Automaton {
     }
     void end_state() { span_start.push_back((int32_t)spans.size()); }
 
-    Slice<Span> spans_of(int32_t state) const { return {spans.data() + span_start[(size_t)state], spans.data() + span_start[(size_t)state + 1]}; }
+    Slice<Span> spans_of(int32_t state) const {
+        return {spans.data() + span_start[(size_t)state], spans.data() + span_start[(size_t)state + 1]};
+    }
 };
 
 // Compares states by their spans: rows of a table with a column for each byte class.

@@ -54,7 +54,9 @@ void *stepgraph_automaton_vocabulary(
 
 void stepgraph_automaton_free_vocabulary(void *vocabulary) { delete (Vocabulary *)vocabulary; }
 
-void stepgraph_automaton_view_vocabulary(const void *vocabulary, image_vocabulary *view) { *view = ((const Vocabulary *)vocabulary)->view(); }
+void stepgraph_automaton_view_vocabulary(const void *vocabulary, image_vocabulary *view) {
+    *view = ((const Vocabulary *)vocabulary)->view();
+}
 
 void stepgraph_automaton_free_image(int32_t *image) { free(image); }
 

@@ -300,7 +300,8 @@ private:
             targets.clear();
             for (const Nfa::Edge &range : active) past = std::min(past, range.high + 1), targets.push_back(range.to);
             add_entry(low, past, targets.size() == 1 ? entry_to(targets[0]) : entry_to(targets));
-            active.erase(std::remove_if(active.begin(), active.end(), [&](const Nfa::Edge &range) { return range.high < past; }), active.end());
+            active.erase(std::remove_if(active.begin(), active.end(), [&](const Nfa::Edge &range) { return range.high < past; }),
+                active.end());
         }
     }
 

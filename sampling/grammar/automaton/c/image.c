@@ -115,7 +115,8 @@ static const int32_t *base_words(const int32_t *image, const image_vocabulary *v
 static void set_word(int32_t *mask, int32_t word, const int32_t *source) { mask[word] = source ? source[word] : 0; }
 
 /* Write the base row to `mask`. If the mask holds a row with this base, only the words that differ from the base are written. */
-static void write_base(const int32_t *image, const image_vocabulary *vocabulary, int32_t base, int32_t *mask, const image_written *written) {
+static void write_base(const int32_t *image, const image_vocabulary *vocabulary, int32_t base, int32_t *mask,
+    const image_written *written) {
     const int32_t *source = base_words(image, vocabulary, base);
     if (written->row < 0 || written->crossed > IMAGE_CROSSED || image[image[IMAGE_BASE_OF] + written->row] != base) {
         if (source) memcpy(mask, source, (size_t)vocabulary->words * sizeof *mask);

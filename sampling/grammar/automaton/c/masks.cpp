@@ -127,7 +127,8 @@ static Trie make_trie(const std::vector<Entry> &sorted) {
 // tokens are not plain, few are long.
 struct Part { bool is_plain; int32_t quotes, shortest, longest; }; // quotes: in the last part, or more
 constexpr int32_t ANY = 1 << 30;
-constexpr Part PARTS[] = {{true, 0, 1, 8}, {true, 0, 9, 16}, {true, 0, 17, ANY}, {false, 0, 1, ANY}, {false, 1, 1, ANY}, {false, 2, 1, ANY}};
+constexpr Part PARTS[] = {{true, 0, 1, 8}, {true, 0, 9, 16}, {true, 0, 17, ANY}, {false, 0, 1, ANY}, {false, 1, 1, ANY},
+    {false, 2, 1, ANY}};
 constexpr size_t NUM_PARTS = std::size(PARTS);
 constexpr int32_t MOST_BYTES = 1 << 15; // stands for an unlimited length
 constexpr int32_t SHARED_TOKENS = 100; // a subtree with as many tokens is walked once for several states
@@ -147,7 +148,8 @@ static Ints bits_of(const Ints &tokens, int32_t words) {
 Vocabulary::Vocabulary(
     const uint8_t *bytes, const int32_t *offsets, int32_t num_tokens, const Ints &stop_ids, const Ints &hidden_ids, int32_t words
 )
-    : text(bytes, bytes + offsets[num_tokens]), starts(offsets, offsets + num_tokens + 1), stops(stop_ids), stop_words(bits_of(stop_ids, words)),
+    : text(bytes, bytes + offsets[num_tokens]), starts(offsets, offsets + num_tokens + 1), stops(stop_ids),
+        stop_words(bits_of(stop_ids, words)),
       hidden_words(bits_of(hidden_ids, words)), words(words) {
     std::vector<Entry> entries;
     for (int32_t id = 0; id < num_tokens; id++) {
@@ -161,7 +163,8 @@ Vocabulary::Vocabulary(
         std::vector<Entry> some;
         for (const Entry &entry : entries) {
             auto quotes = std::min((int32_t)std::count(entry.text, entry.text + entry.size, '"'), PARTS[NUM_PARTS - 1].quotes);
-            bool is_plain = plain_text.is_plain(entry.text, entry.size), is_long = entry.size >= part.shortest && entry.size <= part.longest;
+            bool is_plain = plain_text.is_plain(entry.text, entry.size),
+                is_long = entry.size >= part.shortest && entry.size <= part.longest;
             if (is_plain == part.is_plain && quotes == part.quotes && is_long) some.push_back(entry);
         }
         tries.push_back(make_trie(some));
@@ -178,7 +181,8 @@ Vocabulary::Vocabulary(
 }
 
 image_vocabulary Vocabulary::view() const {
-    return {text.data(), starts.data(), plain.data(), stop_words.data(), hidden_words.data(), (int64_t)starts.size() - 1, longest_plain + 1, words, longest};
+    return {text.data(), starts.data(), plain.data(), stop_words.data(), hidden_words.data(), (int64_t)starts.size() - 1, longest_plain + 1,
+        words, longest};
 }
 
 namespace {
@@ -816,7 +820,8 @@ private:
                 seen[token] = 1;
                 auto pushing = [&](uint8_t byte) { return may_push[automaton.class_of[byte]]; };
                 const uint8_t *text = vocabulary.text.data();
-                most = std::max(most, (int32_t)std::count_if(text + vocabulary.starts[token], text + vocabulary.starts[token + 1], pushing));
+                most = std::max(most, (int32_t)std::count_if(text + vocabulary.starts[token], text + vocabulary.starts[token + 1],
+                    pushing));
             }
         if (most > IMAGE_MAX_PUSHES) throw Unfit("a token that opens more than " + std::to_string(IMAGE_MAX_PUSHES) + " nested parts");
         return most;

@@ -120,7 +120,8 @@ private:
     uint64_t hash_of(int32_t node) const {
         if (int32_t symbol = node - automaton.states; symbol >= 0) {
             uint64_t sum = 1;
-            for (int32_t finish = 0; finish < automaton.finish_sets; finish++) sum += mixed(hash_after(go(finish, symbol)) + (uint64_t)finish);
+            for (int32_t finish = 0; finish < automaton.finish_sets; finish++)
+                sum += mixed(hash_after(go(finish, symbol)) + (uint64_t)finish);
             return mixed(sum);
         }
         uint64_t sum = (uint64_t)automaton.accepts[(size_t)node] << 32 | (uint32_t)automaton.pop[(size_t)node];
@@ -192,7 +193,8 @@ private:
         if (entry < SPECIAL || other < SPECIAL) return std::max(entry, other) < SPECIAL && block_after(entry) == block_after(other);
         const Move &left = automaton.moves[(size_t)(entry - SPECIAL)], &right = automaton.moves[(size_t)(other - SPECIAL)];
         auto is_same = [&](int32_t after, int32_t with) { return block_after(after) == block_after(with); };
-        return shape_of[(size_t)(entry - SPECIAL)] == shape_of[(size_t)(other - SPECIAL)] && is_same(symbol_node(left), symbol_node(right)) &&
+        return shape_of[(size_t)(entry - SPECIAL)] == shape_of[(size_t)(other - SPECIAL)] &&
+            is_same(symbol_node(left), symbol_node(right)) &&
                is_same(left.target, right.target) && is_same(left.last_target, right.last_target);
     }
 

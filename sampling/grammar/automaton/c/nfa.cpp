@@ -517,7 +517,8 @@ private:
             if (hour % 10 == 0) edge(time_start, '0' + hour / 10, '0' + hour / 10, second_digit = state(-1));
             edge(second_digit, '0' + hour % 10, '0' + hour % 10, byte_before(':', tens));
             for (int carry : {0, 1}) {
-                int32_t ahead = hour_before((hour + carry) % 24, AHEAD), leap = after_second(ahead, hour_before(23 - hour, BEHIND), hour + carry == 24);
+                int32_t ahead = hour_before((hour + carry) % 24, AHEAD),
+                    leap = after_second(ahead, hour_before(23 - hour, BEHIND), hour + carry == 24);
                 edge(seconds[carry], '0', '5', digit), edge(seconds[carry], '6', '6', byte_before('0', leap));
             }
             for (int minute = 0; minute < 60; minute++) {
@@ -591,7 +592,8 @@ private:
             return to;
         case CHOICES: return choices(at, continuation);
         case REPEAT:
-            return repeat([&, repeated](int32_t after) { return rule(repeated, after); }, shortest[repeated], number, at.data[1], at.data[2], continuation);
+            return repeat([&, repeated](int32_t after) { return rule(repeated, after); }, shortest[repeated], number, at.data[1],
+                at.data[2], continuation);
         case TAGS:
             if (!at.data[at.size - 2] || graph.view(at.data[at.size - 1]).size) throw Unfit("its tags do not repeat or exclude texts");
             return tags(at, continuation);

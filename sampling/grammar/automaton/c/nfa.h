@@ -32,7 +32,8 @@ struct LimitReached : Unfit {
 };
 
 [[noreturn]] inline void exceeded(const char *field, int64_t limit) {
-    throw LimitReached("GrammarLimits.automaton_" + std::string(field) + ": got a grammar that takes more, expected at most " + std::to_string(limit));
+    std::string expected = ": got a grammar that takes more, expected at most " + std::to_string(limit);
+    throw LimitReached("GrammarLimits.automaton_" + std::string(field) + expected);
 }
 
 struct Limits {

@@ -239,7 +239,7 @@ static void log_node(host_link *link, int64_t first, int64_t begun, int64_t ende
     entry[0] = first, entry[1] = begun, entry[2] = ended;
 }
 
-int stepgraph_node(void *data) {
+void stepgraph_node(void *data) {
     host_node *node = data;
     int64_t begun = ns_of(CLOCK_MONOTONIC), ended;
     if (node->steps[0].action == BEGIN_ROUND) begin(node->link);
@@ -249,7 +249,6 @@ int stepgraph_node(void *data) {
     log_node(node->link, node->steps[0].action == BEGIN_ROUND, begun, ended);
     count_time(node->link, ended - begun); /* before END_ROUND: a reader that sees the end of the round sees its times */
     if (node->steps[node->count - 1].action == END_ROUND) end(node->link);
-    return 0;
 }
 
 /* called from Python */

@@ -142,7 +142,7 @@ STEPGRAPH_API int stepgraph_push_batch(host_link *link, matcher_row *const *rows
 STEPGRAPH_API void stepgraph_log(host_link *link, int64_t *log, int64_t room);
 STEPGRAPH_API void stepgraph_counts(const host_link *link, int64_t *counts);
 STEPGRAPH_API const char *stepgraph_fault(matcher_row *row);
-STEPGRAPH_API int stepgraph_node(void *node); /* 0, so that stepgraph_run_kernels may call it */
+STEPGRAPH_API void stepgraph_node(void *node); /* as CUhostFn */
 STEPGRAPH_API void stepgraph_bind_xgrammar(xgrammar_library *library);
 STEPGRAPH_API void stepgraph_bind_llguidance(llguidance_library *library);
 STEPGRAPH_API llguidance_matcher *stepgraph_open_llguidance(const llguidance_library *library, const void *start,

@@ -59,7 +59,8 @@ int64_t forced_marker_text(const marker_progress *marker, uint8_t *text, int64_t
     const marker_table *table = marker->table;
     int64_t size = 0;
     if (!table->bytes || !at_limit(marker)) return 0;
-    for (int32_t state = current_state(marker); state < table->complete && size < room; state++) text[size++] = (uint8_t)table->symbols[state];
+    for (int32_t state = current_state(marker); state < table->complete && size < room; state++)
+        text[size++] = (uint8_t)table->symbols[state];
     return size;
 }
 

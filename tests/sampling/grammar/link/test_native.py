@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from stepgraph import Constraint, Vocabulary
 from stepgraph.sampling.c_declarations import constants
 from stepgraph.sampling.grammar import GrammarCompiler
-from stepgraph.sampling.grammar.link.native import NativeRow
+from stepgraph.sampling.grammar.link.native import NativeRow, load
 from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, NODE_BOUNDS_NS, HostAction, HostLink, advance
 from stepgraph.sampling.grammar.link.python import PythonLink
 from stepgraph.sampling.grammar.matchers.checked import CheckedMatcher
@@ -59,6 +59,10 @@ def test_native_equals_python_bit_for_bit(schedule: tuple[int, int, bool, int, i
 def test_native_equals_python_in_long_runs(schedule: tuple[int, int, bool, int, int]) -> None:
     slots, drafts, masked, threads, seed = schedule
     LinkPair(slots, drafts, Random(seed), threads).run(40, masked)
+
+
+def test_a_node_has_the_type_that_cuda_graphs_call() -> None:
+    assert load().without_gil.stepgraph_node.restype is None, "void, as CUhostFn"
 
 
 @pytest.mark.parametrize("bug", ["rollback", "fill", "accept", "forced"])

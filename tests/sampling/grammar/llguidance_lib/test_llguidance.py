@@ -269,7 +269,8 @@ def test_lark_grammar_keeps_options_and_checks_schemas() -> None:
         ('start: a "b"\na[max_tokens=3]: /a*/', "#: max_tokens=: is not enforced"),
         ('start: a "b"\na[stop="c"]: /a*/', "#: stop=: is not enforced"),
         ('start: a "b"\na[temperature=0.5]: /a*/', "#: temperature=: is a sampling parameter"),
-        ("start: b", "unknown name"),
+        ("start: b", "#: lark: got 'start: b' at column 8: unknown name: \"b\"$"),
+        ('start: "x"\n\n\na: "', "#: lark: got 'a: \"' at column 5: lexer error$"),
     ]:
         with pytest.raises(ValueError, match=f"constraint lark: cannot be compiled: .*{message}"):
             COMPILER.compile(Constraint.lark(text))

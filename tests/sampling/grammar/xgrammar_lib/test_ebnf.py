@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import pytest
 
@@ -92,6 +93,33 @@ def test_a_rule_that_is_only_a_repetition_of_itself_is_refused(grammar: str, rul
         assert with_worker.compile(Constraint.ebnf('root ::= "x" | root{0}')).backend == "xgrammar"
         assert with_worker.stats.workers_started == 1
         with_worker.close()
+
+
+def test_a_syntax_error_quotes_the_line_of_the_grammar() -> None:
+    cases = {
+        'root ::= "x" a\na ::= [z-a] | ': "xgrammar: got 'a ::= [z-a] | ' at line 2, column 8: Invalid character class: lower bound",
+        'root ::= a\na ::= "é" b': "xgrammar: got 'a ::= \"é\" b' at line 2, column",
+        'root ::= ("x"': "xgrammar: got 'root ::= (\"x\"' at the end of the last line: ",
+        'a ::= "x"': "xgrammar: root: got 'root', expected the name of a rule of the grammar; ",
+        'a ::= "é"': "xgrammar: root: got 'root', expected the name of a rule of the grammar; ",
+    }
+    for isolation in ("none", "process"):
+        with_worker = GrammarCompiler(VOCABULARY, 1, isolation=isolation)
+        for grammar, message in cases.items():
+            with pytest.raises(ValueError) as caught:  # noqa: PT011 - the message is compared
+                with_worker.compile(Constraint.ebnf(grammar))
+            assert str(caught.value).startswith(f"constraint ebnf: cannot be compiled: {message}"), caught.value
+        with_worker.close()
+
+
+def test_a_fault_of_the_library_does_not_name_its_sources() -> None:
+    matcher: Any = compiler().compile(Constraint.regex("a")).matcher()
+    matcher.library_matcher = SimpleNamespace(is_terminated=lambda: False, accept_token=raised)
+    assert not matcher.accept_token(VOCABULARY.tokens.index(b"a")) and matcher.fault == "accept_token: planted"
+
+
+def raised(token_id: int) -> bool:
+    raise RuntimeError("[16:57:45] /project/cpp/grammar_matcher.cc:820: Check failed: (id) is false: planted\n")
 
 
 @pytest.mark.parametrize("rule", ["endless", "tag", "marked"])
