@@ -22,6 +22,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from stepgraph.runtime.metrics import gauge, prometheus_text
+from stepgraph.runtime.models.files.tokenizer import LONG_TEXT
 from stepgraph.runtime.request import EngineClosedError, FinishReason, Job, StepEvent
 from stepgraph.runtime.request_queue import QueueFullError
 from stepgraph.runtime.serve.calls import Delta, choose_format
@@ -129,10 +130,10 @@ class App:
     async def _accept(self, request: Request, started: float) -> ASGIApp:
         """Check a request and queue its choices. HttpError if it is refused before it is submitted."""
         key = self._authorize(request)
-        body = await read_json(request, self.bounds)
+        body, size = await read_json(request, self.bounds)
         chat = request.scope["path"] == "/v1/chat/completions"
         arguments = body, chat, self._codec, self._names, self.serving.max_length, self._chosen_format
-        in_thread = "tools" in body  # an analysis of their schemas can take seconds
+        in_thread = "tools" in body or size > LONG_TEXT  # an analysis of their schemas, or encoding a long text, can take seconds
         parsed = await asyncio.to_thread(parse_request, *arguments) if in_thread else parse_request(*arguments)
         parsed.options["cache_salt"] = parsed.options["tenant"] = key  # callers with different keys share no cached prefixes
         if self.shutting_down:
