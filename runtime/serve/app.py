@@ -285,7 +285,7 @@ class Answer:
             raise HttpError(429, str(error), code="rate_limit_exceeded") from None
         except EngineClosedError as error:
             raise HttpError(503, str(error)) from None
-        reply.job = stream.job
+        reply.jobs.append(stream.job)
         return stream
 
     def _check_end(self, job: Job, event: StepEvent) -> None:
@@ -300,15 +300,14 @@ class Answer:
             raise HttpError(500, str(event.error))
 
     def _log_fields(self) -> dict[str, Any]:
-        jobs = [reply.job for reply in self._replies if reply.job is not None]
-        first = [job.first_token_seconds for job in jobs if job.first_token_seconds is not None]
+        first = [job.first_token_seconds for reply in self._replies for job in reply.jobs[:1] if job.first_token_seconds is not None]
         return {
             "id": self._id,
             "model": self._request.model,
             "stream": self._request.stream,
             "prompt_tokens": len(self._request.prompt_ids),
             "completion_tokens": sum(reply.tokens for reply in self._replies),
-            "finish_reasons": [str(job.finish_reason) for job in jobs],
+            "finish_reasons": [str(reply.jobs[-1].finish_reason) for reply in self._replies if reply.jobs],
             "first_token_seconds": round(min(first), 4) if first else None,
             "key": self._key[:8],  # of its hash
         }
