@@ -44,6 +44,7 @@ from stepgraph.runtime.serve.replies import Reply, usage_of, whole_message
 from stepgraph.runtime.serve.serving import AnswerError, AnswerStream, Serving
 
 LOG = logging.getLogger("stepgraph.serve")  # one JSON object per request; never prompts, texts or keys
+SHUTTING_DOWN = "the server is shutting down"
 
 
 class App:
@@ -137,7 +138,7 @@ class App:
         parsed = await asyncio.to_thread(parse_request, *arguments) if in_thread else parse_request(*arguments)
         parsed.options["cache_salt"] = parsed.options["tenant"] = key  # callers with different keys share no cached prefixes
         if self.shutting_down:
-            raise HttpError(503, "the server is shutting down")
+            raise HttpError(503, SHUTTING_DOWN)
         try:
             tickets = self.gate.tickets(parsed.n, parsed.options["priority"], key)
         except QueueFullError as error:
@@ -284,13 +285,13 @@ class Answer:
         except QueueFullError as error:
             raise HttpError(429, str(error), code="rate_limit_exceeded") from None
         except EngineClosedError as error:
-            raise HttpError(503, str(error)) from None
+            raise HttpError(503, str(error) if self._serving.failure else SHUTTING_DOWN) from None
         reply.jobs.append(stream.job)
         return stream
 
     def _check_end(self, job: Job, event: StepEvent) -> None:
         if event.finish_reason == FinishReason.CANCELLED:
-            raise HttpError(503, "the server is shutting down")
+            raise HttpError(503, SHUTTING_DOWN)
         if event.finish_reason == FinishReason.DEAD_END:
             raise HttpError(400, "no token may follow: the constraint and the sampling fields together exclude every token")
         if event.finish_reason == FinishReason.ERROR:
