@@ -133,7 +133,7 @@ class Job:
     num_tokens_at_preemption: int = 0  # number of `tokens` before the latest preemption
     vocabulary: Vocabulary | None = field(default=None, repr=False)
     parse: Callable[[str], Any] = field(default=str, repr=False)  # the text of a complete output -> `parsed`
-    num_cached_tokens: int = 0  # tokens of the prompt and of `prior_output` found in the prefix cache
+    num_cached_tokens: int = 0  # tokens of the prompt and of `resume_from` found in the prefix cache, when it first had a row
     tokens: list[int] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)  # one per token
     logprobs: list[TokenLogprob] = field(default_factory=list)  # one per token, if SamplingParams.logprobs
@@ -218,6 +218,7 @@ class ActiveRequest:
     num_skipped: int = 0  # last tokens, at most, that the draft model has not processed
     arena_block: ArenaBlock | None = None  # of a grammar on the device
     prefill_started: bool = False
+    num_reused: int = 0  # tokens found in the prefix cache
     num_prefilled: int = 0  # prompt tokens whose cache entries are launched
     decoding: bool = False  # takes part in rounds
     stop_stream: TextStream | None = None  # of a job with stop strings: its text so far

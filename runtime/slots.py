@@ -80,7 +80,9 @@ class RowTable:
         reused = len(request.cached_pages) * self._limits.page_size
         request.prefill_started = True
         request.num_prefilled = max(0, reused - self._sharing.recompute_tail)
-        request.job.num_cached_tokens = reused
+        request.num_reused = reused
+        if not request.job.num_preemptions:
+            request.job.num_cached_tokens = reused
         self.reused_tokens += reused
 
     def publish_prompt(self, request: ActiveRequest) -> None:

@@ -111,7 +111,7 @@ class Uploader:
 
     def prefill(self, request: ActiveRequest, budget: int) -> int:
         """Launch the next chunk of the prompt; after the last one the request is decoding. Returns the number of tokens."""
-        start, reused = request.num_prefilled, request.job.num_cached_tokens
+        start, reused = request.num_prefilled, request.num_reused
         count = min(request.num_to_prefill, max(budget, reused - start + 1))  # recompute at least one token past the shared prefix
         chunk, spans = Chunk(request.row, start, count, reused, request.job.lora.slot), tuple(_embeddings(request.job, start, count + 1))
         graph, buffers, prompts = self._graphs.prompt_graph(count), self._buffers, self._prompts

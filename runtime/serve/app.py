@@ -22,6 +22,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from stepgraph.runtime.metrics import gauge, prometheus_text
+from stepgraph.runtime.models.files.tokenizer import LONG_TEXT
 from stepgraph.runtime.request import EngineClosedError, FinishReason, Job, StepEvent
 from stepgraph.runtime.request_queue import QueueFullError
 from stepgraph.runtime.serve.calls import Delta, choose_format
@@ -43,6 +44,7 @@ from stepgraph.runtime.serve.replies import Reply, usage_of, whole_message
 from stepgraph.runtime.serve.serving import AnswerError, AnswerStream, Serving
 
 LOG = logging.getLogger("stepgraph.serve")  # one JSON object per request; never prompts, texts or keys
+SHUTTING_DOWN = "the server is shutting down"
 
 
 class App:
@@ -129,14 +131,14 @@ class App:
     async def _accept(self, request: Request, started: float) -> ASGIApp:
         """Check a request and queue its choices. HttpError if it is refused before it is submitted."""
         key = self._authorize(request)
-        body = await read_json(request, self.bounds)
+        body, size = await read_json(request, self.bounds)
         chat = request.scope["path"] == "/v1/chat/completions"
         arguments = body, chat, self._codec, self._names, self.serving.max_length, self._chosen_format
-        in_thread = "tools" in body  # an analysis of their schemas can take seconds
+        in_thread = "tools" in body or size > LONG_TEXT  # an analysis of their schemas, or encoding a long text, can take seconds
         parsed = await asyncio.to_thread(parse_request, *arguments) if in_thread else parse_request(*arguments)
         parsed.options["cache_salt"] = parsed.options["tenant"] = key  # callers with different keys share no cached prefixes
         if self.shutting_down:
-            raise HttpError(503, "the server is shutting down")
+            raise HttpError(503, SHUTTING_DOWN)
         try:
             tickets = self.gate.tickets(parsed.n, parsed.options["priority"], key)
         except QueueFullError as error:
@@ -283,13 +285,13 @@ class Answer:
         except QueueFullError as error:
             raise HttpError(429, str(error), code="rate_limit_exceeded") from None
         except EngineClosedError as error:
-            raise HttpError(503, str(error)) from None
-        reply.job = stream.job
+            raise HttpError(503, str(error) if self._serving.failure else SHUTTING_DOWN) from None
+        reply.jobs.append(stream.job)
         return stream
 
     def _check_end(self, job: Job, event: StepEvent) -> None:
         if event.finish_reason == FinishReason.CANCELLED:
-            raise HttpError(503, "the server is shutting down")
+            raise HttpError(503, SHUTTING_DOWN)
         if event.finish_reason == FinishReason.DEAD_END:
             raise HttpError(400, "no token may follow: the constraint and the sampling fields together exclude every token")
         if event.finish_reason == FinishReason.ERROR:
@@ -299,15 +301,14 @@ class Answer:
             raise HttpError(500, str(event.error))
 
     def _log_fields(self) -> dict[str, Any]:
-        jobs = [reply.job for reply in self._replies if reply.job is not None]
-        first = [job.first_token_seconds for job in jobs if job.first_token_seconds is not None]
+        first = [job.first_token_seconds for reply in self._replies for job in reply.jobs[:1] if job.first_token_seconds is not None]
         return {
             "id": self._id,
             "model": self._request.model,
             "stream": self._request.stream,
             "prompt_tokens": len(self._request.prompt_ids),
             "completion_tokens": sum(reply.tokens for reply in self._replies),
-            "finish_reasons": [str(job.finish_reason) for job in jobs],
+            "finish_reasons": [str(reply.jobs[-1].finish_reason) for reply in self._replies if reply.jobs],
             "first_token_seconds": round(min(first), 4) if first else None,
             "key": self._key[:8],  # of its hash
         }

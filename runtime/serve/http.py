@@ -127,7 +127,8 @@ def server_config(app: Any, bounds: Bounds) -> uvicorn.Config:
     )
 
 
-async def read_json(request: Request, bounds: Bounds) -> dict[str, Any]:
+async def read_json(request: Request, bounds: Bounds) -> tuple[dict[str, Any], int]:
+    """The body, and its size in bytes."""
     try:
         body = await asyncio.wait_for(_body(request, bounds.body_bytes), bounds.read_seconds)
         value = json.loads(body, object_pairs_hook=reject_repeated_keys, parse_constant=reject_constant)
@@ -139,7 +140,7 @@ async def read_json(request: Request, bounds: Bounds) -> dict[str, Any]:
         raise HttpError(400, f"body: got invalid JSON ({error}), expected a JSON object") from None
     if not isinstance(value, dict):
         raise HttpError(400, f"body: got {type(value).__name__}, expected a JSON object")
-    return value
+    return value, len(body)
 
 
 async def _body(request: Request, limit: int) -> bytes:

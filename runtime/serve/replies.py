@@ -18,7 +18,7 @@ class Reply:
 
     def __init__(self, request: GenerationRequest, codec: TextCodec, index: int) -> None:
         self.request, self.index, self._codec = request, index, codec
-        self.job: Job | None = None  # set when it is submitted
+        self.jobs: list[Job] = []  # more than one if it continued after closed reasoning
         self._text_stream = codec.stream()
         tools = request.tools
         only_calls = tools is not None and tools.required
@@ -75,7 +75,7 @@ class Reply:
 
     @property
     def reason(self) -> str:
-        if not self.stopped and (self.over_budget or (self.job is not None and self.job.finish_reason == FinishReason.LENGTH)):
+        if not self.stopped and (self.over_budget or (self.jobs and self.jobs[-1].finish_reason == FinishReason.LENGTH)):
             return "length"
         return "tool_calls" if self._call_parser.calls and not self._call_parser.at_stop_text else "stop"
 
@@ -136,10 +136,11 @@ def whole_message(deltas: Sequence[Delta]) -> dict[str, Any]:
 def usage_of(replies: Sequence[Reply]) -> dict[str, Any]:
     """The usage of all choices together; they share a prompt."""
     prompt, completion = len(replies[0].request.prompt_ids), sum(reply.tokens for reply in replies)
+    cached = [job.num_cached_tokens for job in replies[0].jobs[:1]]
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "completion_tokens_details": {"reasoning_tokens": sum(reply.reasoning_tokens for reply in replies)},
-        "prompt_tokens_details": {"cached_tokens": min(prompt, replies[0].job.num_cached_tokens) if replies[0].job else 0},
+        "prompt_tokens_details": {"cached_tokens": sum(cached)},
     }

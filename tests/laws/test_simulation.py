@@ -112,7 +112,7 @@ def draft_entry_not_computed(patch: pytest.MonkeyPatch) -> None:
 
     def start_prefill(rows: RowTable, request: ActiveRequest) -> None:
         real(rows, request)
-        request.num_prefilled = request.job.num_cached_tokens
+        request.num_prefilled = request.num_reused
 
     patch.setattr(RowTable, "start_prefill", start_prefill)
 

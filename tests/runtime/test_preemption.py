@@ -151,6 +151,18 @@ def test_a_request_takes_the_row_at_once_and_the_other_continues_after_it() -> N
         assert slow.tokens == expected.tokens and slow.num_preemptions == 1
 
 
+def test_tokens_that_a_preempted_request_finds_again_are_not_reported_as_cached() -> None:
+    with one_row(preemption=True) as engine:
+        slow = engine.submit([4] * 20, max_new_tokens=40, sampling=SamplingParams(ignore_eos=True))
+        while len(slow.tokens) < 5:
+            engine.step()
+        reused = engine.stats().reused_tokens
+        engine.submit([6], max_new_tokens=3, priority=-1)
+        for _ in engine.stream():
+            pass
+        assert slow.num_preemptions == 1 and engine.stats().reused_tokens > reused and slow.num_cached_tokens == 0
+
+
 @pytest.mark.parametrize("prompt", [4, 32])
 def test_a_request_takes_pages_at_once_however_much_of_its_prompt_could_be_cached(prompt: int) -> None:
     with make_engine(replace(PLAIN, num_pages=12), preemption=True) as engine:  # of eight tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,27 @@ def test_encode_agrees_with_transformers_and_decodes_back(tmp_path: Path, kind: 
         assert ids == tokenizer(text)["input_ids"]
         if kind == "byte level":
             assert codec.decode(ids) == text.replace("<|im_start|>", "").replace("<|im_end|>", "")
+
+
+def test_a_long_text_is_encoded_without_the_gil(tmp_path: Path) -> None:
+    """Another thread runs meanwhile, although this one never gives way by itself."""
+    codec, go, ran, interval = TextCodec.open(folder_of(tmp_path)), threading.Lock(), threading.Event(), sys.getswitchinterval()
+
+    def run() -> None:
+        with go:
+            ran.set()
+
+    other, text = threading.Thread(target=run), TEXTS[0] * 20_000
+    go.acquire()
+    sys.setswitchinterval(1000)
+    try:
+        other.start()
+        go.release()
+        ids, ran_meanwhile = codec.encode(text), ran.is_set()
+    finally:
+        sys.setswitchinterval(interval)
+    other.join()
+    assert ran_meanwhile and ids == hf_tokenizer(tmp_path)(text)["input_ids"]
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

@@ -22,6 +22,7 @@ from stepgraph.sampling.grammar.tokenizers.gguf import read_gguf_header, table_o
 from stepgraph.sampling.grammar.tokenizers.readers import read_json
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
+LONG_TEXT = 16 << 10  # characters, which take about 10 ms to encode
 _SPECIAL_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}  # and their names in GGUF
 _SPECIAL_TOKENS |= {"sep_token": "seperator", "cls_token": "cls", "mask_token": "mask"}  # "seperator": the spelling of GGUF
 _CONTROL, _USER_DEFINED = 3, 4  # token types of GGUF
@@ -102,7 +103,11 @@ class OpenedTokenizer(NamedTuple):
     vocabulary: Callable[[], Vocabulary]
 
     def encode(self, text: str, add_begin: bool) -> list[int]:
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_begin and self.adds_begin_id is not False).ids
+        options = {"add_special_tokens": add_begin and self.adds_begin_id is not False}
+        # encode() holds the GIL, which stops all threads; encode_batch() does not, but it starts a thread per processor.
+        long = len(text) > LONG_TEXT
+        encoded = self.tokenizer.encode_batch([text], **options)[0] if long else self.tokenizer.encode(text, **options)
+        ids: list[int] = encoded.ids
         if add_begin and self.adds_begin_id and self.begin_id is not None and ids[:1] != [self.begin_id]:
             return [self.begin_id, *ids]
         return ids

@@ -79,10 +79,10 @@ class TokenLookup:
 
     def split_longest(self, text: bytes) -> list[int]:
         """The longest token at each position, up to the first byte that no token begins with."""
-        tokens = []
-        while size := next((size for size in range(min(len(text), self.max_token_bytes), 0, -1) if self.find(text[:size]) >= 0), 0):
-            tokens.append(self.find(text[:size]))
-            text = text[size:]
+        tokens, start, sizes = list[int](), 0, range(self.max_token_bytes, 0, -1)
+        while part := next((part for size in sizes if self.find(part := text[start : start + size]) >= 0), b""):
+            tokens.append(self.find(part))
+            start += len(part)
         return tokens
 
     def _split_merged(self, text: bytes) -> list[int]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import socket
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -145,6 +147,25 @@ def test_arbitrary_json_gets_an_answer_or_a_refusal(server: RunningServer, path:
     waited(lambda: not server.engine.has_work, "jobs of closed connections still decode")
     (status,) = server.statuses(head + body, end=False)
     assert status in (200, 400)
+
+
+def test_a_long_prompt_delays_no_other_request(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The encoding of the prompt waits until another request is answered."""
+    codec, encoding, answered = server.engine.tokenizer, threading.Event(), threading.Event()
+    encode = codec._encode
+
+    def held(text: str, begins: bool) -> Sequence[int]:
+        encoding.set()
+        return encode(text[:9] if answered.wait(20) else "", begins)
+
+    monkeypatch.setattr(codec, "_encode", held)
+    body = json.dumps({"prompt": "x" * 20_000, "max_tokens": 1, **ON}).encode()
+    with ThreadPoolExecutor(1) as other:
+        long = other.submit(server.statuses, POST + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body, end=False)
+        assert encoding.wait(SECONDS)
+        assert server.statuses(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", end=False) == [200]
+        answered.set()
+        assert long.result() == [200]
 
 
 def test_slow_clients_are_disconnected() -> None:

@@ -61,6 +61,22 @@ def test_an_answer_that_ends_within_its_reasoning_has_reached_its_length(server:
         assert least.usage.completion_tokens >= 60, "tokens of the reasoning count"
 
 
+def test_tokens_that_the_answer_itself_has_cached_are_not_reported(server: RunningServer) -> None:
+    """After closed reasoning the answer continues as a second request, which finds the pages of the first one."""
+    with server.client as client:
+        answers = [
+            client.chat.completions.create(
+                model="toy",
+                messages=[{"role": "user", "content": "a prompt of this test only"}],
+                max_tokens=60,
+                extra_body={"thinking_token_budget": 20, **ON},
+            )
+            for _ in range(2)
+        ]
+    assert all(answer.usage.completion_tokens == 60 for answer in answers)
+    assert [answer.usage.prompt_tokens_details.cached_tokens for answer in answers] == [0, 48]
+
+
 def test_reasoning_can_be_switched_off_and_calls_follow_it(server: RunningServer) -> None:
     request: Any = {"model": "toy", "messages": CHAT, "temperature": 0, "max_tokens": 300}
     with server.client as client:

@@ -574,6 +574,21 @@ def test_full_queue_is_status_429(server: RunningServer) -> None:
     waited(lambda: not server.engine.has_work, "rows of clients that left still decode")
 
 
+def test_a_request_that_waits_when_the_engine_is_closed_is_status_503() -> None:
+    with engine_of(ONE_ROW) as engine:
+        steps, wires = Steps(engine), list[socket.socket]()
+        with running(engine, Bounds()) as server:
+            for _ in range(4):
+                wires.append(post(server, "", 0, 9))
+                waited(lambda: sum(counts_of(server)) == len(wires), "a request was not queued")
+            engine.close()
+            steps.open()
+            answers = [b"".join(iter(partial(wire.recv, 65536), b"")) for wire in wires]
+            assert all(answer.startswith(b"HTTP/1.1 503 ") and b'"message":"the server is shutting down"' in answer for answer in answers)
+            for wire in wires:
+                wire.close()
+
+
 @pytest.mark.parametrize(("number", "signals"), [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGTERM, 2)])
 def test_a_signal_lets_answers_end_and_a_second_one_cancels_them(number: signal.Signals, signals: int) -> None:
     text, errors = list[str](), list[str]()

@@ -276,3 +276,17 @@ def test_text_with_a_byte_that_no_token_has_is_not_split() -> None:
     table = TokenLookup(Vocabulary([b"a", b"ab", b"b", b""], stop_token_ids=[3]))
     assert table.split(b"aba") == [1, 0] and table.split(b"abc") == []
     assert TokenLookup(Vocabulary([b"</s>"], stop_token_ids=[0])).split(b"a") == []
+
+
+def test_a_text_is_split_by_parts_of_the_size_of_a_token() -> None:
+    class Parts(bytes):
+        size = 0
+
+        def __getitem__(self, index: Any) -> Any:
+            part = super().__getitem__(index)
+            Parts.size += len(part)
+            return Parts(part)
+
+    table = TokenLookup(Vocabulary([b"a", b"ab", b"b", b"abba", b""], stop_token_ids=[4]))
+    assert table.split_longest(Parts(b"abbab" * 100)) == [3, 2] * 100
+    assert Parts.size < 500 * sum(range(table.max_token_bytes + 1))
