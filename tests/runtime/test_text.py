@@ -65,6 +65,8 @@ def test_tokens_of_the_config_are_added_as_in_transformers(tmp_path: Path) -> No
     codec, text = TextCodec.open(tmp_path), "a <tool>b  <|im_end|>"
     assert codec.encode(text) == hf_tokenizer(tmp_path)(text)["input_ids"]
     assert codec.vocabulary.tokens[size:] == (b"<tool>",) and size in codec.vocabulary.non_text_ids
+    whole, parts = codec.encode(text), TextCodec.open(folder_of(tmp_path, split_special_tokens=True)).encode(text)
+    assert len(parts) > len(whole) and parts == hf_tokenizer(tmp_path)(text)["input_ids"]
     for entries in ({size + 1: new}, {call: new}, {"x": new}, {"9" * 10: new}, {size: "<tool>"}, [new]):
         with pytest.raises(ValueError, match="added_tokens_decoder"):
             TextCodec.open(folder_of(tmp_path, added_tokens_decoder=entries))

@@ -138,6 +138,7 @@ def _open_folder(folder: Path) -> OpenedTokenizer:
     tokenizer.no_truncation()  # training scripts save these settings
     tokenizer.no_padding()
     config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").exists() else {}
+    tokenizer.encode_special_tokens = config.get("split_special_tokens") is True  # whether control tokens in texts are text
     _add_tokens(tokenizer, stated_tokens(config, str(folder / "tokenizer_config.json")), library, folder)
     if "added_tokens_decoder" not in config and (folder / "special_tokens_map.json").exists():  # of earlier versions of transformers
         config = {**config, **read_json(folder / "special_tokens_map.json")}
