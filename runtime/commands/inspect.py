@@ -73,8 +73,17 @@ def _inspected(path: str | Path, draft: str | None) -> dict[str, Any]:
         "stored": dict(Counter(tensor.kind for tensor in first.source.tensors.values())) if isinstance(first, Checkpoint) else {},
         "runs": runs,
         "drafters": drafters,
+        "not_read": _unread_generation_fields(Path(path)),
         "refused": refused,
     }
+
+
+def _unread_generation_fields(folder: Path) -> list[str]:
+    """Fields that `generate` of transformers follows. Of these only the stop tokens are read here."""
+    path = folder / "generation_config.json"
+    fields = read_json(path) if path.exists() else {}
+    unused = ("eos_token_id", "bos_token_id", "pad_token_id", "transformers_version", "_from_model_config", "use_cache")
+    return [name for name in fields if name not in unused and fields[name] is not None]
 
 
 def _family(path: Path, target: Target) -> str:
@@ -116,4 +125,6 @@ def _lines(document: dict[str, Any]) -> list[str]:
         lines.append(f"runs: implementation={way['implementation']}, weights={way['weights']}: {_format_sizes(way['bytes'])}")
     if drafters := document.get("drafters"):
         lines.append("drafters: " + ", ".join(drafters) + "; an EAGLE-3 head or a smaller model that --draft names")
+    if unread := document.get("not_read"):
+        lines.append(f"not read: {', '.join(unread)} of generation_config.json")
     return lines + [f"refused: {name}: {reason}" for name, reason in document["refused"].items()]

@@ -77,6 +77,23 @@ def test_a_long_text_is_encoded_without_the_gil(tmp_path: Path) -> None:
     assert ran_meanwhile and ids == hf_tokenizer(tmp_path)(text)["input_ids"]
 
 
+def test_tokens_of_the_config_are_added_as_in_transformers(tmp_path: Path) -> None:
+    """One that tokenizer.json does not have, and one that is a control token in the config only."""
+    codec = TextCodec.open(folder_of(tmp_path))
+    size, call = len(codec.vocabulary.tokens), codec.encode("<|im_end|>")[0]
+    options = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    new = {"content": "<tool>", **options, "special": True}
+    folder_of(tmp_path, added_tokens_decoder={size: new, call: {"content": "<|im_end|>", **options, "special": True, "lstrip": True}})
+    codec, text = TextCodec.open(tmp_path), "a <tool>b  <|im_end|>"
+    assert codec.encode(text) == hf_tokenizer(tmp_path)(text)["input_ids"]
+    assert codec.vocabulary.tokens[size:] == (b"<tool>",) and size in codec.vocabulary.non_text_ids
+    whole, parts = codec.encode(text), TextCodec.open(folder_of(tmp_path, split_special_tokens=True)).encode(text)
+    assert len(parts) > len(whole) and parts == hf_tokenizer(tmp_path)(text)["input_ids"]
+    for entries in ({size + 1: new}, {call: new}, {"x": new}, {"9" * 10: new}, {size: "<tool>"}, [new]):
+        with pytest.raises(ValueError, match="added_tokens_decoder"):
+            TextCodec.open(folder_of(tmp_path, added_tokens_decoder=entries))
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("tools", [None, TOOLS])
 def test_chat_agrees_with_transformers(tmp_path: Path, name: str, tools: Any) -> None:

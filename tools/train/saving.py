@@ -91,6 +91,7 @@ def layer_fields(config: LlamaConfig) -> dict[str, Any]:
         "max_position_embeddings": config.max_positions,
         "layer_types": ["full_attention" if window is None else "sliding_attention" for window in config.windows],
         "sliding_window": windows[0] if windows else None,
+        "use_sliding_window": bool(windows),
         "tie_word_embeddings": False,
         "torch_dtype": str(config.dtype).removeprefix("torch."),
     }

@@ -253,6 +253,7 @@ def _latent_scale(config: Mapping[str, Any], size: int) -> float:
 def _read_grouped_experts(config: Mapping[str, Any], layers: int) -> ExpertsConfig:
     """The experts of models like DeepSeek-V3 and GLM-4.5."""
     require_off(config, _REQUIRED_ROUTING)
+    deepseek = DEEPSEEK in config["architectures"]
     name = "n_routed_experts" if config.get("n_routed_experts") is not None else "num_local_experts"
     count, size = count_field(config, name, 1024), count_field(config, "moe_intermediate_size", 1 << 20)
     groups = count_field(config, "n_group", count)
@@ -261,7 +262,7 @@ def _read_grouped_experts(config: Mapping[str, Any], layers: int) -> ExpertsConf
     routing = Routing(
         groups,
         count_field(config, "topk_group", groups),
-        number_field(config, "routed_scaling_factor", 0.0, 1e6, default=2.5 if DEEPSEEK in config["architectures"] else 1.0),
+        number_field(config, "routed_scaling_factor", 0.0, 1e6, default=2.5 if deepseek else 1.0),
     )
     return ExpertsConfig(
         count,
@@ -269,9 +270,9 @@ def _read_grouped_experts(config: Mapping[str, Any], layers: int) -> ExpertsConf
         size,
         flag_field(config, "norm_topk_prob", default=True),
         ("mlp", "gate_proj", "up_proj", "down_proj"),
-        frozenset(range(min(layers, count_field(config, "first_k_dense_replace", 4096, least=0, default=0)))),
+        frozenset(range(min(layers, count_field(config, "first_k_dense_replace", 4096, least=0, default=3 if deepseek else 1)))),
         routing,
-        size * count_field(config, "n_shared_experts", 1024, least=0, default=0),
+        size * count_field(config, "n_shared_experts", 1024, least=0, default=1),
     )
 
 

@@ -53,7 +53,10 @@ def read_eagle3(config: Mapping[str, Any], target: LlamaConfig | ModelSizes) -> 
     fields = {**layer_config, **config}
     for part in (fields, eagle_config):
         require_off(part, _UNSUPPORTED)
+    slides = fields.get("layer_types") == ["sliding_attention"]  # followed, as in vLLM
+    fields |= {"layer_types": None} if slides else {}
     layer = read_config({**fields, "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "tie_word_embeddings": False})
+    layer = replace(layer, windows=(count_field(fields, "sliding_window", 1 << 30),)) if slides else layer
     hidden_size = fields.get("target_hidden_size")
     if hidden_size not in (None, target.hidden_size):
         raise ValueError(f"config.target_hidden_size: got {hidden_size!r:.100}, expected the target's hidden_size {target.hidden_size}")

@@ -35,7 +35,6 @@ _CONFIG_KEYS = {
     "num_key_value_heads": "attention.head_count_kv",
     "head_dim": "attention.key_length",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-    "rope_theta": "rope.freq_base",
     "max_position_embeddings": "context_length",
     "num_local_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
@@ -156,6 +155,7 @@ class GgufSource:
         fields = {ours: metadata.get(f"{kind}.{theirs}") for ours, theirs in _CONFIG_KEYS.items()}
         return fields | {
             "architectures": [MIXTRAL if kind == "llama" and fields["num_local_experts"] else ARCHITECTURES[kind]],
+            "rope_theta": metadata.get(f"{kind}.rope.freq_base", 10_000.0),  # of all architectures, as in llama.cpp
             "vocab_size": embedding.shape[0] if embedding else None,
             "tie_word_embeddings": "output.weight" not in tensors,
             "norm_topk_prob": True,  # llama.cpp supports no other models of this architecture

@@ -28,7 +28,7 @@ _PACKED_FORMATS: dict[str, tuple[int, int, tuple[str, ...]]] = {  # dimension of
 class QuantisationScheme(NamedTuple):
     layout: str  # "fp8", or one of _PACKED_FORMATS
     group_size: int = -1  # inner indices that share a scale; -1: a whole row
-    zero_offset: int = 0  # added to stored zero points
+    zero_offset: int = 0  # added to words of zero points; fields carry, since words were subtracted
     bits: int = 4  # per weight in a word
     asymmetric: bool = False  # zero points are required
 
@@ -52,7 +52,7 @@ def read_scheme(config: object) -> QuantisationScheme:
     fields.one_of("desc_act", False, None)
     fields.one_of("dynamic", None, {})
     stored_format = fields.one_of("checkpoint_format", None, "gptq", "gptq_v2")
-    return QuantisationScheme("gptq", fields.group_size(), 0 if stored_format == "gptq_v2" else 1)
+    return QuantisationScheme("gptq", fields.group_size(), 0 if stored_format == "gptq_v2" else 0x11111111)
 
 
 def _read_compressed_tensors(fields: ConfigFields) -> QuantisationScheme:
@@ -230,7 +230,7 @@ class QuantisedSource:
             numbers, zeros = (_unpack(found[each], places=_AWQ_COLUMNS).T for each in ("qweight", "qzeros"))
             scales = found["scales"].float().T
         else:
-            numbers, zeros = _unpack(found["qweight"].T.contiguous()), _unpack(found["qzeros"]).T + scheme.zero_offset
+            numbers, zeros = _unpack(found["qweight"].T.contiguous()), _unpack(found["qzeros"] + scheme.zero_offset).T
             scales, inner = found["scales"].float().T, shape[1]
             order = torch.arange(inner) // (inner if scheme.group_size == -1 else scheme.group_size)
             if "g_idx" in found and not torch.equal(found["g_idx"].long(), order):

@@ -19,12 +19,13 @@ from jinja2.parser import Parser
 
 from stepgraph.sampling.fields import clip_repr
 from stepgraph.sampling.grammar.tokenizers.gguf import read_gguf_header, table_of_gguf_metadata
-from stepgraph.sampling.grammar.tokenizers.readers import read_json
+from stepgraph.sampling.grammar.tokenizers.readers import read_json, stated_tokens
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
 LONG_TEXT = 16 << 10  # characters, which take about 10 ms to encode
 _SPECIAL_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}  # and their names in GGUF
 _SPECIAL_TOKENS |= {"sep_token": "seperator", "cls_token": "cls", "mask_token": "mask"}  # "seperator": the spelling of GGUF
+_TOKEN_OPTIONS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _CONTROL, _USER_DEFINED = 3, 4  # token types of GGUF
 _WORD_PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST_PATTERN = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -142,6 +143,8 @@ def _open_folder(folder: Path) -> OpenedTokenizer:
     tokenizer.no_truncation()  # training scripts save these settings
     tokenizer.no_padding()
     config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").exists() else {}
+    tokenizer.encode_special_tokens = config.get("split_special_tokens") is True  # whether control tokens in texts are text
+    _add_tokens(tokenizer, stated_tokens(config, str(folder / "tokenizer_config.json")), library, folder)
     if "added_tokens_decoder" not in config and (folder / "special_tokens_map.json").exists():  # of earlier versions of transformers
         config = {**config, **read_json(folder / "special_tokens_map.json")}
     special = {name: text for name in _SPECIAL_TOKENS if (text := _token_text(config.get(name))) is not None}
@@ -153,6 +156,19 @@ def _open_folder(folder: Path) -> OpenedTokenizer:
         _folder_template(folder, config, special),
         lambda: Vocabulary.from_tokenizer_json(folder),
     )
+
+
+def _add_tokens(tokenizer: Any, stated: Sequence[Mapping[str, Any]], library: Any, folder: Path) -> None:
+    """Add tokens that tokenizer.json does not have, or has with other options, as transformers does."""
+    own = {token_id: repr(token) for token_id, token in tokenizer.get_added_tokens_decoder().items()}
+    for entry in stated:
+        options = {name: bool(entry[name]) for name in _TOKEN_OPTIONS if name in entry}
+        token, text, token_id = library.AddedToken(entry["content"], **options), entry["content"], entry["id"]
+        if own.get(token_id) != repr(token):
+            tokenizer.add_tokens([token])
+        if (found := tokenizer.token_to_id(text)) != token_id:
+            name, expected = folder / "tokenizer_config.json", f"the id {found} that it has in tokenizer.json, or the first unused one"
+            raise ValueError(f"{name}: added_tokens_decoder: got the id {token_id} for {text!r:.60}, expected {expected}")
 
 
 def _folder_template(folder: Path, config: Mapping[str, Any], special: Mapping[str, str]) -> ChatTemplate | None:

@@ -57,12 +57,15 @@ def read_tokenizer_json(path: Path, logits_width: int | None) -> TokenTable:
 
 def read_folder(folder: Path, config: Mapping[str, Any], logits_width: int | None) -> TokenTable:
     """tokenizer.json of a model folder; the stop tokens from generation_config.json, else `config`, else tokenizer_config.json."""
-    path = folder / "tokenizer.json"
-    table = table_of_tokenizer_json(read_json(path), str(path), logits_width)
+    path, stated = folder / "tokenizer.json", _read_json_if_exists(folder / "tokenizer_config.json")
+    tokenizer, added = read_json(path), stated_tokens(stated, str(folder / "tokenizer_config.json"))
+    known = [entry["id"] for entry in added]
+    own = [entry for entry in _added_tokens(tokenizer.get("added_tokens"), str(path)) if entry.get("id") not in known]
+    table = table_of_tokenizer_json({**tokenizer, "added_tokens": own + added}, str(path), logits_width)
     eos_token_id = _read_json_if_exists(folder / "generation_config.json").get("eos_token_id")
     stop_ids = _as_list(_text_config(config).get("eos_token_id", config.get("eos_token_id")) if eos_token_id is None else eos_token_id)
     if not stop_ids:
-        eos_token = _read_json_if_exists(folder / "tokenizer_config.json").get("eos_token")
+        eos_token = stated.get("eos_token")
         stop_ids = _as_list(table.control_ids_by_name.get(str(eos_token.get("content") if isinstance(eos_token, dict) else eos_token)))
     table.stop_ids = stop_ids
     return table
@@ -113,6 +116,15 @@ def _added_tokens(entries: object, where: str) -> list[dict[str, Any]]:
     if not isinstance(entries, list) or not all(isinstance(entry, dict) and isinstance(entry.get("content"), str) for entry in entries):
         raise ValueError(f"{where}: added_tokens: got {clip_repr(entries)}, expected a list of objects with a content")
     return entries
+
+
+def stated_tokens(config: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    """`added_tokens_decoder` of a tokenizer_config.json, which takes precedence over tokenizer.json: entries with their ids, in order."""
+    found = config.get("added_tokens_decoder") or {}
+    if not isinstance(found, dict) or not all(key.isdecimal() and len(key) < 10 for key in found):
+        raise ValueError(f"{where}: added_tokens_decoder: got {clip_repr(found)}, expected an object with the ids of tokens as names")
+    entries = _added_tokens(list(found.values()), f"{where}: added_tokens_decoder")
+    return sorted(({**entry, "id": int(key)} for key, entry in zip(found, entries, strict=True)), key=lambda entry: entry["id"])
 
 
 def _read_json_if_exists(path: Path) -> dict[str, Any]:

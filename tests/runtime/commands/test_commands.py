@@ -253,6 +253,9 @@ def test_inspect_prints_the_bytes_of_loaded_weights_without_reading_any(
 
 def test_inspect_gives_the_reason_of_each_refusal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = shutil.copytree(folder / "model", folder / "other")
+    generation = {"eos_token_id": 2, "temperature": 0.6, "top_k": None, "suppress_tokens": [5]}
+    (other / "generation_config.json").write_text(json.dumps(generation), encoding="utf-8")
+    assert run("inspect other", capsys)[1].splitlines()[-1] == "not read: temperature, suppress_tokens of generation_config.json"
     fields = json.loads((other / "config.json").read_text(encoding="utf-8"))
     (other / "config.json").write_text(json.dumps(fields | {"quantization_config": {"quant_method": "bitsandbytes"}}), encoding="utf-8")
     code, out, _ = run("inspect other --json", capsys)

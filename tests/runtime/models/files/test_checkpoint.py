@@ -325,6 +325,7 @@ def stored_config(family: str) -> tuple[dict[str, Any], Any]:
     ("family", "field"),
     [
         ("deepseek-v3", "routed_scaling_factor"),
+        *((family, field) for family in ("deepseek-v3", "glm-4.5") for field in ("first_k_dense_replace", "n_shared_experts")),
         ("mixtral", "rope_parameters"),
         ("mistral", "sliding_window"),
         ("gemma-3", "sliding_window"),

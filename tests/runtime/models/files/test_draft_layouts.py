@@ -49,6 +49,14 @@ def test_sliding_layers_default_to_the_rules_of_the_family() -> None:
     assert read_config(fields | stored).windows == (None, 8, 8)
 
 
+def test_the_layer_of_a_head_may_have_a_window() -> None:
+    stored, target = json.loads((EAGLE3.folder / "config.json").read_text(encoding="utf-8")), open_checkpoint(EAGLE3.target).config
+    head = read_eagle3(stored | {"layer_types": ["sliding_attention"], "sliding_window": 8}, target)
+    assert head.layer == replace(read_eagle3(stored, target).layer, windows=(8,))
+    with pytest.raises(ValueError, match=r"config\.layer_types: got"):
+        read_eagle3(stored | {"layer_types": ["sliding_attention"] * 2, "sliding_window": 8}, target)
+
+
 def test_a_shallow_target_needs_explicit_feature_layers() -> None:
     stored = json.loads((EAGLE3.folder / "config.json").read_text(encoding="utf-8"))
     target = replace(open_checkpoint(EAGLE3.target).config, windows=(None, None))

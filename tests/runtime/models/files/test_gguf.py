@@ -186,6 +186,13 @@ def test_gguf_logits_of_experts_equal_the_source_model(tmp_path: Path, family: s
     assert float((found - answer).abs().max() / answer.abs().max()) < 1e-4
 
 
+def test_gguf_without_a_base_of_frequencies_has_that_of_llama_cpp(tmp_path: Path) -> None:
+    """Mixtral's default in `transformers` is another one."""
+    path = write(tmp_path / "model.gguf", "", "llama", None, experts_model("Mixtral"))
+    path.write_bytes(path.read_bytes().replace(b"llama.rope.freq_base", b"llama.rope.freq_bxse"))
+    assert open_checkpoint(path).config.rope.theta == 10_000
+
+
 @pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_K, as_often_mixed])
 @with_experts
 @needs_c

@@ -74,13 +74,12 @@ def awq(weight: Tensor) -> Written:
 
 
 def gptq(weight: Tensor, group: int, less: int) -> Written:
-    """less: subtracted from the stored zero points."""
+    """less: subtracted from the words of zero points, as GPTQModel does; a row of positive weights has the zero point 0, which borrows."""
+    weight = torch.cat([weight[:1].abs() + 0.1, weight[1:]])
     numbers, scales, zeros, dense = integers(weight, group, False)
-    zeros = zeros.clamp(min=less)
-    dense = ((numbers.view(len(weight), -1, group).double() - zeros.double()[:, :, None]) * scales.double()[:, :, None]).float()
     order = torch.arange(weight.shape[1], dtype=torch.int32) // group
-    tensors = {"qweight": words_of(numbers).T.contiguous(), "qzeros": words_of(zeros.T - less), "scales": scales.T.contiguous()}
-    return tensors | {"g_idx": order}, dense.view(weight.shape)
+    tensors = {"qweight": words_of(numbers).T.contiguous(), "qzeros": words_of(zeros.T) - less, "scales": scales.T.contiguous()}
+    return tensors | {"g_idx": order}, dense
 
 
 def compressed(layout: str, inputs: object = None, **weights: object) -> dict[str, Any]:
@@ -127,7 +126,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Written]]] = {
         lambda weight: pack_quantized(weight, 128, True, 8, torch.bfloat16),
     ),
     "AWQ": ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}, awq),
-    "GPTQ": (GPTQ | {"group_size": 64}, lambda weight: gptq(weight, 64, 1)),
+    "GPTQ": (GPTQ | {"group_size": 64}, lambda weight: gptq(weight, 64, 0x11111111)),
     "GPTQ, second format": (GPTQ | {"group_size": 128, "checkpoint_format": "gptq_v2"}, lambda weight: gptq(weight, 128, 0)),
 }
 
