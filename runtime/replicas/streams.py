@@ -105,8 +105,9 @@ class ResumedStream:
             sampling = replace(sampling, seed=secrets.randbits(63))
         drafts = options.get("num_speculative_tokens")
         drafts = info.num_drafts if drafts is None else drafts
-        # Whether tokens depend on where rounds begin. The replica refuses numbers that are out of range.
-        depends_on_drafts = drafts in range(1, info.num_drafts + 1) and (not sampling.greedy or sampling.relaxed_top_n > 0)
+        # The replica refuses numbers that are out of range.
+        is_random = not sampling.greedy and sampling.seed is not None and sampling.seed < 0
+        depends_on_drafts = drafts in range(1, info.num_drafts + 1) and (is_random or sampling.relaxed_top_n > 0)
         if depends_on_drafts and not info.fixed_drafts and resume.continues(info):
             options = options | {"num_speculative_tokens": (drafts := 0)}  # a repetition could have other drafts
             depends_on_drafts = False
