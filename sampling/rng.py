@@ -1,8 +1,8 @@
 """Counter-based random numbers: a function of a request's seed, a position in its history, a purpose, and an index. No state.
 
 The numbers are the same on every device, in any row, batch and replay. Different purposes share no number: if the noise that chose a draft
-also decided its acceptance or chose its replacement, the result would be biased. With `draft_seed` a draft is drawn by the target's numbers;
-it is certain then, that is, it is accepted where the target draws the same token.
+also decided its acceptance or chose its replacement, the result would be biased. With `draft_seed`, drafts are drawn by the numbers of the
+target. Such drafts are certain: they are accepted where the target draws the same token.
 """
 
 from __future__ import annotations

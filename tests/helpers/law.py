@@ -110,7 +110,8 @@ class RoundSampler:
         verified: int | None = None,  # drafts that the round keeps, if fewer than k
         linked: bool = False,  # seeds that are not negative: drafts are drawn by the target's numbers
     ) -> None:
-        self.linked, self.k, self.settings, self.draft_masks, self.verified = linked, k, settings, draft_masks, k if verified is None else verified
+        self.k, self.settings, self.draft_masks, self.linked = k, settings, draft_masks, linked
+        self.verified = k if verified is None else verified
         self.rows_per_setting = BATCH // len(settings)
         size, length = len(settings) * self.rows_per_setting, len(settings) * (k + 1) + 1
         self.limits = Limits(

@@ -1,9 +1,9 @@
 """The Triton programs of reject_sample, and their launches. Imported only where Triton can launch.
 
-One program per row and tile of the vocabulary. Each computes by itself which drafts the random numbers accept, which costs a few loads
-and saves a launch. For each certain draft before the first rejected one, and for the position after these, it races its tile of the target's
-distribution, or after a rejection the residual max(p - q, 0). A tile whose residual is zero races the target's distribution instead, as a
-candidate below those of all other tiles: it wins only if the residual of the whole row is zero.
+One program per row and tile of the vocabulary. Each computes by itself which drafts the random numbers accept, which costs a few loads and
+saves a launch. For each certain draft among these, and for the position after them, it races its tile of the target's distribution, or
+after a rejection the residual max(p - q, 0). A tile whose residual is zero races the target's distribution instead, as a candidate below
+those of all other tiles: it wins only if the residual of the whole row is zero.
 """
 
 from __future__ import annotations
@@ -92,9 +92,7 @@ def rejection_candidates(
 
 
 @triton.jit
-def rejection_tokens(
-    drafts, certain, candidates, ends, tokens, accepted, count, tiles, POSITIONS: tl.constexpr, TILES: tl.constexpr
-):
+def rejection_tokens(drafts, certain, candidates, ends, tokens, accepted, count, tiles, POSITIONS: tl.constexpr, TILES: tl.constexpr):
     """The accepted drafts, then the best candidate. tokens [B, K + 1], accepted [B]; POSITIONS and TILES are powers of two."""
     row = tl.program_id(0).to(tl.int64)
     position, tile = tl.arange(0, POSITIONS), tl.minimum(tl.arange(0, TILES), tiles - 1)
