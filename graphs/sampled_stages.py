@@ -196,7 +196,7 @@ def choose_sampled(buffers: StaticBuffers, batch: Batch, logits: Tensor, mask: G
     probs = ops.distribution(masked, params)
     draft_count, seed, length = (batch.column(column) for column in (Column.DRAFT_COUNT, Column.SEED, Column.LENGTH))
     drafts = batch.drafts.shape[1]
-    # A seed that is not negative, as of greedy rows: drafts are drawn by the target's numbers, perhaps in a round that keeps no probabilities.
+    # A seed that is not negative, as of greedy rows: drafts are drawn by the target's numbers, in rounds that may keep no probabilities.
     certain = buffers.row_certain[:, :drafts][batch.rows] | (seed >= 0)[:, None]
     tokens, accepted = ops.reject_sample(
         probs, buffers.row_draft_probs[:, :drafts], batch.rows, certain, finite, batch.drafts, draft_count, status, seed, length

@@ -143,7 +143,8 @@ class VocabularyShard(VocabColumns):
     def reject_sample(
         self, target_probs: Tensor, draft_probs: Tensor, rows: Tensor, certain: Tensor, finite: Tensor, drafts: Tensor, *others: Tensor
     ) -> tuple[Tensor, Tensor]:
-        return exact_rejection(target_probs, self.part(draft_probs)[rows], certain, finite, drafts, *others, columns=self)
+        draft_count, status, seed, length = others
+        return exact_rejection(target_probs, self.part(draft_probs)[rows], certain, finite, drafts, draft_count, status, seed, length, self)
 
     def log_probabilities(self, logits: Tensor, probs: Tensor, tokens: Tensor, found: Tensor) -> None:
         write_log_probabilities(logits, probs, tokens, found, self)
