@@ -28,6 +28,7 @@ class Column(IntEnum):
     IMAGE = 11  # offset of its grammar in grammar_arena; 0: it has none on the device
     SKIPPED = 12  # last tokens of the history that the draft model has not processed: rounds without drafts added them
     LORA = 13  # slot of its adapter; 0: none
+    DRAFT_SEED = 14  # rng.draft_seed of SEED
 
 
 REFUSED = -2  # in `row_drafts`: the grammar does not allow the proposed token

@@ -184,7 +184,7 @@ class TargetChoice(NamedTuple):
 
 
 def choose_sampled(buffers: StaticBuffers, batch: Batch, logits: Tensor, mask: GrammarMask | None, options: AcceptOptions) -> TargetChoice:
-    """Masks and logit processors, then rejection sampling against the distributions of the drafts."""
+    """Masks and logit processors, then acceptance of the drafts."""
     adjusted, forced, ops, columns = logits, options.forced_acceptance, options.shard or kernels, options.shard or sampler.ALL_COLUMNS
     if options.processors:
         adjusted = apply_processors(buffers, batch, logits, options.processors, columns)
@@ -194,10 +194,10 @@ def choose_sampled(buffers: StaticBuffers, batch: Batch, logits: Tensor, mask: G
     masked, finite, status = processed
     params = params_of(buffers, batch)
     probs = ops.distribution(masked, params)
-    greedy = params[:, sampler.Param.TEMPERATURE] <= 0  # their drafts are greedy too, perhaps from a round that keeps no distributions
-    drafts = batch.drafts.shape[1]
-    certain = buffers.row_certain[:, :drafts][batch.rows] | greedy[:, None]
     draft_count, seed, length = (batch.column(column) for column in (Column.DRAFT_COUNT, Column.SEED, Column.LENGTH))
+    drafts = batch.drafts.shape[1]
+    # A seed that is not negative, as of greedy rows: drafts are drawn by the target's numbers, in rounds that may keep no probabilities.
+    certain = buffers.row_certain[:, :drafts][batch.rows] | (seed >= 0)[:, None]
     tokens, accepted = ops.reject_sample(
         probs, buffers.row_draft_probs[:, :drafts], batch.rows, certain, finite, batch.drafts, draft_count, status, seed, length
     )
@@ -242,7 +242,7 @@ def draft_sampled(
     before = buffers.batch_drafts[: step - 1, :size].T
     masked, finite, _ = ops.process(logits[:, None], row_settings(buffers, after), after.rows, before, step - 1, mask, d2t)
     length = after.column(Column.LENGTH)
-    params, seed, position = params_of(buffers, after), after.column(Column.SEED), length + (step - 1) if step > 1 else length
+    params, seed, position = params_of(buffers, after), after.column(Column.DRAFT_SEED), length + (step - 1) if step > 1 else length
     tokens = ops.draw(masked[:, 0], params, seed, position, rng.Purpose.DRAFT, after.rows, buffers.row_draft_probs[:, step - 1], d2t)
     return finite[:, 0], tokens
 

@@ -299,16 +299,11 @@ class _Batch(NamedTuple):
     first: int
     costs: Costs
     choices: Sequence[Drafting]  # draftings with graphs for such batches
-    required: Drafting | None  # the drafting of every round; None if DraftPolicy chooses
     rows: Rows
 
 
 class DraftLengthChooser:
-    """Chooses how an engine's rounds draft, from the results of earlier ones. For the stepping thread.
-
-    Sampled tokens depend on the drafts. In a batch with a sampled request that has a seed, every round therefore has as many drafts as
-    that request allows, from the draft model, and its results do not change the estimates.
-    """
+    """Chooses how an engine's rounds draft, from the results of earlier ones. For the stepping thread."""
 
     def __init__(
         self, choices: Sequence[Drafting], on_choice: Callable[[Drafting], object] | None = None, device_grammars: bool = False
@@ -335,7 +330,7 @@ class DraftLengthChooser:
             self._read_ended()
         if batch is None or renews or self.num_given_drafts:
             batch = self._batch = self._batch_of(requests, key)
-        drafting = batch.required if self.fixed_drafting is None else _nearest(self.fixed_drafting, batch.choices)
+        drafting = None if self.fixed_drafting is None else _nearest(self.fixed_drafting, batch.choices)
         self._in_flight.append((batch, drafting is None))
         if drafting is None:
             unpaid = 1 - self._skipped_tokens / MAX_SKIPPED if self._skipped_tokens else 0.0  # the costs of rounds include the rest
@@ -388,10 +383,7 @@ class DraftLengthChooser:
         self._rows = {request: self._rows.get(request) or (self._policy.row(request.constrained), PLAIN) for request in requests}
         if num_given := self.num_given_drafts:
             self._rows = {request: (row, Drafting(num_given(request))) for request, (row, _) in self._rows.items()}
-        seeded = [request.job for request in requests if request.job.sampling.seed is not None and not request.job.sampling.greedy]
-        most = max((job.num_speculative_tokens for job in seeded), default=0)
         choices = self._host_choices if key.on_host else self.choices
-        required = _nearest(Drafting(most), choices) if most else None
         rows = [(self._rows[request][0], num_given(request) if num_given else request.job.num_speculative_tokens) for request in requests]
         context = sum(len(job.context_ids) + len(job.tokens) for job in (request.job for request in requests))
-        return _Batch(requests, key, context, len(requests[0].job.tokens), self.costs.of(key, context), choices, required, rows)
+        return _Batch(requests, key, context, len(requests[0].job.tokens), self.costs.of(key, context), choices, rows)

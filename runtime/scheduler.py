@@ -256,10 +256,10 @@ class Scheduler:
 
 
 def _is_exact(request: ActiveRequest) -> bool:
-    """Whether a request can continue with the tokens it would have had: sampled draws with drafts depend on where rounds begin."""
-    sampling = request.job.sampling
-    drafted = request.job.num_speculative_tokens and not sampling.greedy
-    return request.decoding and not request.job.finished and not drafted and not sampling.relaxed_top_n
+    """Whether a request can continue with the tokens it would have had: with a negative seed, draws depend on the drafts."""
+    job = request.job
+    depends = job.num_speculative_tokens and job.seed < 0
+    return request.decoding and not job.finished and not depends and not job.sampling.relaxed_top_n
 
 
 def _error(code: FinishCode, request: ActiveRequest, status: int) -> str:

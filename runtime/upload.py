@@ -28,6 +28,7 @@ from stepgraph.runtime.request import ActiveRequest, Job
 from stepgraph.sampling import bitmask
 from stepgraph.sampling.grammar.automaton.arena import ArenaBlock
 from stepgraph.sampling.grammar.status import FinishCode
+from stepgraph.sampling.rng import draft_seed
 from stepgraph.sampling.sampler import Param
 
 CopyLaunch = Callable[[Callable[[], object]], Event]
@@ -208,6 +209,7 @@ class Uploader:
             Column.CONSTRAINED: int(request.constrained),
             Column.DRAFT_LIMIT: job.num_speculative_tokens,
             Column.SEED: job.seed,
+            Column.DRAFT_SEED: draft_seed(job.seed),
             Column.IMAGE: request.arena_block.offset if request.arena_block else 0,
             Column.LORA: job.lora.slot,
         }

@@ -117,7 +117,7 @@ class RequestValidator:
             typed = typed_constraint(constraint.constraint if isinstance(constraint, CompiledConstraint) else constraint)
         sampling = self._sampling(options.get("sampling"), constraint is not None, new_tokens)
         stop_ids = self._stop_ids(sampling)
-        seed = sampling.seed if sampling.seed is not None else 0 if sampling.greedy else secrets.randbits(63)
+        seed = 0 if sampling.greedy else -1 - secrets.randbits(63) if sampling.seed is None else sampling.seed
         cache_salt, priority, tenant = options.get("cache_salt", ""), options.get("priority", 0), options.get("tenant", "")
         if not isinstance(cache_salt, str):
             raise ValueError(f"cache_salt: got {type(cache_salt).__name__}, expected a string")
@@ -150,8 +150,8 @@ class RequestValidator:
         return job
 
     def _check_resumed(self, job: Job) -> None:
-        """ValueError if the output has ended, or if its next tokens depend on where the rounds of the earlier request began."""
-        ids, sampling, temperature = job.resume_from, job.sampling, f"resume_from and sampling.temperature={job.sampling.temperature:g}"
+        """ValueError if the output has ended, or if its next tokens depend on the drafts of the earlier request."""
+        ids, sampling = job.resume_from, job.sampling
         if sampling.relaxed_top_n and job.num_speculative_tokens:
             raise ValueError(
                 f"sampling.relaxed_top_n: got {sampling.relaxed_top_n} with resume_from, expected 0: tokens depend on the drafts"
@@ -165,10 +165,11 @@ class RequestValidator:
         if sampling.stop and job.text_stream().stopped:
             raise ValueError(f"resume_from: got a text with one of {clip_repr(sampling.stop)}, expected an output that has not ended")
         if not sampling.greedy and sampling.seed is None:
-            raise ValueError(f"sampling.seed: got None with {temperature}, expected Job.seed of the request that is continued")
-        if not sampling.greedy and job.num_speculative_tokens:
-            expected = "expected 0 for both requests: with drafts, draws depend on where rounds begin"
-            raise ValueError(f"num_speculative_tokens: got {job.num_speculative_tokens} with {temperature}, {expected}")
+            got = f"got None with resume_from and sampling.temperature={sampling.temperature:g}"
+            raise ValueError(f"sampling.seed: {got}, expected Job.seed of the request that is continued")
+        if job.seed < 0 and job.num_speculative_tokens:
+            got = f"got {job.num_speculative_tokens} with resume_from and sampling.seed={job.seed}"
+            raise ValueError(f"num_speculative_tokens: {got}, expected 0 for both requests: draws of a negative seed depend on drafts")
 
     def _prompt(self, prompt_ids: Any) -> tuple[int, ...]:
         expected = "a text, a list of chat messages, or a sequence of token ids"

@@ -30,7 +30,7 @@ CHECKS = {
     "presence_penalty": number(-2.0, 2.0),
     "frequency_penalty": number(-2.0, 2.0),
     "top_k": whole(-1, 2**24),
-    "seed": optional(whole(0, 2**63 - 1)),
+    "seed": optional(whole(-(2**63), 2**63 - 1)),
     "min_new_tokens": whole(0, 2**24),
     "top_logprobs": whole(0, MAX_TOP_LOGPROBS),
     "relaxed_top_n": whole(0, 2**24),
@@ -68,7 +68,9 @@ class SamplingParams:
     min_p: float = 0.0  # drop tokens less likely than this fraction of the most probable
     top_k: int = 0  # keep the k most probable; 0: all; -1, vLLM's number for all, is stored as 0
     top_p: float = 1.0  # keep the most probable until their probabilities sum to this
-    seed: int | None = None  # the same seed gives the same tokens; None: a new seed per request
+    # The same seed gives the same tokens, with any drafts. None: a new, negative seed per request. With a negative seed, more drafts of a
+    # draft model are accepted, and the tokens depend on them.
+    seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     stop: str | Sequence[str] = ()  # one or several texts that end the output and are not part of it
     repetition_penalty: float = 1.0  # for tokens in the prompt or the output: divides positive logits, multiplies others

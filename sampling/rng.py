@@ -1,7 +1,8 @@
 """Counter-based random numbers: a function of a request's seed, a position in its history, a purpose, and an index. No state.
 
-The numbers are the same on every device, in any row, batch and replay. Different purposes never share a number: if the noise that chose
-a draft also chose its replacement, the result would be biased.
+The numbers are the same on every device, in any row, batch and replay. Different purposes share no number: if the noise that chose a draft
+also decided its acceptance or chose its replacement, the result would be biased. With `draft_seed`, drafts are drawn by the numbers of the
+target. Such drafts are certain: they are accepted where the target draws the same token.
 """
 
 from __future__ import annotations
@@ -27,6 +28,11 @@ class Purpose(IntEnum):
     DRAFT = 1  # which token the draft proposes
     ACCEPT = 2  # whether the proposal is accepted
     TARGET = 3  # which token the target emits after the accepted proposals
+
+
+def draft_seed(seed: int) -> int:
+    """The seed whose numbers for drafts are the target's numbers of `seed`, if that is not negative."""
+    return signed(seed + (Purpose.TARGET - Purpose.DRAFT) * GOLDEN) if seed >= 0 else seed
 
 
 def uniform(seed: Tensor, position: Tensor, purpose: Purpose, index: Tensor | None = None) -> Tensor:

@@ -21,7 +21,7 @@ from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.kernels import GrammarMask, Processed
 from stepgraph.sampling.kernels.filters import race
 from stepgraph.sampling.kernels.processors import RowSettings, ranked_log_probabilities, write_log_probabilities, write_ranked
-from stepgraph.sampling.kernels.rejection import draft_distributions, exact_rejection
+from stepgraph.sampling.kernels.rejection import exact_rejection
 from stepgraph.sampling.sampler import TokenWeights, VocabColumns, distribution, to_units
 
 DIGIT_BITS, DIGITS = 10, 3  # of the bits of a weight from 0 to 1: weights have the order of their bits, and the bits of 1 are below 2**30
@@ -143,9 +143,8 @@ class VocabularyShard(VocabColumns):
     def reject_sample(
         self, target_probs: Tensor, draft_probs: Tensor, rows: Tensor, certain: Tensor, finite: Tensor, drafts: Tensor, *others: Tensor
     ) -> tuple[Tensor, Tensor]:
-        distributions = draft_distributions(draft_probs, rows, certain, drafts, target_probs, self)
         draft_count, status, seed, length = others
-        return exact_rejection(target_probs, distributions, finite, drafts, draft_count, status, seed, length, self)
+        return exact_rejection(target_probs, self.part(draft_probs)[rows], certain, finite, drafts, draft_count, status, seed, length, self)
 
     def log_probabilities(self, logits: Tensor, probs: Tensor, tokens: Tensor, found: Tensor) -> None:
         write_log_probabilities(logits, probs, tokens, found, self)

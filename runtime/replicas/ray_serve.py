@@ -229,7 +229,6 @@ class ReplicaPool:
             counter("streams_retried", "Requests sent to another replica before their first token.", self.counts.retried),
             counter("streams_continued", "Times that a stream was continued on another replica.", self.counts.continued),
             counter("streams_refused", "Streams that could not be continued.", self.counts.refused),
-            counter("streams_recomputed_tokens", "Tokens that another replica computed again.", self.counts.skipped),
         ]
 
     async def close(self, drain: bool = True) -> None:

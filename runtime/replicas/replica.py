@@ -73,7 +73,6 @@ class EngineInfo:
     vocabulary: Vocabulary | None
     lora_names: tuple[str, ...]
     num_drafts: int  # most drafts of a round
-    fixed_drafts: bool  # a repeated request has the same drafts, at any load
     exact: bool  # the target's results do not depend on sizes of batches and chunks
     replica: str
     device: str
@@ -142,8 +141,7 @@ async def answer(async_engine: AsyncEngine, request: ReplicaRequest, replica: st
 
 
 def info_of(engine: Engine, replica: str) -> EngineInfo:
-    config, models = engine.config, engine._parts.models
-    fixed, exact = (getattr(model, "batch_invariant", False) for model in (models.drafter, models.target))
+    config, exact = engine.config, getattr(engine._parts.models.target, "batch_invariant", False)
     return EngineInfo(
         max_rows=config.max_rows,
         max_length=engine.limits.max_length,
@@ -152,7 +150,6 @@ def info_of(engine: Engine, replica: str) -> EngineInfo:
         vocabulary=vocabulary_of(engine),
         lora_names=tuple(engine.list_loras()),
         num_drafts=config.num_speculative_tokens,
-        fixed_drafts=config.draft_length != "auto" and fixed,
         exact=exact and engine.backend.device.type == "cpu",
         replica=replica,
         device=device_name(engine),

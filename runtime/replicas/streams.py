@@ -1,8 +1,7 @@
 """Streams that continue on another replica when theirs is lost, with exactly the tokens that they would have had. Needs no Ray.
 
-On equal hardware tokens depend only on the request. Greedy tokens and those drawn without drafts follow from the tokens before them, so
-`resume_from` continues the request. Draws with drafts depend on where rounds begin: the request is repeated, and the delivered tokens are
-compared and left out.
+On equal hardware the next token depends only on the request and the tokens before it, so that `resume_from` continues the request. Requests
+whose tokens depend on their drafts have no drafts.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any, NoReturn
 
 from stepgraph.runtime.replicas.replica import REPORTED, AnswerPart, EngineInfo, Refusal, ReplicaRequest, Tokens
 from stepgraph.runtime.replicas.router import page_hashes
-from stepgraph.runtime.request import DraftCounts, FinishReason, Job, Lora, Origin, StepEvent
+from stepgraph.runtime.request import FinishReason, Job, Lora, StepEvent
 from stepgraph.runtime.request_queue import QueueFullError
 from stepgraph.runtime.serve.serving import AnswerError
 from stepgraph.runtime.validate import TokenIds, checked_ids
@@ -60,7 +59,6 @@ class Counts:
     retried: int = 0  # sent to another replica before the first token
     continued: int = 0
     refused: int = 0  # could not be continued
-    skipped: int = 0  # tokens that were computed again
 
 
 @dataclass(frozen=True)
@@ -105,12 +103,9 @@ class ResumedStream:
             sampling = replace(sampling, seed=secrets.randbits(63))
         drafts = options.get("num_speculative_tokens")
         drafts = info.num_drafts if drafts is None else drafts
-        # Whether tokens depend on where rounds begin. The replica refuses numbers that are out of range.
-        depends_on_drafts = drafts in range(1, info.num_drafts + 1) and (not sampling.greedy or sampling.relaxed_top_n > 0)
-        if depends_on_drafts and not info.fixed_drafts and resume.continues(info):
-            options = options | {"num_speculative_tokens": (drafts := 0)}  # a repetition could have other drafts
-            depends_on_drafts = False
-        self._recomputes_tokens = depends_on_drafts
+        depends_on_drafts = sampling.relaxed_top_n > 0 or (not sampling.greedy and (sampling.seed or 0) < 0)
+        if depends_on_drafts and drafts in range(info.num_drafts + 1) and resume.continues(info):  # the replica refuses other numbers
+            options = options | {"num_speculative_tokens": (drafts := 0)}
         constraint, vocabulary = options.get("constraint"), info.vocabulary
         prompt_ids = checked_ids("prompt", prompt, info.num_tokens)
         constraint = constraint.constraint if isinstance(constraint, CompiledConstraint) else constraint
@@ -238,8 +233,7 @@ class ResumedStream:
     def _ask_replica(self) -> AsyncGenerator[AnswerPart, None]:
         job, options = self.job, self._request.options
         self._earlier, self._num_known = {name: getattr(job, name) for name in REPORTED}, len(job.tokens)
-        self._skip = list(job.tokens) if self._recomputes_tokens else []  # tokens that the replica computes again
-        if job.tokens and not self._recomputes_tokens:
+        if job.tokens:
             options = options | {"resume_from": (*job.resume_from, *job.tokens)}
         identity = self._identity if job.tokens else ""
         return self._call(replace(self._request, options=options, avoid=frozenset(self._lost | self._others), identity=identity))
@@ -257,7 +251,7 @@ class ResumedStream:
             for name, value in zip(REPORTED, part.reported, strict=False):
                 if len(job.replicas) == 1 or name not in _OF_THE_FIRST:
                     setattr(job, name, self._earlier[name] + value if name in _SUMMED else value)
-            if (event := self._event(part, self._skip)) is not None:
+            if (event := self._event(part)) is not None:
                 return event
         raise ReplicaLost("the stream ended without a finish reason", *job.replicas[-1:])
 
@@ -272,30 +266,22 @@ class ResumedStream:
             raise IdentityMismatch(part.message, part.replica)
         raise ReplicaLost(part.message, part.replica)
 
-    def _event(self, part: Tokens, skip: list[int]) -> StepEvent | None:
-        """The new tokens of a part. skip: tokens to leave out; those in this part are removed from it."""
-        job, count = self.job, min(len(skip), len(part.tokens))
-        if list(part.tokens[:count]) != skip[:count]:
-            self._fail(f"replica {job.replicas[-1]} computed other tokens than {job.replicas[-2]}")
-        del skip[:count]
-        self._counts.skipped += count
-        if skip and part.reason not in (None, FinishReason.ERROR, FinishReason.CANCELLED):
-            self._fail(f"replica {job.replicas[-1]} ended the answer earlier than {job.replicas[-2]}")
+    def _event(self, part: Tokens) -> StepEvent | None:
+        """The new tokens of a part."""
+        job, tokens = self.job, part.tokens
         if part.reason == FinishReason.CANCELLED:  # by a replica that shuts down
             raise ReplicaLost("the replica was shut down", job.replicas[-1])
-        tokens, logprobs, origins = part.tokens[count:], part.logprobs[count:], part.origins[count:]
         if job.first_token_seconds is None and tokens:
             job.first_token_seconds = time.perf_counter() - job.submitted_at
         job.tokens += tokens
-        job.logprobs += logprobs
-        job.origins += origins
-        drafts = DraftCounts(len(origins) - origins.count(Origin.TARGET)) if count else part.drafts
-        job.num_accepted_drafts += drafts.accepted
+        job.logprobs += part.logprobs
+        job.origins += part.origins
+        job.num_accepted_drafts += part.drafts.accepted
         if part.reason is not None:
             job.finish_reason, job.error = part.reason, part.error
         elif not tokens:
             return None
-        return StepEvent(0, tokens, drafts, job.finish_reason, job.error, logprobs, origins)
+        return StepEvent(0, tokens, part.drafts, job.finish_reason, job.error, part.logprobs, part.origins)
 
 
 def _call_in_loop(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:

@@ -24,6 +24,7 @@ from stepgraph.graphs.row_layout import Column
 from stepgraph.sampling import bitmask
 from stepgraph.sampling.grammar.status import FinishCode, MaskStatus
 from stepgraph.sampling.params import SamplingParams
+from stepgraph.sampling.rng import draft_seed
 from stepgraph.sampling.sampler import Param
 from tests.helpers.chi_square import likelihood_ratio, likelihood_ratio_bound
 from tests.helpers.oracles import filtered, processed
@@ -107,8 +108,10 @@ class RoundSampler:
         draft_masks: bool = True,
         seed: int = 0,
         verified: int | None = None,  # drafts that the round keeps, if fewer than k
+        linked: bool = False,  # seeds that are not negative: drafts are drawn by the target's numbers
     ) -> None:
-        self.k, self.settings, self.draft_masks, self.verified = k, settings, draft_masks, k if verified is None else verified
+        self.k, self.settings, self.draft_masks, self.linked = k, settings, draft_masks, linked
+        self.verified = k if verified is None else verified
         self.rows_per_setting = BATCH // len(settings)
         size, length = len(settings) * self.rows_per_setting, len(settings) * (k + 1) + 1
         self.limits = Limits(
@@ -179,7 +182,9 @@ class RoundSampler:
         """One round of every row with seeds unique to `number`: tokens [B, K + 1], emitted [B], accepted [B]."""
         b, rows = self.buffers, self.limits.max_rows
         b.row_state.copy_(self.start_state)
-        b.row_state[:rows, Column.SEED] = torch.arange(number * rows, (number + 1) * rows)
+        seeds = [seed if self.linked else -1 - seed for seed in range(number * rows, (number + 1) * rows)]
+        b.row_state[:rows, Column.SEED] = torch.tensor(seeds)
+        b.row_state[:rows, Column.DRAFT_SEED] = torch.tensor([draft_seed(seed) for seed in seeds])
         b.row_output_counts.copy_(self.output_counts.expand_as(b.row_output_counts))
         batch = read_batch(b, rows)
         drafts = self._drafts(batch)

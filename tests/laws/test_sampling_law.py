@@ -85,6 +85,11 @@ MIXED = (
 )
 
 
+@pytest.mark.parametrize("d2t", [False, True])
+def test_drafts_drawn_by_the_numbers_of_the_target_keep_the_distribution(d2t: bool) -> None:
+    check(RoundSampler(3, d2t, (of(), *MIXED), linked=True))
+
+
 def test_unmasked_drafts_keep_the_distribution() -> None:
     assert float(least_chance(RoundSampler(3, False, MIXED, draft_masks=False)).min()) > RARE
 
@@ -213,9 +218,9 @@ class TestControls:
         """After a rejection, the draft's probabilities are not subtracted from the distribution of the replacement."""
         real: Callable[..., tuple[Tensor, Tensor]] = rejection.exact_rejection
 
-        def reject_sample(probs: Tensor, draft_probs: Tensor, finite: Tensor, drafts: Tensor, count: Tensor, *others: Tensor) -> Any:
-            _, held = real(probs, draft_probs, finite, drafts, count, *others)
-            return real(probs, draft_probs, finite, drafts, held, *others)  # as if there were no further drafts
+        def reject_sample(*arguments: Tensor) -> tuple[Tensor, Tensor]:
+            _, held = real(*arguments)
+            return real(*arguments[:5], held, *arguments[6:])  # as if there were no further drafts
 
         monkeypatch.setattr(rejection, "exact_rejection", reject_sample)
         self.check_detected(RoundSampler(2, False, [of(), of(good=False), of(top_k=3, masked=True), of(presence_penalty=1.0)]), [True] * 4)

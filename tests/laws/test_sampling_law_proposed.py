@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from stepgraph.graphs import BufferSpec, proposing
 from stepgraph.graphs.batch import Batch
@@ -119,23 +120,27 @@ class TestControls:
         monkeypatch.setattr(rejection, "exact_rejection", wrong(rejection.exact_rejection))
         assert (least_chance(ProposedLaw(2, self.SETTINGS)) < RARE).tolist() == [True, True, True, False]
 
-    def test_draft_verified_as_uniformly_sampled(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def wrong(real: Verify) -> Verify:
-            return lambda probs, draft_probs, *others: real(probs, torch.full_like(draft_probs, 1 / TOKENS), *others)
+    @pytest.mark.parametrize("uniform", [True, False])
+    def test_draft_verified_as_drawn(self, monkeypatch: pytest.MonkeyPatch, uniform: bool) -> None:
+        """As drawn from the uniform distribution, or from the target's."""
 
-        self.check_detected(monkeypatch, wrong)
-
-    def test_draft_verified_as_sampled_from_the_target(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def wrong(real: Verify) -> Verify:
-            return lambda probs, draft_probs, *others: real(probs, probs[:, :-1].contiguous(), *others)
+            def verify(probs: Tensor, _: Tensor, certain: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+                draft_probs = torch.full_like(probs, 1 / TOKENS) if uniform else probs
+                return real(probs, draft_probs[:, :-1].contiguous(), torch.zeros_like(certain), *others)
+
+            return verify
 
         self.check_detected(monkeypatch, wrong)
 
     def test_replacement_that_may_equal_the_rejected_draft(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Drafts are accepted by their probability, and the next token is the target's."""
+
         def wrong(real: Verify) -> Verify:
-            def verify(probs: Tensor, draft_probs: Tensor, finite: Tensor, drafts: Tensor, count: Tensor, *others: Any) -> Any:
-                _, held = real(probs, draft_probs, finite, drafts, count, *others)
-                return real(probs, draft_probs, finite, drafts, held, *others)  # as if there were no further drafts
+            def verify(probs: Tensor, _: Tensor, certain: Tensor, finite: Tensor, drafts: Tensor, count: Tensor, *others: Any) -> Any:
+                known = functional.one_hot(drafts.clamp(min=0), probs.shape[2]).to(torch.float32), torch.zeros_like(certain), finite, drafts
+                _, held = real(probs, *known, count, *others)
+                return real(probs, *known, held, *others)  # as if there were no further drafts
 
             return verify
 

@@ -630,25 +630,6 @@ def test_unusable_draft_lengths_are_refused(config: dict[str, Any], message: str
         EngineConfig(**config)
 
 
-def test_seeded_requests_have_the_same_tokens_for_any_acceptance_history() -> None:
-    """Sampled tokens depend on the number of drafts: rounds with seeded requests have as many as these requests allow."""
-    engine, answers = make_engine(Setup(k=4, max_rows=2, greedy_only=False), draft_length="auto"), set[tuple[int, ...]]()
-    for acceptance in (True, False):
-        for _ in range(60):
-            lengths = engine._parts.draft_lengths
-            assert lengths is not None
-            lengths._policy._acceptance_of_all[False][True].add(4, 4 * acceptance)
-        sampling = SamplingParams(temperature=1.2, seed=5, ignore_eos=True)
-        other = engine.submit([3], max_new_tokens=60 * acceptance + 1, sampling=IGNORE_EOS)
-        job = engine.submit([5, 6], max_new_tokens=40, sampling=sampling, num_speculative_tokens=3)
-        while not (job.finished and other.finished):
-            engine.step()
-        answers.add(tuple(job.tokens))
-    assert len(answers) == 1
-    assert {graph.key.draft_length for graph in engine.stats().graphs if graph.key.sampled} == {4}
-    engine.close()
-
-
 def test_trace_has_length_and_account_of_every_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RoundCosts, "of", lambda *_: costs_of({0: 4.0, 3: 4.5, 7: 9.0}))
     engine = make_engine(Setup(k=7, drafter="perfect", max_rows=1, buckets=(1,)), draft_length="auto")

@@ -78,14 +78,17 @@ def law(sampling: SamplingParams, grammar: Constraint = GRAMMAR) -> dict[tuple[i
 
 
 def law_p(engine: Engine, sampling: SamplingParams, grammar: Constraint, seeds: int = 500, host_every: int = 0) -> float:
-    """P-value of the outputs of `seeds` seeds under the exact distribution. One of `host_every` requests has its grammar on the host."""
+    """P-value of the outputs of `seeds` seeds under the exact distribution. One of `host_every` requests has its grammar on the host.
+
+    Half of the seeds are negative, so that drafts are judged by rejection."""
     on_host = replace(grammar, backend="xgrammar")
     texts = law(sampling, grammar)
     assert len(texts) > 6 and math.isclose(sum(texts.values()), 1.0)
     jobs = []
     for seed in range(seeds):
         constraint = on_host if host_every and seed % host_every == 0 else grammar
-        jobs.append(engine.submit(PROMPT, constraint=constraint, sampling=replace(sampling, seed=seed), max_new_tokens=8))
+        random = replace(sampling, seed=seed if seed % 2 else -1 - seed)
+        jobs.append(engine.submit(PROMPT, constraint=constraint, sampling=random, max_new_tokens=8))
         while engine.stats().waiting >= 1000:  # max_queued
             engine.step()
     for _ in engine.stream():
@@ -268,6 +271,33 @@ def test_greedy_rows_share_rounds_with_sampled_rows() -> None:
         pass
     assert steady.tokens == plain([3, 1], 80).tokens
     engine.close()
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        Setup(k=3, greedy_only=False),
+        Setup(k=4, greedy_only=False, drafter="half", switching=True, look_up=1),
+        Setup(k=2, greedy_only=False, drafter="adversarial", draft_masks=False, grammar_lane="host"),
+        Setup(k=3, greedy_only=False, drafter="ngram", forced_drafts=True),
+        pytest.param(Setup(k=5, greedy_only=False, drafter="perfect", eager=True), marks=pytest.mark.slow),
+        pytest.param(Setup(k=3, greedy_only=False, drafter="fair", loops=True), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_seed_gives_the_same_tokens_with_any_drafts(setup: Setup) -> None:
+    indices = list(range(len(SETTINGS)))
+    engine = shared_engine(setup)
+    before = engine.stats().drafts.accepted
+    assert run(engine, indices, together=True) == run(shared_engine(Setup(k=0, greedy_only=False)), indices, together=True)
+    assert engine.stats().drafts.accepted > before
+    unlike = replace(SETTINGS[1], seed=-1)
+    texts = [run_one(shared_engine(each), unlike) for each in (setup, Setup(k=0, greedy_only=False))]
+    assert texts[0] != texts[1] or setup.drafter == "ngram", "tokens of a negative seed depend on the drafts of a model"
+
+
+def run_one(engine: Engine, sampling: SamplingParams) -> list[int]:
+    return engine.generate(PROMPT, sampling=replace(sampling, ignore_eos=True), max_new_tokens=60).tokens
 
 
 def test_random_seed_is_reported_and_reproduces_the_output() -> None:

@@ -208,8 +208,8 @@ def test_a_request_whose_matcher_fails_when_it_is_preempted_or_resumed_ends_alon
             assert job.finish_reason == FinishReason.ERROR and job.error.endswith("(GrammarLimits.row_items)")
 
 
-def test_without_preemption_and_with_draws_that_depend_on_rounds_a_request_keeps_its_row() -> None:
-    drafted = {"sampling": SAMPLED, "max_new_tokens": 20}
+def test_without_preemption_and_with_draws_that_depend_on_drafts_a_request_keeps_its_row() -> None:
+    drafted = {"sampling": replace(SAMPLED, seed=-3), "max_new_tokens": 20}
     for preemption, ask in ((False, {"max_new_tokens": 20}), (True, drafted)):
         with make_engine(replace(DRAFTED, max_rows=1, buckets=(1,)), preemption=preemption) as engine:
             slow: Job = engine.submit([4], **ask)

@@ -155,8 +155,8 @@ def test_tokens_that_the_constraint_refuses_fail_their_request_only() -> None:
         ({"resume_from": [500]}, r"resume_from\[0\]: got 500, expected a token id from 0 to 112"),
         ({"resume_from": "abc"}, r"resume_from: got str, expected a sequence of token ids"),
         (
-            {"resume_from": [5], "sampling": SamplingParams(temperature=0.5, seed=3)},
-            r"num_speculative_tokens: got 3 with resume_from and sampling.temperature=0.5, expected 0 for both requests",
+            {"resume_from": [5], "sampling": SamplingParams(temperature=0.5, seed=-3)},
+            r"num_speculative_tokens: got 3 with resume_from and sampling.seed=-3, expected 0 for both requests: draws of",
         ),
         (
             {"resume_from": [5], "sampling": SamplingParams(temperature=0.5), "num_speculative_tokens": 0},

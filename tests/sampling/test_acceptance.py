@@ -106,13 +106,14 @@ def test_matcher_failure_after_a_draft_keeps_earlier_tokens(seed: int, k: int) -
         torch.randint(0, high, shape, generator=made) for high, shape in ((width, (batch, k)), (99, (batch,)), (99, (batch,)))
     )
     finite, count = torch.ones(batch, k + 1, dtype=torch.bool), torch.full((batch,), k)
+    none_certain = torch.zeros_like(drafts, dtype=torch.bool)
     clean = torch.full((batch, k + 1), int(MaskStatus.OK))
-    expected, held = rejection.exact_rejection(target, offered, finite, drafts, count, clean, seeds, length)
+    expected, held = rejection.exact_rejection(target, offered, none_certain, finite, drafts, count, clean, seeds, length)
     for index in range(k):
         failed = clean.clone()
         failed[:, index + 1 :] = int(MaskStatus.NONE)
         failed[:, index + 1] = int(MaskStatus.FAULT)
-        tokens, accepted = rejection.exact_rejection(target, offered, finite, drafts, count, failed, seeds, length)
+        tokens, accepted = rejection.exact_rejection(target, offered, none_certain, finite, drafts, count, failed, seeds, length)
         assert torch.equal(accepted, held.clamp(max=index + 1))
         compared = torch.arange(k + 1) < torch.minimum(held + 1, torch.tensor(index + 1))[:, None]
         assert torch.equal(tokens[compared], expected[compared])

@@ -1,4 +1,4 @@
-/* The distribution that a request asks for, tokens drawn from one, and rejection of sampled drafts: sampler.py, rng.py and rejection.py are
+/* The distribution that a request asks for, tokens drawn from one, and acceptance of drafts: sampler.py, rng.py and rejection.py are
    the reference. */
 
 #include "lanes.h"
@@ -142,14 +142,13 @@ INLINED float uniform(uint64_t key) {
     return number > 1.0f - 0x1p-24f ? 1.0f - 0x1p-24f : number;
 }
 
-/* Weights max(p - q, 0), where q is an array, 1 for one token, or zero. */
+/* Weights max(p - q, 0). */
 typedef struct {
-    const float *target, *draft; /* draft may be NULL */
-    int64_t certain;             /* a token, or NEITHER */
+    const float *target, *draft; /* p and q; q may be NULL: zero */
 } residual;
 
 INLINED float residual_at(const residual *from, int64_t token) {
-    float rest = from->target[token] - (from->draft ? from->draft[token] : token == from->certain ? 1.0f : 0.0f);
+    float rest = from->target[token] - (from->draft ? from->draft[token] : 0.0f);
     return rest > 0 ? rest : 0.0f;
 }
 
@@ -197,7 +196,7 @@ EXPORTED FOR_EACH_PROCESSOR int stepgraph_draw(const argument *args) {
         float *probabilities = (float *)table->data + at * table->stride[0];
         int alive = logits->bfloat16 ? distribute(from, settings, probabilities, width, 1)
             : distribute(from, settings, probabilities, width, 0);
-        residual weights = {.target = probabilities, .certain = NEITHER};
+        residual weights = {.target = probabilities};
         ((int64_t *)args[8].data)[row] = alive ? race_winner(&weights, width, ids, stream(seed[row], position[row], args[4].integer)) : 0;
         for (int64_t i = width - 1; ids && i >= 0; i--) { /* ids[i] >= i: from the last on, none is overwritten before it moved */
             float probability = probabilities[i];
@@ -216,27 +215,36 @@ EXPORTED FOR_EACH_PROCESSOR int stepgraph_reject_sample(const argument *args) {
     const bool *certain = args[3].data, *finite = args[4].data;
     int64_t *tokens = args[10].data, *accepted = args[11].data, count = target->size[1] - 1, width = target->size[2];
     for (int64_t row = 0; row < target->size[0]; row++) {
-        const float *p = (const float *)target->data + row * target->stride[0], *q = NULL;
+        const float *p = (const float *)target->data + row * target->stride[0], *q;
         const int64_t *own = drafts + row * count, *states = status + row * (count + 1);
-        int64_t at = draft->size[1] ? index_in(rows[row], draft->size[0]) : 0, last = 0;
-        residual weights = {.certain = NEITHER};
+        int64_t at = draft->size[1] ? index_in(rows[row], draft->size[0]) : 0, last = 0, token = NEITHER;
+        residual weights = {.target = p};
         if (at < 0) return 1;
-        for (; last < count; last++, p += target->stride[1]) {
+        for (; last < count; last++, weights.target = p += target->stride[1]) {
             int64_t proposed = own[last] < 0 ? 0 : own[last], next = states[last + 1];
-            bool drawn = draft->size[1] && !certain[row * count + last];
+            bool legal = states[last] == STATUS_OK && next != STATUS_NONE && next != STATUS_ILLEGAL, holds;
             if (proposed >= width) return 1;
-            q = drawn ? (const float *)draft->data + at * draft->stride[0] + last * draft->stride[1] : NULL;
-            bool legal = states[last] == STATUS_OK && next != STATUS_NONE && next != STATUS_ILLEGAL && last < draft_count[row];
-            float coin = uniform(stream(seed[row], length[row] + last, PURPOSE_ACCEPT));
-            if (legal && finite[row * (count + 1) + last] && coin * (q ? q[proposed] : 1.0f) < p[proposed]) continue;
-            if (last < draft_count[row]) weights = (residual){.draft = q, .certain = q ? NEITHER : proposed};
-            break;
+            if (last >= draft_count[row]) break;
+            if (draft->size[1] && !certain[row * count + last]) {
+                q = (const float *)draft->data + at * draft->stride[0] + last * draft->stride[1];
+                holds = uniform(stream(seed[row], length[row] + last, PURPOSE_ACCEPT)) * q[proposed] < p[proposed];
+            } else {
+                q = NULL;
+                token = race_winner(&weights, width, NULL, stream(seed[row], length[row] + last, PURPOSE_TARGET));
+                holds = token == own[last];
+            }
+            if (!(holds && legal && finite[row * (count + 1) + last])) {
+                weights.draft = q;
+                break;
+            }
+            token = NEITHER;
         }
-        weights.target = p;
-        bool any = false;
-        for (int64_t i = 0; !any && i < width; i++) any = residual_at(&weights, i) > 0;
-        if (!any) weights = (residual){.target = p, .certain = NEITHER}; /* p = q up to rounding */
-        int64_t token = race_winner(&weights, width, NULL, stream(seed[row], length[row] + last, PURPOSE_TARGET));
+        if (token == NEITHER) {
+            bool any = !weights.draft;
+            for (int64_t i = 0; !any && i < width; i++) any = residual_at(&weights, i) > 0;
+            if (!any) weights.draft = NULL; /* p = q up to rounding */
+            token = race_winner(&weights, width, NULL, stream(seed[row], length[row] + last, PURPOSE_TARGET));
+        }
         for (int64_t i = 0; i <= count; i++) tokens[row * (count + 1) + i] = i < last ? own[i] : token;
         accepted[row] = last;
     }

@@ -72,7 +72,7 @@ def _observed(engine: Engine, count: int) -> Counter[tuple[int, ...]]:
     engine.compile(CHOICE)
     jobs = []
     for seed in range(count):
-        sampling = SamplingParams(temperature=TEMPERATURE, top_p=TOP_P, seed=seed)
+        sampling = SamplingParams(temperature=TEMPERATURE, top_p=TOP_P, seed=seed if seed % 2 else -1 - seed)  # half: rejection
         jobs.append(engine.submit(PROMPT, constraint=CHOICE, sampling=sampling, max_new_tokens=20))
         if len(jobs) % engine.config.max_queued == 0:
             _finish(engine)

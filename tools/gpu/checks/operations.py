@@ -193,7 +193,7 @@ def chain_accept(device: torch.device, batch: int, k: int) -> Call:
 def reject_sample(device: torch.device, batch: int, k: int, width: int) -> Call:
     """Permuted rows, every fourth greedy, drafts from distributions near the target's; a few drafts are certain or without a legal mask.
 
-    Of all positions only the one after the accepted drafts is read, and the distribution of a rejected draft.
+    At least the positions of accepted certain drafts, the one after the accepted drafts, and the distribution of a rejected one are read.
     """
     options: Any = {"generator": torch.Generator(device).manual_seed(batch + k), "device": device}  # the largest takes a minute on a CPU
     kinds = torch.tensor([UNFILTERED, FILTERED, [0.0, 0, 1, 0], [1.6, 0, 1, 0]], device=device)
@@ -212,12 +212,13 @@ def reject_sample(device: torch.device, batch: int, k: int, width: int) -> Call:
     inputs = (target, draft_probs, rows, certain, finite, drafts, draft_count, status, seed, length)
     _, accepted = rejection.reject_sample(*inputs)
     rejected = torch.nn.functional.pad(~certain, (0, 1)).gather(1, accepted[:, None]).squeeze(1)
+    raced = batch + int((certain & (torch.arange(k, device=device) < accepted[:, None])).sum())
     facts = k * (8 + 4 + 4 + 1 + 1 + 8) + 8 + 5 * 8  # of a row: drafts, p and q of each, certain, finite, status; settings
     tiles = -(-width // REJECTION_TILE)
-    least = (batch + int(rejected.sum())) * width * 4 + batch * (facts + (k + 2) * 8)
+    least = (raced + int(rejected.sum())) * width * 4 + batch * (facts + (k + 2) * 8)
     outputs = filler(device, batch, k + 1), filler(device, batch)
     shape = f"B={batch} K={k} V={width}"
-    return Call(rejection.reject_sample, shape, inputs, outputs, least, batch * (tiles * 16 + (tiles - 1) * facts))
+    return Call(rejection.reject_sample, shape, inputs, outputs, least, raced * tiles * 16 + batch * (tiles - 1) * facts)
 
 
 def mask_status(device: torch.device, batch: int, positions: int) -> Call:

@@ -27,6 +27,7 @@ from stepgraph.sampling.grammar.link.native import open_host_link
 from stepgraph.sampling.grammar.link.protocol import MatcherRow
 from stepgraph.sampling.grammar.matchers.forced import Forcing, token_lookup
 from stepgraph.sampling.kernels.advance import PlaceColumn
+from stepgraph.sampling.rng import draft_seed
 from stepgraph.sampling.sampler import Param
 from tools.gpu.checks.context import VOCABULARY, compiled, toy_target
 
@@ -124,7 +125,7 @@ class RoundBench:
             b.row_forced_text.zero_()  # no text is known
         states, tags = b.row_state.cpu(), b.row_tags.cpu()
         for row in range(ROWS):
-            length = pick.randint(1, 40)
+            length, row_seed = pick.randint(1, 40), pick.getrandbits(64) - (1 << 63)
             state = {
                 Column.OWNER: row + 1,
                 Column.GENERATED: pick.choice([0, pick.randint(0, length)]),
@@ -135,7 +136,8 @@ class RoundBench:
                 Column.MAX_LENGTH: pick.randint(length + 1, 48),
                 Column.CONSTRAINED: pick.randint(0, 1),
                 Column.DRAFT_LIMIT: pick.randint(0, k),
-                Column.SEED: pick.getrandbits(63),
+                Column.SEED: row_seed,
+                Column.DRAFT_SEED: draft_seed(row_seed),
             }
             if "grammar_arena" in b:
                 state[Column.IMAGE] = state[Column.CONSTRAINED] * pick.choice([0, IMAGE_OFFSET, IMAGE_OFFSET])
