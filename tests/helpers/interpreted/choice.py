@@ -236,6 +236,5 @@ def test_accesses_of_different_threads_are_separated_by_barriers() -> None:
         compare(padded(3, 2, 70, torch.float32, 1), None, tile=32)
         test_own_vocabulary_reads_the_mask_bits_of_its_tokens(40)
         test_mask_without_status_ok_allows_nothing(MaskStatus.DEAD_END, False)
-        test_race_over_many_tiles_and_a_view()
         test_chain_accept_of_a_batch(3)
     assert found == set()
