@@ -96,6 +96,8 @@ def server_config(app: Any, bounds: Bounds) -> uvicorn.Config:
 
         def handle_events(self) -> None:
             super().handle_events()
+            if self.headers and {b"content-length", b"transfer-encoding"} <= {name for name, _ in self.headers}:
+                self.cycle.keep_alive = False  # a proxy may have read another length: what follows may be a part of this body
             if self.conn.their_state is h11.DONE and len(self.conn.trailing_data[0]) <= bounds.head_bytes:
                 self.flow.resume_reading()  # beside a request that waits for the present answer, to notice the end of the connection
 

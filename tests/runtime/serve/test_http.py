@@ -81,6 +81,11 @@ def test_a_body_that_is_malformed_after_its_answer_ends_the_connection(server: R
     assert server.loop_errors == []
 
 
+def test_a_connection_ends_after_a_request_with_two_lengths(server: RunningServer) -> None:
+    two = POST + b"Content-Length: 9\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n"
+    assert server.statuses(two + b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", end=False) == [400]
+
+
 def test_large_bodies_are_refused_and_the_connection_remains_usable(server: RunningServer) -> None:
     health = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
     size = BOUNDS.body_bytes + 1
