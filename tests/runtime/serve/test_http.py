@@ -197,7 +197,7 @@ def test_a_client_that_leaves_with_a_request_waiting_frees_its_row() -> None:
                 wire.sendall(ask)
                 waited(lambda: steps.steps_made == 3, "the first request has no row")
                 wire.sendall(ask)
-            waited(lambda: engine.queue.cancelled, "the row of a client that left still decodes")
+            waited(lambda: bool(engine.queue.cancelled), "the row of a client that left still decodes")
             steps.open()
 
 
