@@ -262,7 +262,7 @@ REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ({"temperature": -1}, "temperature"),
     ({"temperature": "hot"}, "temperature"),
     ({"top_p": 0}, "top_p"),
-    ({"seed": -3}, "seed"),
+    ({"seed": 1 << 63}, "seed"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": 99999}, "max_tokens"),
     ({"max_tokens": "many", "max_completion_tokens": 5}, "max_tokens"),
