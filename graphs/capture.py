@@ -198,5 +198,5 @@ def checked_loop_args(
     if host_node is not None:
         raise fail("host-node-in-loop", f"host node {host_node[0]!r} in a step that is replayed with until=", host_node[1])
     if uses_generator:
-        raise CaptureError("generator-in-loop", "the step was captured with generators, and is replayed with until=")
+        raise CaptureError("generator-in-loop", "the step draws from a generator, and is replayed with until=")
     return until, limit

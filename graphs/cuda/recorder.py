@@ -234,5 +234,5 @@ def tape_recorder(buffers: StaticBuffers, generators: Generators, records_leaves
     def wait_for_device() -> None:
         torch.cuda.current_stream(buffers.device).synchronize()
 
-    defaults = torch.default_generator, torch.cuda.default_generators[torch.empty(0, device=buffers.device).device.index]
-    return Recorder(buffers, [*generators, *defaults], lambda key: False, None, records_leaves, wait_for_device)
+    default = torch.cuda.default_generators[torch.empty(0, device=buffers.device).device.index]
+    return Recorder(buffers, [*generators, default], lambda key: False, None, records_leaves, wait_for_device)

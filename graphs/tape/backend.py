@@ -47,7 +47,7 @@ class Tape:
         self._poisoned = False
         self._autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
         self.report, self.rounds = make_report(recorder, nbytes, seconds), 0
-        self._buffers, self._uses_generator = recorder.memory.buffers, bool(recorder.rules.generators)
+        self._buffers, self._uses_generator = recorder.memory.buffers, recorder.draws
         self._host_node = next(((node.name, node.site) for node in recorder.nodes if node.kind == "host"), None)
         _tapes[id(self)] = self
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.nn.functional import one_hot
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -88,6 +89,7 @@ class Recorder(TorchDispatchMode):
         self._capture = object()  # identifies the events of this capture; the recorder itself would be a cycle, which keeps memory alive
         self.paused = False
         self._failure: CaptureError | None = None
+        self.draws = False  # whether the step draws from a generator
         self.autocast = self._outer_autocast = torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cpu")
 
     def record_step(self, step: Step) -> None:
@@ -108,6 +110,7 @@ class Recorder(TorchDispatchMode):
             if unjoined is not None:
                 raise fail("unjoined-fork", f"the main stream does not wait for {unjoined}", unjoined.site)
         finally:
+            self.draws = not all(map(torch.equal, self._states, states))
             torch.clear_autocast_cache()
             self._wait_for_device()  # a tensor in host memory is restored at once, before copies to it that are still to run
             for saved in self._backups.values():
@@ -314,13 +317,15 @@ class _FunctionGuard(TorchFunctionMode):
         if has_rule(func):
             with self._recorder.unrecorded():
                 rules.check_function(func, args, kwargs)
-        if func is not Tensor.__setitem__:
-            return func(*args, **kwargs)
-        rules.scalar_store = isinstance(args[2], (bool, int, float, complex))
+        if func is one_hot and args and len(args) + len(kwargs) == 2 and (classes := [*args, *kwargs.values()][1]) >= 0:
+            # As on CUDA; on the CPU torch compares the classes with the values, on the host.
+            return args[0].new_zeros((*args[0].shape, classes)).scatter_(-1, args[0].unsqueeze(-1), 1)
+        rules.function = getattr(func, "__name__", "")
+        rules.scalar_store = func is Tensor.__setitem__ and isinstance(args[2], (bool, int, float, complex))
         try:
             return func(*args, **kwargs)
         finally:
-            rules.scalar_store = False
+            rules.function, rules.scalar_store = "", False
 
 
 def _call_under(autocast: tuple[torch.dtype, bool], call: Callable[[], object]) -> None:
