@@ -77,7 +77,7 @@ class Recorder(TorchDispatchMode):
         wait_for_device: Callable[[], None] = lambda: None,  # waits for the operations of the step, where they run asynchronously
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._wait_for_device = wait_for_device
+        self.wait_for_device = wait_for_device
         self.records_leaves = records_leaves  # whether leaves are recorded for a comparison with a second recording
         self.memory = Memory(buffers, is_foreign, arena)
         self.rules = Rules(self.memory, generators)
@@ -112,7 +112,7 @@ class Recorder(TorchDispatchMode):
         finally:
             self.draws = not all(map(torch.equal, self._states, states))
             torch.clear_autocast_cache()
-            self._wait_for_device()  # a tensor in host memory is restored at once, before copies to it that are still to run
+            self.wait_for_device()  # a tensor in host memory is restored at once, before copies to it that are still to run
             for saved in self._backups.values():
                 saved.restore()
             self._backups.clear()
@@ -125,6 +125,11 @@ class Recorder(TorchDispatchMode):
     def _check_generators(self, site: Site | None = None) -> None:
         if not all(map(torch.equal, self._generator_states(), self._states)):
             raise fail("generator", "the step seeds a generator or sets its state, which a replay does not repeat", site)
+
+    @property
+    def shares_intermediates(self) -> bool:
+        """Whether two streams use a tensor that the step created."""
+        return any(map(self.races.is_shared, self.memory.intermediates))
 
     def unrecorded(self) -> _Unrecorded:
         """Run the recorder's own tensor operations unrecorded. Keeps a failure even if the step catches it."""
@@ -141,7 +146,7 @@ class Recorder(TorchDispatchMode):
         self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.paused:
+        if self.paused or func is torch.ops.aten.record_stream.default:
             return func(*args, **kwargs)
         with self.unrecorded():
             name, site = signature(func).name, call_site()
