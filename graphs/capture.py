@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.context import temporarily_set
@@ -181,6 +182,16 @@ def refusing_threads() -> Iterator[None]:
         temporarily_set(Pool, "_check_running", _refusing_pool),
     ):
         yield
+
+
+def run_step(step: Step, buffers: StaticBuffers) -> None:
+    """Run a step that is recorded. CaptureError if it returns a tensor that is not in a buffer, which callers of replay() do not get."""
+    for value in tree_leaves(step(buffers)):  # type: ignore[func-returns-value]
+        if isinstance(value, Tensor) and buffers.owner_of(value) is None:
+            code = getattr(step, "__code__", None)
+            site = Site(code.co_filename, code.co_firstlineno) if code else None
+            what = f"the step returns a tensor {tuple(value.shape)} {value.dtype}"
+            raise fail("returned-tensor", f"{what}, but replay() returns nothing; copy it into a buffer", site)
 
 
 def checked_loop_args(

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import Between, Generators, Step, refusing_threads
+from stepgraph.graphs.capture import Between, Generators, Step, refusing_threads, run_step
 from stepgraph.graphs.context import MAIN, use_context
 from stepgraph.graphs.cuda.context import CudaCaptureContext, HostCallback
 from stepgraph.graphs.cuda.driver import Driver, KernelParams
@@ -166,7 +166,7 @@ class CudaRecorder:
             with capturing(graph, self._pool, generators):
                 try:
                     with use_context(context), refusing_threads():
-                        step(buffers)
+                        run_step(step, buffers)
                     context.label_nodes()
                 except BaseException:
                     with contextlib.suppress(RuntimeError):  # an invalidated capture accepts no more work

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from stepgraph.graphs.buffers import StaticBuffers, storage_key
-from stepgraph.graphs.capture import Step, native_entry, refusing_threads
+from stepgraph.graphs.capture import Step, native_entry, refusing_threads, run_step
 from stepgraph.graphs.context import MAIN, NULL_CONTEXT, StreamEvent, temporarily_set, use_context
 from stepgraph.graphs.errors import CaptureError, Site, call_site, fail
 from stepgraph.graphs.memory import Backup
@@ -101,7 +101,7 @@ class Recorder(TorchDispatchMode):
         try:
             # in inference mode, composite operations would not be decomposed
             with torch.inference_mode(False), torch.no_grad(), use_context(self), refusing_threads(), stance, self, _FunctionGuard(self):
-                step(self.memory.buffers)
+                run_step(step, self.memory.buffers)
             if self._failure is not None:  # the step caught it
                 raise self._failure
             if self._states is not states:

@@ -633,6 +633,11 @@ def broadcast_upload(b: StaticBuffers) -> None:
     b.x.copy_(b.x_host[0], non_blocking=True)  # illegal
 
 
+@illegal("returned-tensor")  # illegal
+def returned_sum(b: StaticBuffers) -> object:
+    return {"sums": [b.x.sum(1), b.x]}
+
+
 # streams, events, host nodes, nesting
 
 
@@ -795,9 +800,9 @@ def factories(b: StaticBuffers) -> None:
 
 
 @legal
-def fill_by_scalar(b: StaticBuffers) -> None:
+def fill_by_scalar(b: StaticBuffers) -> object:
     b.x[1].fill_(3.5)
-    b.y.zero_()
+    return b.y.zero_()  # a buffer
 
 
 @legal
@@ -1113,4 +1118,4 @@ def test_legal(step: SnippetStep) -> None:
 
 def test_the_message_names_the_function_that_the_step_calls() -> None:
     with pytest.raises(CaptureError, match=r"\[(host-sync|inplace-view)\] aten::\w+ in quantile\(\) "):
-        BACKEND.capture(lambda b: b.x.copy_(b.y.quantile(0.5)), BUFFERS)
+        BACKEND.capture(lambda b: b.x.copy_(b.y.quantile(0.5)), BUFFERS)  # type: ignore[arg-type, return-value]
