@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.context import temporarily_set
@@ -183,6 +184,16 @@ def refusing_threads() -> Iterator[None]:
         yield
 
 
+def run_step(step: Step, buffers: StaticBuffers) -> None:
+    """Run a step that is recorded. CaptureError if it returns a tensor that is not in a buffer, which callers of replay() do not get."""
+    for value in tree_leaves(step(buffers)):  # type: ignore[func-returns-value]
+        if isinstance(value, Tensor) and buffers.owner_of(value) is None:
+            code = getattr(step, "__code__", None)
+            site = Site(code.co_filename, code.co_firstlineno) if code else None
+            what = f"the step returns a tensor {tuple(value.shape)} {value.dtype}"
+            raise fail("returned-tensor", f"{what}, but replay() returns nothing; copy it into a buffer", site)
+
+
 def checked_loop_args(
     buffers: StaticBuffers, until: Tensor | None, limit: int | None, host_node: tuple[str, Site] | None, uses_generator: bool
 ) -> tuple[Tensor, int]:
@@ -198,5 +209,5 @@ def checked_loop_args(
     if host_node is not None:
         raise fail("host-node-in-loop", f"host node {host_node[0]!r} in a step that is replayed with until=", host_node[1])
     if uses_generator:
-        raise CaptureError("generator-in-loop", "the step was captured with generators, and is replayed with until=")
+        raise CaptureError("generator-in-loop", "the step draws from a generator, and is replayed with until=")
     return until, limit

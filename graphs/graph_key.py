@@ -70,7 +70,12 @@ class GraphTable:
 
     @property
     def captured(self) -> bool:
-        return self.records_on_demand or bool(self._recorded)
+        return self.records_on_demand or self.complete
+
+    @property
+    def complete(self) -> bool:
+        """Whether every key is recorded."""
+        return bool(self._recorded) and not self.records_on_demand
 
     def key_for(self, batch_rows: int, constrained: bool, sampled: bool, device: bool = False, drafting: Drafting = FULL) -> GraphKey:
         """The smallest key that holds a batch, or the key that replaces it."""

@@ -258,8 +258,11 @@ class GraphSet(GraphTable):
         self.eager: Mapping[GraphKey, str] = {}  # keys that run eagerly, and the reason
 
     def capture(self, notes: tuple[str, ...] = (), eager: bool = False, greedy_only: bool = False, progress: bool = False) -> CaptureReport:
-        """Record every key, largest first, so that the small graphs use the memory of the large ones. An error leaves nothing recorded."""
-        if self.captured:
+        """Record every key, largest first, so that the small graphs use the memory of the large ones. An error changes nothing.
+
+        Keys that were recorded on demand are not recorded again.
+        """
+        if self.complete:
             raise RuntimeError("GraphSet.capture(): already captured; create a new engine for other limits")
         keys = graph_keys(self.buckets, greedy_only, self._device_grammars, self._drafting)
         all_keys: list[Key] = [*self._prompt_keys, *keys]
@@ -270,7 +273,7 @@ class GraphSet(GraphTable):
             notes += (self._estimate_note(budget, all_keys),)
         for key in tqdm(all_keys, desc="capture", unit="graph", disable=not progress, leave=False):
             try:
-                recorded[key] = self._eager_step(key) if eager else self._record_within(key, budget)
+                recorded[key] = self._recorded.get(key) or (self._eager_step(key) if eager else self._record_within(key, budget))
             except CaptureError as error:
                 if self._on_failure == "raise":
                     raise
@@ -289,6 +292,7 @@ class GraphSet(GraphTable):
             failed=failed,
         )
         eager_failures = [one for one in failed if one.served_by is None]
+        self.records_on_demand = False
         self._recorded = recorded | {one.key: self._eager_step(one.key) for one in eager_failures}
         self._replacements, self._keys = {one.key: one.served_by for one in failed if one.served_by is not None}, {}
         not_captured = {one.key: f"not captured: {one.why.splitlines()[0]}" for one in eager_failures if isinstance(one.key, GraphKey)}

@@ -30,11 +30,12 @@ class EngineState:
     def capture(self, *, progress: bool = False) -> CaptureReport:
         """Record the graphs: one per batch size, with and without grammars. For an engine in service, before its first request.
 
-        If it was not called, the first step does it on CUDA; on the CPU each graph is recorded when a batch first needs it.
+        If it was not called, the first step does it on CUDA; on the CPU each graph is recorded when a batch first needs it, and a
+        later call records those that are missing.
         """
         with self.step_lock.entered():
             self._require_open("capture")
-            if self.captured:
+            if self._graphs.complete:
                 raise RuntimeError("Engine.capture(): already captured, by a call or by a step; call it before the first request")
             try:
                 if self._parts.ranks:
@@ -43,7 +44,7 @@ class EngineState:
                     report = self._graphs.capture(self.notes, self.config.eager, self.config.greedy_only, progress)
                 self._in_flight.calibrate()
             except BaseException as error:
-                if self.captured or self._parts.ranks:  # not calibrated, or in other states than the other ranks
+                if self._graphs.complete or self._parts.ranks:  # not calibrated, or in other states than the other ranks
                     self._fail(error, "capture()")
                 raise
             return report

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import Between, Generators, Step, refusing_threads
+from stepgraph.graphs.capture import Between, Generators, Step, refusing_threads, run_step
 from stepgraph.graphs.context import MAIN, use_context
 from stepgraph.graphs.cuda.context import CudaCaptureContext, HostCallback
 from stepgraph.graphs.cuda.driver import Driver, KernelParams
@@ -21,6 +21,7 @@ from stepgraph.graphs.errors import CaptureError, HostErrors, Site, fail, site_o
 from stepgraph.graphs.memory import Backup
 from stepgraph.graphs.spans import GraphNode, RangeFactory, RecordedReport, stage_runs
 from stepgraph.graphs.tape.recorder import Recorder, first_difference
+from stepgraph.graphs.tape.reuse import check_second_run
 from stepgraph.sampling.cuda_graphs import CaptureStreams, GraphPool, Streams, capturing, empty_cache, hold_workspaces
 
 _NODE_KINDS = (  # in the order of CUgraphNodeType; shared kinds have the names that the tape uses
@@ -75,10 +76,14 @@ class CudaRecorder:
                 [generator.get_state() for generator in used],
             )
             self.synchronize()
-            context = CudaCaptureContext(self._driver, self._streams, buffers, self._errors, launch_host=False)
+            context, before = CudaCaptureContext(self._driver, self._streams, buffers, self._errors, launch_host=False), allocated_blocks()
             try:
                 with use_context(context):
                     step(buffers)
+                torch.clear_autocast_cache()
+                if kept := allocated_blocks() - before:  # also of other threads, and workspaces of libraries
+                    is_kept = lambda tensor: tensor.untyped_storage().data_ptr() in kept  # noqa: E731
+                    check_second_run(tape_recorder(buffers, generators), step, is_kept)
                 for name in context.joined:
                     self._capture_streams[name]  # takes the stream from the pool, which a capture cannot
                 pairs = zip(used, states, strict=True)
@@ -116,6 +121,8 @@ class CudaRecorder:
         recorder = tape_recorder(buffers, generators, records_leaves=True)
         with torch.cuda.stream(self._streams[MAIN]):
             recorder.record_step(step)
+            if recorder.shares_intermediates:
+                check_second_run(recorder, step, lambda tensor: False)
         self.synchronize()
         return recorder
 
@@ -159,7 +166,7 @@ class CudaRecorder:
             with capturing(graph, self._pool, generators):
                 try:
                     with use_context(context), refusing_threads():
-                        step(buffers)
+                        run_step(step, buffers)
                     context.label_nodes()
                 except BaseException:
                     with contextlib.suppress(RuntimeError):  # an invalidated capture accepts no more work
@@ -172,6 +179,12 @@ class CudaRecorder:
         finally:
             context.close()
         return graph, context
+
+
+def allocated_blocks() -> set[int]:
+    """The addresses of memory that torch has allocated on its devices."""
+    blocks = (block for segment in torch.cuda.memory_snapshot() for block in segment["blocks"])
+    return {block["address"] for block in blocks if block["state"] == "active_allocated"}
 
 
 def graph_nodes(driver: Driver, graph: int) -> tuple[GraphNode, ...]:
@@ -234,5 +247,5 @@ def tape_recorder(buffers: StaticBuffers, generators: Generators, records_leaves
     def wait_for_device() -> None:
         torch.cuda.current_stream(buffers.device).synchronize()
 
-    defaults = torch.default_generator, torch.cuda.default_generators[torch.empty(0, device=buffers.device).device.index]
-    return Recorder(buffers, [*generators, *defaults], lambda key: False, None, records_leaves, wait_for_device)
+    default = torch.cuda.default_generators[torch.empty(0, device=buffers.device).device.index]
+    return Recorder(buffers, [*generators, default], lambda key: False, None, records_leaves, wait_for_device)

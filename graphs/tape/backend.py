@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from stepgraph.graphs.buffers import StaticBuffers
+from stepgraph.graphs.buffers import StaticBuffers, storage_key
 from stepgraph.graphs.capture import BackendStats, Between, CaptureCheck, Event, Generators, Step, checked_loop_args
 from stepgraph.graphs.context import COPY_STREAM, MAIN, NULL_CONTEXT, temporarily_set
 from stepgraph.graphs.errors import fail
@@ -26,6 +26,7 @@ from stepgraph.graphs.tape.arena import Arena
 from stepgraph.graphs.tape.player import Await, Delay, Item, ItemTimer, Tracer, Worker, make_report, stop_workers, stream_programs
 from stepgraph.graphs.tape.recorder import Recorder, first_difference, record_perturbed
 from stepgraph.graphs.tape.replay_ops import poison
+from stepgraph.graphs.tape.reuse import check_second_run
 from stepgraph.sampling.fields import clip_repr
 
 _DEVICE = "device"
@@ -47,7 +48,7 @@ class Tape:
         self._poisoned = False
         self._autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
         self.report, self.rounds = make_report(recorder, nbytes, seconds), 0
-        self._buffers, self._uses_generator = recorder.memory.buffers, bool(recorder.rules.generators)
+        self._buffers, self._uses_generator = recorder.memory.buffers, recorder.draws
         self._host_node = next(((node.name, node.site) for node in recorder.nodes if node.kind == "host"), None)
         _tapes[id(self)] = self
 
@@ -171,6 +172,8 @@ class TapeBackend:
         self.replaying: Tape | None = None  # the running tape
         self._tracer: Tracer | None = None
         self._arena = Arena()
+        # The code of steps that ran twice. A later recording of it, such as one for another key, would find a kept tensor to be foreign.
+        self._ran_again: set[object] = set()
         self._error: BaseException | None = None  # the first one, until it is raised
         self._workers = {name: Worker(name) for name in (_DEVICE, COPY_STREAM) if asynchronous}  # by stream
         self._device = self._workers.get(_DEVICE)
@@ -189,7 +192,7 @@ class TapeBackend:
         self._drain()
         self.raise_pending()
         begin, before = time.perf_counter(), self._arena.nbytes
-        record = functools.partial(_record, step, buffers, generators, self._arena, check == "twice")
+        record = functools.partial(_record, step, buffers, generators, self._arena, check == "twice", self._ran_again)
         recorder = record()
         if check == "twice":
             if between is not None:
@@ -337,9 +340,15 @@ def _refuse_while_recording(what: str) -> None:
             raise fail("nested-capture" if what == "capture()" else "host-sync", f"{what} inside a step that is being captured")
 
 
-def _record(step: Step, buffers: StaticBuffers, generators: Generators, arena: Arena, records_leaves: bool) -> Recorder:
+def _record(
+    step: Step, buffers: StaticBuffers, generators: Generators, arena: Arena, records_leaves: bool, ran_again: set[object]
+) -> Recorder:
     arena.restart()
     recorder = Recorder(buffers, generators, lambda key: any(tape.owns(key) for tape in _live_tapes()), arena, records_leaves)
     with temporarily_set(_local, "recording", recorder):
         recorder.record_step(step)
+        code = getattr(getattr(step, "func", step), "__code__", None)
+        if code is None or code not in ran_again or recorder.shares_intermediates:
+            check_second_run(recorder, step, lambda tensor: storage_key(tensor) in recorder.memory.intermediates)
+            ran_again.add(code)
     return recorder

@@ -96,6 +96,10 @@ class RaceChecker:
         streams.setdefault(access.stream, []).append(access)
         return None
 
+    def is_shared(self, key: int) -> bool:
+        """Whether several streams access the storage `key`."""
+        return len(self._accesses.get(key, ())) > 1
+
     def concurrent_writes(self, key: int, stream: str, clock: Clock) -> bool:
         """Whether another stream may write `key` while the node of `stream` with this clock runs."""
         return any(

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.nn.functional import one_hot
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from stepgraph.graphs.buffers import StaticBuffers, storage_key
-from stepgraph.graphs.capture import Step, native_entry, refusing_threads
+from stepgraph.graphs.capture import Step, native_entry, refusing_threads, run_step
 from stepgraph.graphs.context import MAIN, NULL_CONTEXT, StreamEvent, temporarily_set, use_context
 from stepgraph.graphs.errors import CaptureError, Site, call_site, fail
 from stepgraph.graphs.memory import Backup
@@ -76,7 +77,7 @@ class Recorder(TorchDispatchMode):
         wait_for_device: Callable[[], None] = lambda: None,  # waits for the operations of the step, where they run asynchronously
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._wait_for_device = wait_for_device
+        self.wait_for_device = wait_for_device
         self.records_leaves = records_leaves  # whether leaves are recorded for a comparison with a second recording
         self.memory = Memory(buffers, is_foreign, arena)
         self.rules = Rules(self.memory, generators)
@@ -88,6 +89,7 @@ class Recorder(TorchDispatchMode):
         self._capture = object()  # identifies the events of this capture; the recorder itself would be a cycle, which keeps memory alive
         self.paused = False
         self._failure: CaptureError | None = None
+        self.draws = False  # whether the step draws from a generator
         self.autocast = self._outer_autocast = torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cpu")
 
     def record_step(self, step: Step) -> None:
@@ -99,7 +101,7 @@ class Recorder(TorchDispatchMode):
         try:
             # in inference mode, composite operations would not be decomposed
             with torch.inference_mode(False), torch.no_grad(), use_context(self), refusing_threads(), stance, self, _FunctionGuard(self):
-                step(self.memory.buffers)
+                run_step(step, self.memory.buffers)
             if self._failure is not None:  # the step caught it
                 raise self._failure
             if self._states is not states:
@@ -108,8 +110,9 @@ class Recorder(TorchDispatchMode):
             if unjoined is not None:
                 raise fail("unjoined-fork", f"the main stream does not wait for {unjoined}", unjoined.site)
         finally:
+            self.draws = not all(map(torch.equal, self._states, states))
             torch.clear_autocast_cache()
-            self._wait_for_device()  # a tensor in host memory is restored at once, before copies to it that are still to run
+            self.wait_for_device()  # a tensor in host memory is restored at once, before copies to it that are still to run
             for saved in self._backups.values():
                 saved.restore()
             self._backups.clear()
@@ -122,6 +125,11 @@ class Recorder(TorchDispatchMode):
     def _check_generators(self, site: Site | None = None) -> None:
         if not all(map(torch.equal, self._generator_states(), self._states)):
             raise fail("generator", "the step seeds a generator or sets its state, which a replay does not repeat", site)
+
+    @property
+    def shares_intermediates(self) -> bool:
+        """Whether two streams use a tensor that the step created."""
+        return any(map(self.races.is_shared, self.memory.intermediates))
 
     def unrecorded(self) -> _Unrecorded:
         """Run the recorder's own tensor operations unrecorded. Keeps a failure even if the step catches it."""
@@ -138,7 +146,7 @@ class Recorder(TorchDispatchMode):
         self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.paused:
+        if self.paused or func is torch.ops.aten.record_stream.default:
             return func(*args, **kwargs)
         with self.unrecorded():
             name, site = signature(func).name, call_site()
@@ -314,13 +322,15 @@ class _FunctionGuard(TorchFunctionMode):
         if has_rule(func):
             with self._recorder.unrecorded():
                 rules.check_function(func, args, kwargs)
-        if func is not Tensor.__setitem__:
-            return func(*args, **kwargs)
-        rules.scalar_store = isinstance(args[2], (bool, int, float, complex))
+        if func is one_hot and args and len(args) + len(kwargs) == 2 and (classes := [*args, *kwargs.values()][1]) >= 0:
+            # As on CUDA; on the CPU torch compares the classes with the values, on the host.
+            return args[0].new_zeros((*args[0].shape, classes)).scatter_(-1, args[0].unsqueeze(-1), 1)
+        rules.function = getattr(func, "__name__", "")
+        rules.scalar_store = func is Tensor.__setitem__ and isinstance(args[2], (bool, int, float, complex))
         try:
             return func(*args, **kwargs)
         finally:
-            rules.scalar_store = False
+            rules.function, rules.scalar_store = "", False
 
 
 def _call_under(autocast: tuple[torch.dtype, bool], call: Callable[[], object]) -> None:

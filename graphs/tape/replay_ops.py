@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from stepgraph.graphs.tape.small_operations import small_operation
 from stepgraph.sampling.kernels.operation import OPERATIONS
 
-_EMPTY = {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::empty_permuted", "aten::new_empty", "aten::new_empty_strided"}
+EMPTY = {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::empty_permuted", "aten::new_empty", "aten::new_empty_strided"}
 _COPIES = {"aten::copy_", "aten::clone", "aten::_to_copy", "aten::cat", "aten::stack"}
 _FILLS = {
     "aten::fill_", "aten::zero_", "aten::full", "aten::zeros", "aten::ones", "aten::full_like", "aten::zeros_like", "aten::ones_like",
@@ -122,7 +122,7 @@ def replay_of(call: OpCall, result: object, results: Sequence[Tensor], fresh: Se
     results: its tensors; fresh: those that it created.
     """
     func, args, kwargs, name, mutable = call.func, call.args, call.kwargs, call.schema.name, call.schema.mutable
-    if name in _EMPTY or (not fresh and not mutable and results):
+    if name in EMPTY or (not fresh and not mutable and results):
         return "view", None
     kind = "copy" if name in _COPIES else "fill" if name in _FILLS else "kernel"
     if call.operation is None and len(results) == 1 and (not fresh or not mutable):

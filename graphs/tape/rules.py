@@ -44,10 +44,17 @@ _CHECKED = {*_SYNCS, *_POINTERS, *_FACTORIES, Tensor.to, torch.tensor_split, Ten
 _SYNCING_OPS = {
     "aten::multinomial": "checks its probabilities on the host; draw with exponential noise and argmax instead",
     "aten::_linalg_check_errors": "reads an error code on the host; use the variant of the function that ends in _ex",
+    "aten::linalg_matrix_exp": "copies coefficients from pageable memory",
     **dict.fromkeys(
         ("aten::_linalg_svd", "aten::_linalg_eigh", "aten::linalg_eig", "aten::linalg_lstsq", "aten::linalg_pinv"),
         "synchronises with the device",
     ),
+}
+# Arguments that these read on the host where they are tensors, and what to use instead.
+_HOST_ARGUMENTS = {
+    "aten::normal": ("std", "scale and shift randn"),
+    **{f"aten::{name}": ("value", "a number, or torch.where") for name in ("masked_fill", "masked_fill_", "index_fill", "index_fill_")},
+    **{f"aten::{name}": ("start end", "arithmetic on torch.arange") for name in ("linspace", "logspace")},
 }
 _COLLECTIVES = ("c10d::", "_c10d_functional::")
 _INDEX_PUT = {"aten::index_put_", "aten::index_put", "aten::_index_put_impl_", "aten::_unsafe_index_put", "aten::_unsafe_index_put_"}
@@ -103,9 +110,11 @@ def has_rule(func: Callable[..., Any]) -> bool:
 class Rules:
     def __init__(self, memory: Memory, generators: Sequence[torch.Generator]) -> None:
         self.memory = memory
-        self.generators = {generator_key(generator): generator for generator in generators}
+        # A graph registers the default generator of its device by itself.
+        self.generators = {generator_key(generator): generator for generator in (*generators, torch.default_generator)}
         self._default_dtype = torch.get_default_dtype()
         self.scalar_store = False  # inside x[...] = number, for which torch creates a 0-d tensor
+        self.function = ""  # the name of the function of torch that the step calls
 
     def check_function(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Check a call at the Python level that has a rule, for calls that do not reach the dispatcher."""
@@ -139,41 +148,61 @@ class Rules:
             if self.scalar_store and call.args[0].dim() == 0:
                 return
             raise fail("host-data", "Python data becomes a tensor here: a copy from pageable memory, which a graph cannot contain")
-        if schema.reads_data:
-            raise fail("host-sync", f"{name} copies a tensor's value to the host, which blocks until the device is done")
-        if name in _SYNCING_OPS:
-            raise fail("host-sync", f"{name} {_SYNCING_OPS[name]}")
-        if name == "aten::normal" and isinstance(call.values.get("std"), Tensor):
-            raise fail("host-sync", f"{name} checks `std` on the host; scale and shift randn instead")
+        self._check_host_reads(call)
         if name.startswith(_COLLECTIVES):
             raise fail("collective", f"{name} communicates with other processes, which a replay on the tape does not repeat")
         self._check_shape(call)
         self._check_generator(call)
         pinned = self._check_inputs(call)
         if schema.inplace_view:
-            raise fail("inplace-view", f"{name} changes the shape or the address of a tensor in place; use a view instead")
+            raise fail("inplace-view", f"{self._name(call)} changes the shape or the address of a tensor in place; use a view instead")
         if pinned and not schema.view and not (call.operation and call.operation.mapped):
             self._check_residence(call, pinned)
+
+    def _name(self, call: OpCall) -> str:
+        """The operation, and the function that the step calls if it has another name."""
+        name, function = call.schema.name, self.function
+        is_same = function.strip("_") in (name.removeprefix("aten::").strip("_"), "setitem", "")
+        return name if is_same else f"{name} in {function}()"
+
+    def _check_host_reads(self, call: OpCall) -> None:
+        name = call.schema.name
+        if call.schema.reads_data:
+            raise fail("host-sync", f"{self._name(call)} copies a tensor's value to the host, which blocks until the device is done")
+        if name in _SYNCING_OPS:
+            raise fail("host-sync", f"{self._name(call)} {_SYNCING_OPS[name]}")
+        arguments, instead = _HOST_ARGUMENTS.get(name, ("", ""))
+        for argument in arguments.split():
+            if isinstance(call.values[argument], Tensor):
+                raise fail("host-sync", f"{name} reads the tensor `{argument}` on the host; use {instead}")
+        if name == "aten::copy_" and self.memory.kind(call.values["src"]) == "literal":  # more than one element are filled
+            raise fail("host-data", "a number is written to one element: a copy from pageable memory; use fill_")
+        if name == "aten::histc" and call.values["min"] == call.values["max"]:
+            raise fail("host-sync", f"{name} without a range reads the smallest and the largest value on the host; pass min= and max=")
 
     def _check_shape(self, call: OpCall) -> None:
         name, dynamic = call.schema.name, call.schema.dynamic
         if not dynamic and name not in _INDEX_PUT:
             return
         values = call.values
-        if dynamic and (name != "aten::index" or _has_mask(values["indices"])):
+        is_known = name == "aten::index" and not _has_mask(values["indices"])
+        if dynamic and not is_known and values.get("output_size") is None:
             raise fail("dynamic-shape", f"{name} has a result whose shape depends on values; use a mask and torch.where")
-        if name in _INDEX_PUT and _has_mask(values["indices"]):
-            fill = self.memory.kind(values["values"]) == "literal" and not values["accumulate"]
-            if not fill or len(tensors_in(values["indices"])) > 1:  # torch turns one mask and a Python scalar into masked_fill_
+        if name not in _INDEX_PUT:
+            return
+        is_number = self.memory.kind(values["values"]) == "literal" and not values["accumulate"]
+        if _has_mask(values["indices"]):
+            if not is_number or len(tensors_in(values["indices"])) > 1:  # torch turns one mask and a Python scalar into masked_fill_
                 raise fail("dynamic-shape", f"{name} with a bool mask counts the mask on the host; use torch.where or masked_fill_")
+        elif is_number:
+            raise fail("host-data", "a number is written at indices: a copy from pageable memory; use index_fill_, scatter_ or a tensor")
 
     def _check_generator(self, call: OpCall) -> None:
         if not call.schema.seeded or call.values.get("dropout_p") == 0:
             return  # attention without dropout draws nothing
         generator = call.values.get("generator") or torch.default_generator
         if generator_key(generator) not in self.generators:
-            which = "the default generator" if generator is torch.default_generator else "its generator"
-            raise fail("generator", f"{call.schema.name} draws from {which}, which is not among capture(generators=...)")
+            raise fail("generator", f"{call.schema.name} draws from its generator, which is not among capture(generators=...)")
 
     def _check_inputs(self, call: OpCall) -> list[Tensor]:
         """Check residence and registration; returns the inputs in pinned memory."""

@@ -251,6 +251,23 @@ def test_graphs_are_recorded_while_other_rounds_are_in_flight() -> None:
         for number, job in enumerate(jobs):
             expected = plain([number + 1], job.max_new_tokens, job.constraint, sampling=job.sampling)
             assert job.tokens == expected.tokens, job
+
+
+def test_capture_after_the_first_request_records_the_graphs_that_are_missing() -> None:
+    config = EngineConfig(max_rows=2, num_speculative_tokens=2, max_length=48, compile_isolation="none")
+    with Engine(TARGET, ToyDraft(TARGET, 0.7), vocabulary=VOCABULARY, config=config) as engine:
+        free = SamplingParams(ignore_eos=True, temperature=0)
+        job = engine.submit([1], max_new_tokens=30, sampling=free)
+        for _ in range(3):
+            engine.step()
+        before = dict(engine._graphs._recorded)
+        assert before and not job.finished
+        report = engine.capture()
+        assert len(before) < len(report.keys) and {key.rows for key, _ in report.keys} == {1, 2}
+        assert all(engine._graphs[key] is recorded for key, recorded in before.items())
+        while engine.has_work:
+            engine.step()
+        assert job.tokens == plain([1], 30, sampling=free).tokens
         with pytest.raises(RuntimeError, match="already captured, by a call or by a step"):
             engine.capture()
 

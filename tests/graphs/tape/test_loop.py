@@ -133,7 +133,7 @@ def test_a_generator_is_refused(buffers: StaticBuffers, backend: TapeBackend) ->
     def step(b: StaticBuffers) -> None:
         b.noise.normal_()
 
-    recorded = capture(step, buffers, backend, generators=[torch.default_generator])
+    recorded = capture(step, buffers, backend)
     with pytest.raises(CaptureError, match="generator-in-loop"):
         recorded.replay(until=buffers.flags[:1], limit=2)
 

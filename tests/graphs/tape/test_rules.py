@@ -256,8 +256,33 @@ def one_hot_without_classes(b: StaticBuffers) -> object:
 
 
 @illegal("host-sync")
-def one_hot_with_classes(b: StaticBuffers) -> object:
-    return F.one_hot(b.index, 8)  # illegal
+def fill_by_mask_with_a_tensor(b: StaticBuffers) -> None:
+    b.y.masked_fill_(b.mask, b.x[0, 0])  # illegal
+
+
+@illegal("host-sync")
+def fill_at_indices_with_a_tensor(b: StaticBuffers) -> None:
+    b.y.index_fill_(0, b.index, b.x[0, 0])  # illegal
+
+
+@illegal("host-sync")
+def linspace_to_a_tensor(b: StaticBuffers) -> object:
+    return torch.linspace(0, b.x[0, 0], 8, device=b.device)  # illegal
+
+
+@illegal("host-sync")
+def logspace_from_a_tensor(b: StaticBuffers) -> object:
+    return torch.logspace(b.x[0, 0], 1, 8, device=b.device)  # illegal
+
+
+@illegal("host-sync")
+def histogram_without_a_range(b: StaticBuffers) -> object:
+    return torch.histc(b.x, 16)  # illegal
+
+
+@illegal("host-sync")
+def matrix_exponential(b: StaticBuffers) -> object:
+    return torch.linalg.matrix_exp(b.x[:, :4])  # illegal
 
 
 @illegal("host-sync")
@@ -378,6 +403,21 @@ def list_index_write(b: StaticBuffers) -> None:
 
 
 @illegal("host-data")
+def number_at_indices(b: StaticBuffers) -> None:
+    b.big[b.index] = 7.0  # illegal
+
+
+@illegal("host-data")
+def number_in_one_element(b: StaticBuffers) -> None:
+    b.index[-1] = 3  # illegal
+
+
+@illegal("host-data")
+def number_in_a_column_at_indices(b: StaticBuffers) -> None:
+    b.big[b.index, 2] = 7.0  # illegal
+
+
+@illegal("host-data")
 def numpy_index(b: StaticBuffers) -> object:
     return b.x[np.array([0, 2])]  # illegal
 
@@ -411,24 +451,8 @@ def other_default_dtype(b: StaticBuffers) -> None:
 
 
 @illegal("generator")
-def default_generator(b: StaticBuffers) -> None:
-    b.x.copy_(torch.rand(4, 8, device=b.device))  # illegal
-
-
-@illegal("generator")
 def unregistered_generator(b: StaticBuffers) -> None:
     b.x.exponential_(generator=GENERATOR)  # illegal
-
-
-@illegal("generator")
-def dropout(b: StaticBuffers) -> None:
-    b.x.copy_(F.dropout(b.x, 0.5))  # illegal
-
-
-@illegal("generator")
-def attention_dropout(b: StaticBuffers) -> object:
-    q = b.x.view(1, 1, 4, 8)
-    return F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)  # illegal
 
 
 # addresses and shapes of tensors
@@ -609,6 +633,11 @@ def broadcast_upload(b: StaticBuffers) -> None:
     b.x.copy_(b.x_host[0], non_blocking=True)  # illegal
 
 
+@illegal("returned-tensor")  # illegal
+def returned_sum(b: StaticBuffers) -> object:
+    return {"sums": [b.x.sum(1), b.x]}
+
+
 # streams, events, host nodes, nesting
 
 
@@ -771,9 +800,9 @@ def factories(b: StaticBuffers) -> None:
 
 
 @legal
-def fill_by_scalar(b: StaticBuffers) -> None:
+def fill_by_scalar(b: StaticBuffers) -> object:
     b.x[1].fill_(3.5)
-    b.y.zero_()
+    return b.y.zero_()  # a buffer
 
 
 @legal
@@ -785,7 +814,6 @@ def where_with_scalars(b: StaticBuffers) -> None:
 @legal
 def masked_fill(b: StaticBuffers) -> None:
     b.x.masked_fill_(b.mask, -1.0)
-    b.y.masked_fill_(b.mask, b.x[0, 0])
     b.y.add_(b.x.masked_fill(~b.mask, 2.0))
 
 
@@ -799,7 +827,8 @@ def index_by_tensor(b: StaticBuffers) -> None:
 def index_write_by_tensor(b: StaticBuffers) -> None:
     b.big[b.index] = b.x[0].clone()
     b.big.index_put_((b.index,), b.y[:1], accumulate=True)
-    b.big[b.index, 2] = 7.0
+    b.big.index_fill_(0, b.index[:2], 7.0)
+    b.big[b.index[2:], 3] += 1.0
 
 
 @legal
@@ -807,7 +836,7 @@ def scalar_store(b: StaticBuffers) -> None:
     b.x[0] = 5
     b.x[:, 2] = 1.5
     b.mask[1] = True
-    b.index[-1] = 3
+    b.index[-1:] = 3
 
 
 @legal
@@ -887,6 +916,22 @@ def shapes_on_host(b: StaticBuffers) -> None:
 @legal
 def one_hot_by_comparison(b: StaticBuffers) -> None:
     b.x.copy_(b.index[:, None] == torch.arange(8, device=b.device))
+
+
+@legal
+def one_hot_with_classes(b: StaticBuffers) -> None:
+    b.x.copy_(F.one_hot(b.index, 8))
+    b.y[0, :4].copy_(F.one_hot(b.index[:1], num_classes=4)[0])
+
+
+@legal
+def histogram_of_a_range(b: StaticBuffers) -> None:
+    b.x[0].copy_(torch.histc(b.y, 8, -1, 1))
+
+
+@legal
+def repeated_to_a_known_size(b: StaticBuffers) -> None:
+    b.index.copy_(torch.repeat_interleave(torch.ones_like(b.index), output_size=4))
 
 
 @legal
@@ -1008,8 +1053,11 @@ def random_draws(b: StaticBuffers) -> None:
 
 
 @legal
-def default_draws(b: StaticBuffers) -> None:
-    b.x.copy_(torch.randn(4, 8, device=b.device) + F.dropout(b.y, 0.5))
+def draws_from_the_default_generator(b: StaticBuffers) -> None:
+    b.x.copy_(torch.randn(4, 8, device=b.device) + F.dropout(b.y, 0.5) + torch.rand_like(b.x))
+    b.y.copy_(F.gumbel_softmax(b.x))
+    q = b.x.view(1, 1, 4, 8)
+    b.big[:4].copy_(F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)[0, 0])
 
 
 @legal
@@ -1051,7 +1099,7 @@ def test_legal(step: SnippetStep) -> None:
     generators = [GENERATOR, torch.default_generator]
     randomise(BUFFERS, 1)
     before, states = snapshot(BUFFERS), [g.get_state() for g in generators]
-    allowed = generators if "draws" in step.__name__ else []
+    allowed = [GENERATOR] if "draws" in step.__name__ else []
     recorded = BACKEND.capture(step, BUFFERS, check="twice", generators=allowed)  # type: ignore[arg-type]
     assert_same(before, snapshot(BUFFERS))
     assert all(torch.equal(g.get_state(), state) for g, state in zip(generators, states, strict=True))
@@ -1066,3 +1114,8 @@ def test_legal(step: SnippetStep) -> None:
             expected.append(snapshot(BUFFERS))
         assert_same(*expected)
     assert not step.__name__.startswith("custom") or recorded.report.nodes["copied"] == 2
+
+
+def test_the_message_names_the_function_that_the_step_calls() -> None:
+    with pytest.raises(CaptureError, match=r"\[(host-sync|inplace-view)\] aten::\w+ in quantile\(\) "):
+        BACKEND.capture(lambda b: b.x.copy_(b.y.quantile(0.5)), BUFFERS)  # type: ignore[arg-type, return-value]
