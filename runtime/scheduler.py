@@ -87,7 +87,7 @@ class Scheduler:
     ) -> None:
         """on_end: called for each finished job. only_looks_up: every draft that is not forced comes from a look-up."""
         self._queue, self._grammars, self._recorder, self._on_end, self._only_looks_up = queue, grammars, recorder, on_end, only_looks_up
-        self._active: dict[int, ActiveRequest] = {}
+        self._active = queue.active
         self.rows = RowTable(limits, sharing)
         self.counters = Counters(limits.num_speculative_tokens)  # changed under the lock of the queue
 
@@ -110,7 +110,12 @@ class Scheduler:
         with queue.lock:
             cancelled, queue.cancelled = queue.cancelled, {}
             if cancelled:
-                queue.waiting = collections.deque(queued for queued in queue.waiting if queued.job.id not in cancelled)
+                waiting, queue.waiting = queue.waiting, collections.deque()
+                for queued in waiting:
+                    if queued.job.id in cancelled:
+                        queue.release_turn(queued)
+                    else:
+                        queue.waiting.append(queued)
         return [(job, self._active.get(job.id)) for job in cancelled.values() if not job.finished]
 
     def admit(self) -> list[QueuedRequest]:
@@ -120,8 +125,8 @@ class Scheduler:
         with self._queue.lock:
             waiting = self._queue.waiting
             while waiting:
-                first = waiting[0]
-                if self._is_held_back(first):
+                first, held_back = waiting[0], self._is_held_back(waiting[0])
+                if held_back:
                     not_ready.append(first)
                 elif first.error:
                     failed.append(first)
@@ -137,6 +142,8 @@ class Scheduler:
                 else:
                     break
                 waiting.popleft()
+                if not held_back:
+                    self._queue.release_turn(first)
             waiting.extendleft(reversed(not_ready))
         return failed
 
@@ -235,8 +242,7 @@ class Scheduler:
             queued = self._queue.unfinished[job.id]
             if queued.claim:
                 self._queue.prepare(queued, queued.claim)
-            self._queue.waiting.insert(self._queue.index_of(queued.order), queued)
-            self._queue.most_waiting = max(self._queue.most_waiting, len(self._queue.waiting))
+            self._queue.enqueue_again(queued)
 
     def _free(self, request: ActiveRequest) -> None:
         del self._active[request.job.id]
