@@ -20,6 +20,7 @@ from stepgraph.runtime.slots import PrefixSharing, RowTable
 from stepgraph.sampling.grammar.compile.limits import TOO_DEEP, with_limit_name
 from stepgraph.sampling.grammar.status import FinishCode, MaskStatus
 
+REFUSED_CONSTRAINT = "refused"  # in counts by finish reason, where alerts on "error" must not include wrong requests
 SECONDS_BOUNDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 
@@ -59,8 +60,8 @@ class Counters:
     def __init__(self, num_drafts: int) -> None:
         self.tokens = self.prompt_tokens = self.drafting_tokens = 0
         self.drafts = NO_DRAFTS
-        self.finished = collections.Counter[FinishReason]()
-        self.queue_seconds, self.first_token_seconds = HistogramBuilder(), HistogramBuilder()
+        self.finished = collections.Counter[str]()  # by finish reason, or REFUSED
+        self.queue_seconds, self.first_token_seconds, self.token_seconds = (HistogramBuilder() for _ in range(3))
         self.offered, self.accepted = [0] * (num_drafts + 1), [0] * (num_drafts + 1)  # drafting rounds by number of drafts
         self.losses: dict[LossCause | None, int] = dict.fromkeys((None, *LossCause), 0)
 
@@ -207,12 +208,15 @@ class Scheduler:
         """End a job and free what it holds. Returns an event without tokens."""
         with self._queue.lock:
             job.error, job.finish_reason = error, reason
-            claim = self._queue.unfinished.pop(job.id).claim
-            self.counters.finished[reason] += 1
+            queued = self._queue.unfinished.pop(job.id)
+            self.counters.finished[REFUSED_CONSTRAINT if reason == FinishReason.ERROR and queued.error else reason.value] += 1
+            if job.first_token_seconds is not None and len(job.tokens) > 1:
+                seconds = time.perf_counter() - job.submitted_at - job.first_token_seconds
+                self.counters.token_seconds.add(seconds / (len(job.tokens) - 1))
             if request is not None:
                 self._free(request)
-        if claim:
-            claim.release()
+        if queued.claim:
+            queued.claim.release()
         if self._on_end:
             self._on_end(job)
         if self._recorder:

@@ -31,15 +31,11 @@ from stepgraph.sampling.params import NAMES_ELSEWHERE as SAMPLING_NAMES
 
 TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]] | Tensor
 Prompt: TypeAlias = str | Sequence[Message] | TokenIds
-Prompts: TypeAlias = list[str] | Sequence[Sequence[int]] | Sequence[Sequence[Message]]
+Prompts: TypeAlias = list[str] | Sequence[TokenIds] | Sequence[Sequence[Message]]
 
 
-class RequestOptions(TypedDict, total=False):
-    """The options of Engine.submit(), where they are described."""
-
+class _CommonOptions(TypedDict, total=False):
     constraint: object
-    sampling: SamplingParams | None
-    max_new_tokens: int | None
     num_speculative_tokens: int | None
     draft_ids: TokenIds | None
     cache_salt: str
@@ -50,6 +46,21 @@ class RequestOptions(TypedDict, total=False):
     tenant: str
 
 
+class RequestOptions(_CommonOptions, total=False):
+    """The options of Engine.submit(), where they are described."""
+
+    sampling: SamplingParams | None
+    max_new_tokens: int | None
+
+
+class BatchOptions(_CommonOptions, total=False):
+    """The options of Engine.generate() for a list of prompts: those of BATCH_FIELDS may be lists."""
+
+    sampling: SamplingParams | None | Sequence[SamplingParams | None]
+    max_new_tokens: int | None | Sequence[int | None]
+
+
+BATCH_FIELDS = ("sampling", "constraint", "max_new_tokens")
 _CONFIG_ARGUMENTS = {field.name: f"config=EngineConfig({field.name}=)" for field in fields(EngineConfig)}
 _CONFIG_ARGUMENTS |= {other: _CONFIG_ARGUMENTS[name] for other, name in CONFIG_NAMES.items() if name in _CONFIG_ARGUMENTS}
 _SAMPLING_ARGUMENTS = {field.name: f"sampling=SamplingParams({field.name}=)" for field in fields(SamplingParams)}
@@ -268,6 +279,22 @@ class RequestValidator:
                 raise ValueError(f"prompt_embeddings[{position}]: got {len(values)} rows, expected at most {limit}, up to the next span")
         copies = ((position, values.detach().to("cpu", copy=True).contiguous()) for position, values in spans)
         return tuple((position, values.pin_memory() if self._pinned else values) for position, values in copies)
+
+
+def is_prompt_list(prompt: object) -> bool:
+    """Whether generate() takes this value as a list of prompts: it is empty, or begins with a text, a list or an array."""
+    if getattr(prompt, "ndim", 1) == 2:
+        return True
+    return isinstance(prompt, (list, tuple)) and (not prompt or isinstance(prompt[0], (str, list, tuple)) or getattr(prompt[0], "ndim", 0) > 0)
+
+
+def batch_options(options: Mapping[str, Any], prompts: int) -> list[dict[str, Any]]:
+    """The options of each prompt. ValueError if a list has another length than the list of prompts."""
+    lists = {name: options[name] for name in BATCH_FIELDS if isinstance(options.get(name), (list, tuple))}
+    for name, values in lists.items():
+        if len(values) != prompts:
+            raise ValueError(f"{name}: got a list of {len(values)} for {prompts} prompts, expected one value, or one for each prompt")
+    return [{**options, **{name: values[index] for name, values in lists.items()}} for index in range(prompts)]
 
 
 def check_options(sampling: SamplingParams, config: EngineConfig, limits: Limits) -> None:

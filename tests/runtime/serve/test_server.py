@@ -326,6 +326,7 @@ def test_unsupported_fields_are_refused_by_name(server: RunningServer) -> None:
             with pytest.raises(openai.BadRequestError, match=word) as caught:
                 client.chat.completions.create(**{"model": "toy", "messages": CHAT, "response_format": format, "stream": True})
             assert caught.value.param == "response_format" and not INTERNAL.search(caught.value.message), caught.value.message
+    assert (server.count("error"), server.count("refused")) == (0, 1), "an alert on errors does not count wrong requests"
 
 
 def test_disconnect_frees_the_row(server: RunningServer) -> None:
