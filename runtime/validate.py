@@ -285,7 +285,9 @@ def is_prompt_list(prompt: object) -> bool:
     """Whether generate() takes this value as a list of prompts: it is empty, or begins with a text, a list or an array."""
     if getattr(prompt, "ndim", 1) == 2:
         return True
-    return isinstance(prompt, (list, tuple)) and (not prompt or isinstance(prompt[0], (str, list, tuple)) or getattr(prompt[0], "ndim", 0) > 0)
+    return isinstance(prompt, (list, tuple)) and (
+        not prompt or isinstance(prompt[0], (str, list, tuple)) or getattr(prompt[0], "ndim", 0) > 0
+    )
 
 
 def batch_options(options: Mapping[str, Any], prompts: int) -> list[dict[str, Any]]:
