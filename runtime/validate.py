@@ -56,8 +56,8 @@ class RequestOptions(_CommonOptions, total=False):
 class BatchOptions(_CommonOptions, total=False):
     """The options of Engine.generate() for a list of prompts: those of BATCH_FIELDS may be lists."""
 
-    sampling: SamplingParams | None | Sequence[SamplingParams | None]
-    max_new_tokens: int | None | Sequence[int | None]
+    sampling: SamplingParams | Sequence[SamplingParams | None] | None
+    max_new_tokens: int | Sequence[int | None] | None
 
 
 BATCH_FIELDS = ("sampling", "constraint", "max_new_tokens")
@@ -285,9 +285,9 @@ def is_prompt_list(prompt: object) -> bool:
     """Whether generate() takes this value as a list of prompts: it is empty, or begins with a text, a list or an array."""
     if getattr(prompt, "ndim", 1) == 2:
         return True
-    return isinstance(prompt, (list, tuple)) and (
-        not prompt or isinstance(prompt[0], (str, list, tuple)) or getattr(prompt[0], "ndim", 0) > 0
-    )
+    if not isinstance(prompt, (list, tuple)) or not prompt:
+        return isinstance(prompt, (list, tuple))
+    return isinstance(prompt[0], (str, list, tuple)) or getattr(prompt[0], "ndim", 0) > 0
 
 
 def batch_options(options: Mapping[str, Any], prompts: int) -> list[dict[str, Any]]:

@@ -101,7 +101,7 @@ def test_a_limit_that_only_the_automaton_reaches_is_no_error(monkeypatch: pytest
 def test_errors_of_a_lark_grammar_are_those_of_llguidance() -> None:
     compiled = AUTO.compile(Constraint.lark('start: "a"'))
     assert (compiled.backend, compiled.reason) == ("llguidance", "")
-    with pytest.raises(ValueError, match="^constraint lark: cannot be compiled: .*other") as caught:
+    with pytest.raises(ValueError, match=r"^constraint lark: cannot be compiled: .*other") as caught:
         AUTO.compile(Constraint.lark('start: "a" other'))
     assert "xgrammar" not in str(caught.value)
     with pytest.raises(ValueError, match="cannot be compiled: #: lark: is a notation of llguidance; xgrammar expects ebnf"):
