@@ -72,7 +72,9 @@ ENGINE_NAMES = _CONFIG_ARGUMENTS | {
     **dict.fromkeys(("tensor_parallel_size", "tp_size"), "tensor_parallel, of Engine.from_pretrained"),
     "torch_dtype": "dtype, of Engine.from_pretrained",
     **dict.fromkeys(("quantization", "quantization_config", "load_in_8bit", "load_in_4bit"), "weights='quantised', for a quantised model"),
-    **dict.fromkeys(("device", "device_map", "n_gpu_layers"), "config=EngineConfig(backend=)"),
+    **dict.fromkeys(
+        ("device", "device_map", "n_gpu_layers"), "config=EngineConfig(backend=), or torch.cuda.set_device for one of several GPUs"
+    ),
     "lora_path": "Engine.add_lora, with EngineConfig(max_loras=)",
     "trust_remote_code": "nothing: no code of a model's folder is run",
 }
