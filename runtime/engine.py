@@ -224,7 +224,7 @@ class Engine(EngineCore, BoundToProcess):
     def generate(self, prompt: Prompts, **options: Unpack[BatchOptions]) -> list[Job]: ...
 
     @checked_keywords(REQUEST_NAMES, RequestOptions.__annotations__)
-    def generate(self, prompt: Any, **options: Any) -> Job | list[Job]:
+    def generate(self, prompt: Any, **options: Unpack[BatchOptions]) -> Job | list[Job]:
         """Submit a request, or one for each prompt of a list, and step until all have finished. Options as for submit().
 
         Other jobs proceed meanwhile; their tokens are in their jobs, their events are not returned. For a list of prompts `sampling`,
@@ -233,7 +233,7 @@ class Engine(EngineCore, BoundToProcess):
         """
         is_batch = is_prompt_list(prompt)
         prompts, jobs = prompt if is_batch else [prompt], list[Job]()
-        options_of_each = batch_options(options, len(prompts)) if is_batch else [options]
+        options_of_each: list[Any] = batch_options(options, len(prompts)) if is_batch else [options]
         try:
             for one, own in zip(prompts, options_of_each, strict=True):
                 while jobs and self.queue.full:

@@ -98,8 +98,8 @@ class FunctionDrafts:
         drafts: list[int] = []
         for token in result[:limit]:
             if isinstance(token, bool) or not isinstance(token, (int, np.integer)):
-                expected = f"token ids from 0 to {vocabulary - 1}; another number ends the drafts"
-                raise ValueError(f"drafts of the function: got {clip_repr(token)}, expected {expected}")
+                accepted = f"expected token ids from 0 to {vocabulary - 1}; another number ends the drafts"
+                raise ValueError(f"drafts of the function: got {clip_repr(token)}, {accepted}")
             if not 0 <= token < vocabulary:
                 break
             drafts.append(int(token))

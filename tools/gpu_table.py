@@ -61,18 +61,17 @@ def other_rows(folder: Path, document: Mapping[str, Any]) -> dict[str, tuple[str
 
 def newer_run(folder: Path, document: Mapping[str, Any]) -> str:
     """A sentence on the newest run of some checks after this document; empty if there is none."""
-    parts = [(json.loads(path.read_text(encoding="utf-8")), path.name) for path in folder.glob("*-part.json")]
-    newer = [
-        each for each in parts if each[0]["device"] == document["device"] and each[0]["date"] > document["date"] and not each[0]["quick"]
-    ]
-    if not newer:
+    newest: dict[str, Any] = {"date": document["date"]}
+    for path in folder.glob("*-part.json"):
+        part = json.loads(path.read_text(encoding="utf-8"))
+        if part["device"] == document["device"] and not part["quick"] and part["date"] > newest["date"]:
+            newest, link = part, f"[{path.name}](tools/results/{path.name})"
+    if newest["date"] == document["date"]:
         return ""
-    part, file = max(newer, key=lambda each: each[0]["date"])
-    others = [f"{check['name']} {check['verdict']}" for check in part["checks"] if check["verdict"] != "passed"]
-    passed = f"{len(part['checks']) - len(others)} of {len(part['checks'])} checks passed"
-    return (
-        f"The newest run, {part['date'][:10]} at commit {part['commit']} ([{file}](tools/results/{file})): {'; '.join([passed, *others])}. "
-    )
+    checks = newest["checks"]
+    others = [f"{check['name']} {check['verdict']}" for check in checks if check["verdict"] != "passed"]
+    passed = f"{len(checks) - len(others)} of {len(checks)} checks passed"
+    return f"The newest run, {newest['date'][:10]} at commit {newest['commit']} ({link}): {'; '.join([passed, *others])}. "
 
 
 def section(folder: Path) -> str:

@@ -108,7 +108,7 @@ def test_a_list_of_prompts_gives_a_list_of_jobs() -> None:
     assert [job.tokens for job in jobs] == [engine.generate(text, max_new_tokens=9).tokens for text in texts]
     assert [job.tokens for job in engine.generate([CODEC.encode(text) for text in texts], max_new_tokens=9)] == [job.tokens for job in jobs]
     assert engine.generate([[{"role": "user", "content": "hi"}]], max_new_tokens=1)[0].text
-    assert engine.generate([]) == []
+    assert [*engine.generate(list[str]())] == []
 
 
 @pytest.mark.parametrize("prompts", [[np.array([3, 4]), np.array([5, 6])], [torch.tensor([3, 4]), [5, 6]], torch.tensor([[3, 4], [5, 6]])])
@@ -127,11 +127,12 @@ def test_each_prompt_of_a_list_can_have_its_own_settings() -> None:
     ]
     assert [job.tokens for job in jobs] == [job.tokens for job in expected] and len({job.text for job in jobs}) == 3
     assert jobs[1].text in ("yes", "no")
-    for name, values in (("sampling", sampling[:2]), ("constraint", []), ("max_new_tokens", (1, 2, 3, 4))):
-        with pytest.raises(ValueError, match=rf"{name}: got a list of {len(values)} for 3 prompts, expected one value, or one for each"):
-            engine.generate(["same"] * 3, **{name: values})
+    wrong: Any
+    for name, wrong in (("sampling", sampling[:2]), ("constraint", []), ("max_new_tokens", (1, 2, 3, 4))):
+        with pytest.raises(ValueError, match=rf"{name}: got a list of {len(wrong)} for 3 prompts, expected one value, or one for each"):
+            engine.generate(["same"] * 3, **{name: wrong})
     with pytest.raises(ValueError, match="sampling: got list, expected SamplingParams"):
-        engine.generate("same", sampling=sampling[:1])  # type: ignore[call-overload]
+        engine.generate("same", sampling=sampling[:1])  # type: ignore[arg-type]
     assert not engine.has_work
 
 

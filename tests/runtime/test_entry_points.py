@@ -210,14 +210,14 @@ def test_sizes_beyond_a_limit_of_the_process_are_refused() -> None:
     assert re.search(message, done.stderr), done.stderr
 
 
-MANY_ROWS = {"max_rows": 2**20, "max_length": 4000}
+MANY_ROWS: dict[str, Any] = {"max_rows": 2**20, "max_length": 4000}
 
 
 @pytest.mark.parametrize(
     ("changes", "settings"),
     [({"num_pages": 10**10}, "num_pages=10000000000 and page_size=4"), (MANY_ROWS, "max_rows=1048576 and max_length=4000")],
 )
-def test_cache_beyond_the_memory_is_refused_before_the_model_is_loaded(changes: dict[str, int], settings: str) -> None:
+def test_cache_beyond_the_memory_is_refused_before_the_model_is_loaded(changes: dict[str, Any], settings: str) -> None:
     cache = r"a cache of [\d,]{10,} tokens with [\d,]{12,} bytes on cpu"
     with pytest.raises(ValueError, match=rf"EngineConfig: got {settings}, {cache}, expected at most [\d,]{{6,}} tokens: [\d,]{{9,}} bytes"):
         load(config=replace(CONFIG, **changes))
