@@ -26,16 +26,7 @@ from stepgraph.runtime.request_queue import QueuedRequest
 from stepgraph.runtime.stats import EngineStats, take_stats
 from stepgraph.runtime.text import Message, TextCodec
 from stepgraph.runtime.trace import Trace
-from stepgraph.runtime.validate import (
-    ENGINE_NAMES,
-    REQUEST_NAMES,
-    BatchOptions,
-    Prompt,
-    Prompts,
-    RequestOptions,
-    batch_options,
-    is_prompt_list,
-)
+from stepgraph.runtime.validate import ENGINE_NAMES, REQUEST_NAMES, BatchOptions, Prompt, Prompts, RequestOptions, split_batch
 from stepgraph.sampling.fields import Check, check_value, checked_keywords, clip_repr, number, optional, whole
 from stepgraph.sampling.grammar.compile.compiler import CompiledConstraint
 from stepgraph.sampling.grammar.constraints.python_types import typed_constraint
@@ -231,11 +222,10 @@ class Engine(EngineCore, BoundToProcess):
         `constraint` and `max_new_tokens` may be lists of the same length. RuntimeError if the request of a single prompt fails; of a list
         of prompts all jobs are returned, and a failed one has an `error`.
         """
-        is_batch = is_prompt_list(prompt)
-        prompts, jobs = prompt if is_batch else [prompt], list[Job]()
-        options_of_each: list[Any] = batch_options(options, len(prompts)) if is_batch else [options]
+        batch, jobs = split_batch(prompt, options), list[Job]()
+        requests: list[tuple[Any, Any]] = [(prompt, options)] if batch is None else batch
         try:
-            for one, own in zip(prompts, options_of_each, strict=True):
+            for one, own in requests:
                 while jobs and self.queue.full:
                     self.step()
                 jobs.append(self.submit(one, **own))
@@ -245,11 +235,11 @@ class Engine(EngineCore, BoundToProcess):
         except BaseException as error:  # including KeyboardInterrupt
             running = [self.cancel(job) for job in jobs]
             closed = isinstance(error, EngineClosedError)  # by another thread, which finished the jobs
-            if any(running) or len(jobs) < len(prompts) or not closed:
+            if any(running) or len(jobs) < len(requests) or not closed:
                 raise
-        if not is_batch and jobs[0].finish_reason == FinishReason.ERROR:
+        if batch is None and jobs[0].finish_reason == FinishReason.ERROR:
             raise RuntimeError(f"Engine.generate(): {jobs[0].error}")
-        return jobs if is_batch else jobs[0]
+        return jobs[0] if batch is None else jobs
 
     @checked_keywords(REQUEST_NAMES, RequestOptions.__annotations__)
     def stream_text(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Iterator[str]:

@@ -60,7 +60,7 @@ class Counters:
     def __init__(self, num_drafts: int) -> None:
         self.tokens = self.prompt_tokens = self.drafting_tokens = 0
         self.drafts = NO_DRAFTS
-        self.finished = collections.Counter[str]()  # by finish reason, or REFUSED
+        self.finished = collections.Counter[str]()  # by finish reason, or REFUSED_CONSTRAINT
         self.queue_seconds, self.first_token_seconds, self.token_seconds = (HistogramBuilder() for _ in range(3))
         self.offered, self.accepted = [0] * (num_drafts + 1), [0] * (num_drafts + 1)  # drafting rounds by number of drafts
         self.losses: dict[LossCause | None, int] = dict.fromkeys((None, *LossCause), 0)

@@ -283,22 +283,19 @@ class RequestValidator:
         return tuple((position, values.pin_memory() if self._pinned else values) for position, values in copies)
 
 
-def is_prompt_list(prompt: object) -> bool:
-    """Whether generate() takes this value as a list of prompts: it is empty, or begins with a text, a list or an array."""
-    if getattr(prompt, "ndim", 1) == 2:
-        return True
-    if not isinstance(prompt, (list, tuple)) or not prompt:
-        return isinstance(prompt, (list, tuple))
-    return isinstance(prompt[0], (str, list, tuple)) or getattr(prompt[0], "ndim", 0) > 0
-
-
-def batch_options(options: Mapping[str, Any], prompts: int) -> list[dict[str, Any]]:
-    """The options of each prompt. ValueError if a list has another length than the list of prompts."""
+def split_batch(prompt: Any, options: Mapping[str, Any]) -> list[tuple[Any, dict[str, Any]]] | None:
+    """Each prompt of a list with its options; None for a single prompt. A list of prompts is empty, or begins with a text, a list or an
+    array; a matrix is one too. ValueError if a list of options has another length."""
+    if getattr(prompt, "ndim", 1) != 2:
+        if not isinstance(prompt, (list, tuple)):
+            return None
+        if prompt and not isinstance(prompt[0], (str, list, tuple)) and not getattr(prompt[0], "ndim", 0):
+            return None
     lists = {name: options[name] for name in BATCH_FIELDS if isinstance(options.get(name), (list, tuple))}
     for name, values in lists.items():
-        if len(values) != prompts:
-            raise ValueError(f"{name}: got a list of {len(values)} for {prompts} prompts, expected one value, or one for each prompt")
-    return [{**options, **{name: values[index] for name, values in lists.items()}} for index in range(prompts)]
+        if len(values) != len(prompt):
+            raise ValueError(f"{name}: got a list of {len(values)} for {len(prompt)} prompts, expected one value, or one for each prompt")
+    return [(one, {**options, **{name: values[index] for name, values in lists.items()}}) for index, one in enumerate(prompt)]
 
 
 def check_options(sampling: SamplingParams, config: EngineConfig, limits: Limits) -> None:
