@@ -12,7 +12,7 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from stepgraph.runtime.engine import Engine
@@ -225,6 +225,10 @@ class JobStream:
         async for _ in self:
             pass
         return self.job
+
+    def __await__(self) -> Generator[Any, None, Job]:
+        """`await stream` is `await stream.result()`."""
+        return self.result().__await__()
 
     async def aclose(self) -> None:
         """Cancel the job if it is running, and wait until its row is free."""

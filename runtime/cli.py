@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Sequence
 
 from stepgraph import __version__
-from stepgraph.runtime.commands.flags import COMMANDS, check_ranges, flag_names, naming_flags
+from stepgraph.runtime.commands.flags import COMMANDS, check_ranges, flag_hint, flag_names, naming_flags
 from stepgraph.runtime.commands.terminal import Parser, run_command, waiting
 
 
@@ -25,12 +25,15 @@ def make_parser() -> Parser:
         subparser = commands.add_parser(name, help=command.summary, description=command.description, epilog=examples, formatter_class=raw)
         command.add_flags(subparser)
         subparser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
-        subparser.set_defaults(flags=flag_names(subparser))
+        subparser.set_defaults(flags=flag_names(subparser), parser=subparser)
     return parser
 
 
 def _main(arguments: Sequence[str] | None) -> int:
-    options = make_parser().parse_args(arguments)
+    options, unknown = make_parser().parse_known_args(arguments)
+    if unknown:
+        hint = flag_hint(unknown[0], options.flags) if unknown[0].startswith("--") else ""
+        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint and f'; expected {hint}'}")
     return run_command(f"stepgraph {options.command}", lambda: _run(options))
 
 

@@ -26,7 +26,7 @@ from stepgraph.runtime.request_queue import QueuedRequest
 from stepgraph.runtime.stats import EngineStats, take_stats
 from stepgraph.runtime.text import Message, TextCodec
 from stepgraph.runtime.trace import Trace
-from stepgraph.runtime.validate import ENGINE_NAMES, REQUEST_NAMES, Prompt, Prompts, RequestOptions
+from stepgraph.runtime.validate import ENGINE_NAMES, REQUEST_NAMES, BatchOptions, Prompt, Prompts, RequestOptions, split_batch
 from stepgraph.sampling.fields import Check, check_value, checked_keywords, clip_repr, number, optional, whole
 from stepgraph.sampling.grammar.compile.compiler import CompiledConstraint
 from stepgraph.sampling.grammar.constraints.python_types import typed_constraint
@@ -212,30 +212,34 @@ class Engine(EngineCore, BoundToProcess):
     def generate(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Job: ...
 
     @overload
-    def generate(self, prompt: Prompts, **options: Unpack[RequestOptions]) -> list[Job]: ...
+    def generate(self, prompt: Prompts, **options: Unpack[BatchOptions]) -> list[Job]: ...
 
     @checked_keywords(REQUEST_NAMES, RequestOptions.__annotations__)
-    def generate(self, prompt: Any, **options: Unpack[RequestOptions]) -> Job | list[Job]:
+    def generate(self, prompt: Any, **options: Unpack[BatchOptions]) -> Job | list[Job]:
         """Submit a request, or one for each prompt of a list, and step until all have finished. Options as for submit().
 
-        Other jobs proceed meanwhile; their tokens are in their jobs, their events are not returned.
+        Other jobs proceed meanwhile; their tokens are in their jobs, their events are not returned. For a list of prompts `sampling`,
+        `constraint` and `max_new_tokens` may be lists of the same length. RuntimeError if the request of a single prompt fails; of a list
+        of prompts all jobs are returned, and a failed one has an `error`.
         """
-        is_batch = isinstance(prompt, (list, tuple)) and bool(prompt) and isinstance(prompt[0], (str, list, tuple))
-        prompts, jobs = prompt if is_batch else [prompt], list[Job]()
+        batch, jobs = split_batch(prompt, options), list[Job]()
+        requests: list[tuple[Any, Any]] = [(prompt, options)] if batch is None else batch
         try:
-            for one in prompts:
+            for one, own in requests:
                 while jobs and self.queue.full:
                     self.step()
-                jobs.append(self.submit(one, **options))
+                jobs.append(self.submit(one, **own))
             for job in jobs:
                 while not job.finished:
                     self.step()
         except BaseException as error:  # including KeyboardInterrupt
             running = [self.cancel(job) for job in jobs]
             closed = isinstance(error, EngineClosedError)  # by another thread, which finished the jobs
-            if any(running) or len(jobs) < len(prompts) or not closed:
+            if any(running) or len(jobs) < len(requests) or not closed:
                 raise
-        return jobs if is_batch else jobs[0]
+        if batch is None and jobs[0].finish_reason == FinishReason.ERROR:
+            raise RuntimeError(f"Engine.generate(): {jobs[0].error}")
+        return jobs[0] if batch is None else jobs
 
     @checked_keywords(REQUEST_NAMES, RequestOptions.__annotations__)
     def stream_text(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Iterator[str]:

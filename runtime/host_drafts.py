@@ -9,6 +9,7 @@ import collections
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,8 +22,7 @@ from stepgraph.graphs.proposer import History
 from stepgraph.graphs.row_layout import Column
 from stepgraph.runtime.request import ActiveRequest, Job
 from stepgraph.runtime.upload import PinnedRing
-from stepgraph.runtime.validate import checked_count
-from stepgraph.sampling.fields import message_of
+from stepgraph.sampling.fields import clip_repr, message_of
 
 DraftFunction = Callable[[Job], Sequence[int]]
 
@@ -97,7 +97,10 @@ class FunctionDrafts:
             raise ValueError(f"drafts of the function: got {type(result).__name__}, expected a sequence of token ids")
         drafts: list[int] = []
         for token in result[:limit]:
-            if not 0 <= checked_count("drafts of the function", token, -(2**63), 2**63 - 1, "a token id") < vocabulary:
+            if isinstance(token, bool) or not isinstance(token, (int, np.integer)):
+                accepted = f"expected token ids from 0 to {vocabulary - 1}; another number ends the drafts"
+                raise ValueError(f"drafts of the function: got {clip_repr(token)}, {accepted}")
+            if not 0 <= token < vocabulary:
                 break
             drafts.append(int(token))
         return [request.row, len(drafts), *drafts, *[-1] * (self._limits.num_speculative_tokens - len(drafts))]

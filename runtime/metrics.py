@@ -43,6 +43,7 @@ def _metrics(stats: EngineStats) -> list[Metric]:
     drafts, drafting, grammars, exposed = stats.drafts, stats.drafting, stats.grammars, stats.exposed_wait_seconds
     lanes = stats.lanes
     by_lane = [({"lane": lane}, getattr(lanes, lane)) for lane in ("device", "host")]
+    by_reason = [({"reason": reason}, count) for reason, count in stats.finished]
     losses = [({"cause": loss.value}, getattr(drafting, loss.value)) for loss in LossCause]
     graphs = [({name: str(value).lower() for name, value in asdict(graph.key).items()}, graph) for graph in stats.graphs]
     return [
@@ -50,7 +51,7 @@ def _metrics(stats: EngineStats) -> list[Metric]:
         counter("prompt_tokens", "Prompt tokens computed.", stats.prompt_tokens),
         counter("reused_prompt_tokens", "Prompt tokens found in the cache.", stats.reused_tokens),
         counter("submitted", "Requests submitted.", stats.submitted),
-        _counters("finished", "Requests finished, by finish reason.", [({"reason": reason}, count) for reason, count in stats.finished]),
+        _counters("finished", "Requests finished, by finish reason; refused: by a constraint.", by_reason),
         gauge("running", "Requests with a row.", stats.running),
         gauge("waiting", "Requests waiting for a row.", stats.waiting),
         gauge("most_waiting", "Maximum of waiting.", stats.most_waiting),
@@ -112,6 +113,7 @@ def _metrics(stats: EngineStats) -> list[Metric]:
         _histogram("host_node_seconds", "Duration of host nodes.", stats.host_nodes),
         _histogram("queue_seconds", "Time from submit to a row.", stats.queue_seconds),
         _histogram("first_token_seconds", "Time from submit to the first token.", stats.first_token_seconds),
+        _histogram("token_seconds", "Time per token after the first, of each finished request.", stats.token_seconds),
     ]
 
 

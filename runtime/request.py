@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import operator
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from stepgraph.runtime.page_cache import CachedPage
 from stepgraph.runtime.text import TextStream
 from stepgraph.sampling.grammar.automaton.arena import ArenaBlock
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
+from stepgraph.sampling.grammar.constraints.python_types import has_no_longer_text
 from stepgraph.sampling.grammar.link.protocol import MatcherRow
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.params import SamplingParams
@@ -108,7 +110,7 @@ class Lora(NamedTuple):
     serial: int = 0  # unique: a cached prefix is found only with the serial under which it was computed
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Job:
     """A submitted request. Any thread may read it; only the engine writes it."""
 
@@ -124,15 +126,15 @@ class Job:
     cache_salt: str = ""  # only requests with equal salts share prefixes
     lora: Lora = field(default_factory=Lora)
     # (first position in the prompt, host tensor [n, width]) in order: embeddings that replace those of the tokens there
-    embeddings: tuple[tuple[int, Tensor], ...] = field(default=(), repr=False)
+    embeddings: tuple[tuple[int, Tensor], ...] = ()
     resume_from: tuple[int, ...] = ()  # the output of an earlier request, which this one continues; not part of `tokens`
-    prior_output_host: Tensor | None = field(default=None, repr=False)  # `prior_output`, for the counts of penalties
+    prior_output_host: Tensor | None = None  # `prior_output`, for the counts of penalties
     priority: int = 0  # lower numbers get rows first
     tenant: str = ""  # at equal priority, tenants get rows in turn
     num_preemptions: int = 0  # how often it lost its row and continued
     num_tokens_at_preemption: int = 0  # number of `tokens` before the latest preemption
-    vocabulary: Vocabulary | None = field(default=None, repr=False)
-    parse: Callable[[str], Any] = field(default=str, repr=False)  # the text of a complete output -> `parsed`
+    vocabulary: Vocabulary | None = None
+    parse: Callable[[str], Any] = str  # the text of a complete output -> `parsed`
     num_cached_tokens: int = 0  # tokens of the prompt and of `resume_from` found in the prefix cache, when it first had a row
     tokens: list[int] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)  # one per token
@@ -145,6 +147,13 @@ class Job:
     submitted_at: float = field(default_factory=time.perf_counter)
     queue_seconds: float | None = None  # from submit until it had a row
     first_token_seconds: float | None = None  # from submit until its first token was known
+
+    def __repr__(self) -> str:
+        counts = f"{len(self.prompt_ids)} prompt tokens, {len(self.tokens)} tokens"
+        return f"<Job {self.id}: {counts}, {self.finish_reason or 'running'}{self.error and ': ' + self.error}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("Job: cannot be copied or pickled; pass its text, tokens or other fields: the job is a part of its engine")
 
     @property
     def text(self) -> str:
@@ -177,18 +186,28 @@ class Job:
     def parsed(self) -> Any:
         """The output as the type given as `constraint`: an object of a pydantic model, a member of an enum, the match of a pattern, a
         functools.partial of a function. JSON values for a Constraint that is JSON; otherwise the text, which a stop text or stop token
-        may have cut short. ValueError if a value is incomplete, or if the end of a text was not reached."""
-        if self.finish_reason not in (FinishReason.STOP, FinishReason.CONSTRAINT_COMPLETE):
-            raise ValueError(
-                "Job.parsed: the output is incomplete or its end was not reached, "
-                f"finish_reason is {self.finish_reason}{self.error and ': ' + self.error}"
-            )
+        may have cut short. ValueError if a value is incomplete, or if the end of a text was not reached. At max_new_tokens, a JSON value
+        other than a number, and an option of a choice with which no longer one begins, have no longer text and are complete."""
+        if self.finish_reason in (FinishReason.STOP, FinishReason.CONSTRAINT_COMPLETE):
+            return self.parse(self._constrained_text())
+        if self.finish_reason == FinishReason.LENGTH and self.constraint is not None:
+            text = self._constrained_text()
+            with contextlib.suppress(ValueError):
+                if has_no_longer_text(self.constraint, text):
+                    return self.parse(text)
+        raise ValueError(
+            "Job.parsed: the output is incomplete or its end was not reached, "
+            f"finish_reason is {self.finish_reason}{self.error and ': ' + self.error}"
+        )
+
+    def _constrained_text(self) -> str:
+        """The text; without the part up to a marker of token ids."""
         text, marker, ids = self.text, self.constraint and self.constraint.marker, (*self.resume_from, *self.tokens)
         if isinstance(marker, tuple) and self.vocabulary:  # the text does not show where token ids are
             ends = (end for end in range(len(marker), len(ids)) if ids[end - len(marker) : end] == marker)
             stream = TextStream(self.vocabulary, self.sampling.stop, self.sampling.stop_token_ids)
             text = stream.push(ids[next(ends, len(ids)) :]) + stream.finish()
-        return self.parse(text)
+        return text
 
     @property
     def cache_key(self) -> tuple[str, int]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from stepgraph.runtime.device_grammars import DeviceGrammars
 from stepgraph.runtime.extras.record import Recorder, request_fields
-from stepgraph.runtime.request import FinishReason, Job
+from stepgraph.runtime.request import ActiveRequest, FinishReason, Job
 from stepgraph.sampling.fields import Check, check_value, is_int
 from stepgraph.sampling.grammar.compile.compiler import Claim, CompiledConstraint, GrammarCompiler
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
@@ -47,6 +47,8 @@ class RequestQueue:
         self.wake = WakeSignal()
         self.unfinished: dict[int, QueuedRequest] = {}  # by job id
         self.waiting: collections.deque[QueuedRequest] = collections.deque()
+        self.active: dict[int, ActiveRequest] = {}  # by job id: requests that hold rows, in order of admission; the scheduler changes it
+        self._turns: dict[tuple[int, str], list[int]] = {}  # by priority and tenant: the turns of those in `waiting`, ascending
         self.cancelled: dict[int, Job] = {}  # since the last step
         self.submitted = self.most_waiting = 0
         call_after_fork(self._detach)
@@ -72,29 +74,48 @@ class RequestQueue:
             if self.full:
                 raise QueueFullError(f"Engine.submit(): {self._max_queued} requests are waiting already (EngineConfig.max_queued)")
             queued.order = job.priority, self._turn_of(job), self.submitted
-            index = self.index_of(queued.order)
+            index = self._index_of(queued.order)
             most = max(self.most_waiting, len(self.waiting) + 1)
+            turns, turn = self._turns_of(job), [queued.order[1]]
             # KeyboardInterrupt is raised on return from a call. From here on only the last statement is a call, so all is done or nothing.
             self.unfinished[job.id] = queued
             self.submitted += 1
             self.most_waiting = most
+            turns += turn
             self.waiting.insert(index, queued)
         self.wake.notify()
 
-    def index_of(self, order: tuple[int, int, int]) -> int:
-        """The index in `waiting` of a request with this order."""
-        if not self.waiting or self.waiting[-1].order < order:
-            return len(self.waiting)
-        return bisect.bisect([queued.order for queued in self.waiting], order)
+    def enqueue_again(self, queued: QueuedRequest) -> None:
+        """Put a request that lost its row in its place in `waiting`. Under the lock."""
+        bisect.insort(self._turns_of(queued.job), queued.order[1])
+        self.waiting.insert(self._index_of(queued.order), queued)
+        self.most_waiting = max(self.most_waiting, len(self.waiting))
+
+    def release_turn(self, queued: QueuedRequest) -> None:
+        """For each request that the scheduler takes out of `waiting`. Under the lock."""
+        turns = self._turns_of(queued.job)
+        turns.remove(queued.order[1])
+        if not turns:
+            del self._turns[queued.job.priority, queued.job.tenant]
+
+    def _index_of(self, order: tuple[int, ...]) -> int:
+        """The index in `waiting` of a request with this order, or with an order that begins with it. A submit must not visit all requests:
+        steps wait for the lock that it holds."""
+        return bisect.bisect_left(self.waiting, order, key=lambda queued: queued.order)
+
+    def _turns_of(self, job: Job) -> list[int]:
+        return self._turns.setdefault((job.priority, job.tenant), [])
 
     def _turn_of(self, job: Job) -> int:
         """At equal priority each tenant has one request per turn, so that a long queue of one tenant does not delay others. A new request
         has the first turn, from the present one on, in which no earlier request of its tenant waits."""
-        waiting, equal = set(self.waiting), [each for each in self.unfinished.values() if each.job.priority == job.priority]
-        turns = [(queued.order[1], queued.job.tenant) for queued in equal if queued in waiting]
-        running = [queued.order[1] for queued in equal if queued not in waiting]  # these keep their turn if they are preempted
-        present = max([min((turn for turn, _ in turns), default=0), *running])
-        return max(present, max((turn + 1 for turn, tenant in turns if tenant == job.tenant), default=0))
+        index = self._index_of((job.priority,))
+        waits = index < len(self.waiting) and self.waiting[index].job.priority == job.priority
+        earliest = self.waiting[index].order[1] if waits else 0
+        running = (self.unfinished[request.job.id].order for request in self.active.values() if request.job.priority == job.priority)
+        turns = self._turns_of(job)
+        # Running requests keep their turn if they are preempted.
+        return max([earliest, turns[-1] + 1 if turns else 0, *(order[1] for order in running)])
 
     def withdraw(self, queued: QueuedRequest) -> None:
         """Undo an interrupted submit, whether or not the request entered the queue."""

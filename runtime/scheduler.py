@@ -20,6 +20,7 @@ from stepgraph.runtime.slots import PrefixSharing, RowTable
 from stepgraph.sampling.grammar.compile.limits import TOO_DEEP, with_limit_name
 from stepgraph.sampling.grammar.status import FinishCode, MaskStatus
 
+REFUSED_CONSTRAINT = "refused"  # in counts by finish reason, where alerts on "error" must not include wrong requests
 SECONDS_BOUNDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 
@@ -59,8 +60,8 @@ class Counters:
     def __init__(self, num_drafts: int) -> None:
         self.tokens = self.prompt_tokens = self.drafting_tokens = 0
         self.drafts = NO_DRAFTS
-        self.finished = collections.Counter[FinishReason]()
-        self.queue_seconds, self.first_token_seconds = HistogramBuilder(), HistogramBuilder()
+        self.finished = collections.Counter[str]()  # by finish reason, or REFUSED_CONSTRAINT
+        self.queue_seconds, self.first_token_seconds, self.token_seconds = (HistogramBuilder() for _ in range(3))
         self.offered, self.accepted = [0] * (num_drafts + 1), [0] * (num_drafts + 1)  # drafting rounds by number of drafts
         self.losses: dict[LossCause | None, int] = dict.fromkeys((None, *LossCause), 0)
 
@@ -87,7 +88,7 @@ class Scheduler:
     ) -> None:
         """on_end: called for each finished job. only_looks_up: every draft that is not forced comes from a look-up."""
         self._queue, self._grammars, self._recorder, self._on_end, self._only_looks_up = queue, grammars, recorder, on_end, only_looks_up
-        self._active: dict[int, ActiveRequest] = {}
+        self._active = queue.active
         self.rows = RowTable(limits, sharing)
         self.counters = Counters(limits.num_speculative_tokens)  # changed under the lock of the queue
 
@@ -110,7 +111,12 @@ class Scheduler:
         with queue.lock:
             cancelled, queue.cancelled = queue.cancelled, {}
             if cancelled:
-                queue.waiting = collections.deque(queued for queued in queue.waiting if queued.job.id not in cancelled)
+                waiting, queue.waiting = queue.waiting, collections.deque()
+                for queued in waiting:
+                    if queued.job.id in cancelled:
+                        queue.release_turn(queued)
+                    else:
+                        queue.waiting.append(queued)
         return [(job, self._active.get(job.id)) for job in cancelled.values() if not job.finished]
 
     def admit(self) -> list[QueuedRequest]:
@@ -120,8 +126,8 @@ class Scheduler:
         with self._queue.lock:
             waiting = self._queue.waiting
             while waiting:
-                first = waiting[0]
-                if self._is_held_back(first):
+                first, held_back = waiting[0], self._is_held_back(waiting[0])
+                if held_back:
                     not_ready.append(first)
                 elif first.error:
                     failed.append(first)
@@ -137,6 +143,8 @@ class Scheduler:
                 else:
                     break
                 waiting.popleft()
+                if not held_back:
+                    self._queue.release_turn(first)
             waiting.extendleft(reversed(not_ready))
         return failed
 
@@ -200,12 +208,15 @@ class Scheduler:
         """End a job and free what it holds. Returns an event without tokens."""
         with self._queue.lock:
             job.error, job.finish_reason = error, reason
-            claim = self._queue.unfinished.pop(job.id).claim
-            self.counters.finished[reason] += 1
+            queued = self._queue.unfinished.pop(job.id)
+            self.counters.finished[REFUSED_CONSTRAINT if reason == FinishReason.ERROR and queued.error else reason.value] += 1
+            if job.first_token_seconds is not None and len(job.tokens) > 1:
+                seconds = time.perf_counter() - job.submitted_at - job.first_token_seconds
+                self.counters.token_seconds.add(seconds / (len(job.tokens) - 1))
             if request is not None:
                 self._free(request)
-        if claim:
-            claim.release()
+        if queued.claim:
+            queued.claim.release()
         if self._on_end:
             self._on_end(job)
         if self._recorder:
@@ -235,8 +246,7 @@ class Scheduler:
             queued = self._queue.unfinished[job.id]
             if queued.claim:
                 self._queue.prepare(queued, queued.claim)
-            self._queue.waiting.insert(self._queue.index_of(queued.order), queued)
-            self._queue.most_waiting = max(self._queue.most_waiting, len(self._queue.waiting))
+            self._queue.enqueue_again(queued)
 
     def _free(self, request: ActiveRequest) -> None:
         del self._active[request.job.id]

@@ -10,7 +10,7 @@ from stepgraph.graphs.graph_key import GraphKey
 from stepgraph.runtime.build import EngineParts
 from stepgraph.runtime.device_grammars import INT_BYTES
 from stepgraph.runtime.request import DraftCounts, FinishReason
-from stepgraph.runtime.scheduler import SECONDS_BOUNDS, Counters, HistogramBuilder, LossCause
+from stepgraph.runtime.scheduler import REFUSED_CONSTRAINT, SECONDS_BOUNDS, Counters, HistogramBuilder, LossCause
 from stepgraph.sampling.grammar.compile.compiler import CompileStats
 from stepgraph.sampling.grammar.link.protocol import NODE_BOUNDS_NS
 
@@ -116,12 +116,14 @@ class EngineStats:
     unsaved_texts: int  # not written: the disk was too slow or failed
     saving_error: str  # why saving stopped; empty if it did not
     submitted: int
-    finished: tuple[tuple[str, int], ...]  # jobs by finish reason
+    # Jobs by finish reason; "refused" are those with the reason "error" whose constraint could not be compiled, and "error" the others
+    finished: tuple[tuple[str, int], ...]
     running: int
     waiting: int
     most_waiting: int  # at any time
     queue_seconds: Histogram  # from submit to a row
     first_token_seconds: Histogram  # from submit to the first token
+    token_seconds: Histogram  # per later token, of each finished request
     pages: int
     free_pages: int  # including pages that are kept only for their prefix
     most_used_pages: int  # at any time, without pages that are kept only for their prefix
@@ -164,12 +166,13 @@ def take_stats(parts: EngineParts) -> EngineStats:
             unsaved_texts=states.writer.unsaved if states else 0,
             saving_error=states.writer.error if states else "",
             submitted=queue.submitted,
-            finished=tuple((reason.value, counters.finished[reason]) for reason in FinishReason),
+            finished=tuple((reason, counters.finished[reason]) for reason in (*map(str, FinishReason), REFUSED_CONSTRAINT)),
             running=len(rows),
             waiting=len(queue.waiting),
             most_waiting=queue.most_waiting,
             queue_seconds=histogram(counters.queue_seconds),
             first_token_seconds=histogram(counters.first_token_seconds),
+            token_seconds=histogram(counters.token_seconds),
             pages=parts.limits.num_pages,
             free_pages=rows.page_cache.num_free,
             most_used_pages=rows.most_used_pages,

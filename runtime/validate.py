@@ -31,15 +31,11 @@ from stepgraph.sampling.params import NAMES_ELSEWHERE as SAMPLING_NAMES
 
 TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]] | Tensor
 Prompt: TypeAlias = str | Sequence[Message] | TokenIds
-Prompts: TypeAlias = list[str] | Sequence[Sequence[int]] | Sequence[Sequence[Message]]
+Prompts: TypeAlias = list[str] | Sequence[TokenIds] | Sequence[Sequence[Message]]
 
 
-class RequestOptions(TypedDict, total=False):
-    """The options of Engine.submit(), where they are described."""
-
+class _CommonOptions(TypedDict, total=False):
     constraint: object
-    sampling: SamplingParams | None
-    max_new_tokens: int | None
     num_speculative_tokens: int | None
     draft_ids: TokenIds | None
     cache_salt: str
@@ -50,6 +46,21 @@ class RequestOptions(TypedDict, total=False):
     tenant: str
 
 
+class RequestOptions(_CommonOptions, total=False):
+    """The options of Engine.submit(), where they are described."""
+
+    sampling: SamplingParams | None
+    max_new_tokens: int | None
+
+
+class BatchOptions(_CommonOptions, total=False):
+    """The options of Engine.generate() for a list of prompts: those of BATCH_FIELDS may be lists."""
+
+    sampling: SamplingParams | Sequence[SamplingParams | None] | None
+    max_new_tokens: int | Sequence[int | None] | None
+
+
+BATCH_FIELDS = ("sampling", "constraint", "max_new_tokens")
 _CONFIG_ARGUMENTS = {field.name: f"config=EngineConfig({field.name}=)" for field in fields(EngineConfig)}
 _CONFIG_ARGUMENTS |= {other: _CONFIG_ARGUMENTS[name] for other, name in CONFIG_NAMES.items() if name in _CONFIG_ARGUMENTS}
 _SAMPLING_ARGUMENTS = {field.name: f"sampling=SamplingParams({field.name}=)" for field in fields(SamplingParams)}
@@ -61,7 +72,9 @@ ENGINE_NAMES = _CONFIG_ARGUMENTS | {
     **dict.fromkeys(("tensor_parallel_size", "tp_size"), "tensor_parallel, of Engine.from_pretrained"),
     "torch_dtype": "dtype, of Engine.from_pretrained",
     **dict.fromkeys(("quantization", "quantization_config", "load_in_8bit", "load_in_4bit"), "weights='quantised', for a quantised model"),
-    **dict.fromkeys(("device", "device_map", "n_gpu_layers"), "config=EngineConfig(backend=)"),
+    **dict.fromkeys(
+        ("device", "device_map", "n_gpu_layers"), "config=EngineConfig(backend=), or torch.cuda.set_device for one of several GPUs"
+    ),
     "lora_path": "Engine.add_lora, with EngineConfig(max_loras=)",
     "trust_remote_code": "nothing: no code of a model's folder is run",
 }
@@ -269,6 +282,21 @@ class RequestValidator:
                 raise ValueError(f"prompt_embeddings[{position}]: got {len(values)} rows, expected at most {limit}, up to the next span")
         copies = ((position, values.detach().to("cpu", copy=True).contiguous()) for position, values in spans)
         return tuple((position, values.pin_memory() if self._pinned else values) for position, values in copies)
+
+
+def split_batch(prompt: Any, options: Mapping[str, Any]) -> list[tuple[Any, dict[str, Any]]] | None:
+    """Each prompt of a list with its options; None for a single prompt. A list of prompts is empty, or begins with a text, a list or an
+    array; a matrix is one too. ValueError if a list of options has another length."""
+    if getattr(prompt, "ndim", 1) != 2:
+        if not isinstance(prompt, (list, tuple)):
+            return None
+        if prompt and not isinstance(prompt[0], (str, list, tuple)) and not getattr(prompt[0], "ndim", 0):
+            return None
+    lists = {name: options[name] for name in BATCH_FIELDS if isinstance(options.get(name), (list, tuple))}
+    for name, values in lists.items():
+        if len(values) != len(prompt):
+            raise ValueError(f"{name}: got a list of {len(values)} for {len(prompt)} prompts, expected one value, or one for each prompt")
+    return [(one, {**options, **{name: values[index] for name, values in lists.items()}}) for index, one in enumerate(prompt)]
 
 
 def check_options(sampling: SamplingParams, config: EngineConfig, limits: Limits) -> None:

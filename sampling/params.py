@@ -41,7 +41,7 @@ _USE_CONSTRAINT = "Engine.submit(constraint=)"
 NAMES_ELSEWHERE = {
     **dict.fromkeys(("max_tokens", "max_new_tokens", "max_length", "n_predict"), _USE_MAX_NEW_TOKENS),
     **dict.fromkeys(("structured_outputs", "guided_decoding", "grammar", "response_format"), _USE_CONSTRAINT),
-    **dict.fromkeys(("n", "best_of"), "a list of equal prompts with different seeds"),
+    **dict.fromkeys(("n", "best_of"), "as many equal prompts, and sampling=[SamplingParams(seed=), ...] in Engine.generate"),
     **dict.fromkeys(("min_tokens", "min_length"), "min_new_tokens"),
     "repeat_penalty": "repetition_penalty",
     **dict.fromkeys(("stop_strings", "stop_sequences", "stop_words"), "stop"),

@@ -92,7 +92,7 @@ assert_type(job.tokens, list[int])
 assert_type(job.origins, list[Origin])
 assert_type(job.finish_reason, FinishReason | None)
 assert_type(engine.stats(), EngineStats)
-jobs = engine.generate(["a", "b"], max_new_tokens=3)
+jobs = engine.generate(["a", "b"], max_new_tokens=[3, None], sampling=[SamplingParams(seed=1), None], constraint=[None, Person])
 assert_type(jobs, list[Job])
 chat = engine.generate([{"role": "user", "content": "hi"}], constraint=Constraint.regex("a+"))
 assert_type(chat, Job)
@@ -119,6 +119,7 @@ async def main() -> None:
     async with AsyncEngine(engine) as serving:
         stream = serving.generate("x", constraint=Person, max_new_tokens=2)
         text = "".join([piece async for piece in stream.text()])
+        assert_type(await serving.generate([1]), Job)
         async with serving.generate([1]) as events:
             async for event in events:
                 assert_type(event, StepEvent)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ NO_RESULTS = (
     "No result of a GPU exists yet: `tools/results/` holds no document of `tools/gpu_check.py` from one.\n"
     "What is expected, and tried first: [tools/results/NOTES.md](tools/results/NOTES.md)."
 )
+CHANGED = "The code has changed since these runs: each figure is of the commit that is named with it."
 INCOMPLETE = ("not run", "interrupted")
 LISTED_PACKAGES = ("torch", "triton", "xgrammar", "llguidance", "flashinfer-python")
 
@@ -57,9 +59,26 @@ def other_rows(folder: Path, document: Mapping[str, Any]) -> dict[str, tuple[str
     return {name: (file, row) for name, (_, file, row) in found.items()}
 
 
+def newer_run(folder: Path, document: Mapping[str, Any]) -> str:
+    """A sentence on the newest run of some checks after this document; empty if there is none."""
+    newest: dict[str, Any] = {"date": document["date"]}
+    for path in folder.glob("*-part.json"):
+        part = json.loads(path.read_text(encoding="utf-8"))
+        if part["device"] == document["device"] and not part["quick"] and part["date"] > newest["date"]:
+            newest, link = part, f"[{path.name}](tools/results/{path.name})"
+    if newest["date"] == document["date"]:
+        return ""
+    checks = newest["checks"]
+    others = [f"{check['name']} {check['verdict']}" for check in checks if check["verdict"] != "passed"]
+    passed = f"{len(checks) - len(others)} of {len(checks)} checks passed"
+    return f"The newest run, {newest['date'][:10]} at commit {newest['commit']} ({link}): {'; '.join([passed, *others])}. "
+
+
 def section(folder: Path) -> str:
     """The whole section with its heading."""
-    lines = [line for name, document in documents(folder) for line in _device(name, document, other_rows(folder, document))]
+    lines = list[str]()
+    for name, document in documents(folder):
+        lines += [*_device(name, document, other_rows(folder, document)), newer_run(folder, document) + CHANGED, ""]
     return "\n".join([HEADING, "", *(lines or [NO_RESULTS])]).rstrip() + "\n"
 
 
@@ -79,6 +98,9 @@ def _device(name: str, document: Mapping[str, Any], others: Mapping[str, tuple[s
     figures = {check["name"]: check["figures"] for check in document["checks"]} | {
         name: row["figures"] for name, (_, row) in others.items()
     }
+    if notes := " ".join(_explanations(figures)):
+        yield notes
+        yield ""
     if others:
         runs = (f"{check} at commit {row['commit']} ([{file}](tools/results/{file}))" for check, (file, row) in sorted(others.items()))
         yield f"That run had no time for some checks. They passed in others: {', '.join(runs)}."
@@ -102,6 +124,21 @@ def _device(name: str, document: Mapping[str, Any], others: Mapping[str, tuple[s
     ]
     if sampled:
         yield from _table(("a round that samples", "p50, us", "over a greedy one"), sampled)
+
+
+def _explanations(figures: Mapping[str, Any]) -> Iterator[str]:
+    cells = figures.get("mask_time_is_hidden", {}).items()
+    if shares := {name: cell["share_hidden"] for name, cell in cells if isinstance(cell, Mapping)}:
+        least = min(shares, key=shares.__getitem__)
+        yield (
+            f"The share of host mask time hidden is the least of {len(shares)} rounds whose grammars host nodes follow: {least}. "
+            f"The median of these rounds is {statistics.median(shares.values()):.3g}. Grammars with tables are followed by kernels instead."
+        )
+    if speed := figures.get("weights_per_second", {}).get("copy_gigabytes_per_second"):
+        yield (
+            f"Copy bandwidth, {speed:,.0f} GB/s, counts the bytes that a copy reads and those that it writes. Reading alone is faster, "
+            "so a share above 1 is possible."
+        )
 
 
 def _goal(goal: Mapping[str, Any]) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -400,6 +401,17 @@ def add_number(parser: argparse._ActionsContainer, names: str, default: float, t
 def flag_names(parser: argparse.ArgumentParser) -> dict[str, str]:
     """How errors name each argument, by its dest: as errors of argparse do."""
     return {action.dest: "/".join(action.option_strings) or str(action.metavar) for action in parser._actions}
+
+
+def flag_hint(argument: str, flags: Mapping[str, str]) -> str:
+    """The flag for one that has this name in another library, or a similar one; empty if there is none."""
+    from stepgraph.runtime.validate import ENGINE_NAMES, REQUEST_NAMES  # imports torch, for an error only
+
+    name = argument[2:].partition("=")[0].replace("-", "_")
+    words = re.findall(r"\w+", {**ENGINE_NAMES, **REQUEST_NAMES}.get(name, ""))
+    dests = [_OTHER_NAMES.get(f"constraint {word}", _OTHER_NAMES.get(word, word)) for word in words]
+    close = difflib.get_close_matches(name, flags, 1, 0.8)
+    return next((flags[dest] for dest in (*dests, *close) if dest in flags), "")
 
 
 @contextlib.contextmanager

@@ -11,9 +11,9 @@ from typing import Any
 from torch import nn
 
 from stepgraph.graphs.layers.quantised import kind_name
-from stepgraph.runtime.check_models import DRAFTER_NAMES, FORCED, NGRAM
+from stepgraph.runtime.check_models import AUTO, DRAFTER_NAMES, FORCED, NGRAM
 from stepgraph.runtime.commands import terminal
-from stepgraph.runtime.demo.pair import model_path
+from stepgraph.runtime.demo.pair import DEMO, head_path, model_path
 from stepgraph.runtime.models.files.checkpoint import DEQUANTISED, QUANTISED, Checkpoint
 from stepgraph.runtime.models.files.draft import OWN_MTP, DraftCheckpoint, StoredDraft, open_draft
 from stepgraph.runtime.models.files.gguf import GgufSource
@@ -26,7 +26,8 @@ LOAD_MODES = ((NATIVE, DEQUANTISED), (NATIVE, QUANTISED), (TRANSFORMERS, DEQUANT
 
 def run(options: argparse.Namespace) -> int:
     with terminal.waiting("reading headers ..."):
-        document = _inspected(model_path(options.model), options.draft)
+        draft = str(head_path()) if options.draft in (None, AUTO) and options.model == DEMO else options.draft
+        document = _inspected(model_path(options.model), draft)
     if options.json:
         terminal.print_json(document)
     else:

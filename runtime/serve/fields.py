@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from stepgraph.runtime.models.files.tokenizer import joined_parts
 from stepgraph.runtime.serve.calls import ChosenFormat
 from stepgraph.runtime.serve.http import HttpError, refuse
 from stepgraph.runtime.serve.reasoning import Reasoning, reasoning_of
@@ -24,7 +25,14 @@ _SAMPLING_FIELDS = {  # field of the request: field of SamplingParams
     "min_tokens": "min_new_tokens",
 }
 _COMMON = {*_SAMPLING_FIELDS, "model", "n", "stream", "stream_options", "max_tokens", "stop", "logit_bias", "logprobs", "response_format"}
-_COMMON |= {"priority"}
+_COMMON |= {"priority", "structured_outputs"}
+_STRUCTURED: dict[str, Callable[[Any], Constraint]] = {
+    "json": Constraint.json_schema,
+    "regex": Constraint.regex,
+    "choice": Constraint.choice,
+    "grammar": Constraint.ebnf,
+}
+_ELSEWHERE = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "json_schema", "regex", "ebnf")  # in vLLM and SGLang
 _CHAT_FIELDS = {*_COMMON, "messages", "max_completion_tokens", "tools", "tool_choice"}
 _COMPLETION_FIELDS = {*_COMMON, "prompt", "best_of"}
 _CHAT_FIELDS |= {"top_logprobs", "parallel_tool_calls", "reasoning_effort", "thinking_token_budget", "chat_template_kwargs"}
@@ -112,7 +120,7 @@ def parse_request(
     stream, include_usage = _checked(fields, "stream", _BOOL, False), _include_usage(fields)
     n = _checked(fields, "n", whole(1, MAX_CHOICES), 1)
     _checked(fields, "best_of", whole(n, n)._replace(expected=f"n, which is {n}"))
-    field = "tools" if tools is not None else "response_format"
+    field = "tools" if tools is not None else _constraint_field(fields)
     budget = _checked(fields, "thinking_token_budget", _BUDGET)
     reasoning = reasoning_of(prompt_ids, codec, _template_variables(fields), budget) if chat else None
     if budget is not None and reasoning is None:
@@ -147,7 +155,8 @@ def _check_known(fields: dict[str, Any], known: set[str]) -> None:
     for full_name in fields.keys() - known:
         value, name = fields[full_name], full_name[:100] or "''"
         if name not in _FIXED_FIELDS:
-            raise HttpError(400, f"{name}: got {clip_json(value)}, but the field is not supported", name, "unsupported_parameter")
+            hint = ", expected structured_outputs or response_format" if name in _ELSEWHERE else ""
+            raise HttpError(400, f"{name}: got {clip_json(value)}, but the field is not supported{hint}", name, "unsupported_parameter")
         if not any(value == accepted and type(value) is type(accepted) for accepted in _FIXED_FIELDS[name]):
             expected = " or ".join(map(json.dumps, _FIXED_FIELDS[name]))
             raise HttpError(400, f"{name}: got {clip_json(value)}, expected {expected}", name, "unsupported_value")
@@ -179,12 +188,10 @@ def _message(message: Any, name: str) -> dict[str, Any]:
     for field in message.keys() & {"name", "tool_call_id", "reasoning_content"}:
         if not isinstance(message[field], str):
             refuse(f"{name}.{field}", message[field], "text")
-    content = message.get("content")
-    if isinstance(content, list):
-        for part in content:
-            if not isinstance(part, dict) or part.keys() != {"type", "text"} or part["type"] != "text" or not isinstance(part["text"], str):
-                refuse(f"{name}.content", part, "parts of type text")
-        content = "".join(part["text"] for part in content)
+    try:
+        content = joined_parts(message.get("content"), f"{name}.content")
+    except ValueError as error:
+        raise HttpError(400, str(error), f"{name}.content") from None
     if content is None and message.get("tool_calls"):
         content = ""
     if not isinstance(content, str):
@@ -259,19 +266,36 @@ def _sampling(fields: Mapping[str, Any], logprobs: bool, top_logprobs: int) -> S
         raise request_error(error) from None
 
 
+def _constraint_field(fields: Mapping[str, Any]) -> str:
+    return "structured_outputs" if "structured_outputs" in fields else "response_format"
+
+
 def _constraint(fields: Mapping[str, Any], tools: ToolUse | None) -> Constraint | None:
+    field, constraint = _constraint_field(fields), None
+    if "structured_outputs" in fields and "response_format" in fields:
+        refuse(field, fields[field], "none beside response_format")
     try:
-        constraint = Constraint.response_format(fields["response_format"]) if "response_format" in fields else None
+        if field in fields:
+            constraint = Constraint.response_format(fields[field]) if field == "response_format" else _structured_outputs(fields[field])
         if tools is None:
             return constraint
         if constraint is not None:
-            refuse("response_format", fields["response_format"], "none beside tools, or tool_choice 'none'")
+            refuse(field, fields[field], "none beside tools, or tool_choice 'none'")
         try:
             return tools.constraint()
         except ValueError as error:
             raise HttpError(400, f"tools: {error}", "tools") from None
     except ValueError as error:
-        raise request_error(error) from None
+        raise request_error(error, constraint_field=field) from None
+
+
+def _structured_outputs(value: Any) -> Constraint:
+    """The constraint of vLLM's field."""
+    stated = {kind: argument for kind, argument in value.items() if argument is not None} if isinstance(value, dict) else {}
+    if len(stated) != 1 or not stated.keys() <= _STRUCTURED.keys():
+        refuse("structured_outputs", value, f"an object with one of {', '.join(_STRUCTURED)}")
+    ((kind, argument),) = stated.items()
+    return _STRUCTURED[kind](argument)
 
 
 def _stops(fields: Mapping[str, Any]) -> tuple[str, ...]:

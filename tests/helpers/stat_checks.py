@@ -25,7 +25,7 @@ def check_invariants(stats: EngineStats) -> None:
     assert stats.running + stats.waiting + ended <= stats.submitted and stats.most_waiting >= stats.waiting
     assert ended <= stats.submitted and stats.first_token_seconds.count <= stats.queue_seconds.count <= stats.submitted
     assert 0 <= stats.free_pages <= stats.pages and stats.pages - stats.free_pages <= stats.most_used_pages <= stats.pages
-    for histogram in (stats.host_nodes, stats.queue_seconds, stats.first_token_seconds):
+    for histogram in (stats.host_nodes, stats.queue_seconds, stats.first_token_seconds, stats.token_seconds):
         assert histogram.total >= 0 and len(histogram.counts) == len(histogram.bounds) + 1
 
 

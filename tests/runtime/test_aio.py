@@ -75,7 +75,7 @@ def test_slow_consumer_receives_one_merged_event_and_delays_no_other(engine: Eng
     async def main() -> None:
         async with AsyncEngine(engine) as serving:
             late = serving.generate([1], max_new_tokens=40, sampling=SamplingParams(temperature=0, ignore_eos=True, logprobs=True))
-            job = await serving.generate([2], max_new_tokens=60, sampling=LONG).result()
+            job = await serving.generate([2], max_new_tokens=60, sampling=LONG)
             assert len(job.tokens) == 60 and late.job.finished
             assert not [kept for kept in vars(late._buffer).values() if isinstance(kept, list) and kept], "tokens are kept twice"
             events = await read(late)

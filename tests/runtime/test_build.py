@@ -154,7 +154,11 @@ def test_function_needs_one_round_in_flight_and_its_error_ends_its_job() -> None
     cases: list[tuple[Any, str]] = [
         (broken, "KeyError: 'no such text'"),
         (unprintable, "Unprintable: str() of it raised IndexError"),
-        (lambda job: [0.5], "ValueError: drafts of the function: got 0.5"),
+        (
+            lambda job: [0.5],
+            "ValueError: drafts of the function: got 0.5, expected token ids from 0 to 131; another number ends",
+        ),
+        (lambda job: ["a"], "ValueError: drafts of the function: got 'a', expected token ids from 0 to"),
         (lambda job: None, "ValueError: drafts of the function: got NoneType, expected a sequence of token ids"),
     ]
     for function, message in cases:

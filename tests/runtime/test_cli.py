@@ -283,6 +283,37 @@ def test_a_host_name_that_cannot_be_encoded_is_bad_input(capsys: pytest.CaptureF
     assert f"--host, --port: got 'x{VISIBLE}', 8000 (" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("generate model x --max-tokens 3", "; expected --max-new-tokens"),
+        ("generate model x --max_tokens=3", "; expected --max-new-tokens"),
+        ("generate model x --n-predict 3", "; expected --max-new-tokens"),
+        ("generate model x --stop-strings a", "; expected --stop"),
+        ("generate model x --guided-regex a", "; expected --regex"),
+        ("generate model x --json-schema a", "; expected --schema"),
+        ("generate model x --guided-grammar a", "; expected --grammar"),
+        ("serve model --max-num-seqs 4", "; expected --max-rows"),
+        ("serve model --max-model-len 4", "; expected --max-length"),
+        ("serve model --speculative-model a", "; expected --draft"),
+        ("serve model --model a", "; expected MODEL"),
+        ("serve model --tensor-parallel-size 2", "; expected --tensor-parallel"),
+        ("serve model --max-row-s 2", "; expected --max-rows"),
+        ("bench toy --nothing-like-it", ""),
+        ("bench toy twice", ""),
+    ],
+)
+def test_an_unknown_flag_is_refused_with_the_usage_and_the_flag_of_the_command(
+    line: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(line.split())
+    command, _, errors = line.split()[0], *capsys.readouterr()
+    assert errors.startswith(f"usage: stepgraph {command} ")
+    unknown = line[line.index("--") :] if "--" in line else "twice"
+    assert errors.splitlines()[-1] == f"stepgraph {command}: error: unrecognized arguments: {unknown}{hint}"
+
+
 @pytest.mark.parametrize("colours", [True, False])
 def test_generate_colours_tokens_by_origin_and_counts_them(
     colours: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

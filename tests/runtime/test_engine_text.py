@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import enum
 import functools
 import importlib.util
 import itertools
+import pickle
 import re
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypedDict
 
+import numpy as np
 import pydantic
 import pytest
+import torch
 from typing_extensions import Required
 
 from stepgraph import AsyncEngine, Constraint, Engine, EngineConfig, FinishReason, Job, SamplingParams, StepEvent, Vocabulary
@@ -104,6 +108,58 @@ def test_a_list_of_prompts_gives_a_list_of_jobs() -> None:
     assert [job.tokens for job in jobs] == [engine.generate(text, max_new_tokens=9).tokens for text in texts]
     assert [job.tokens for job in engine.generate([CODEC.encode(text) for text in texts], max_new_tokens=9)] == [job.tokens for job in jobs]
     assert engine.generate([[{"role": "user", "content": "hi"}]], max_new_tokens=1)[0].text
+    assert [*engine.generate(list[str]())] == []
+
+
+@pytest.mark.parametrize("prompts", [[np.array([3, 4]), np.array([5, 6])], [torch.tensor([3, 4]), [5, 6]], torch.tensor([[3, 4], [5, 6]])])
+def test_arrays_of_ids_are_prompts(prompts: Any) -> None:
+    assert [job.prompt_ids for job in engine_of().generate(prompts, max_new_tokens=1)] == [(3, 4), (5, 6)]
+    assert engine_of().generate(torch.tensor([3, 4]), max_new_tokens=1).prompt_ids == (3, 4)
+
+
+def test_each_prompt_of_a_list_can_have_its_own_settings() -> None:
+    engine, sampling = engine_of(0), [SamplingParams(seed=seed) for seed in (1, 2, 3)]
+    constraints, lengths = [None, Constraint.choice(["yes", "no"]), None], (9, 12, None)
+    jobs = engine.generate(["same"] * 3, sampling=sampling, constraint=constraints, max_new_tokens=lengths)
+    expected = [
+        engine.generate("same", sampling=own, constraint=constraint, max_new_tokens=length)
+        for own, constraint, length in zip(sampling, constraints, lengths, strict=True)
+    ]
+    assert [job.tokens for job in jobs] == [job.tokens for job in expected] and len({job.text for job in jobs}) == 3
+    assert jobs[1].text in ("yes", "no")
+    wrong: Any
+    for name, wrong in (("sampling", sampling[:2]), ("constraint", []), ("max_new_tokens", (1, 2, 3, 4))):
+        with pytest.raises(ValueError, match=rf"{name}: got a list of {len(wrong)} for 3 prompts, expected one value, or one for each"):
+            engine.generate(["same"] * 3, **{name: wrong})
+    with pytest.raises(ValueError, match="sampling: got list, expected SamplingParams"):
+        engine.generate("same", sampling=sampling[:1])  # type: ignore[arg-type]
+    assert not engine.has_work
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        Constraint.json_schema({"type": "array", "items": {"type": "string"}, "uniqueItems": True}),
+        Constraint.json_schema({"allOf": [{"type": "integer"}, {"type": "string"}]}),
+        Constraint.lark('start: "a" other'),
+    ],
+    ids=["uniqueItems", "allOf", "lark"],
+)
+def test_a_constraint_that_cannot_be_enforced_is_an_error_of_generate(constraint: Constraint) -> None:
+    engine = engine_of()
+    with pytest.raises((ValueError, RuntimeError), match="cannot be compiled"):
+        engine.generate("Ada", constraint=constraint, max_new_tokens=4)
+    assert not engine.has_work
+
+
+def test_a_failed_request_of_a_list_does_not_lose_the_other_results() -> None:
+    """The constraint has no text, which is found when it is compiled."""
+    engine, empty = engine_of(), Constraint.json_schema({"allOf": [{"type": "integer"}, {"type": "string"}]})
+    with pytest.raises(RuntimeError, match=r"Engine.generate\(\): constraint json_schema: cannot be compiled"):
+        engine.generate("Ada", constraint=empty, max_new_tokens=4)
+    good, bad = engine.generate(["Ada", "Bob"], constraint=[None, empty], max_new_tokens=4)
+    assert good.text == engine.generate("Ada", max_new_tokens=4).text and not good.error
+    assert (bad.finish_reason, bad.text) == ("error", "") and "cannot be compiled" in bad.error and bad.error in repr(bad)
 
 
 def test_a_wrong_prompt_in_a_list_cancels_the_others() -> None:
@@ -315,6 +371,48 @@ def test_an_incomplete_output_has_no_parsed_value() -> None:
     job = engine_of().generate("Ada", constraint=Person, max_new_tokens=3)
     with pytest.raises(ValueError, match=r"Job.parsed: the output is incomplete or its end was not reached, finish_reason is length"):
         job.parsed  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("constraint", "text", "value"),
+    [
+        (Constraint.choice(["a", "b"]), "a", "a"),
+        (Constraint.choice(["ab", "a"]), "a", None),
+        (Literal["no", "not"], "not", "not"),
+        (Literal["no", "not"], "no", None),
+        (Constraint.json_schema({"enum": [True]}), "true", True),
+        (Constraint.json_schema({"enum": ["a"]}), '"a"', "a"),
+        (Constraint.json_schema({"enum": [1, 12]}), "1", None),
+        (Constraint.json_schema({"enum": [[1], "a"]}), "[1", None),
+        (Constraint.regex("a+"), "a", None),
+        (Constraint.choice(["a", "b"]).after("a"), "aa", "a"),
+    ],
+    ids=str,
+)
+def test_a_text_that_ends_at_the_limit_is_parsed_if_no_longer_one_exists(constraint: object, text: str, value: object) -> None:
+    """Tokens are single characters, and the bias prefers those of the text."""
+    ids = CODEC.encode(text)
+    sampling = SamplingParams(logit_bias=dict.fromkeys(ids, 50.0))
+    job = engine_of(0).generate("Ada", constraint=constraint, sampling=sampling, max_new_tokens=len(ids))
+    assert (job.finish_reason, job.text) == (FinishReason.LENGTH, text)
+    if value is not None:
+        assert job.parsed == value
+        return
+    with pytest.raises(ValueError, match=r"Job.parsed: the output is incomplete or its end was not reached, finish_reason is length"):
+        job.parsed  # noqa: B018
+
+
+@pytest.mark.parametrize("copied", [pickle.dumps, copy.copy], ids=["pickle", "copy"])
+def test_a_job_cannot_be_copied_or_pickled(copied: Callable[[object], object]) -> None:
+    with pytest.raises(TypeError, match="Job: cannot be copied or pickled; pass its text, tokens or other fields"):
+        copied(engine_of().generate("Ada", max_new_tokens=2))
+
+
+def test_the_repr_of_a_job_is_short() -> None:
+    job = engine_of().submit("Ada " * 20, max_new_tokens=2, sampling=SamplingParams(ignore_eos=True))
+    assert repr(job) == f"<Job {job.id}: 80 prompt tokens, 0 tokens, running>"
+    list(engine_of().stream())
+    assert repr(job) == f"<Job {job.id}: 80 prompt tokens, 2 tokens, length>"
 
 
 CUT = [

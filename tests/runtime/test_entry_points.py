@@ -210,9 +210,24 @@ def test_sizes_beyond_a_limit_of_the_process_are_refused() -> None:
     assert re.search(message, done.stderr), done.stderr
 
 
-def test_model_beyond_the_memory_is_refused_before_it_is_loaded() -> None:
-    with pytest.raises(ValueError, match=r"path: got [\d,]{12,} bytes on cpu, expected at most [\d,]{9,}, the memory available; weights"):
-        load(config=replace(CONFIG, num_pages=10**10))
+MANY_ROWS: dict[str, Any] = {"max_rows": 2**20, "max_length": 4000}
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings"),
+    [({"num_pages": 10**10}, "num_pages=10000000000 and page_size=4"), (MANY_ROWS, "max_rows=1048576 and max_length=4000")],
+)
+def test_cache_beyond_the_memory_is_refused_before_the_model_is_loaded(changes: dict[str, Any], settings: str) -> None:
+    cache = r"a cache of [\d,]{10,} tokens with [\d,]{12,} bytes on cpu"
+    with pytest.raises(ValueError, match=rf"EngineConfig: got {settings}, {cache}, expected at most [\d,]{{6,}} tokens: [\d,]{{9,}} bytes"):
+        load(config=replace(CONFIG, **changes))
+
+
+def test_model_beyond_the_memory_is_refused_before_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("stepgraph.graphs.memory", "stepgraph.runtime.models.files.loading"):
+        monkeypatch.setattr(f"{module}.available_bytes", lambda device: 1000)
+    with pytest.raises(ValueError, match=r"path: got [\d,]+ bytes on cpu, expected at most 1,000, the memory available; load a smaller"):
+        load()
 
 
 def test_static_buffers_beyond_the_memory_are_refused() -> None:

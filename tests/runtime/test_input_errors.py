@@ -165,7 +165,7 @@ def test_public_calls_take_no_untyped_options() -> None:
             if inspect.isfunction(function) and function.__module__.startswith("stepgraph"):
                 parameters = inspect.signature(function).parameters.values()
                 found |= {str(parameter.annotation) for parameter in parameters if parameter.kind is parameter.VAR_KEYWORD}
-    assert found == {"Unpack[RequestOptions]"}
+    assert found == {"Unpack[RequestOptions]", "Unpack[BatchOptions]"}
 
 
 def test_lazy_public_names_are_listed() -> None:

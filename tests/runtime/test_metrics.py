@@ -96,6 +96,7 @@ def test_metrics_equal_stats() -> None:
         "host_node_seconds": stats.host_nodes,
         "queue_seconds": stats.queue_seconds,
         "first_token_seconds": stats.first_token_seconds,
+        "token_seconds": stats.token_seconds,
     }.items():
         assert (value(read, f"{name}_sum"), value(read, f"{name}_count")) == (histogram.total, histogram.count)
         assert [value(read, f"{name}_bucket", le=bound) for bound in (*histogram.bounds, "+Inf")] == list(histogram.cumulative)

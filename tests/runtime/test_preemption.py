@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import sys
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -81,6 +83,44 @@ def test_a_long_queue_of_one_tenant_delays_no_other() -> None:
             pass
         after = [job for job in many if job.submitted_at + (job.queue_seconds or 0) > late.submitted_at + (late.queue_seconds or 0)]
         assert len(after) >= 8
+
+
+def test_turns_equal_those_found_by_a_search_of_all_requests() -> None:
+    draws = Random(5)
+    with make_engine(Setup(k=0, max_rows=3), preemption=True) as engine:
+        for index in range(400):
+            priority, tenant = draws.choice([0, 0, 1]), draws.choice("aabc")
+            equal = [each for each in engine.queue.unfinished.values() if each.job.priority == priority]
+            waiting = [each.order[1] for each in equal if each in engine.queue.waiting]
+            present = max([min(waiting, default=0), *(each.order[1] for each in equal if each not in engine.queue.waiting)])
+            own = [each.order[1] for each in equal if each in engine.queue.waiting and each.job.tenant == tenant]
+            job = engine.submit([1, index % 90], max_new_tokens=draws.randint(1, 6), priority=priority, tenant=tenant)
+            assert engine.queue.unfinished[job.id].order[1] == max([present, *(turn + 1 for turn in own)])
+            if draws.random() < 0.2:
+                engine.cancel(draws.choice(list(engine.queue.unfinished)))
+            for _ in range(draws.choice([0, 0, 1, 2])):
+                engine.step()
+
+
+def test_a_submit_takes_no_more_operations_in_a_long_queue() -> None:
+    counts = list[int]()
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        frame.f_trace_opcodes = True
+        counts[-1] += event == "opcode"
+        return trace
+
+    with make_engine(Setup(k=0, max_rows=1)) as engine:
+        for index in range(1025):
+            before = sys.gettrace()
+            if index in (32, 1024):
+                counts.append(0)
+                sys.settrace(trace)
+            try:
+                engine.submit([1, 2], max_new_tokens=2, tenant=f"tenant {index % 10}")
+            finally:
+                sys.settrace(before)
+    assert 0 < counts[1] < 1.5 * counts[0], counts
 
 
 @pytest.mark.parametrize("tenant", ["a", "b"])

@@ -162,7 +162,7 @@ def test_stats_are_consistent_after_faults_and_close() -> None:
     stats = engine.stats()
     check_invariants(stats)
     assert stats.tokens == sum(len(job.tokens) for job in jobs) and (stats.running, stats.waiting) == (0, 0)
-    assert dict(stats.finished) == {**dict.fromkeys(map(str, FinishReason), 0), "error": 5}
+    assert dict(stats.finished) == {**dict.fromkeys(map(str, FinishReason), 0), "error": 5, "refused": 0}
     engine.close()
     assert engine.stats() == stats, "unchanged by close()"
 

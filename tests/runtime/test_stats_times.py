@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from stepgraph import Constraint
+from stepgraph import Constraint, SamplingParams
 from stepgraph.graphs import BufferSpec, StaticBuffers, TapeBackend
 from stepgraph.graphs.capture import BackendStats
 from stepgraph.graphs.context import current_context
@@ -26,6 +27,17 @@ def test_histogram_count_cumulative_and_mean() -> None:
     histogram = Histogram((0.1, 1.0), (2, 1, 3), 12.0)
     assert (histogram.count, histogram.cumulative, histogram.mean) == (6, (2, 3, 6), 2.0)
     assert Histogram((1.0,), (0, 0), 0.0).mean == 0.0
+
+
+def test_time_per_token_is_that_from_the_first_to_the_last_token_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each reading of the clock is a second after the one before."""
+    engine, before = shared_engine(Setup(0)), shared_engine(Setup(0)).stats().token_seconds
+    monkeypatch.setattr("stepgraph.runtime.scheduler.time", SimpleNamespace(perf_counter=itertools.count(2.0**40).__next__))
+    engine.generate([1], max_new_tokens=1, sampling=SamplingParams(ignore_eos=True))
+    assert engine.stats().token_seconds == before, "a single token has no time per token"
+    engine.generate([1], max_new_tokens=5, sampling=SamplingParams(ignore_eos=True))
+    after = engine.stats().token_seconds
+    assert after.count - before.count == 1 and after.total - before.total == pytest.approx(0.25)
 
 
 def test_wait_of_the_main_stream_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,6 +105,12 @@ def test_chat_agrees_with_transformers(tmp_path: Path, name: str, tools: Any) ->
         assert codec.has_chat
 
 
+def test_content_parts_are_one_text(tmp_path: Path) -> None:
+    codec = TextCodec.open(folder_of(tmp_path, chat_template=TEMPLATES["plain"]))
+    parts = [{"type": "text", "text": "the "}, {"type": "text", "text": "cat"}]
+    assert codec.chat([{"role": "user", "content": parts}]) == codec.chat([{"role": "user", "content": "the cat"}])
+
+
 def test_template_from_a_list_or_a_file(tmp_path: Path) -> None:
     named = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "{{ tools | length }}t"}]
     codec = TextCodec.open(folder_of(tmp_path, chat_template=named))
@@ -140,6 +146,7 @@ def test_names_in_templates_agree_with_transformers(tmp_path: Path, template: st
 @pytest.mark.parametrize(
     ("template", "messages", "error"),
     [
+        ("x", [{"role": "user", "content": [{"type": "image", "text": "x"}]}], r"messages\[0\].content: got .*, expected parts of type"),
         (None, MESSAGES, "without chat template"),
         ("{{ raise_exception('roles must alternate') }}", MESSAGES, "roles must alternate"),
         ("{{ ''.__class__.__mro__ }}", MESSAGES, "unsafe"),

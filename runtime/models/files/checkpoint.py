@@ -65,7 +65,8 @@ class Checkpoint(StoredModel):
 
 
 class MemoryNeed(NamedTuple):
-    nbytes: int
+    weights: int  # bytes
+    cache: int
     note: str  # one line for the user
 
 
@@ -77,7 +78,7 @@ def memory_need(name: str, outline: Any, limits: Limits, shared: nn.Module | Non
     kinds, unit = {str(parameter.dtype).removeprefix("torch.") for parameter in own}, 2**30
     types = " and ".join(sorted("quantised numbers" if kind == "uint8" else kind for kind in kinds))
     parameters = f"{sum(map(count_weights, own)) / 1e6:.1f}M weights of {types}, {weights / unit:.2f} GiB"
-    return MemoryNeed(weights + cache, f"{name}: {parameters}; cache for {limits.cache_slots} tokens, {cache / unit:.2f} GiB")
+    return MemoryNeed(weights, cache, f"{name}: {parameters}; cache for {limits.cache_slots} tokens, {cache / unit:.2f} GiB")
 
 
 def open_checkpoint(path: str | Path, dtype: torch.dtype | None = None, weights: str = DEQUANTISED) -> Checkpoint:

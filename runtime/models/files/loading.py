@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 
 from stepgraph.graphs.errors import MEMORY_SETTINGS
-from stepgraph.graphs.memory import check_memory
+from stepgraph.graphs.limits import Limits
+from stepgraph.graphs.memory import available_bytes, check_memory
 from stepgraph.graphs.model import TargetModel
 from stepgraph.runtime.check_models import AUTO, DRAFTER_NAMES, NONE, Drafter, check_config, checked_drafter, named_proposer, without_drafts
 from stepgraph.runtime.config import EngineConfig
@@ -87,14 +88,27 @@ def load_models(
     if progress:
         print_error("\n".join(need.note for need in needs))
     device = torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0) if on_cuda else torch.device("cpu")
-    remedy = f"; weights and cache, lower {MEMORY_SETTINGS}, or load a smaller model"
-    check_memory("path", sum(need.nbytes for need in needs), device, remedy)
+    _check_memory(config, limits, sum(need.weights for need in needs), sum(need.cache for need in needs), device)
     for part in parts:
         part.check(progress)
     target = checkpoint.load(device, feature_layers, progress)
     if draft_checkpoint is not None:
         drafter = draft_checkpoint.load(target, device, progress)
     return Loaded(target, drafter, vocabulary(checkpoint.vocabulary), config)
+
+
+def _check_memory(config: EngineConfig, limits: Limits, weights: int, cache: int, device: torch.device) -> None:
+    """ValueError if weights and cache do not fit on the device; it names the settings of the cache if the weights alone fit."""
+    available = available_bytes(device)
+    if available is not None and weights <= available < weights + cache:
+        names = ("max_rows", "max_length") if config.num_pages is None else ("num_pages", "page_size")
+        settings = " and ".join(f"{name}={getattr(config, name)}" for name in names)
+        most = (available - weights) * limits.cache_slots // cache
+        raise ValueError(
+            f"EngineConfig: got {settings}, a cache of {limits.cache_slots:,} tokens with {cache:,} bytes on {device}, expected at most "
+            f"{most:,} tokens: {available:,} bytes are available, of which the weights take {weights:,}; lower {MEMORY_SETTINGS}"
+        )
+    check_memory("path", weights + cache, device, "; load a smaller model")
 
 
 def uses_cuda(backend: str) -> bool:

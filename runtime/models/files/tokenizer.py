@@ -78,6 +78,9 @@ class ChatTemplate:
         if not isinstance(variables, (Mapping, type(None))) or not all(isinstance(name, str) for name in variables or ()):
             raise ValueError(f"variables: got {clip_repr(variables)}, expected a mapping of names to values, or None")
         stated = [{name: value for name, value in each.items() if value is not None} for each in messages]  # as in transformers
+        for index, each in enumerate(stated):
+            if "content" in each:
+                each["content"] = joined_parts(each["content"], f"messages[{index}].content")
         base_variables = {"messages": stated, "tools": list(tools) if tools else None, "add_generation_prompt": answer}
         names = {**self._special_tokens, "documents": None, **(variables or {}), **base_variables}
         try:
@@ -85,6 +88,16 @@ class ChatTemplate:
         except Exception as error:  # a template can raise anything
             empty = [f"messages[{index}] has no content, " for index, each in enumerate(messages) if each.get("content") is None]
             raise ValueError(f"messages: {''.join(empty[:1])}the model's chat template fails: {error}") from None
+
+
+def joined_parts(content: Any, name: str) -> Any:
+    """The text of a list of content parts as in OpenAI's API; any other content unchanged. ValueError for a part that is no text."""
+    if not isinstance(content, (list, tuple)):
+        return content
+    for part in content:
+        if not isinstance(part, Mapping) or part.keys() != {"type", "text"} or part["type"] != "text" or not isinstance(part["text"], str):
+            raise ValueError(f"{name}: got {clip_repr(part)}, expected parts of type text")
+    return "".join(part["text"] for part in content)
 
 
 def _json(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:

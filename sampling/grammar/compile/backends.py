@@ -88,6 +88,8 @@ def is_installed(name: str) -> bool:
 def backends_for(constraint: Constraint, default: BackendChoice) -> tuple[str, ...]:
     """The libraries to try, in order of preference."""
     choice = constraint.backend if constraint.backend != "auto" else default
+    if choice == "auto" and constraint.kind == "lark":
+        return ("llguidance",)  # the only one that reads this notation, so errors are its own
     return available_backends() if choice == "auto" else (choice,)
 
 

@@ -28,6 +28,7 @@ _CLASS_OR_ESCAPE = re.compile(r"\[(?:\\.|[^\]\\])*\]|\\.", re.DOTALL)
 # A count without its lower bound, a surrogate, and `]` at the start of a class: Python and JavaScript read these differently.
 _SURROGATE = r"(?:\[(?:\\.|[^\]\\])*?)?\\u[dD][89abAB]"
 _READ_DIFFERENTLY = re.compile(rf"(?:{_CLASS_OR_ESCAPE.pattern}|[^\\\[])*?(?:\{{,[0-9]*\}}|{_SURROGATE}|\[\^?\])", re.DOTALL)
+_JSON_KINDS = ("json_schema", "json_object")
 _KEYWORD_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -61,11 +62,23 @@ def typed_constraint(value: object) -> TypedConstraint:
     raise ValueError(f"constraint: got {clip_repr(value)}, expected {ACCEPTED}")
 
 
+def has_no_longer_text(constraint: Constraint, text: str) -> bool:
+    """Whether the constraint accepts no other text that begins with this one, if it accepts this one: a JSON value that is no number, or
+    an option with which no longer one begins. For patterns and grammars this is not decided."""
+    text = _without_marker(constraint, text)
+    if constraint.kind == "choice":
+        return [option for option in json.loads(constraint.payload) if option.startswith(text)] == [text]
+    return constraint.kind in _JSON_KINDS and not text[-1:].isdigit()
+
+
+def _without_marker(constraint: Constraint, text: str) -> str:
+    return text.partition(constraint.marker)[2] if isinstance(constraint.marker, str) else text
+
+
 def _parse(constraint: Constraint, text: str) -> Any:
     """The value of a text: parsed JSON for JSON kinds, otherwise the text itself; without the part up to a text marker."""
-    if isinstance(constraint.marker, str):
-        text = text.partition(constraint.marker)[2]
-    if constraint.kind not in ("json_schema", "json_object"):
+    text = _without_marker(constraint, text)
+    if constraint.kind not in _JSON_KINDS:
         return text
     try:
         return json.loads(text)

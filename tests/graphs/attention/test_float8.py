@@ -109,7 +109,7 @@ def test_caches_take_a_byte_for_each_number(implementation: str, tmp_path: Path)
         plain, small = (sum(spec.nbytes for spec in target.cache_specs(Limits(*sizes, kv_cache_dtype=each))) for each in ("auto", FLOAT8))
         assert plain == times * small > 0
     checkpoint = open_checkpoint(tmp_path, torch.bfloat16)
-    plain, small = (checkpoint.memory(Limits(*sizes, kv_cache_dtype=each)).nbytes for each in ("auto", FLOAT8))
+    plain, small = (checkpoint.memory(Limits(*sizes, kv_cache_dtype=each)).cache for each in ("auto", FLOAT8))
     assert plain - small == sum(spec.nbytes for spec in checkpoint.outline().cache_specs(Limits(*sizes))) // 2
 
 

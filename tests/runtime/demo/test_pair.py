@@ -9,7 +9,8 @@ from typing import Any, Literal
 import pytest
 
 from stepgraph import Constraint, Engine, EngineConfig, FinishReason, Origin
-from stepgraph.runtime.demo.pair import DRAFTS, target_path
+from stepgraph.runtime import cli
+from stepgraph.runtime.demo.pair import DRAFTS, HEAD_FOLDER, target_path
 from stepgraph.runtime.demo.variants import LOOK_UP, SCENARIOS, Case, Pair, open_pair
 from stepgraph.runtime.host_drafts import ForcedDrafts
 from stepgraph.runtime.models.ngram import NgramLookup
@@ -43,6 +44,12 @@ def cases(pair: Pair) -> Any:
     yield made
     for case in made.values():
         case.engine.close()
+
+
+def test_inspect_lists_the_head_that_from_pretrained_uses(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["inspect", "demo", "--json"]) == 0
+    head, *others = json.loads(capsys.readouterr().out)["drafters"]
+    assert head.startswith(f"{HEAD_FOLDER} (EAGLE-3 head") and others == ["ngram", "forced"]
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)

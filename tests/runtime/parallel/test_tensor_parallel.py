@@ -422,7 +422,7 @@ def test_requests_are_published_before_their_grammars_are_compiled_and_not_as_fa
     queue, queued = LockstepQueue(ranks, 9, None, None, None), QueuedRequest(job, ready=False)
     scheduler = LockstepScheduler(ranks, queue, None, Limits(1, 0, 64, 16, 4, 16, 16, 0), PrefixSharing())
     queue.unfinished[job.id] = queued
-    queue.waiting.append(queued)
+    queue.enqueue_again(queued)
     assert scheduler.runnable and not scheduler.pop_cancelled() and not scheduler.runnable
     assert queue.cancel(job)
     queued.ready, queued.error = True, "cancelled"

@@ -176,6 +176,25 @@ def test_answer_matches_its_response_format(server: RunningServer, stream: bool)
             jsonschema.validate(json.loads(content), SCHEMA if format is FORMAT else {"type": "object"})
 
 
+@pytest.mark.parametrize(
+    ("outputs", "pattern"),
+    [
+        ({"json": {"enum": [12, 13]}, "regex": None}, "12|13"),
+        ({"json": '{"enum": [12, 13]}'}, "12|13"),
+        ({"regex": "[xy]{3}"}, "[xy]{3}"),
+        ({"choice": ["maybe", "perhaps"]}, "maybe|perhaps"),
+        ({"grammar": 'root ::= "<" [a-c] ">"'}, "<[a-c]>"),
+    ],
+    ids=str,
+)
+def test_structured_outputs_are_enforced_in_chats_and_completions(server: RunningServer, outputs: Any, pattern: str) -> None:
+    request: Any = {"model": "toy", "max_tokens": 20, "extra_body": {"structured_outputs": outputs}}
+    with server.client as client:
+        chat = client.chat.completions.create(messages=CHAT, **request).choices[0].message.content
+        completion = client.completions.create(prompt="a", **request).choices[0].text
+    assert chat is not None and re.fullmatch(pattern, chat) and re.fullmatch(pattern, completion), (chat, completion)
+
+
 def calls_of(answer: Any, stream: bool) -> tuple[list[tuple[str, str]], str]:
     """Names and arguments of an answer's calls, and its finish reason. In a stream, an entry with an id begins a call."""
     if not stream:
@@ -279,6 +298,14 @@ REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ({"stream": True, "stream_options": {"include_obfuscation": 0}}, "stream_options"),
     ({"response_format": {"type": "yaml"}}, "response_format"),
     ({"response_format": FORMAT, "tools": TOOLS}, "response_format"),
+    ({"structured_outputs": {"regex": "a"}, "tools": TOOLS}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "a"}, "response_format": FORMAT}, "structured_outputs"),
+    *(
+        ({"structured_outputs": value}, "structured_outputs")
+        for value in (5, {}, {"regex": "("}, {"regex": 5}, {"json": [5]}, {"json": "{"}, {"choice": "a"}, {"choice": [5]}, {"grammar": 5})
+    ),
+    ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs"),
+    ({"structured_outputs": {"structural_tag": {}}}, "structured_outputs"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function"),
     ({"tools": [{"type": "function", "function": {"name": "a", "strict": "yes"}}]}, "tools[0].function.strict"),
     ({"tools": [{"type": "function", "function": {"name": "a", "description": 5}}]}, "tools[0].function.description"),
@@ -310,6 +337,8 @@ def test_unsupported_fields_are_refused_by_name(server: RunningServer) -> None:
             assert name in caught.value.message and not INTERNAL.search(caught.value.message), caught.value.message
         with pytest.raises(openai.BadRequestError, match="suffix"):
             client.completions.create(model="toy", prompt="a", suffix="b")
+        with pytest.raises(openai.BadRequestError, match=r"guided_json: .*, expected structured_outputs or response_format"):
+            client.completions.create(model="toy", prompt="a", extra_body={"guided_json": {}})
         for name, wrong in (("logprobs", 6), ("best_of", 2), ("best_of", True)):
             with pytest.raises(openai.BadRequestError, match=name):
                 client.completions.create(model="toy", prompt="a", extra_body={name: wrong})
@@ -322,10 +351,16 @@ def test_unsupported_fields_are_refused_by_name(server: RunningServer) -> None:
         impossible: Any = {"response_format": FORMAT, "logit_bias": {}, "extra_body": {"stop_token_ids": [123], "min_tokens": 5}}
         with pytest.raises(openai.BadRequestError, match="no token may follow"):
             client.chat.completions.create(model="toy", messages=CHAT, max_tokens=9, **impossible)
+        before = server.count("error"), server.count("refused")
+        with pytest.raises(openai.BadRequestError, match=r"structured_outputs: .*uniqueItems"):
+            client.completions.create(model="toy", prompt="a", extra_body={"structured_outputs": {"json": {"uniqueItems": True}}})
         for format, word in ((unknown, "uniqueItems"), (malformed, "strange")):
             with pytest.raises(openai.BadRequestError, match=word) as caught:
                 client.chat.completions.create(**{"model": "toy", "messages": CHAT, "response_format": format, "stream": True})
             assert caught.value.param == "response_format" and not INTERNAL.search(caught.value.message), caught.value.message
+    assert (server.count("error"), server.count("refused")) == (before[0], before[1] + 2), (
+        "an alert on errors does not count wrong requests"
+    )
 
 
 def test_disconnect_frees_the_row(server: RunningServer) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from tools import gpu_table
 from tools.gpu.checks.document import compose
-from tools.gpu_table import HEADING, NO_RESULTS, README, RESULTS, replace_section, section
+from tools.gpu_table import CHANGED, HEADING, NO_RESULTS, README, RESULTS, replace_section, section
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
 SCHEMA = json.loads((RESULTS / "gpu_check.schema.json").read_text(encoding="utf-8"))
@@ -73,6 +73,28 @@ def test_checks_that_a_whole_run_did_not_complete_come_from_parts(tmp_path: Path
     text = section(tmp_path)
     assert "They passed in others: against_hand_written_loop at commit ba9876543210 ([new-part.json](tools/results/new-part.json))." in text
     assert "| hand-written loop, 8B batch 1 free | 1.21 | 1.20 to 1.25 |" in text and "1.99" not in text
+
+
+def test_a_newer_run_of_some_checks_is_named_with_what_did_not_pass(tmp_path: Path) -> None:
+    keep(tmp_path, "whole", document())
+    assert "The newest run" not in section(tmp_path) and section(tmp_path).rstrip().endswith(CHANGED)
+    newer = document(whole=False, date="2026-11-22", commit="ba9876543210")
+    newer["checks"][1]["verdict"] = "failed"
+    others = document(whole=False, date="2026-11-20"), document(whole=False, date="2026-11-23", device="NVIDIA B200")
+    for name, made in (("newer-part", newer), ("old-part", others[0]), ("other-part", others[1])):
+        keep(tmp_path, name, made)
+    run = "The newest run, 2026-11-22 at commit ba9876543210 ([newer-part.json](tools/results/newer-part.json)): 1 of 3 checks passed;"
+    assert f"{run} against_hand_written_loop failed; gil_hold timed out. {CHANGED}" in section(tmp_path)
+
+
+def test_shares_are_explained_beside_the_goals(tmp_path: Path) -> None:
+    made = document()
+    shares = {name: {"share_hidden": share} for name, share in (("1B batch 1", 1.0), ("1B batch 16", 0.61), ("8B batch 1", 0.98))}
+    made["checks"][0] |= {"name": "mask_time_is_hidden", "figures": shares | {"share_hidden": 0.61}}
+    made["checks"][1] |= {"name": "weights_per_second", "figures": {"copy_gigabytes_per_second": 2719.8}}
+    keep(tmp_path, "whole", made)
+    assert "the least of 3 rounds whose grammars host nodes follow: 1B batch 16. The median of these rounds is 0.98." in section(tmp_path)
+    assert "Copy bandwidth, 2,720 GB/s, counts the bytes that a copy reads and those that it writes." in section(tmp_path)
 
 
 def test_section_has_the_latest_whole_run_of_each_device(tmp_path: Path) -> None:

@@ -98,10 +98,14 @@ def test_a_limit_that_only_the_automaton_reaches_is_no_error(monkeypatch: pytest
     assert (compiled.backend, compiled.reason) == ("xgrammar", "automaton: GrammarLimits.compile_seconds: got no answer")
 
 
-def test_auto_falls_back_to_llguidance_with_the_reason() -> None:
+def test_errors_of_a_lark_grammar_are_those_of_llguidance() -> None:
     compiled = AUTO.compile(Constraint.lark('start: "a"'))
-    assert compiled.backend == "llguidance"
-    assert compiled.reason == "xgrammar: #: lark: is a notation of llguidance; xgrammar expects ebnf"
+    assert (compiled.backend, compiled.reason) == ("llguidance", "")
+    with pytest.raises(ValueError, match=r"^constraint lark: cannot be compiled: .*other") as caught:
+        AUTO.compile(Constraint.lark('start: "a" other'))
+    assert "xgrammar" not in str(caught.value)
+    with pytest.raises(ValueError, match="cannot be compiled: #: lark: is a notation of llguidance; xgrammar expects ebnf"):
+        GrammarCompiler(BYTES, backend="xgrammar", max_threads=1).compile(Constraint.lark('start: "a"'))
 
 
 @pytest.mark.parametrize("backend", EACH_BACKEND)
@@ -216,7 +220,7 @@ def test_missing_llguidance_is_named_in_the_error(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(backends, "is_installed", lambda name: False)
     alone = GrammarCompiler(BYTES, max_threads=1)
     assert alone.compile(Constraint.json_schema({"type": "integer"})).backend == "automaton"
-    with pytest.raises(ValueError, match=r"llguidance: llguidance is not installed; pip install 'stepgraph\[llguidance\]'"):
+    with pytest.raises(ValueError, match=r"compiled: llguidance is not installed; pip install 'stepgraph\[llguidance\]'"):
         alone.compile(Constraint.lark('start: "a"'))
     assert "not installed" in coverage(Constraint.lark('start: "a"')).unsupported["llguidance"][0].reason
 
