@@ -173,6 +173,13 @@ class Job:
         """The tokens before the first new one."""
         return self.prompt_ids + self.prior_output
 
+    def count_preemption(self) -> None:
+        """The tokens so far become part of `prior_output`."""
+        self.num_preemptions += 1
+        self.num_tokens_at_preemption = len(self.tokens)
+        for name in ("prior_output", "context_ids"):
+            self.__dict__.pop(name, None)  # a cached property
+
     @property
     def parsed(self) -> Any:
         """The output as the type given as `constraint`: an object of a pydantic model, a member of an enum, the match of a pattern, a

@@ -227,9 +227,7 @@ class Scheduler:
         job = request.job
         with self._queue.lock:
             self._free(request)
-            job.num_preemptions, job.num_tokens_at_preemption = job.num_preemptions + 1, len(job.tokens)
-            for name in ("prior_output", "context_ids"):
-                job.__dict__.pop(name, None)
+            job.count_preemption()
             ids = torch.tensor(job.prior_output, dtype=torch.int64)  # also if empty
             job.prior_output_host = ids.pin_memory() if pinned else ids
             queued = self._queue.unfinished[job.id]

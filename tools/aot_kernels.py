@@ -262,7 +262,7 @@ def _layer_variants() -> list[Variant]:
     found.append(_variant("shift_tile", slot_mapping.shift_tile, types, {"TILE": slot_mapping.SHIFT_TILE}, 1))
     types = ["*i64", *["*i64", "*i32"] * 2, "*i64", "*i64", "i32", "i32"]
     found.append(_variant("scatter_row", host_nodes.scatter_row, types, {"TILE": host_nodes.MASK_TILE}, 4))
-    types = ["*i64", "*i1", "*i1", "*i64", "i32", *["*i64"] * 4, "*i32", "*i1", "*i64", *["*i1"] * 3, "*i64", *["i32"] * 6]
+    types = ["*i64", "*i1", "*i1", "*i64", "i32", *["*i64"] * 4, "*i32", "*i1", "*i64", *["*i1"] * 3, "*i64", *["i32"] * 7]
     found.append(_variant("select_row", drafting.select_row, types, {"WIDTH": 8}, 1))
     types = ["*i64", "*i64", "*i64", "i32", "*i64", "*i32", "*i1", "*i64", "*i64", "*i1", "*i64", *["i32"] * 11]
     found.append(_variant("choose_row", proposing.choose_row, types, {}, 1))
@@ -270,7 +270,7 @@ def _layer_variants() -> list[Variant]:
     found.append(_variant("append_row", proposing.append_row, types, {"COUNT": 8}, 1))
     types = ["*i32", "*i64", "*i64", *["i32"] * 4, "*i64", *["i32"] * 3]
     found.append(_variant("look_up_row", proposing.look_up_row, types, {"SEARCHED": proposing.SEARCHED, "COUNT": 8}, 4))
-    types = [*["*i64"] * 10, "*i1", "*i1", *["*i64"] * 3, *["i32"] * 4]
+    types = [*["*i64"] * 10, "*i1", "*i1", *["*i64"] * 3, *["i32"] * 8]
     found.append(_variant("write_row", stages.write_row, types, {"COLUMNS": 16, "POSITIONS": 16}, 1))
     found.append(_variant("count_row", sampled_stages.count_row, ["*i64", "*i64", "*i64", "*i32", "i32", "i32"], {"POSITIONS": 16}, 1))
     types = [*["*i64"] * 4, "*bf16", "*i64", "*bf16", "*i64", *["i32"] * 6]

@@ -35,6 +35,7 @@ def select_row(
     words,
     limit_step,
     drafts_step,
+    chain_drafts,
     chain_step,
     mask_step,
     flag_step,
@@ -69,15 +70,16 @@ def select_row(
     tl.store(selected + slot, token)
     tl.store(drafts + (step - 1) * drafts_step + slot, token)
     if chain is not None:
-        index, left = tl.arange(0, WIDTH), tl.where(token != candidate, chain_step, 0)
-        tl.store(chain + slot * chain_step + index, index.to(tl.int64) * 0 - 1, mask=index < left)
+        index, num_dropped = tl.arange(0, WIDTH), tl.where(token != candidate, chain_drafts, 0)
+        tl.store(chain + slot * chain_step + index, index.to(tl.int64) * 0 - 1, mask=index < num_dropped)
 
 
 def select_draft(*arguments: Any) -> None:
     """The arguments and outputs of drafting.select_draft, in the order of the program."""
     tokens, _, _, limit, _, _, drafts, chain, _, masks, *_, looked_up, forced, certain, _ = arguments
     flags = next((each for each in (looked_up, forced, certain) if each is not None), None)
-    sizes = 0 if masks is None else masks.shape[1], limit.stride(0), drafts.stride(0), 0 if chain is None else chain.shape[1]
+    of_chain = (0, 0) if chain is None else (chain.shape[1], chain.stride(0))
+    sizes = 0 if masks is None else masks.shape[1], limit.stride(0), drafts.stride(0), *of_chain
     strides = 0 if masks is None else masks.stride(0), 0 if flags is None else flags.shape[1]
     width = triton.next_power_of_2(drafts.shape[0])
     select_row[(len(tokens),)](*arguments, *sizes, *strides, WIDTH=width, num_warps=1)
