@@ -71,8 +71,9 @@ class RoundShape:
 
     size: int  # rows of the batch
     num_drafts: int  # drafts of this round
+    max_drafts: int  # of any round
     masks_drafts: bool  # each draft is chosen under its mask
-    fixed_draft_count: bool  # the previous round had the same number of drafts
+    fixed_draft_count: bool  # the previous round had `max_drafts` as well
     proposes_chain: bool  # the drafts are a proposed chain: they are known before their masks
 
 

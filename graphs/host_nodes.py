@@ -27,8 +27,7 @@ class HostNodes:
     has_device_grammars: bool  # rows of the batch may have their grammars on the device: their masks and tags are not written
 
     def fill_head(self) -> None:
-        buffers, shape = self.buffers, self.shape
-        max_drafts = buffers.row_drafts.shape[1]
+        buffers, shape, max_drafts = self.buffers, self.shape, self.shape.max_drafts
         # With masked drafts one mask is filled per row, in the last stage: its index depends on the row's number of drafts.
         stages_filled = range(max_drafts, max_drafts + 1) if shape.masks_drafts else range(shape.num_drafts + 1)
         steps = [fill_next(stage=max_drafts)] if shape.masks_drafts else [COMMIT, *(advance(index) for index in stages_filled[1:])]

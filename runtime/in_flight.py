@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend, Event
-from stepgraph.graphs.graph_key import FULL, FULL_LENGTH, Drafting, GraphKey
+from stepgraph.graphs.graph_key import FULL, Drafting, GraphKey
 from stepgraph.graphs.graph_set import GraphSet
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.round_specs import MAX_SKIPPED
@@ -154,8 +154,7 @@ class InFlight:
 
     def _results(self, launched: LaunchedRound, slot: int) -> Iterator[tuple[int, ActiveRequest, ResultRecord]]:
         """Batch index, request and result of each unfinished request of the launch. slot: of the result rings."""
-        b, length = self._buffers, launched.key.draft_length
-        layout = _layout(self._num_drafts if length == FULL_LENGTH else length)
+        b, layout = self._buffers, _layout(launched.key.num_drafts(self._num_drafts))
         results = b.results_ring_host[slot].tolist()
         all_pairs = b.logprobs_ring_host[slot].tolist() if launched.reads_logprobs else [[]] * len(results)
         for index, (request, line, pairs) in enumerate(zip(launched.requests, results, all_pairs, strict=False)):
