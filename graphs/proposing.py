@@ -75,7 +75,11 @@ def mark_looked_up(buffers: StaticBuffers, after: Batch, sampled: bool) -> None:
         buffers.row_certain.index_fill_(0, after.rows, True)
 
 
-@operation(empty_as, writes=("row_forced",), triton=True, c=True, supports=lambda *args: (args[8] is None) is (args[9] is None))
+def _c_supports(forced: Tensor | None, row_forced: Tensor | None) -> bool:
+    return (forced is None) is (row_forced is None)
+
+
+@operation(empty_as, writes=("row_forced",), triton=True, c=True, supports=_c_supports)
 def choose_chain(
     proposed: Longs,
     finish: StridedLongs,
@@ -120,7 +124,7 @@ def check_drafts(drafts: Tensor, rows: int, count: int) -> None:
         raise ValueError(f"drafts of the proposer: got {drafts.dtype}, expected torch.int64")
 
 
-@operation(lambda text, length, *numbers: empty_of((len(text), numbers[2]), length), triton=True, c=True)
+@operation(lambda text, length, _generated, _given_from, count, *_: empty_of((len(text), count), length), triton=True, c=True)
 def look_up(text: Ints, length: StridedLongs, generated: StridedLongs, given_from: int, count: int, longest: int, shortest: int) -> Tensor:
     """[B, count] int64: chains of drafts as NgramLookup describes them, -1 without a match. text [B, T], length [B], generated [B] and
     given_from as in History; longest and shortest match."""
