@@ -24,6 +24,7 @@ from stepgraph.graphs.graph_set import GraphSet, draft_choices
 from stepgraph.graphs.layers.lora import lora_specs
 from stepgraph.graphs.layers.product_choice import choose_products
 from stepgraph.graphs.limits import UNTIL_EVENT
+from stepgraph.graphs.logits_processors import check_processors
 from stepgraph.graphs.model import ModelPair, TargetModel
 from stepgraph.graphs.prefill import Prompts, prompt_specs
 from stepgraph.graphs.proposing import process_skipped, text_specs
@@ -38,7 +39,7 @@ from stepgraph.graphs.round_specs import (
     skipped_specs,
     state_specs,
 )
-from stepgraph.graphs.sampled_stages import AcceptOptions, check_processors
+from stepgraph.graphs.sampled_stages import AcceptOptions
 from stepgraph.runtime.check_models import Drafter, check_models, checked_vocabulary_size, devices_of, forces_drafts, resolve_drafter
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.device_grammars import INT_BYTES, DeviceGrammars, why_no_device_grammars

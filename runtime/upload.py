@@ -18,11 +18,11 @@ from stepgraph.graphs.capture import Backend, Event
 from stepgraph.graphs.errors import step_errors
 from stepgraph.graphs.graph_set import GraphSet
 from stepgraph.graphs.limits import Limits
+from stepgraph.graphs.logits_processors import LogitsProcessor
 from stepgraph.graphs.model import ModelPair
 from stepgraph.graphs.prefill import Chunk, Prompts
 from stepgraph.graphs.proposing import ANCHOR_TOKENS, given_from
 from stepgraph.graphs.row_layout import Column
-from stepgraph.graphs.sampled_stages import LogitsProcessor
 from stepgraph.runtime.extras.hidden_states import HiddenStates
 from stepgraph.runtime.request import ActiveRequest, Job
 from stepgraph.sampling import bitmask
