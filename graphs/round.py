@@ -12,8 +12,7 @@ A proposer drafts a whole chain in one stage instead of draft_prefill and draft_
 kernel or host node on the main stream then commits, follows the chain and fills the masks of all its drafts. A look-up beside a draft
 model runs before draft_prefill: a row drafts the tokens of its look-up chain as long as they are legal, and the draft model's from then
 on. A key without the draft model has the look-up as its proposer. The mask that guides draft i + 1 also verifies it in the next round:
-each of the K + 1 mask rows is filled once and used twice. `grammar_lane` has the side stream: one kernel per mask for grammars whose
-tables are in device memory, one host node for others.
+each of the K + 1 mask rows is filled once and used twice. `grammar_lane` has the side stream.
 """
 
 from __future__ import annotations

@@ -146,6 +146,7 @@ class Operation(Generic[P, R]):
         return self.c != "" and self._supports(*[inputs[index] for index in self._supports_inputs])
 
     def _complete(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        assert kwargs.keys() <= {*self._names}, kwargs.keys() - {*self._names}
         values = {**self._defaults, **dict(zip(self._names, args, strict=False)), **kwargs}
         return tuple(values[name] for name in self._names)
 
