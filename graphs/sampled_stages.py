@@ -161,8 +161,9 @@ def draft_sampled(
     size = len(after.rows)
     before = buffers.batch_drafts[: step - 1, :size].T
     masked, finite, _ = ops.process(logits[:, None], row_settings(buffers, after), after.rows, before, step - 1, mask, d2t)
-    length = after.column(Column.LENGTH)
-    params, seed, position = params_of(buffers, after), after.column(Column.SEED), length + (step - 1) if step > 1 else length
+    length, seed = after.column(Column.LENGTH), after.column(Column.SEED)
+    params = params_of(buffers, after)
+    position = length + (step - 1) if step > 1 else length
     tokens = ops.draw(masked[:, 0], params, seed, position, rng.Purpose.DRAFT, after.rows, buffers.row_draft_probs[:, step - 1], d2t)
     return finite[:, 0], tokens
 

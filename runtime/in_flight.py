@@ -101,7 +101,8 @@ class InFlight:
         logprobs = any(request.job.sampling.logprobs for request in requests)
         if self._hidden_states:
             self._hidden_states.round_launched(slot, len(requests))
-        launched_at, self._other_work = math.inf if self._other_work else caught_up_at or self._now(), False
+        launched_at = math.inf if self._other_work else caught_up_at or self._now()
+        self._other_work = False
         event = self._backend.event()
         self.pending.append(LaunchedRound(event, number, requests, key, logprobs, launched_at, launch, caught_up=bool(caught_up_at)))
 
@@ -169,7 +170,8 @@ class InFlight:
         """Wait for the round. Returns its duration; None if the device ended it before this call, or began it after other work."""
         was_done = self._chooser is not None and launched.event.query()
         launched.event.wait()
-        started, self._device_idle_at = max(launched.launched_at, self._device_idle_at), math.inf if was_done else self._now()
+        started = max(launched.launched_at, self._device_idle_at)
+        self._device_idle_at = math.inf if was_done else self._now()
         return None if was_done or math.isinf(started) else self._device_idle_at - started
 
     def _now(self) -> float:

@@ -155,7 +155,8 @@ class Scheduler:
 
     def record(self, request: ActiveRequest, result: ResultRecord) -> StepEvent:
         """Add a round's result to its job, and finish the job if the round ended it."""
-        job, counters, stops, tokens = request.job, self.counters, request.stop_stream, tuple(result.tokens[: result.emitted])
+        job, counters, stops = request.job, self.counters, request.stop_stream
+        tokens = tuple(result.tokens[: result.emitted])
         if stops:
             tokens = stops.up_to_stop(tokens)
             result = result._replace(emitted=len(tokens), accepted=min(result.accepted, len(tokens)))
