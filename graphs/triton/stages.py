@@ -50,15 +50,15 @@ def write_row(
     COLUMNS: tl.constexpr,  # rounded up
     POSITIONS: tl.constexpr,  # Q, rounded up
 ):
-    slot = tl.program_id(0).to(tl.int64)
+    batch_row = tl.program_id(0).to(tl.int64)
     column, index = tl.arange(0, COLUMNS), tl.arange(0, POSITIONS)
-    row_state_before, row_results = state + slot * columns, results + slot * width
+    row_state_before, row_results = state + batch_row * columns, results + batch_row * width
     before = tl.load(row_state_before + column, mask=column < columns, other=0)
     live = tl.load(row_state_before + _FINISH) == _RUNNING
-    count = tl.where(live, tl.load(emitted + slot), 0)
-    finish_code = tl.where(live, tl.load(finish + slot), tl.load(row_state_before + _FINISH))
-    num_accepted = tl.load(accepted + slot)
-    token = tl.load(tokens + slot * positions + index, mask=index < positions, other=0)
+    count = tl.where(live, tl.load(emitted + batch_row), 0)
+    finish_code = tl.where(live, tl.load(finish + batch_row), tl.load(row_state_before + _FINISH))
+    num_accepted = tl.load(accepted + batch_row)
+    token = tl.load(tokens + batch_row * positions + index, mask=index < positions, other=0)
     last = tl.sum(tl.where(index == count - 1, token, 0), 0)
 
     after = tl.where((column == _GENERATED) | (column == _LENGTH), before + count, before)
@@ -67,22 +67,22 @@ def write_row(
     after = tl.where(column == _FINISH, finish_code, after)
     after = tl.where(column == _DRAFT_COUNT, 0, after)
     after = tl.where(live, after, before)
-    tl.store(row_state + tl.load(rows + slot) * columns + column, after, mask=column < columns)
-    tl.store(state_after + slot * columns + column, after, mask=column < columns)
-    tl.store(emitted_after + slot, count)
-    tl.store(finish_after + slot, finish_code)
+    tl.store(row_state + tl.load(rows + batch_row) * columns + column, after, mask=column < columns)
+    tl.store(state_after + batch_row * columns + column, after, mask=column < columns)
+    tl.store(emitted_after + batch_row, count)
+    tl.store(finish_after + batch_row, finish_code)
 
     tl.store(row_results + _RESULT_EMITTED, count)
     tl.store(row_results + _RESULT_FINISH, finish_code)
     tl.store(row_results + _RESULT_ACCEPTED, num_accepted)
     tl.store(row_results + _RESULT_DRAFT_COUNT, tl.load(row_state_before + _DRAFT_COUNT))
     tl.store(row_results + _RESULT_TOKENS + index, token, mask=index < positions)
-    valid = tl.load(status + slot * positions + index, mask=index < positions, other=0)
+    valid = tl.load(status + batch_row * positions + index, mask=index < positions, other=0)
     tl.store(row_results + status_column + index, valid, mask=index < positions)
-    draft = tl.load(drafts + slot * (positions - 1) + index, mask=index < positions - 1, other=0)
+    draft = tl.load(drafts + batch_row * (positions - 1) + index, mask=index < positions - 1, other=0)
     tl.store(row_results + draft_column + index, draft, mask=index < positions - 1)
     verified = tl.minimum(tl.load(row_state_before + _DRAFT_COUNT), positions - 1)
-    flag = tl.load(rows + slot) * most + index
+    flag = tl.load(rows + batch_row) * most + index
     if row_forced is not None:
         constrained = tl.where(tl.load(row_state_before + _CONSTRAINED) != 0, verified, 0)
         bits = tl.sum(tl.load(row_forced + flag, mask=index < constrained, other=0).to(tl.int64) << index, 0)
