@@ -363,6 +363,12 @@ def launches(width: int, size: int) -> dict[str, dict[str, Any]]:
     return found
 
 
+def spill_warnings(table: Sequence[Mapping[str, Any]]) -> list[str]:
+    """One line for each program that spills: bounds of registers hold for one assembler, and Triton is not pinned."""
+    spilling = (each for each in table if each["spill_bytes"])
+    return [f"warning: {each['kernel']} spills {each['spill_bytes']} bytes on sm_{each['arch']}" for each in spilling]
+
+
 def roofline(launch: Mapping[str, Any], gigabytes_per_second: float) -> dict[str, Any]:
     return {**launch, "least_us": round(launch["bytes"] / gigabytes_per_second / 1e3, 3)}
 
@@ -409,4 +415,6 @@ if __name__ == "__main__":
         chosen = list({variant.kernel: variant for variant in reversed(chosen)}.values())
     pairs = itertools.product(chosen, args.arch)
     table = [compile_usage(variant, arch)._asdict() | roofline(moved[variant.kernel.__name__], speed[arch]) for variant, arch in pairs]
+    for warning in spill_warnings(table):
+        print(warning, file=sys.stderr)
     print(json.dumps(table))
