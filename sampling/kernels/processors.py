@@ -61,17 +61,9 @@ def process(
     return process_logits(logits, masks, mask_rows, constrained, status, ids, rows, *settings, earlier_drafts, first)
 
 
-def _process_outputs(
-    logits: Tensor,
-    masks: Tensor | None,
-    mask_rows: Tensor | None,
-    constrained: Tensor | None,
-    status: Tensor | None,
-    ids: Tensor | None,
-    rows: Tensor | None,
-    *others: Any,
-) -> Processed:
-    settings = RowSettings._make(others[: len(RowSettings._fields)])
+def _process_outputs(logits: Tensor, masks: Tensor | None, *others: Any) -> Processed:
+    _mask_rows, _constrained, status, ids, _rows, *settings_of_rows, _earlier_drafts, _first = others
+    settings = RowSettings._make(settings_of_rows)
     bias_ids, output_counts = settings.bias_ids, settings.output_counts
     (batch, positions, width), vocabulary = logits.shape, output_counts.shape[1]
     assert ids is not None or width == vocabulary, f"logits {logits.shape}, output_counts {output_counts.shape}"
