@@ -10,9 +10,9 @@ from importlib.util import module_from_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from stepgraph.graphs.logits_processors import LogitsProcessor, ProcessorInput
     from stepgraph.graphs.model import DraftModel, NoCache, TargetModel
     from stepgraph.graphs.model_call import ModelInput, ModelOutput
-    from stepgraph.graphs.sampled_stages import LogitsProcessor, ProcessorInput
     from stepgraph.runtime.aio import AsyncEngine
     from stepgraph.runtime.config import EngineConfig
     from stepgraph.runtime.engine import Engine
@@ -61,12 +61,12 @@ _MODULES = {
     "EngineStats": "runtime.stats",
     "FinishReason": "runtime.request",
     "Job": "runtime.request",
-    "LogitsProcessor": "graphs.sampled_stages",
+    "LogitsProcessor": "graphs.logits_processors",
     "ModelInput": "graphs.model_call",
     "ModelOutput": "graphs.model_call",
     "NoCache": "graphs.model",
     "Origin": "runtime.request",
-    "ProcessorInput": "graphs.sampled_stages",
+    "ProcessorInput": "graphs.logits_processors",
     "QueueFullError": "runtime.request_queue",
     "SamplingParams": "sampling.params",
     "StepEvent": "runtime.request",

@@ -18,7 +18,7 @@ from stepgraph.sampling.grammar.status import FinishCode
 
 
 class Batch(NamedTuple):
-    """The rows of a round at its start. B slots; padding slots hold the dummy row, which is inert."""
+    """The rows of a round at its start. B rows; those that pad the batch are the dummy row, which is inert."""
 
     rows: Tensor  # [B] int64
     state: Tensor  # [B, columns] int64
@@ -42,7 +42,7 @@ class Batch(NamedTuple):
 
 
 def read_batch(buffers: StaticBuffers, size: int, attention: AttentionChoice = DEFAULT_ATTENTION, max_drafts: int | None = None) -> Batch:
-    """The first `size` slots, with at most `max_drafts` drafts of each row; None: all drafts."""
+    """The first `size` rows of the batch, with at most `max_drafts` drafts of each row; None: all drafts."""
     receive_batch(buffers, size)
     rows, drafts = buffers.batch_rows[:size], buffers.row_drafts
     state = buffers.row_state[rows]

@@ -66,12 +66,12 @@ def choose_draft(
     shard: the tokens of the logits, where ranks divide them.
     """
     finite, tokens = (draft_sampled if sampled else _draft_greedy)(buffers, after, step, logits, mask, d2t, shard or kernels)
-    forces, limit, drafts = mask is not None and "batch_forced" in buffers, after.column(Column.DRAFT_LIMIT), buffers.batch_drafts
+    forces, limit = mask is not None and "batch_forced" in buffers, after.column(Column.DRAFT_LIMIT)
     forced = buffers.batch_forced[step - 1, : len(after.rows)] if forces else None
-    masks, constrained, status = (None, None, None) if mask is None else (mask.masks[:, 0], mask.constrained, mask.status[:, 0])
-    looked_up, certain = None if chain is None else buffers.row_looked_up, buffers.row_certain if sampled else None
-    rule, flags = (masks, constrained, status), (looked_up, buffers.row_forced if forces else None, certain)
-    return select_draft(tokens, finite, alive, limit, step, after.rows, drafts, chain, forced, *rule, *flags)
+    rule = {} if mask is None else {"masks": mask.masks[:, 0], "constrained": mask.constrained, "status": mask.status[:, 0]}
+    used = {"row_looked_up": chain is not None, "row_forced": forces, "row_certain": sampled}
+    flags = {name: buffers[name] for name in used if used[name]}
+    return select_draft(tokens, finite, alive, limit, step, after.rows, buffers.batch_drafts, chain, forced, **rule, **flags)
 
 
 def grammar_mask_of(buffers: StaticBuffers, after: Batch, step: int, on_device: bool = False, count: int = 1) -> GrammarMask:

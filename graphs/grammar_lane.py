@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from stepgraph.graphs import drafting
 from stepgraph.graphs.batch import Batch
@@ -71,8 +71,9 @@ class RoundShape:
 
     size: int  # rows of the batch
     num_drafts: int  # drafts of this round
+    max_drafts: int  # of any round
     masks_drafts: bool  # each draft is chosen under its mask
-    fixed_draft_count: bool  # the previous round had the same number of drafts
+    fixed_draft_count: bool  # the previous round had `max_drafts` as well
     proposes_chain: bool  # the drafts are a proposed chain: they are known before their masks
 
 
@@ -92,18 +93,18 @@ class DeviceTables:
     def fill_draft_masks(self, first: int, last: int) -> None:
         self._fill(stage_of_masks(first, last), first, last)
 
-    def _fill(self, name: str, first: int, last: int, of_previous_round: bool = False, fill_new: bool = False) -> None:
-        b, size = self.buffers, self.shape.size
+    def _fill(self, stage: str, first: int, last: int, of_previous_round: bool = False, fill_new: bool = False) -> None:
+        b, size, split = self.buffers, self.shape.size, self.split
         drafts = b.row_drafts if of_previous_round else b.batch_drafts[:, :size].T
         rows, images = b.batch_rows[:size], b.row_state[:, Column.IMAGE]
-        tables = b.grammar_arena, *self.tokens, b.row_places, b.row_stacks, b.row_masks, b.row_tags, b.batch_status
-        masks = first, last, int(fill_new), int(of_previous_round)
-        split = self.split
-        searches_forced = split is not None and not of_previous_round  # the last round's masks guide no draft of this round
-        texts, slots, merges = (b.row_forced_text, split.token_slots, int(split.merges)) if split else (None, None, 0)
-        forced, takes_forced = b.batch_forced if searches_forced else None, int(searches_forced and self.shape.proposes_chain and last > 0)
-        with self.context.stage(f"fill {name}"):
-            advance_fill(b.row_state, images, rows, drafts, *tables, *masks, texts, slots, forced, merges, takes_forced)
+        named: dict[str, Any] = {name: b[name] for name in ("row_places", "row_stacks", "row_masks", "row_tags", "batch_status")}
+        named |= {"first": first, "last": last, "fill_new": int(fill_new), "by_row": int(of_previous_round)}
+        if split:
+            named |= {"row_forced_text": b.row_forced_text, "token_slots": split.token_slots, "merges": int(split.merges)}
+        if split and not of_previous_round:  # the last round's masks guide no draft of this round
+            named |= {"batch_forced": b.batch_forced, "takes_forced": int(self.shape.proposes_chain and last > 0)}
+        with self.context.stage(f"fill {stage}"):
+            advance_fill(b.row_state, images, rows, drafts, b.grammar_arena, *self.tokens, **named)
 
 
 def stage_of_masks(first: int, last: int) -> str:

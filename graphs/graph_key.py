@@ -37,6 +37,10 @@ class GraphKey:
         drafts = "" if self.drafting == FULL else f" drafts={self.drafting}"
         return f"rows={self.rows} {grammar} {'sampled' if self.sampled else 'greedy'}{drafts}"
 
+    def num_drafts(self, most: int) -> int:
+        """Drafts of each row; most: num_speculative_tokens."""
+        return most if self.draft_length == FULL_LENGTH else self.draft_length
+
     @property
     def drafting(self) -> Drafting:
         return Drafting(self.draft_length, self.draft_model)

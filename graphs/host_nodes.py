@@ -27,8 +27,7 @@ class HostNodes:
     has_device_grammars: bool  # rows of the batch may have their grammars on the device: their masks and tags are not written
 
     def fill_head(self) -> None:
-        buffers, shape = self.buffers, self.shape
-        max_drafts = buffers.row_drafts.shape[1]
+        buffers, shape, max_drafts = self.buffers, self.shape, self.shape.max_drafts
         # With masked drafts one mask is filled per row, in the last stage: its index depends on the row's number of drafts.
         stages_filled = range(max_drafts, max_drafts + 1) if shape.masks_drafts else range(shape.num_drafts + 1)
         steps = [fill_next(stage=max_drafts)] if shape.masks_drafts else [COMMIT, *(advance(index) for index in stages_filled[1:])]
@@ -50,7 +49,8 @@ class HostNodes:
         self._node(HEAD_STAGE, [BEGIN_ROUND, *steps, *([END_ROUND] if ends else [])], stages_filled)
 
     def fill_draft_masks(self, first: int, last: int) -> None:
-        name, ends, drafts = stage_of_masks(first, last), last == self.shape.num_drafts - 1, range(max(1, first), last + 1)
+        name, drafts = stage_of_masks(first, last), range(max(1, first), last + 1)
+        ends_round = last == self.shape.num_drafts - 1
         with self.context.stage(f"show {name}"):
             if first == 0:
                 self._copy_state()
@@ -58,7 +58,7 @@ class HostNodes:
                 self._copy_draft(index - 1, self.buffers.batch_drafts[index - 1, : self.shape.size])
         accept = follow if self.shape.proposes_chain else advance
         steps = [COMMIT] * (first == 0) + [accept(index) for index in drafts]
-        self._node(name, [*steps, END_ROUND] if ends else steps, range(first, last + 1))
+        self._node(name, [*steps, END_ROUND] if ends_round else steps, range(first, last + 1))
 
     def _copy_state(self) -> None:
         size = self.shape.size

@@ -59,12 +59,12 @@ def append_tokens(rows: Longs, tokens: Longs, emitted: Longs, length: StridedLon
     row_text.index_put_((rows[:, None], columns), torch.where(inside, tokens.to(torch.int32), kept))
 
 
-def propose(buffers: StaticBuffers, after: Batch, proposer: Proposer, limits: Limits) -> Tensor:
-    """[B, K] a chain of unmasked drafts for every row that continues, -1 after its last draft."""
-    count, generated = limits.num_speculative_tokens, after.column(Column.GENERATED)
+def propose(buffers: StaticBuffers, after: Batch, proposer: Proposer, limits: Limits, num_drafts: int) -> Tensor:
+    """[B, num_drafts] a chain of unmasked drafts for every row that continues, -1 after its last draft."""
+    generated = after.column(Column.GENERATED)
     length = after.column(Column.LENGTH).clamp(min=1)  # 0 for padding rows, whose last token would be outside the text
-    drafts = proposer.propose(History(buffers.row_text[after.rows], length, generated, given_from(limits), count), buffers)
-    check_drafts(drafts, len(after.rows), count)
+    drafts = proposer.propose(History(buffers.row_text[after.rows], length, generated, given_from(limits), num_drafts), buffers)
+    check_drafts(drafts, len(after.rows), num_drafts)
     return choose_chain(drafts, after.column(Column.FINISH), after.column(Column.DRAFT_LIMIT), limits.num_tokens, after.rows)
 
 
@@ -75,7 +75,11 @@ def mark_looked_up(buffers: StaticBuffers, after: Batch, sampled: bool) -> None:
         buffers.row_certain.index_fill_(0, after.rows, True)
 
 
-@operation(empty_as, writes=("row_forced",), triton=True, c=True, supports=lambda *args: (args[8] is None) is (args[9] is None))
+def _c_supports(forced: Tensor | None, row_forced: Tensor | None) -> bool:
+    return (forced is None) is (row_forced is None)
+
+
+@operation(empty_as, writes=("row_forced",), triton=True, c=True, supports=_c_supports)
 def choose_chain(
     proposed: Longs,
     finish: StridedLongs,
@@ -120,7 +124,7 @@ def check_drafts(drafts: Tensor, rows: int, count: int) -> None:
         raise ValueError(f"drafts of the proposer: got {drafts.dtype}, expected torch.int64")
 
 
-@operation(lambda text, length, *numbers: empty_of((len(text), numbers[2]), length), triton=True, c=True)
+@operation(lambda text, length, _generated, _given_from, count, *_: empty_of((len(text), count), length), triton=True, c=True)
 def look_up(text: Ints, length: StridedLongs, generated: StridedLongs, given_from: int, count: int, longest: int, shortest: int) -> Tensor:
     """[B, count] int64: chains of drafts as NgramLookup describes them, -1 without a match. text [B, T], length [B], generated [B] and
     given_from as in History; longest and shortest match."""
@@ -158,17 +162,18 @@ class ProposedRound:
     limits: Limits
     models: ModelPair
     key: GraphKey
+    num_drafts: int  # 0: none
     grammar: GrammarLane | None  # if it fills the masks of drafts
 
     def run(self, batch: Batch, emission: Emission, features: Tensor, after: Batch) -> None:
-        buffers, count, proposer = self.buffers, self.limits.num_speculative_tokens, self.models.proposer or self.models.look_up
+        buffers, proposer = self.buffers, self.models.proposer or self.models.look_up
         with self.context.stage("propose"):
             if "row_skipped_tokens" in buffers:
                 kept, counts = (buffers.row_skipped_tokens, buffers.row_skipped_features), buffers.row_state[:, Column.SKIPPED]
                 keep_skipped(batch.rows, batch.column(Column.SKIPPED), emission.tokens, emission.emitted, features, *kept, counts)
             if self.models.reads_text:
                 append_emission(buffers, batch, emission)
-            if not count:
+            if not self.num_drafts:
                 buffers.row_drafts.index_fill_(0, batch.rows, -1)
             elif proposer is not None:
                 drafting.store_chain(buffers, after, self._chain(after, proposer))
@@ -180,8 +185,8 @@ class ProposedRound:
 
         Grammars are followed on the main stream: nothing else is left to do before the next round needs the drafts.
         """
-        buffers, grammar, count, size = self.buffers, self.grammar, self.limits.num_speculative_tokens, len(after.rows)
-        proposed = propose(buffers, after, proposer, self.limits)
+        buffers, grammar, count, size = self.buffers, self.grammar, self.num_drafts, len(after.rows)
+        proposed = propose(buffers, after, proposer, self.limits, count)
         if grammar is None:
             return proposed
         buffers.batch_drafts[:count, :size].copy_(proposed.T)

@@ -42,7 +42,7 @@ def publish(buffers: StaticBuffers, rows: Tensor) -> None:
 def take_batch(number: Longs, ring: Longs, batch_rows: Longs) -> None:
     """Read the batch of a round from its slot of the ring.
 
-    number [>= 1], of which the first is read; ring [S, slots], pinned; batch_rows [B].
+    number [>= 1], of which the first is read; ring [S, max_rows], pinned; batch_rows [B].
     """
     rows = ring.to(number.device, non_blocking=True)[:, : len(batch_rows)]
     batch_rows.copy_(rows.index_select(0, number[:1] % len(ring))[0])
@@ -52,7 +52,7 @@ def take_batch(number: Longs, ring: Longs, batch_rows: Longs) -> None:
 def publish_results(results: Longs, logprobs: Float32s, published: Longs, ring: Longs, logprobs_ring: Float32s) -> None:
     """Write the results of a round to the next slot of the rings, and count it.
 
-    results [B, width]; logprobs [B, Q, 2]; published [1]. In pinned memory: ring [S, slots, width]; logprobs_ring [S, slots, Q, 2].
+    results [B, width]; logprobs [B, Q, 2]; published [1]. In pinned memory: ring [S, max_rows, width]; logprobs_ring [S, max_rows, Q, 2].
     """
     slot = published % len(ring)
     for lines, lines_ring in ((results, ring), (logprobs, logprobs_ring)):

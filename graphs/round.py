@@ -12,13 +12,12 @@ A proposer drafts a whole chain in one stage instead of draft_prefill and draft_
 kernel or host node on the main stream then commits, follows the chain and fills the masks of all its drafts. A look-up beside a draft
 model runs before draft_prefill: a row drafts the tokens of its look-up chain as long as they are legal, and the draft model's from then
 on. A key without the draft model has the look-up as its proposer. The mask that guides draft i + 1 also verifies it in the next round:
-each of the K + 1 mask rows is filled once and used twice. `grammar_lane` has the side stream: one kernel per mask for grammars whose
-tables are in device memory, one host node for others.
+each of the K + 1 mask rows is filled once and used twice. `grammar_lane` has the side stream.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -53,20 +52,16 @@ class Round:
     attention: AttentionChoice = DEFAULT_ATTENTION
     tables: TokenTensors | None = None  # None: no grammars on the device
     split: SplitTensors | None = None  # None: no forced tokens on the device
-    fixed_draft_count: bool = True  # every round has the same number of drafts
 
     def step(self, key: GraphKey) -> Step:
-        decode_round = self
-        if key.draft_length != FULL_LENGTH:
-            decode_round = replace(self, limits=replace(self.limits, num_speculative_tokens=key.draft_length), fixed_draft_count=False)
-        return lambda buffers: decode_round.run(buffers, key)
+        return lambda buffers: self.run(buffers, key)
 
     def run(self, buffers: StaticBuffers, key: GraphKey) -> None:
-        context = current_context()
+        context, num_drafts = current_context(), key.num_drafts(self.limits.num_speculative_tokens)
         target, draft = self.models.target, self.models.draft if key.draft_model else None
         grammar = self._grammar_lane(buffers, context, key) if key.constrained else None
         with context.stage("read_batch"):
-            batch = read_batch(buffers, key.rows, self.attention, self.limits.num_speculative_tokens)
+            batch = read_batch(buffers, key.rows, self.attention, num_drafts)
 
         masks_ready = grammar.fill_head() if grammar else None
         with context.stage("target_verify"):
@@ -77,15 +72,15 @@ class Round:
             emission, after = stages.accept(buffers, batch, logits, key.constrained, key.sampled, self.options)
             publish(buffers, batch.rows)
         draft_grammar = grammar if self.masks_drafts(buffers) else None
-        if draft is None or not self.limits.num_speculative_tokens:
-            end = ProposedRound(buffers, context, self.limits, self.models, key, draft_grammar)
+        if draft is None or not num_drafts:
+            end = ProposedRound(buffers, context, self.limits, self.models, key, num_drafts, draft_grammar)
             return end.run(batch, emission, features, after)
 
         tokens, chain, shard = emission.tokens, None, getattr(draft, "shard", None)
-        for step in range(1, self.limits.num_speculative_tokens + 1):
+        for step in range(1, num_drafts + 1):
             mask_ready = draft_grammar.fill_draft_masks(step - 1, step - 1) if draft_grammar else None
             if step == 1:
-                chain = self._look_up(buffers, batch, after, emission, context)
+                chain = self._look_up(buffers, batch, after, emission, num_drafts)
                 with context.stage("draft_prefill"):
                     logits, features = drafting.draft_prefill(buffers, batch, emission, features, draft, self.limits)
             else:
@@ -97,7 +92,7 @@ class Round:
                 alive, mask = after.live if step == 1 else tokens >= 0, draft_grammar.mask(after, step) if draft_grammar else None
                 tokens = drafting.choose_draft(buffers, after, step, logits, alive, mask, key.sampled, draft.d2t, chain, shard)
         with context.stage("keep_chain"):
-            drafting.store_chain(buffers, after, buffers.batch_drafts[: self.limits.num_speculative_tokens, : key.rows].T)
+            drafting.store_chain(buffers, after, buffers.batch_drafts[:num_drafts, : key.rows].T)
 
     def _grammar_lane(self, buffers: StaticBuffers, context: CaptureContext, key: GraphKey) -> GrammarLane:
         """Batches whose grammars are all on the device need no host node; others may have rows of both kinds.
@@ -105,7 +100,8 @@ class Round:
         The device's forced tokens are written after the copy of the host's, which are -1 for its rows.
         """
         proposed = self.models.proposer is not None or not key.draft_model
-        shape = RoundShape(key.rows, self.limits.num_speculative_tokens, self.masks_drafts(buffers), self.fixed_draft_count, proposed)
+        num_drafts, fixed = key.num_drafts(self.limits.num_speculative_tokens), key.draft_length == FULL_LENGTH
+        shape = RoundShape(key.rows, num_drafts, self.limits.num_speculative_tokens, self.masks_drafts(buffers), fixed, proposed)
         sources: list[MaskSource] = []
         if not key.device:
             sources.append(HostNodes(buffers, context, self.host, shape, self.limits.dummy_row, self.tables is not None))
@@ -117,12 +113,12 @@ class Round:
         """Whether each draft is chosen under its mask. If not, one host node accepts all drafts during the next target_verify."""
         if self.models.proposer is not None:
             return "batch_forced" in buffers
-        return self.draft_masks and self.models.draft is not None and buffers.row_drafts.shape[1] > 0
+        return self.draft_masks and self.models.draft is not None and self.limits.num_speculative_tokens > 0
 
-    def _look_up(self, buffers: StaticBuffers, batch: Batch, after: Batch, emission: Emission, context: CaptureContext) -> Tensor | None:
+    def _look_up(self, buffers: StaticBuffers, batch: Batch, after: Batch, emission: Emission, num_drafts: int) -> Tensor | None:
         """[B, K] the look-up's chains; their tokens replace the draft model's. None without a look-up."""
         if self.models.look_up is None:
             return None
-        with context.stage("look_up"):
+        with current_context().stage("look_up"):
             proposing.append_emission(buffers, batch, emission)
-            return proposing.propose(buffers, after, self.models.look_up, self.limits)
+            return proposing.propose(buffers, after, self.models.look_up, self.limits, num_drafts)

@@ -21,11 +21,11 @@ IMAGE_CHUNKS, IMAGE_CHUNK_INTS = 8, 1 << 16  # chunks of one upload, int32 of a 
 
 def forced_specs(limits: Limits) -> tuple[BufferSpec, ...]:
     """In addition to `round_specs`, for drafts that the grammar forces."""
-    rows, slots, drafts = limits.rows, limits.max_rows, limits.num_speculative_tokens
+    rows, batch, drafts = limits.rows, limits.max_rows, limits.num_speculative_tokens
     return (
         BufferSpec("row_forced", (rows, drafts), torch.bool),  # whether a grammar forced each draft
-        BufferSpec("batch_forced", (drafts, slots), torch.int64, fill=-1),
-        BufferSpec("forced_host", (drafts, slots), torch.int64, "pinned", fill=-1),
+        BufferSpec("batch_forced", (drafts, batch), torch.int64, fill=-1),
+        BufferSpec("forced_host", (drafts, batch), torch.int64, "pinned", fill=-1),
     )
 
 
@@ -79,15 +79,15 @@ def ring_specs(limits: Limits) -> tuple[BufferSpec, ...]:
     Without them `batch_rows` is the batch, and `results` are for the caller to read. The host never writes a slot that the device still
     has to read, and never reads one that the device still writes.
     """
-    slots, results = limits.max_rows, ResultLayout(limits.num_speculative_tokens).width
+    batch, results = limits.max_rows, ResultLayout(limits.num_speculative_tokens).width
     rings: tuple[BufferSpec, ...] = (
         BufferSpec("round_counters", (len(Counter),), torch.int64),
-        BufferSpec("batch_rows_ring_host", (limits.ring_depth, slots), torch.int64, "pinned", fill=limits.dummy_row),
-        BufferSpec("results_ring_host", (limits.result_slots, slots, results), torch.int64, "pinned"),
-        BufferSpec("logprobs_ring_host", (limits.result_slots, slots, limits.positions, 2), torch.float32, "pinned"),
+        BufferSpec("batch_rows_ring_host", (limits.ring_depth, batch), torch.int64, "pinned", fill=limits.dummy_row),
+        BufferSpec("results_ring_host", (limits.result_slots, batch, results), torch.int64, "pinned"),
+        BufferSpec("logprobs_ring_host", (limits.result_slots, batch, limits.positions, 2), torch.float32, "pinned"),
     )
     if limits.max_top_logprobs:
-        shape = (limits.result_slots, slots, limits.positions, 2 * limits.max_top_logprobs)
+        shape = (limits.result_slots, batch, limits.positions, 2 * limits.max_top_logprobs)
         rings += tuple(BufferSpec(f"top_{name}_ring_host", shape, dtype, "pinned") for name, dtype in TOP_RINGS.items())
     loops = (
         BufferSpec("loop_done", (1,), torch.int32),  # whether the launch ends after this round
@@ -115,11 +115,11 @@ def admission_specs(limits: Limits, relaxed: bool, num_settings: int) -> tuple[B
 
 
 def round_specs(limits: Limits, samples_drafts: bool = True) -> tuple[BufferSpec, ...]:
-    """The static tensors of a round: R rows of state, B slots of a batch, K drafts.
+    """The static tensors of a round: R rows of state, B rows of a batch, K drafts.
 
     samples_drafts: whether drafts may be drawn from a distribution, which is then stored for rejection sampling.
     """
-    rows, slots, drafts, positions = limits.rows, limits.max_rows, limits.num_speculative_tokens, limits.positions
+    rows, batch, drafts, positions = limits.rows, limits.max_rows, limits.num_speculative_tokens, limits.positions
     words, columns, results = limits.mask_words, len(Column), ResultLayout(drafts).width
     int64, int32 = torch.int64, torch.int32
     return (
@@ -138,17 +138,17 @@ def round_specs(limits: Limits, samples_drafts: bool = True) -> tuple[BufferSpec
         BufferSpec("row_draft_probs", (rows, drafts if samples_drafts else 0, limits.num_tokens), torch.float32),
         BufferSpec("row_masks", (rows, positions, words), int32),
         BufferSpec("row_tags", (rows, positions, TAG_FIELDS), int64),
-        # the batch of one round: slot -> row, and data that one stream writes and another reads
-        BufferSpec("batch_rows", (slots,), int64, fill=limits.dummy_row),
-        BufferSpec("batch_drafts", (drafts, slots), int64, fill=-1),
-        BufferSpec("results", (slots, results), int64),
-        BufferSpec("results_logprobs", (slots, positions, 2), torch.float32),
+        # the batch of one round: batch row -> row, and data that one stream writes and another reads
+        BufferSpec("batch_rows", (batch,), int64, fill=limits.dummy_row),
+        BufferSpec("batch_drafts", (drafts, batch), int64, fill=-1),
+        BufferSpec("results", (batch, results), int64),
+        BufferSpec("results_logprobs", (batch, positions, 2), torch.float32),
         # host link: written and read by host nodes within one replay
-        BufferSpec("state_host", (slots, len(HostColumn)), int64, "pinned"),
-        BufferSpec("drafts_host", (drafts, slots), int64, "pinned", fill=-1),
-        BufferSpec("masks_host", (positions, slots, words), int32, "pinned"),
-        BufferSpec("contents_host", (positions, slots, CONTENT_FIELDS), int64, "pinned"),  # contents of masks_host
-        BufferSpec("tags_host", (positions, slots, TAG_FIELDS), int64, "pinned"),
+        BufferSpec("state_host", (batch, len(HostColumn)), int64, "pinned"),
+        BufferSpec("drafts_host", (drafts, batch), int64, "pinned", fill=-1),
+        BufferSpec("masks_host", (positions, batch, words), int32, "pinned"),
+        BufferSpec("contents_host", (positions, batch, CONTENT_FIELDS), int64, "pinned"),  # contents of masks_host
+        BufferSpec("tags_host", (positions, batch, TAG_FIELDS), int64, "pinned"),
         # a ring: the host never writes a slot that the device still has to copy
         BufferSpec("seen_ring_host", (limits.admission_ring_depth, -(-limits.num_tokens // 32)), int32, "pinned"),  # prompt token bits
     )
@@ -156,11 +156,11 @@ def round_specs(limits: Limits, samples_drafts: bool = True) -> tuple[BufferSpec
 
 def state_specs(limits: Limits, width: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
     """In addition to `round_specs`, for saving the target's states: `width` numbers per position."""
-    depth, slots, positions = limits.ring_depth, limits.max_rows, limits.positions
+    depth, batch, positions = limits.ring_depth, limits.max_rows, limits.positions
     return (
-        BufferSpec("results_states", (slots, positions, width), dtype),
+        BufferSpec("results_states", (batch, positions, width), dtype),
         BufferSpec("prompt_states", (limits.prompt_window - 1, width), dtype),
-        BufferSpec("states_ring_host", (depth, slots, positions, width), dtype, "pinned"),
+        BufferSpec("states_ring_host", (depth, batch, positions, width), dtype, "pinned"),
         # one line per token; at most prefill_chunk tokens of prompts are processed between two rounds
         BufferSpec("prompt_states_ring_host", (depth * limits.prefill_chunk, width), dtype, "pinned"),
     )

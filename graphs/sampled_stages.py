@@ -1,72 +1,30 @@
 """What sampled rounds do in place of greedy ones: the choices of target and draft model, and counts of tokens for penalties.
 
-On request, drafts are accepted with given probabilities, for benchmarks; and in sampled rounds there are the user's logits processors, bad
-words of several tokens and relaxed acceptance, each only if the engine has the table of its settings.
+On request, drafts are accepted with given probabilities, for benchmarks; and in sampled rounds there are bad words of several tokens and
+relaxed acceptance, each only if the engine has the table of its settings.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from stepgraph.graphs.batch import Batch
-from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import Backend
-from stepgraph.graphs.errors import step_errors
 from stepgraph.graphs.layers.vocabulary_shard import SamplingOps, VocabularyShard
-from stepgraph.graphs.limits import Limits
+from stepgraph.graphs.logits_processors import LogitsProcessor, apply_processors
 from stepgraph.graphs.round_specs import Counter
 from stepgraph.graphs.row_layout import Column, ResultLayout
 from stepgraph.sampling import kernels, rng, sampler
 from stepgraph.sampling.acceptance import may_accept
-from stepgraph.sampling.fields import FUNCTION, Check, check_fields, whole
 from stepgraph.sampling.kernels import GrammarMask, processors
 from stepgraph.sampling.kernels.operation import Contiguous, operation
 from stepgraph.sampling.kernels.processors import Processed, mark_dead_ends
 from stepgraph.sampling.sampler import VocabColumns, from_units, portable_exp, to_units
-
-MAX_ARGUMENTS = 64
-
-
-class ProcessorInput(NamedTuple):
-    """What a logits processor reads of B rows at Q positions: a position follows the last token of its row, or a draft."""
-
-    arguments: Tensor  # [B, num_arguments] float32: those of each request; 0 in a row that does not use the processor
-    tokens: Tensor  # [B, Q] int64, the token before each position; -1 where there is no draft
-    generated: Tensor  # [B] int64, tokens emitted so far: before position 0
-    output_counts: Tensor  # [B, num_tokens] int32: how often each token id was emitted
-
-
-@dataclass(frozen=True)
-class LogitsProcessor:
-    """A device function that changes the target's logits, for the requests that name it in SamplingParams.logits_processors.
-
-    function(logits, given): logits [B, Q, num_tokens] float32, a copy, and a ProcessorInput; returns logits of that shape, float32. It is
-    recorded in the round, so it obeys the rules of a step: no value is read on the host. The logits of a position are used only if the
-    drafts before it are accepted, so given.tokens[:, 1:] count as emitted. An nn.Module may have tensors on the engine's device.
-    """
-
-    name: str
-    function: Callable[[Tensor, ProcessorInput], Tensor]
-    num_arguments: int = 0  # numbers that a request passes
-
-    def __post_init__(self) -> None:
-        name = Check(lambda value: isinstance(value, str) and value.isidentifier(), "an identifier")
-        check_fields(self, {"name": name, "function": FUNCTION, "num_arguments": whole(0, MAX_ARGUMENTS)})
-
-    def apply(self, logits: Tensor, given: ProcessorInput) -> Tensor:
-        """The function's logits. ValueError for anything else that it returns."""
-        result = self.function(logits.to(torch.float32, copy=True), given)
-        if not isinstance(result, Tensor) or result.shape != logits.shape or result.dtype is not torch.float32:
-            got = f"{result.dtype} {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
-            raise ValueError(f"LogitsProcessor {self.name!r}: returned {got}, expected torch.float32 {tuple(logits.shape)}")
-        return result
 
 
 @dataclass(frozen=True)
@@ -79,28 +37,6 @@ class AcceptOptions:
 
 
 DEFAULT_ACCEPT = AcceptOptions()
-
-
-def check_processors(processors: tuple[LogitsProcessor, ...], limits: Limits, backend: Backend, device: torch.device) -> None:
-    """Records each function by itself. CaptureError, with rule, file and line, for one that cannot be part of a round."""
-    rows, width = limits.max_rows, limits.num_tokens
-    for processor, positions in product(processors, {1, limits.positions}):  # without drafts, and with all
-        specs = (
-            BufferSpec("logits", (rows, positions, width), torch.float32),
-            BufferSpec("arguments", (rows, processor.num_arguments), torch.float32),
-            BufferSpec("tokens", (rows, positions), torch.int64),
-            BufferSpec("generated", (rows,), torch.int64),
-            BufferSpec("output_counts", (rows, width), torch.int32),
-        )
-        module = processor.function if isinstance(processor.function, torch.nn.Module) else None
-        buffers = StaticBuffers(specs, device, None if module is None else {"processor": module})
-
-        def step(buffers: StaticBuffers, processor: LogitsProcessor = processor) -> None:
-            given = ProcessorInput(buffers.arguments, buffers.tokens, buffers.generated, buffers.output_counts)
-            buffers.logits.copy_(processor.apply(buffers.logits, given))
-
-        with step_errors(f"LogitsProcessor {processor.name!r}", device):
-            backend.measure(step, buffers)
 
 
 def force_accepted(batch: Batch, finite: Tensor, status: Tensor, rates: Sequence[float]) -> Tensor:
@@ -117,22 +53,6 @@ def after_accepted(batch: Batch, accepted: Tensor, tokens: Tensor) -> Tensor:
     """[B, K + 1] the accepted drafts, then `tokens` from that position on."""
     index = torch.arange(tokens.shape[1], device=tokens.device)
     return torch.where(index < accepted[:, None], torch.cat([batch.drafts, tokens[:, -1:]], 1), tokens)
-
-
-def apply_processors(
-    buffers: StaticBuffers, batch: Batch, logits: Tensor, processors: Sequence[LogitsProcessor], columns: VocabColumns
-) -> Tensor:
-    """Logits [B, Q, V] after the processors that each row uses; the bits of other rows do not change. Functions get those of all tokens."""
-    settings, first = buffers.row_processors[batch.rows], 0  # [B, sum of 1 + num_arguments]: whether it is used, then its arguments
-    logits = columns.whole(logits)
-    tokens = torch.cat([batch.column(Column.LAST_TOKEN)[:, None], batch.drafts], 1)
-    for processor in processors:
-        end = first + 1 + processor.num_arguments
-        counts = buffers.row_output_counts[batch.rows]
-        given = ProcessorInput(settings[:, first + 1 : end], tokens, batch.column(Column.GENERATED), counts)
-        logits = torch.where((settings[:, first] != 0)[:, None, None], processor.apply(logits, given), logits)
-        first = end
-    return columns.part(logits)
 
 
 def ban_words(buffers: StaticBuffers, batch: Batch, processed: Processed, columns: VocabColumns) -> Processed:
@@ -241,8 +161,9 @@ def draft_sampled(
     size = len(after.rows)
     before = buffers.batch_drafts[: step - 1, :size].T
     masked, finite, _ = ops.process(logits[:, None], row_settings(buffers, after), after.rows, before, step - 1, mask, d2t)
-    length = after.column(Column.LENGTH)
-    params, seed, position = params_of(buffers, after), after.column(Column.DRAFT_SEED), length + (step - 1) if step > 1 else length
+    length, seed = after.column(Column.LENGTH), after.column(Column.DRAFT_SEED)
+    params = params_of(buffers, after)
+    position = length + (step - 1) if step > 1 else length
     tokens = ops.draw(masked[:, 0], params, seed, position, rng.Purpose.DRAFT, after.rows, buffers.row_draft_probs[:, step - 1], d2t)
     return finite[:, 0], tokens
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from stepgraph.graphs import sampled_stages
 from stepgraph.graphs.batch import Batch, model_input, model_logits
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.drafting import grammar_mask_of
@@ -17,15 +18,7 @@ from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import TargetModel
 from stepgraph.graphs.model_call import check_shape, run_model
 from stepgraph.graphs.row_layout import Column, ResultLayout
-from stepgraph.graphs.sampled_stages import (
-    DEFAULT_ACCEPT,
-    AcceptOptions,
-    TargetChoice,
-    after_accepted,
-    choose_sampled,
-    force_accepted,
-    record_output,
-)
+from stepgraph.graphs.sampled_stages import DEFAULT_ACCEPT, AcceptOptions, TargetChoice
 from stepgraph.sampling import kernels
 from stepgraph.sampling.grammar.status import FinishCode, MaskStatus
 from stepgraph.sampling.kernels import Emission, GrammarMask
@@ -61,7 +54,7 @@ def accept(
         batch = batch._replace(constrained=mask.constrained)
     if sampled:
         batch = batch._replace(params=buffers.row_params[batch.rows])
-    tokens, finite, accepted, status = (choose_sampled if sampled else _choose_greedy)(buffers, batch, logits, mask, options)
+    tokens, finite, accepted, status = (sampled_stages.choose_sampled if sampled else _choose_greedy)(buffers, batch, logits, mask, options)
     room = batch.column(Column.MAX_LENGTH) - batch.column(Column.LENGTH)
     drafts, draft_count, stop_ids = batch.drafts, batch.column(Column.DRAFT_COUNT), buffers.row_stop_ids[batch.rows]
     chosen = kernels.chain_accept(tokens, finite, drafts, draft_count, status, stop_ids, room, accepted)
@@ -71,7 +64,7 @@ def accept(
     inputs, flags = (batch.rows, batch.state, tokens, status, drafts, *chosen), (forced, looked_up)
     emitted, finish, state = write_emission(*inputs, buffers.row_state, results, *flags)
     if sampled:
-        record_output(buffers, batch.rows, tokens, emitted)
+        sampled_stages.record_output(buffers, batch.rows, tokens, emitted)
     return Emission(tokens, emitted, chosen[1], finish), batch._replace(state=state)
 
 
@@ -81,8 +74,8 @@ def _choose_greedy(buffers: StaticBuffers, batch: Batch, logits: Tensor, mask: G
     status = torch.full_like(tokens, int(MaskStatus.OK)) if mask is None else mask.status
     accepted = None
     if options.forced_acceptance is not None:
-        accepted = force_accepted(batch, finite, status, options.forced_acceptance)
-        tokens = after_accepted(batch, accepted, tokens)
+        accepted = sampled_stages.force_accepted(batch, finite, status, options.forced_acceptance)
+        tokens = sampled_stages.after_accepted(batch, accepted, tokens)
     return TargetChoice(tokens, finite, accepted, status)
 
 

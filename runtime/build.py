@@ -23,7 +23,8 @@ from stepgraph.graphs.graph_key import FULL
 from stepgraph.graphs.graph_set import GraphSet, draft_choices
 from stepgraph.graphs.layers.lora import lora_specs
 from stepgraph.graphs.layers.product_choice import choose_products
-from stepgraph.graphs.limits import UNTIL_EVENT
+from stepgraph.graphs.limits import UNTIL_EVENT, Limits
+from stepgraph.graphs.logits_processors import check_processors
 from stepgraph.graphs.model import ModelPair, TargetModel
 from stepgraph.graphs.prefill import Prompts, prompt_specs
 from stepgraph.graphs.proposing import process_skipped, text_specs
@@ -38,7 +39,7 @@ from stepgraph.graphs.round_specs import (
     skipped_specs,
     state_specs,
 )
-from stepgraph.graphs.sampled_stages import AcceptOptions, check_processors
+from stepgraph.graphs.sampled_stages import AcceptOptions
 from stepgraph.runtime.check_models import Drafter, check_models, checked_vocabulary_size, devices_of, forces_drafts, resolve_drafter
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.device_grammars import INT_BYTES, DeviceGrammars, why_no_device_grammars
@@ -85,27 +86,31 @@ class EngineParts:
         if backend is not None:
             check_members("Engine.backend", backend, Backend)
         self.models, self.config = models, config = resolve_drafter(target, draft, config)
-        num_tokens = checked_vocabulary_size(models, vocabulary)
-        self.limits = limits = config.limits(target.vocab_size, num_tokens, target.feature_size)
+        self.limits = limits = config.limits(target.vocab_size, checked_vocabulary_size(models, vocabulary), target.feature_size)
         self.backend = taken.enter_context(closing(backend_for(config.backend, models, config.nvtx))) if backend is None else backend
         self.watchdog = Watchdog(self.backend, config.round_timeout_seconds)
         timed, device, proposer, folder = self.watchdog.backend, self.backend.device, models.proposer, config.save_hidden_states
         check_models(models, self.backend, limits)
+
         layout = states_layout(target) if folder else None
         forced, why_no_tables = forces_drafts(config, models, vocabulary), why_no_device_grammars(config, device, vocabulary)
         tables = None if why_no_tables or vocabulary is None else token_tensors(vocabulary, device)
         split = split_tensors(vocabulary, device) if tables and vocabulary and forced else None
-        self.buffers = buffers = make_buffers(self, layout, forced, tables, split)
+        self.buffers = buffers = make_buffers(config, models, limits, device, layout, forced, tables, split)
         self.attention, self.products_note = attention_for(device, config, models), products_for(models, self.ranks)
+
         forcing = Forcing(token_lookup(vocabulary), buffers.forced_host) if vocabulary and forced else None
-        pinned, contents = (buffers.state_host, buffers.drafts_host, buffers.masks_host, buffers.tags_host), buffers.contents_host
-        self.host_link = open_host_link(config.host_link, *pinned, limits.ring_depth, forcing, config.check_masks, contents)
+        pinned = buffers.state_host, buffers.drafts_host, buffers.masks_host, buffers.tags_host
+        self.host_link = open_host_link(config.host_link, *pinned, limits.ring_depth, forcing, config.check_masks, buffers.contents_host)
         self.grammars = DeviceGrammars(why_no_tables, config, self.host_link)
         self.compiler = config.grammar_compiler(vocabulary) if vocabulary is not None else None
-        decode_round = Round(limits, models, self.host_link, config.draft_masks, accept_options(self), self.attention, tables, split)
+
+        options = accept_options(config, models, limits, self.backend)
+        decode_round = Round(limits, models, self.host_link, config.draft_masks, options, self.attention, tables, split)
         prompts = Prompts(limits, models, self.attention)
         self.validator = RequestValidator(config, limits, vocabulary, models, pinned=device.type == "cuda")
-        (queue_type, scheduler_type), self.sharing = queue_types(config, self.ranks, record), sharing_for(config, models)
+        queue_type, scheduler_type = queue_types(config, self.ranks, record)
+        self.sharing = sharing_for(config, models)
         read_range(os.environ)  # ValueError before the recording exists
         self.hidden_states = states = HiddenStates(timed, buffers, layout, folder, config.states_shard_bytes) if layout and folder else None
         taken.enter_context(closing(states.writer) if states else nullcontext())
@@ -123,14 +128,14 @@ class EngineParts:
             self.draft_lengths.choices if self.draft_lengths else (FULL,),
             prompts if not config.eager and (device.type == "cuda" if config.prompt_graphs is None else config.prompt_graphs) else None,
         )
+
         self.queue = queue_type(config.max_queued, self.compiler, self.grammars, recorder)
         self.scheduler = scheduler_type(
             self.queue, self.grammars, limits, self.sharing, recorder, states.save if states else None, isinstance(proposer, NgramLookup)
         )
         self.uploader = Uploader(timed, buffers, models, limits, prompts, self.graphs, states, config.logits_processors, record is not None)
-        draft = models.draft if "row_skipped_tokens" in buffers else None
-        catch_up = functools.partial(process_skipped, buffers, model=draft, limits=limits) if draft is not None else None
-        in_flight = loop_in_flight_type(self) if limits.loops else in_flight_type()
+        catch_up = catch_up_for(models, limits, buffers)
+        in_flight = loop_in_flight_type(models, limits, self.backend, self.queue, self.watchdog) if limits.loops else in_flight_type()
         self.in_flight = in_flight(timed, buffers, self.graphs, self.host_link, limits, states, self.draft_lengths, catch_up)
 
     @property
@@ -139,11 +144,10 @@ class EngineParts:
         return getattr(self.models.target, "ranks", None)
 
 
-def accept_options(parts: EngineParts) -> AcceptOptions:
+def accept_options(config: EngineConfig, models: ModelPair, limits: Limits, backend: Backend) -> AcceptOptions:
     """CaptureError for a logits processor that cannot be part of a round."""
-    processors = parts.config.logits_processors
-    check_processors(processors, parts.limits, parts.backend, parts.backend.device)
-    return AcceptOptions(parts.config.forced_acceptance, processors, getattr(parts.models.target, "shard", None))
+    check_processors(config.logits_processors, limits, backend, backend.device)
+    return AcceptOptions(config.forced_acceptance, config.logits_processors, getattr(models.target, "shard", None))
 
 
 def queue_types(config: EngineConfig, ranks: Ranks | None, record: object) -> tuple[Callable[..., RequestQueue], Callable[..., Scheduler]]:
@@ -156,18 +160,26 @@ def queue_types(config: EngineConfig, ranks: Ranks | None, record: object) -> tu
     return functools.partial(LockstepQueue, ranks), functools.partial(LockstepScheduler, ranks)
 
 
-def loop_in_flight_type(parts: EngineParts) -> Callable[..., InFlight]:
+def catch_up_for(models: ModelPair, limits: Limits, buffers: StaticBuffers) -> Callable[[int], None] | None:
+    """Runs the draft model over the tokens that it skipped; None if it runs in every round."""
+    draft = models.draft if "row_skipped_tokens" in buffers else None
+    return None if draft is None else functools.partial(process_skipped, buffers, model=draft, limits=limits)
+
+
+def loop_in_flight_type(
+    models: ModelPair, limits: Limits, backend: Backend, queue: RequestQueue, watchdog: Watchdog
+) -> Callable[..., InFlight]:
     """The constructor of LoopInFlight, whose launches run many rounds. ValueError if the engine cannot have them."""
     reasons = {
-        parts.backend.why_no_loops: bool(parts.backend.why_no_loops),
-        "no Triton kernel writes the results": parts.backend.device.type == "cuda" and bool(why_no_triton(parts.backend.device)),
-        "a draft function is called between two rounds": isinstance(parts.models.proposer, FunctionProposer),
+        backend.why_no_loops: bool(backend.why_no_loops),
+        "no Triton kernel writes the results": backend.device.type == "cuda" and bool(why_no_triton(backend.device)),
+        "a draft function is called between two rounds": isinstance(models.proposer, FunctionProposer),
         f"{ROUNDS_VARIABLE} profiles single rounds": read_range(os.environ) is not None,
     }
     for reason, holds in reasons.items():
         if holds:
             raise ValueError(f"EngineConfig.rounds_per_launch: got {UNTIL_EVENT!r}, expected 1: {reason}")
-    return functools.partial(LoopInFlight, parts.queue, parts.watchdog.poll, parts.limits.max_length)
+    return functools.partial(LoopInFlight, queue, watchdog.poll, limits.max_length)
 
 
 def make_chooser(
@@ -222,10 +234,16 @@ def sharing_for(config: EngineConfig, models: ModelPair) -> PrefixSharing:
 
 
 def make_buffers(
-    parts: EngineParts, layout: StatesLayout | None, forced: bool, tables: TokenTensors | None, split: SplitTensors | None
+    config: EngineConfig,
+    models: ModelPair,
+    limits: Limits,
+    device: torch.device,
+    layout: StatesLayout | None,
+    forced: bool,
+    tables: TokenTensors | None,
+    split: SplitTensors | None,
 ) -> StaticBuffers:
     """All static memory: of the round, of the models' caches, of saved states and grammars. Weights and token tables are constants."""
-    limits, models, config, device = parts.limits, parts.models, parts.config, parts.backend.device
     candidates = (("target", models.target), ("draft", models.drafter), ("look_up", models.look_up))
     named = {name: model for name, model in candidates if model is not None}
     samples_drafts = not config.greedy_only and models.proposer is None

@@ -9,8 +9,8 @@ from typing import get_args
 from stepgraph.graphs.attention.choose import ATTENTION_CHOICES
 from stepgraph.graphs.graph_set import OnFailure, bucket_sizes, checked_buckets
 from stepgraph.graphs.limits import KV_CACHE_DTYPES, UNTIL_EVENT, Limits
+from stepgraph.graphs.logits_processors import LogitsProcessor
 from stepgraph.graphs.proposing import ANCHOR_TOKENS
-from stepgraph.graphs.sampled_stages import LogitsProcessor
 from stepgraph.sampling.fields import (
     BOOL,
     Check,

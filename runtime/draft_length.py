@@ -24,38 +24,17 @@ from stepgraph.graphs.graph_key import FULL, PLAIN, Drafting, GraphKey
 from stepgraph.graphs.graph_set import host_drafting
 from stepgraph.graphs.round_specs import MAX_SKIPPED
 from stepgraph.graphs.row_layout import ResultRecord
+from stepgraph.runtime import draft_tuning as tuned
 from stepgraph.runtime.request import ActiveRequest
 
 _MAX_WEIGHT = 1e100
-MIN_COST_RATIO = 1.03  # a round with more drafts takes at least this multiple of one with fewer
 Costs = Mapping[Drafting, float]  # seconds of a round, for one kind of batch; PLAIN is plain decoding
-# Parameters of the choice. The same values for all models; tests/runtime/test_draft_length.py shows what they achieve.
-DISCOUNT = 0.97  # factor of older rounds, per round with drafts
-PAUSED_DISCOUNT = 0.95  # factor of a row's older rounds, per round without drafts: it soon has the estimate of all rows again
-PAUSED_DISCOUNT_OF_ALL = 0.98  # the same for the estimate of all rows, which returns to the constant prior slowly
-PRIOR_ACCEPTANCE = 0.55  # of each draft, before any result
-PRIOR_ACCEPTANCE_WITHOUT_MODEL = 0.3  # the same in rounds without the model. Lower, since rounds with the model also measure the look-up
-PRIOR_ROUNDS = 3.0  # weight of the prior, in rounds
-HYSTERESIS = 0.02  # another length must be better by at least this share
-# The same for a return to plain rounds: results of few rounds vary as much, the next drafts cost a catch-up and a round that verifies none,
-PLAIN_HYSTERESIS = 0.25  # and the account bounds the loss
-DRAFT_RUN = 3  # rounds with drafts after plain ones: the first verifies none and results arrive later; also the most rounds of one choice
-SLACK = 0.01  # share of each plain round that is credited to the account
-INITIAL_CREDIT = 3.0  # initial account, in plain rounds
-TRIAL_ROUNDS = 5  # rounds with drafts that the initial account pays, a run and those in flight: in a batch drafts may double the time
-FREE_TRIES = 3  # runs of drafts without an accepted one after which the next ones are further apart: at most
-MAX_BACKOFF = 8  # times, so that a drafter that was never right is still tried about every 300 rounds
-MAX_CREDIT = 16.0  # maximum account, in plain rounds
-PLAIN_RUN = 5  # plain rounds after a choice of PLAIN, unless the requests change
-SETTLED_ROUNDS = 8  # rounds of a choice after others that measure its time relative to theirs; later changes are the machine's
-STALE_ROUNDS = 64  # rounds after which a draft length is tried again, since its time may have been measured on a busier machine,
-RETRY_SHARE = 0.9  # if its expected tokens per second are at least this share of the best; after 2 * STALE_ROUNDS, its square
 
 
 def initial_account(costs: Costs) -> float:
     """The initial account: seconds that rounds with drafts may lose before any of them saved time."""
     plain, shortest = costs[PLAIN], min((cost for each, cost in costs.items() if each.length), default=costs[PLAIN])
-    return max(INITIAL_CREDIT * plain, TRIAL_ROUNDS * min(shortest - plain, plain))
+    return max(tuned.INITIAL_CREDIT * plain, tuned.TRIAL_ROUNDS * min(shortest - plain, plain))
 
 
 class Acceptance:
@@ -63,7 +42,7 @@ class Acceptance:
 
     def __init__(self, longest: int, prior: Acceptance | float) -> None:
         self._prior = prior
-        self._paused_discount = PAUSED_DISCOUNT if isinstance(prior, Acceptance) else PAUSED_DISCOUNT_OF_ALL
+        self._paused_discount = tuned.PAUSED_DISCOUNT if isinstance(prior, Acceptance) else tuned.PAUSED_DISCOUNT_OF_ALL
         self._accepted, self._reached = [0.0] * longest, [0.0] * longest
         self._weight = 1.0  # of the latest round: it grows, which discounts earlier rounds
         self._rates: list[float] | None = None
@@ -77,7 +56,7 @@ class Acceptance:
 
     def _count(self, offered: int, accepted: int, rounds: float) -> None:
         self._rates = self._expected = None
-        self._weight *= (DISCOUNT if offered else self._paused_discount) ** -rounds
+        self._weight *= (tuned.DISCOUNT if offered else self._paused_discount) ** -rounds
         for position in range(min(offered, accepted + 1)):
             self._reached[position] += self._weight
             if position < accepted:
@@ -91,7 +70,7 @@ class Acceptance:
         """The prior of a position is averaged with the rate of the position before, so that longer drafts are tried if all are accepted."""
         if self._rates is None:
             priors = self._prior.rates if isinstance(self._prior, Acceptance) else itertools.repeat(self._prior)
-            weight, self._rates = PRIOR_ROUNDS * self._weight, list[float]()
+            weight, self._rates = tuned.PRIOR_ROUNDS * self._weight, list[float]()
             for accepted, reached, prior in zip(self._accepted, self._reached, priors, strict=False):
                 expected = (prior + self._rates[-1]) / 2 if self._rates else prior
                 self._rates.append((accepted + weight * expected) / (reached + weight))
@@ -112,6 +91,11 @@ Results = Sequence[tuple[ActiveRequest, ResultRecord]]
 NO_COUNTS: Counts = {True: (0, 0), False: (0, 0)}
 
 
+def num_trailing_ones(bits: int) -> int:
+    lowest_zero = ~bits & (bits + 1)
+    return lowest_zero.bit_length() - 1
+
+
 def counts_of(by_model: bool, offered: int, accepted: int, drafts: int, num_before_model: int) -> Counts:
     """The counts for both sources from the drafts of a row that a round verified. by_model: whether the model drafted. offered: drafts that
     the row could have had; drafts: those that it had, as a chain may end earlier; num_before_model: those before the model's first one."""
@@ -127,7 +111,7 @@ class DraftPolicy:
         assert PLAIN in choices, "plain decoding bounds the loss"
         self._choices = choices
         self._longest = max(each.length for each in choices)
-        priors = {each.model: PRIOR_ACCEPTANCE if each.model else PRIOR_ACCEPTANCE_WITHOUT_MODEL for each in choices}
+        priors = {each.model: tuned.PRIOR_ACCEPTANCE if each.model else tuned.PRIOR_ACCEPTANCE_WITHOUT_MODEL for each in choices}
         self._acceptance_of_all: dict[bool, Acceptances] = {  # of rows with and without a grammar
             constrained: {model: Acceptance(self._longest, prior) for model, prior in sorted(priors.items())}
             for constrained in (False, True)
@@ -152,23 +136,36 @@ class DraftPolicy:
         self._rounds += 1
         if self.repeats and rows == self._rows and self._last in (choices or self._choices):
             self.repeats -= 1
-        else:  # for several rounds, to save time: for a quarter of the rounds that had the same choice
-            plain, before = costs[PLAIN], self._last
-            min_rounds = 1 if before.length else DRAFT_RUN  # a run starts only if the account can pay it
-            budget = self.account(constrained, costs) - sum(risk for kind, risk in self._at_risk if kind == constrained)
-            first = {each: catch_up if each.length and each.model else 0.0 for each in choices or self._choices}
-            affordable = {each: costs[each] for each in first if min_rounds * (costs[each] - plain) + first[each] <= max(0.0, budget)}
-            self._last = self._best(rows, affordable) if len(affordable) > 1 else PLAIN
-            self._accounts[constrained] -= first[self._last]
-            self._failed_tries[constrained] += self._last.length > before.length == 0
-            self._streak = self._streak if self._last == before and rows == self._rows else 0
-            self._rows, self._risk_seconds = rows, costs[self._last] - plain
-            max_rounds = budget / self._risk_seconds if self._risk_seconds > 0 else DRAFT_RUN
-            self.repeats = (int(max(min_rounds, min(self._streak // 4, DRAFT_RUN, max_rounds))) if self._last.length else PLAIN_RUN) - 1
-            self._streak += self.repeats + 1
+        else:
+            self._choose_next(rows, costs, choices or self._choices, constrained, catch_up)
         self._latest_round[self._last] = self._rounds
         self._at_risk.append((constrained, self._risk_seconds))
         return self._last
+
+    def _choose_next(self, rows: Rows, costs: Costs, choices: Sequence[Drafting], constrained: bool, catch_up: float) -> None:
+        """Choose the drafting of the next rounds, and how many they are."""
+        min_rounds = 1 if self._last.length else tuned.DRAFT_RUN  # a run starts only if the account can pay it
+        budget = self.account(constrained, costs) - sum(risk for kind, risk in self._at_risk if kind == constrained)
+        first = {each: catch_up if each.length and each.model else 0.0 for each in choices}  # seconds before the first round
+        losses = {each: costs[each] - costs[PLAIN] for each in choices}  # seconds of a round without an accepted draft
+        affordable = {each: costs[each] for each in choices if min_rounds * losses[each] + first[each] <= max(0.0, budget)}
+        chosen = self._best(rows, affordable) if len(affordable) > 1 else PLAIN
+        self._accounts[constrained] -= first[chosen]
+        if chosen.length and not self._last.length:
+            self._failed_tries[constrained] += 1
+        if chosen != self._last or rows != self._rows:
+            self._streak = 0
+        self._last, self._rows, self._risk_seconds = chosen, rows, losses[chosen]
+        num_rounds = self._num_rounds(min_rounds, budget)
+        self.repeats = num_rounds - 1
+        self._streak += num_rounds
+
+    def _num_rounds(self, min_rounds: int, budget: float) -> int:
+        """Rounds of a new choice. Several save time: a quarter of those that had the same choice before."""
+        if not self._last.length:
+            return tuned.PLAIN_RUN
+        max_rounds = budget / self._risk_seconds if self._risk_seconds > 0 else tuned.DRAFT_RUN
+        return int(max(min_rounds, min(self._streak // 4, tuned.DRAFT_RUN, max_rounds)))
 
     def add(self, drafting: Drafting, results: Sequence[tuple[Acceptances, Counts]], costs: Costs) -> None:
         """The oldest round in flight has ended."""
@@ -179,10 +176,11 @@ class DraftPolicy:
         if drafting.length:
             accepted = sum(counts[True][1] for _, counts in results)
             earned = (1 + accepted / max(len(results), 1)) * plain - costs[drafting]
-            self._failed_tries[constrained] *= not accepted
+            if accepted:
+                self._failed_tries[constrained] = 0
         else:
-            earned = SLACK * plain / min(max(1.0, self._failed_tries[constrained] / FREE_TRIES), MAX_BACKOFF)
-        self._accounts[constrained] = min(MAX_CREDIT * plain, self._accounts[constrained] + earned)
+            earned = tuned.SLACK * plain / min(max(1.0, self._failed_tries[constrained] / tuned.FREE_TRIES), tuned.MAX_BACKOFF)
+        self._accounts[constrained] = min(tuned.MAX_CREDIT * plain, self._accounts[constrained] + earned)
 
     def account(self, constrained: bool, costs: Costs) -> float:
         """Seconds that batches with or without grammars may lose."""
@@ -198,10 +196,10 @@ class DraftPolicy:
         }
         best = max(rates, key=rates.__getitem__, default=PLAIN)
         for each, rate in rates.items():
-            age = (self._rounds - self._latest_round[each]) / STALE_ROUNDS
-            if each.length and age > 1 and rate >= RETRY_SHARE**age * rates[best]:
+            age = (self._rounds - self._latest_round[each]) / tuned.STALE_ROUNDS
+            if each.length and age > 1 and rate >= tuned.RETRY_SHARE**age * rates[best]:
                 return each
-        hysteresis = HYSTERESIS if best.length or not self._last.length else PLAIN_HYSTERESIS
+        hysteresis = tuned.HYSTERESIS if best.length or not self._last.length else tuned.PLAIN_HYSTERESIS
         keeps = self._last in rates and rates[best] < rates[self._last] * (1 + hysteresis)
         return self._last if keeps else best
 
@@ -254,8 +252,8 @@ class RoundCosts:
         if rounds == 1:
             return  # the first replay of a graph takes longer
         seconds += self._later_seconds(key.rows, drafting)
-        settled = before + 1 - max((each for choice, each in latest.items() if choice != drafting), default=0) > SETTLED_ROUNDS
-        weight = max(self._weight, 1 / rounds, min(others / (4 * STALE_ROUNDS), 0.25))
+        settled = before + 1 - max((each for choice, each in latest.items() if choice != drafting), default=0) > tuned.SETTLED_ROUNDS
+        weight = max(self._weight, 1 / rounds, min(others / (4 * tuned.STALE_ROUNDS), 0.25))
         change = 1 + weight * (min(seconds / costs[drafting], 2) - 1)  # at most doubled: a round may have been interrupted
         for each in costs:
             if each == drafting or settled or counts.get(each, 0) < 2:
@@ -277,7 +275,7 @@ class RoundCosts:
         """Bound the cost of shorter rounds: if measured on a busy machine, they would otherwise never be tried and measured again."""
         for each in (PLAIN, *costs):
             if each.length < drafting.length and (drafting.model or not each.length):
-                costs[each] = min(costs.get(each, math.inf), costs[drafting] / MIN_COST_RATIO)
+                costs[each] = min(costs.get(each, math.inf), costs[drafting] / tuned.MIN_COST_RATIO)
 
 
 def _greedy_key(key: GraphKey) -> GraphKey:
@@ -325,8 +323,8 @@ class DraftLengthChooser:
     def choose(self, requests: tuple[ActiveRequest, ...], key: GraphKey) -> Drafting:
         """The drafting of a round of these requests. key: that of the round, with any drafting."""
         batch = self._batch
-        renews = batch is None or batch.requests != requests or len(requests[0].job.tokens) > batch.first + STALE_ROUNDS
-        if renews or self.num_given_drafts or not self._policy.repeats or len(self._ended) > PLAIN_RUN:
+        renews = batch is None or batch.requests != requests or len(requests[0].job.tokens) > batch.first + tuned.STALE_ROUNDS
+        if renews or self.num_given_drafts or not self._policy.repeats or len(self._ended) > tuned.PLAIN_RUN:
             self._read_ended()
         if batch is None or renews or self.num_given_drafts:
             batch = self._batch = self._batch_of(requests, key)
@@ -365,8 +363,7 @@ class DraftLengthChooser:
                     counts, offered = NO_COUNTS, min(pending.length, most)
                     if offered:
                         others = result.looked_up | result.forced * request.constrained  # rounds without grammars do not write `forced`
-                        num_before_model = (~others & (others + 1)).bit_length() - 1
-                        counts = counts_of(pending.model, offered, result.accepted, result.draft_count, num_before_model)
+                        counts = counts_of(pending.model, offered, result.accepted, result.draft_count, num_trailing_ones(others))
                     outcomes.append((row, counts))
                     if pending != (most, drafting.model):
                         self._rows[request] = row, Drafting(most, drafting.model)

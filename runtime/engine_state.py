@@ -24,6 +24,7 @@ class EngineState:
         self.config, self.limits, self.backend, self.buffers = parts.config, parts.limits, parts.backend, parts.buffers
         self.queue, self.step_lock, self._closed_reason = parts.queue, StepLock(), ""
         self._ended = False  # once `_shut_down` has returned
+        self._filters = ""  # the implementation, once it is chosen
         self._graphs, self._scheduler, self._uploader, self._in_flight = parts.graphs, parts.scheduler, parts.uploader, parts.in_flight
         call_after_fork(self._detach)
 
@@ -41,6 +42,7 @@ class EngineState:
                 if self._parts.ranks:
                     self._parts.ranks.publish(CAPTURE)
                 with self._in_flight.capturing():
+                    self._choose_filters()
                     report = self._graphs.capture(self.notes, self.config.eager, self.config.greedy_only, progress)
                 self._in_flight.calibrate()
             except BaseException as error:
@@ -57,10 +59,18 @@ class EngineState:
         config, profiled = self.config, read_range(os.environ) is not None
         need_all = config.eager or config.capture_bytes is not None or config.on_capture_failure != "raise" or self.limits.loops or profiled
         if self.backend.name == "tape" and not need_all:
-            _ = self.notes  # chooses the implementation of the filters
+            self._choose_filters()
             self._graphs.records_on_demand = True
         else:
             self.capture(progress=progress)
+
+    def _choose_filters(self) -> None:
+        """For the graphs that are recorded from now on."""
+        if not self.config.greedy_only:
+            try:
+                self._filters = str(kernels.choose_filters(self.backend.device, self.config.filters))
+            except ValueError as error:
+                raise ValueError(f"EngineConfig.{error}") from None
 
     @property
     def captured(self) -> bool:
@@ -68,15 +78,9 @@ class EngineState:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The chosen implementations, as in the capture report. Also chooses that of the filters, which precedes their capture."""
+        """The chosen implementations, as in the capture report; that of the filters is chosen by the capture."""
         parts, config, device = self._parts, self.config, self.backend.device
         masked = "each is kept while its mask allows it" if "batch_forced" in self.buffers else "without masks"
-        filters = ""
-        if not config.greedy_only:
-            try:
-                filters = str(kernels.choose_filters(device, config.filters))
-            except ValueError as error:
-                raise ValueError(f"EngineConfig.{error}") from None
         notes: dict[str, object] = {  # each note, and whether it applies
             f"host link: {parts.host_link.name}": True,
             f"grammar lane: {parts.grammars.note}": True,
@@ -90,7 +94,7 @@ class EngineState:
             "cache: float8_e4m3fn": config.kv_cache_dtype == FLOAT8,
             f"attention: {parts.attention}": parts.attention.rounds,
             parts.products_note: parts.products_note,
-            f"filters: {filters}": filters,
+            f"filters: {self._filters}": self._filters,
             f"grammars: {parts.compiler and parts.compiler.note}": parts.compiler,
             f"prefixes: not shared, {parts.sharing.why_off}": parts.sharing.why_off,
             "forced drafts: on": "forced_host" in self.buffers,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend, Event
-from stepgraph.graphs.graph_key import FULL, FULL_LENGTH, Drafting, GraphKey
+from stepgraph.graphs.graph_key import FULL, Drafting, GraphKey
 from stepgraph.graphs.graph_set import GraphSet
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.round_specs import MAX_SKIPPED
@@ -101,7 +101,8 @@ class InFlight:
         logprobs = any(request.job.sampling.logprobs for request in requests)
         if self._hidden_states:
             self._hidden_states.round_launched(slot, len(requests))
-        launched_at, self._other_work = math.inf if self._other_work else caught_up_at or self._now(), False
+        launched_at = math.inf if self._other_work else caught_up_at or self._now()
+        self._other_work = False
         event = self._backend.event()
         self.pending.append(LaunchedRound(event, number, requests, key, logprobs, launched_at, launch, caught_up=bool(caught_up_at)))
 
@@ -154,8 +155,7 @@ class InFlight:
 
     def _results(self, launched: LaunchedRound, slot: int) -> Iterator[tuple[int, ActiveRequest, ResultRecord]]:
         """Batch index, request and result of each unfinished request of the launch. slot: of the result rings."""
-        b, length = self._buffers, launched.key.draft_length
-        layout = _layout(self._num_drafts if length == FULL_LENGTH else length)
+        b, layout = self._buffers, _layout(launched.key.num_drafts(self._num_drafts))
         results = b.results_ring_host[slot].tolist()
         all_pairs = b.logprobs_ring_host[slot].tolist() if launched.reads_logprobs else [[]] * len(results)
         for index, (request, line, pairs) in enumerate(zip(launched.requests, results, all_pairs, strict=False)):
@@ -170,7 +170,8 @@ class InFlight:
         """Wait for the round. Returns its duration; None if the device ended it before this call, or began it after other work."""
         was_done = self._chooser is not None and launched.event.query()
         launched.event.wait()
-        started, self._device_idle_at = max(launched.launched_at, self._device_idle_at), math.inf if was_done else self._now()
+        started = max(launched.launched_at, self._device_idle_at)
+        self._device_idle_at = math.inf if was_done else self._now()
         return None if was_done or math.isinf(started) else self._device_idle_at - started
 
     def _now(self) -> float:

@@ -172,7 +172,7 @@ class Job:
         stream = TextStream(self.vocabulary, self.sampling.stop, self.sampling.stop_token_ids)
         return stream, stream.push(self.resume_from)
 
-    @functools.cached_property
+    @property
     def prior_output(self) -> tuple[int, ...]:
         """The output before the present row: `resume_from`, and the own tokens before the latest preemption."""
         return (*self.resume_from, *self.tokens[: self.num_tokens_at_preemption])
@@ -181,6 +181,12 @@ class Job:
     def context_ids(self) -> tuple[int, ...]:
         """The tokens before the first new one."""
         return self.prompt_ids + self.prior_output
+
+    def count_preemption(self) -> None:
+        """The tokens so far become part of `prior_output`."""
+        self.num_preemptions += 1
+        self.num_tokens_at_preemption = len(self.tokens)
+        self.__dict__.pop("context_ids", None)  # the cached value
 
     @property
     def parsed(self) -> Any:

@@ -163,7 +163,8 @@ class Scheduler:
 
     def record(self, request: ActiveRequest, result: ResultRecord) -> StepEvent:
         """Add a round's result to its job, and finish the job if the round ended it."""
-        job, counters, stops, tokens = request.job, self.counters, request.stop_stream, tuple(result.tokens[: result.emitted])
+        job, counters, stops = request.job, self.counters, request.stop_stream
+        tokens = tuple(result.tokens[: result.emitted])
         if stops:
             tokens = stops.up_to_stop(tokens)
             result = result._replace(emitted=len(tokens), accepted=min(result.accepted, len(tokens)))
@@ -238,9 +239,7 @@ class Scheduler:
         job = request.job
         with self._queue.lock:
             self._free(request)
-            job.num_preemptions, job.num_tokens_at_preemption = job.num_preemptions + 1, len(job.tokens)
-            for name in ("prior_output", "context_ids"):
-                job.__dict__.pop(name, None)
+            job.count_preemption()
             ids = torch.tensor(job.prior_output, dtype=torch.int64)  # also if empty
             job.prior_output_host = ids.pin_memory() if pinned else ids
             queued = self._queue.unfinished[job.id]

@@ -18,11 +18,11 @@ from stepgraph.graphs.capture import Backend, Event
 from stepgraph.graphs.errors import step_errors
 from stepgraph.graphs.graph_set import GraphSet
 from stepgraph.graphs.limits import Limits
+from stepgraph.graphs.logits_processors import LogitsProcessor
 from stepgraph.graphs.model import ModelPair
 from stepgraph.graphs.prefill import Chunk, Prompts
 from stepgraph.graphs.proposing import ANCHOR_TOKENS, given_from
 from stepgraph.graphs.row_layout import Column
-from stepgraph.graphs.sampled_stages import LogitsProcessor
 from stepgraph.runtime.extras.hidden_states import HiddenStates
 from stepgraph.runtime.request import ActiveRequest, Job
 from stepgraph.sampling import bitmask
@@ -181,9 +181,10 @@ class Uploader:
 
     def _upload_text(self, request: ActiveRequest, texts: PinnedRing) -> None:
         """Upload what a proposer reads: the text and, from `given_from` on, the end of the prompt and draft_ids."""
-        row_text, text, start = self._buffers.row_text[request.row], request.job.context_ids, given_from(self._limits)
-        given = (*request.job.prompt_ids[-ANCHOR_TOKENS:], *request.job.draft_ids) if request.job.draft_ids else ()
-        first, split, end = start + len(request.job.draft_ids) - len(given), len(text), len(text) + len(given)
+        row_text, text, draft_ids = self._buffers.row_text[request.row], request.job.context_ids, request.job.draft_ids
+        given = (*request.job.prompt_ids[-ANCHOR_TOKENS:], *draft_ids) if draft_ids else ()
+        first = given_from(self._limits) + len(draft_ids) - len(given)
+        split, end = len(text), len(text) + len(given)
 
         def copy(slot: Tensor) -> None:
             row_text.fill_(-1)

@@ -118,25 +118,29 @@ class RequestValidator:
 
     def make_job(self, prompt_ids: Any, lora: Lora, options: RequestOptions) -> Job:
         """ValueError `field: got VALUE, expected ACCEPTED` for the first field that is wrong."""
-        limits, max_drafts, constraint = self._limits, self._limits.num_speculative_tokens, options.get("constraint")
-        prompt, max_new_tokens, drafts = self._prompt(prompt_ids), options.get("max_new_tokens"), options.get("num_speculative_tokens")
-        room, reason = limits.max_length - len(prompt), f"EngineConfig.max_length={limits.max_length} minus {len(prompt)} prompt tokens"
-        new_tokens = room if max_new_tokens is None else checked_count("max_new_tokens", max_new_tokens, 1, room, reason)
-        drafts = max_drafts if drafts is None else drafts
-        drafts = checked_count("num_speculative_tokens", drafts, 0, max_drafts, "the engine's num_speculative_tokens or draft_length")
+        limits, prompt = self._limits, self._prompt(prompt_ids)
+        room, new_tokens = limits.max_length - len(prompt), options.get("max_new_tokens")
+        reason = f"EngineConfig.max_length={limits.max_length} minus {len(prompt)} prompt tokens"
+        new_tokens = room if new_tokens is None else checked_count("max_new_tokens", new_tokens, 1, room, reason)
+        max_drafts, drafts = limits.num_speculative_tokens, options.get("num_speculative_tokens")
+        reason = "the engine's num_speculative_tokens or draft_length"
+        drafts = max_drafts if drafts is None else checked_count("num_speculative_tokens", drafts, 0, max_drafts, reason)
         draft_ids = self._draft_ids(options.get("draft_ids"), drafts)
-        typed = None
+        constraint, typed = options.get("constraint"), None
         if constraint is not None:
             typed = typed_constraint(constraint.constraint if isinstance(constraint, CompiledConstraint) else constraint)
         sampling = self._sampling(options.get("sampling"), constraint is not None, new_tokens)
         stop_ids = self._stop_ids(sampling)
         seed = 0 if sampling.greedy else -1 - secrets.randbits(63) if sampling.seed is None else sampling.seed
-        cache_salt, priority, tenant = options.get("cache_salt", ""), options.get("priority", 0), options.get("tenant", "")
+        cache_salt = options.get("cache_salt", "")
         if not isinstance(cache_salt, str):
             raise ValueError(f"cache_salt: got {type(cache_salt).__name__}, expected a string")
+        priority = options.get("priority", 0)
         check_value("priority", priority, Check(is_int, "a whole number; lower numbers get rows first"))
+        tenant = options.get("tenant", "")
         check_value("tenant", tenant, Check(lambda value: isinstance(value, str), "a string"))
-        embeddings, resume_from = self._embeddings(options.get("prompt_embeddings"), len(prompt)), options.get("resume_from")
+        embeddings = self._embeddings(options.get("prompt_embeddings"), len(prompt))
+        resume_from = options.get("resume_from")
         job = Job(
             next(self._ids),
             prompt,

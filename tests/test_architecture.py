@@ -26,25 +26,25 @@ TEXT = architecture.PATH.read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
-def traced() -> dict[str, list[str]]:
+def traced() -> dict[str, dict[str, list[str]]]:
     if why_not():
         pytest.skip(f"no C library: {why_not()}")
     return {name: files() for name, files in architecture.LISTS.items()}
 
 
 @pytest.mark.parametrize("name", architecture.LISTS)
-def test_file_list_equals_a_new_trace(name: str, traced: dict[str, list[str]]) -> None:
+def test_file_list_equals_a_new_trace(name: str, traced: dict[str, dict[str, list[str]]]) -> None:
     """If this fails after an intended change: python -m tests.helpers.architecture --write"""
     listed = TEXT.split(f"<!-- {name} -->\n")[1].split("\n<!-- end -->")[0]
     assert listed == architecture.table(traced[name])
 
 
 @pytest.mark.parametrize(("name", "most"), [("constraint", 12), ("result", 12)])
-def test_few_files_per_path(name: str, most: int, traced: dict[str, list[str]]) -> None:
+def test_few_files_per_path(name: str, most: int, traced: dict[str, dict[str, list[str]]]) -> None:
     assert len(traced[name]) <= most
 
 
-def test_decode_ring_has_every_file_of_a_steady_constrained_round(traced: dict[str, list[str]]) -> None:
+def test_decode_ring_has_every_file_of_a_steady_constrained_round(traced: dict[str, dict[str, list[str]]]) -> None:
     files = {ON_CUDA.get(path, path) for path in (*traced["draft token"], *traced["result"])} - NOT_ON_CUDA
     programs = {path.replace(name, f"triton/{name}") for path in files for name in [Path(path).name]}
     assert files | {path for path in programs if (ROOT / path).exists()} <= set(DECODE_RING)

@@ -262,7 +262,7 @@ def _layer_variants() -> list[Variant]:
     found.append(_variant("shift_tile", slot_mapping.shift_tile, types, {"TILE": slot_mapping.SHIFT_TILE}, 1))
     types = ["*i64", *["*i64", "*i32"] * 2, "*i64", "*i64", "i32", "i32"]
     found.append(_variant("scatter_row", host_nodes.scatter_row, types, {"TILE": host_nodes.MASK_TILE}, 4))
-    types = ["*i64", "*i1", "*i1", "*i64", "i32", *["*i64"] * 4, "*i32", "*i1", "*i64", *["*i1"] * 3, "*i64", *["i32"] * 6]
+    types = ["*i64", "*i1", "*i1", "*i64", "i32", *["*i64"] * 4, "*i32", "*i1", "*i64", *["*i1"] * 3, "*i64", *["i32"] * 7]
     found.append(_variant("select_row", drafting.select_row, types, {"WIDTH": 8}, 1))
     types = ["*i64", "*i64", "*i64", "i32", "*i64", "*i32", "*i1", "*i64", "*i64", "*i1", "*i64", *["i32"] * 11]
     found.append(_variant("choose_row", proposing.choose_row, types, {}, 1))
@@ -270,7 +270,7 @@ def _layer_variants() -> list[Variant]:
     found.append(_variant("append_row", proposing.append_row, types, {"COUNT": 8}, 1))
     types = ["*i32", "*i64", "*i64", *["i32"] * 4, "*i64", *["i32"] * 3]
     found.append(_variant("look_up_row", proposing.look_up_row, types, {"SEARCHED": proposing.SEARCHED, "COUNT": 8}, 4))
-    types = [*["*i64"] * 10, "*i1", "*i1", *["*i64"] * 3, *["i32"] * 4]
+    types = [*["*i64"] * 10, "*i1", "*i1", *["*i64"] * 3, *["i32"] * 8]
     found.append(_variant("write_row", stages.write_row, types, {"COLUMNS": 16, "POSITIONS": 16}, 1))
     found.append(_variant("count_row", sampled_stages.count_row, ["*i64", "*i64", "*i64", "*i32", "i32", "i32"], {"POSITIONS": 16}, 1))
     types = [*["*i64"] * 4, "*bf16", "*i64", "*bf16", "*i64", *["i32"] * 6]
@@ -363,6 +363,12 @@ def launches(width: int, size: int) -> dict[str, dict[str, Any]]:
     return found
 
 
+def spill_warnings(table: Sequence[Mapping[str, Any]]) -> list[str]:
+    """One line for each program that spills: bounds of registers hold for one assembler, and Triton is not pinned."""
+    spilling = (each for each in table if each["spill_bytes"])
+    return [f"warning: {each['kernel']} spills {each['spill_bytes']} bytes on sm_{each['arch']}" for each in spilling]
+
+
 def roofline(launch: Mapping[str, Any], gigabytes_per_second: float) -> dict[str, Any]:
     return {**launch, "least_us": round(launch["bytes"] / gigabytes_per_second / 1e3, 3)}
 
@@ -409,4 +415,6 @@ if __name__ == "__main__":
         chosen = list({variant.kernel: variant for variant in reversed(chosen)}.values())
     pairs = itertools.product(chosen, args.arch)
     table = [compile_usage(variant, arch)._asdict() | roofline(moved[variant.kernel.__name__], speed[arch]) for variant, arch in pairs]
+    for warning in spill_warnings(table):
+        print(warning, file=sys.stderr)
     print(json.dumps(table))

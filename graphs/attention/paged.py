@@ -52,10 +52,9 @@ def attention(
     return paged_attention(query, keys, values, inputs.positions, inputs.slots, tables, page_size, window or 0, scale, softcap, sinks)
 
 
-def _c_supports(query: Tensor, keys: Tensor, values: Tensor, *others: float | Tensor | None) -> bool:
-    sinks = others[-1]
+def _c_supports(query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None) -> bool:
     fits = query.shape[3] <= MAX_C_HEAD_SIZE and keys.is_contiguous() and values.is_contiguous()
-    return fits and c_supports_cache(query, keys=keys, values=values) and (not isinstance(sinks, Tensor) or same_float_type(sinks))
+    return fits and c_supports_cache(query, keys=keys, values=values) and (sinks is None or same_float_type(sinks))
 
 
 paged_attention = operation(

@@ -27,7 +27,7 @@ def _product_outputs(states: Tensor, weight: Tensor, bias: Tensor | None) -> Ten
     return empty_of((len(states), columns), states)
 
 
-@operation(_product_outputs, triton=True, c=True, supports=lambda states, weight, _: c_supports_product(states, weight))
+@operation(_product_outputs, triton=True, c=True, supports=c_supports_product)
 def product(states: DenseFloats, weight: Tensor, bias: ContiguousFloats | None = None) -> Tensor:
     """[N, in] by [out, in], which may be packed -> [N, out], plus `bias`. On the CPU a row has the same bits in any batch; on a GPU the
     programs for packed weights and for a vocabulary have that property; cuBLAS, which computes other products, has not."""
@@ -41,7 +41,7 @@ def embed_tokens(tokens: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     return quantised_rows(tokens, weight, dtype) if weight.dtype is torch.uint8 else functional.embedding(tokens, weight)
 
 
-def _c_supports_norm(states: Tensor, weight: Tensor, *_: float) -> bool:
+def _c_supports_norm(states: Tensor, weight: Tensor) -> bool:
     """states [N, size] or [N, inner, size], inner ones adjacent."""
     packed = states.stride(-1) == 1 and (states.dim() == 2 or (states.dim() == 3 and states.stride(1) == states.shape[2]))
     return packed and weight.is_contiguous() and weight.shape == states.shape[-1:] and same_float_type(states, weight)
@@ -60,7 +60,7 @@ class Residual(NamedTuple):
     normed: Tensor
 
 
-def _c_supports_add_norm(states: Tensor, update: Tensor, weight: Tensor, *_: object) -> bool:
+def _c_supports_add_norm(states: Tensor, update: Tensor, weight: Tensor) -> bool:
     return states.shape == update.shape and states.dim() == 2 and weight.shape == states.shape[1:]
 
 
@@ -86,7 +86,7 @@ def _activated_outputs(pairs: Tensor, activation: int) -> Tensor:
     return pairs.new_empty(*pairs.shape[:-1], pairs.shape[-1] // 2)
 
 
-@operation(_activated_outputs, triton=True, c=True, supports=lambda pairs, _: 2 <= pairs.dim() <= 4 and pairs.shape[-1] > 0)
+@operation(_activated_outputs, triton=True, c=True, supports=lambda pairs: 2 <= pairs.dim() <= 4 and pairs.shape[-1] > 0)
 def activate_and_mul(pairs: ContiguousFloats, activation: int = Activation.SILU) -> Tensor:
     """An Activation of the first half of the last dimension, times the second half; LIMITED: times its clamped value plus one."""
     gate, up = pairs.chunk(2, -1)

@@ -22,7 +22,7 @@ def _choice_outputs(logits: Tensor, count: int, normalised: bool, correction: Te
     return shares, shares.new_empty(shares.shape, dtype=torch.int64)
 
 
-@operation(_choice_outputs, triton=True, c=True, supports=lambda logits, *_: logits.shape[1] <= _MAX_EXPERTS)
+@operation(_choice_outputs, triton=True, c=True, supports=lambda logits: logits.shape[1] <= _MAX_EXPERTS)
 def choose_experts(
     logits: ContiguousFloats,
     count: int,
@@ -56,7 +56,7 @@ def _product_outputs(states: Tensor, experts: Tensor, weights: Tensor, num_exper
     return states.new_empty(experts.numel(), outer // num_experts)
 
 
-def _c_supports_product(states: Tensor, experts: Tensor, weights: Tensor, *_: object) -> bool:
+def _c_supports_product(states: Tensor, weights: Tensor) -> bool:
     return c_supports_product(states, weights) and states.shape[1] * states.element_size() <= _MAX_ROW_BYTES
 
 

@@ -49,12 +49,12 @@ def lora_specs(weights: Mapping[str, LoraWeight], limits: Limits, dtype: torch.d
         yield BufferSpec(f"{name}_up", (slots, *weight.up_shape(rank)), dtype)
 
 
-def _product_outputs(states: Tensor, _: Tensor, weights: Tensor, base: Tensor | None) -> Tensor:
+def _product_outputs(states: Tensor, slots: Tensor, weights: Tensor, base: Tensor | None) -> Tensor:
     assert base is None or base.shape == (len(states), weights.shape[1]), f"{states.shape}, weights {weights.shape}, base {base.shape}"
     return empty_of((len(states), weights.shape[1]), states)
 
 
-@operation(_product_outputs, triton=True, c=True, supports=lambda states, _, weights, *__: states.shape[1] == weights.shape[2] <= MAX_INNER)
+@operation(_product_outputs, triton=True, c=True, supports=lambda states, weights: states.shape[1] == weights.shape[2] <= MAX_INNER)
 def slot_product(states: DenseFloats, slots: StridedLongs, weights: ContiguousFloats, base: ContiguousFloats | None = None) -> Tensor:
     """Products with one of several weights: [N, in] by [slots, out, in] -> [N, out], plus `base` [N, out].
 

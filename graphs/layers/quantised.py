@@ -175,7 +175,7 @@ def _rows_outputs(indices: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor
     return torch.empty(len(indices), inner_size(weight), dtype=dtype, device=indices.device)
 
 
-@operation(_rows_outputs, triton=True, c=True, supports=lambda *args: _c_supports_packed(args[1]) and args[2] in FLOATS)
+@operation(_rows_outputs, triton=True, c=True, supports=lambda weight, dtype: _c_supports_packed(weight) and dtype in FLOATS)
 def quantised_rows(indices: Longs, weight: Contiguous, dtype: torch.dtype) -> Tensor:
     """Rows [N, in] of packed weights: an embedding."""
     tiles = weight[indices // TILE]

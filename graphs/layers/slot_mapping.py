@@ -64,7 +64,7 @@ def _angles_outputs(positions: Tensor, frequencies: Tensor, dtype: torch.dtype, 
     return cosines, sines
 
 
-@operation(_angles_outputs, triton=True, c=True, supports=lambda *args: args[2] in FLOATS)
+@operation(_angles_outputs, triton=True, c=True, supports=lambda dtype: dtype in FLOATS)
 def rope_angles(positions: Longs, frequencies: Float32s, dtype: torch.dtype, factor: float = 1.0) -> tuple[Tensor, Tensor]:
     """Cosines and sines, times `factor`, for `rotate`: positions [N] -> two of [N, 1, size]; frequencies [size / 2] float32."""
     angles = positions[:, None, None].float() * frequencies
@@ -104,7 +104,7 @@ def _rope_outputs(
     return empty_as(query)
 
 
-def _fits_c(query: Tensor, key: Tensor, value: Tensor, cosines: Tensor, sines: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> bool:
+def _fits_c(query: Tensor, cosines: Tensor, sines: Tensor, keys: Tensor, values: Tensor) -> bool:
     return query.shape[2] <= MAX_C_HEAD_SIZE and c_supports_cache(query, cosines, sines, keys=keys, values=values)
 
 

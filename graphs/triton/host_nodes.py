@@ -26,18 +26,18 @@ def scatter_row(
     TILE: tl.constexpr,
 ):
     """A part of one mask; the first part also copies the tag. If the tag's position is out of range, neither is written to a row."""
-    slot, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
-    position = tl.load(tags + slot * _TAG_FIELDS + 2, volatile=True)
+    batch_row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
+    position = tl.load(tags + batch_row * _TAG_FIELDS + 2, volatile=True)
     in_range = (position >= 0) & (position < positions)
-    to = tl.load(rows + slot) * positions + position
-    mask = tl.load(masks + slot * words + column, mask=column < words, other=0, volatile=True)
+    to = tl.load(rows + batch_row) * positions + position
+    mask = tl.load(masks + batch_row * words + column, mask=column < words, other=0, volatile=True)
     tl.store(row_masks + to * words + column, mask, mask=column < tl.where(in_range, words, 0))
     if tl.program_id(1) == 0:
         field = tl.arange(0, _TAG_FIELDS)
-        tag = tl.load(tags + slot * _TAG_FIELDS + field, volatile=True)
+        tag = tl.load(tags + batch_row * _TAG_FIELDS + field, volatile=True)
         tl.store(row_tags + to * _TAG_FIELDS + field, tag, mask=field < tl.where(in_range, _TAG_FIELDS, 0))
         if forced is not None:
-            tl.store(batch_forced + slot, tl.load(forced + slot, volatile=True))
+            tl.store(batch_forced + batch_row, tl.load(forced + batch_row, volatile=True))
 
 
 def scatter_masks(*tensors: Tensor | None) -> None:

@@ -36,9 +36,9 @@ def look_up_row(
     COUNT: tl.constexpr,
 ):
     """SEARCHED and COUNT are powers of two, COUNT at least `count`. No two columns of a text have the same score."""
-    slot = tl.program_id(0).to(tl.int64)
-    row_text, size = text + slot * width, tl.load(length + slot * length_step).to(tl.int32)
-    expected = (start + tl.load(generated + slot * generated_step)).to(tl.int32)
+    batch_row = tl.program_id(0).to(tl.int64)
+    row_text, size = text + batch_row * width, tl.load(length + batch_row * length_step).to(tl.int32)
+    expected = (start + tl.load(generated + batch_row * generated_step)).to(tl.int32)
     best, column = tl.full((SEARCHED,), -1, tl.int32), tl.zeros((SEARCHED,), tl.int32)
     for begin in range(0, width, SEARCHED):
         columns = begin + tl.arange(0, SEARCHED)
@@ -58,7 +58,7 @@ def look_up_row(
     index = tl.arange(0, COUNT)
     copied = match_column + tl.where(match_column < start, index % tl.maximum(size - match_column, 1), index)
     tokens = tl.load(row_text + tl.minimum(copied, width - 1)).to(tl.int64)
-    tl.store(chain + slot * count + index, tl.where(top >= 0, tokens, -1), mask=index < count)
+    tl.store(chain + batch_row * count + index, tl.where(top >= 0, tokens, -1), mask=index < count)
 
 
 def look_up(*arguments: Any) -> None:
@@ -72,10 +72,10 @@ def look_up(*arguments: Any) -> None:
 @triton.jit
 def append_row(rows, tokens, emitted, length, row_text, count, width, length_step, COUNT: tl.constexpr):
     """rows [B], tokens [B, count], emitted [B], length [B] int64; row_text [R, width] int32. COUNT: count, rounded up."""
-    slot = tl.program_id(0).to(tl.int64)
-    index, begin = tl.arange(0, COUNT), tl.load(length + slot * length_step)
-    token = tl.load(tokens + slot * count + index, mask=index < count, other=0)
-    tl.store(row_text + tl.load(rows + slot) * width + begin + index, token.to(tl.int32), mask=index < tl.load(emitted + slot))
+    batch_row = tl.program_id(0).to(tl.int64)
+    index, begin = tl.arange(0, COUNT), tl.load(length + batch_row * length_step)
+    token = tl.load(tokens + batch_row * count + index, mask=index < count, other=0)
+    tl.store(row_text + tl.load(rows + batch_row) * width + begin + index, token.to(tl.int32), mask=index < tl.load(emitted + batch_row))
 
 
 def append_tokens(rows: Tensor, tokens: Tensor, emitted: Tensor, length: Tensor, row_text: Tensor) -> None:
@@ -108,28 +108,28 @@ def choose_row(
     flag_row_step,
     flag_step,
 ):
-    slot = tl.program_id(0).to(tl.int64)
-    row, max_drafts = tl.load(rows + slot), tl.load(limit + slot * limit_step)
-    alive = (tl.load(finish + slot * finish_step) == _RUNNING).to(tl.int32)
+    batch_row = tl.program_id(0).to(tl.int64)
+    row, max_drafts = tl.load(rows + batch_row), tl.load(limit + batch_row * limit_step)
+    alive = (tl.load(finish + batch_row * finish_step) == _RUNNING).to(tl.int32)
     follows = alive
     if masks is not None:
-        masked = tl.load(constrained + slot).to(tl.int32)
+        masked = tl.load(constrained + batch_row).to(tl.int32)
     for index in range(drafts):
-        candidate = tl.load(proposed + slot * drafts + index)
+        candidate = tl.load(proposed + batch_row * drafts + index)
         token = tl.where((follows != 0) & (candidate >= 0) & (candidate < num_tokens), candidate, -1)
         if masks is not None:
-            valid = tl.load(status + slot * status_row_step + index * status_step) == _OK
+            valid = tl.load(status + batch_row * status_row_step + index * status_step) == _OK
             word = tl.maximum(candidate, 0) // _BITS_PER_WORD
             mask_word = tl.load(masks + row * mask_row_step + index * mask_step + word, mask=word < words, other=0)
             legal = (valid & (((mask_word >> (candidate % _BITS_PER_WORD).to(tl.int32)) & 1) != 0)) | (masked == 0)
             token = tl.where(legal | (token < 0), token, _REFUSED)
             if forced is not None:
-                forced_token = tl.load(forced + index * forced_step + slot)
+                forced_token = tl.load(forced + index * forced_step + batch_row)
                 taken = (forced_token >= 0) & (masked != 0) & valid
                 token = tl.where(taken, forced_token, token)
                 tl.store(row_forced + row * flag_row_step + index * flag_step, taken)
         token = tl.where((alive != 0) & (max_drafts > index), token, -1)
-        tl.store(chosen + slot * drafts + index, token)
+        tl.store(chosen + batch_row * drafts + index, token)
         alive, follows = (token >= 0).to(tl.int32), follows & (token == candidate).to(tl.int32)
 
 
@@ -161,18 +161,18 @@ def keep_tile(
     TILE: tl.constexpr,
 ):
     """One token and tile of its features."""
-    slot, position, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    row, before = tl.load(rows + slot), tl.load(skipped + slot * skipped_step)
+    batch_row, position, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    row, before = tl.load(rows + batch_row), tl.load(skipped + batch_row * skipped_step)
     column = row * room + before + position
     if before + position < room:
         index = part * TILE + tl.arange(0, TILE)
-        source = features + slot * features_row_stride + position.to(tl.int64) * features_position_stride
+        source = features + batch_row * features_row_stride + position.to(tl.int64) * features_position_stride
         values = tl.load(source + index, mask=index < width)
         tl.store(row_features + column * width + index, values, mask=index < width)
         if part == 0:
-            tl.store(row_tokens + column, tl.load(tokens + slot * tl.num_programs(1) + position))
+            tl.store(row_tokens + column, tl.load(tokens + batch_row * tl.num_programs(1) + position))
     if (position == 0) & (part == 0):
-        tl.store(row_skipped + row * row_step, before + tl.load(emitted + slot))
+        tl.store(row_skipped + row * row_step, before + tl.load(emitted + batch_row))
 
 
 def keep_skipped(*tensors: Tensor) -> None:

@@ -18,7 +18,7 @@ TILE = 1024
 @triton.jit
 def take_rows(
     number,  # [1] int64
-    ring,  # [S, slots] int64, pinned; the host wrote the slot before the launch
+    ring,  # [S, max_rows] int64, pinned; the host wrote the slot before the launch
     batch_rows,  # [B] int64, written
     slots,
     line,  # elements of a slot

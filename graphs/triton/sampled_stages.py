@@ -10,11 +10,11 @@ from torch import Tensor
 @triton.jit
 def count_row(rows, tokens, emitted, output_counts, positions, vocabulary, POSITIONS: tl.constexpr):
     """Count the emitted tokens of one row. tokens [B, positions]; POSITIONS is a power of two >= positions."""
-    slot = tl.program_id(0).to(tl.int64)
+    batch_row = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, POSITIONS)
-    counted = index < tl.minimum(tl.load(emitted + slot), positions)
-    token = tl.load(tokens + slot * positions + index, mask=counted, other=0)
-    tl.atomic_add(output_counts + tl.load(rows + slot) * vocabulary + token, 1, mask=counted, sem="relaxed")
+    counted = index < tl.minimum(tl.load(emitted + batch_row), positions)
+    token = tl.load(tokens + batch_row * positions + index, mask=counted, other=0)
+    tl.atomic_add(output_counts + tl.load(rows + batch_row) * vocabulary + token, 1, mask=counted, sem="relaxed")
 
 
 def count_output(rows: Tensor, tokens: Tensor, emitted: Tensor, output_counts: Tensor) -> None:

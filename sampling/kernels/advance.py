@@ -82,10 +82,10 @@ def advance_fill(
     rows [B] int64. drafts [B, K] int64, or [R, K] if by_row; negative: no draft. All of these may have any strides.
     arena [ints] int32: images at multiples of arena.ALIGNMENT. token_text [4 * n] uint8, token_starts [tokens + 1] int32, plain_rows
     [n, W] int32, stop_words [W] int32: the token table that the images were compiled for.
-    row_places [R, K + 2, PLACE_INTS], row_stacks [R, K + 2, depth] int32: the place after n tokens, drafts included, is in slot
-    n % (K + 2). So a rejected draft takes no work: the place before it is still there. `depth` is at least the IMAGE_DEPTH of every image.
+    row_places [R, K + 2, PLACE_INTS], row_stacks [R, K + 2, depth] int32: the place after n tokens, drafts included, is at n % (K + 2).
+    So a rejected draft takes no work: the place before it is still there. `depth` is at least the IMAGE_DEPTH of every image.
     row_masks [R, K + 1, W] int32, row_tags [R, K + 1, TAG_FIELDS] int64. batch_status [K + 1, >= B] int64: written, the statuses of these
-    masks, by slot; NONE for a row without an image.
+    masks, by batch row; NONE for a row without an image.
 
     Mask 0 follows the row's history (a row without tokens is at the start of its grammar), mask i > 0 its draft i, if mask i - 1
     is OK. A draft that is not legal gives an ILLEGAL tag; any other mask that cannot be filled gets a tag without owner, as do the

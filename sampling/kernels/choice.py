@@ -35,9 +35,7 @@ def _argmax_outputs(
     return finite, torch.empty(logits.shape[:2], dtype=torch.int64, device=logits.device)
 
 
-def _c_supports(
-    logits: Tensor, masks: Tensor | None, rows: Tensor | None, constrained: Tensor | None, ids: Tensor | None, status: Tensor | None
-) -> bool:
+def _c_supports(logits: Tensor, masks: Tensor | None, rows: Tensor | None, constrained: Tensor | None, ids: Tensor | None) -> bool:
     if masks is None or constrained is None:
         return False
     (batch, positions, width), (mask_rows, mask_positions, words) = logits.shape, masks.shape
@@ -94,7 +92,7 @@ def _status_outputs(tags: Tensor, owner: Tensor, *_: object) -> tuple[Tensor, Te
     return status, torch.empty(len(owner), dtype=torch.bool, device=tags.device)
 
 
-@operation(_status_outputs, triton=True, c=True, supports=lambda tags, owner, *others: others[-1] is not None or len(tags) == len(owner))
+@operation(_status_outputs, triton=True, c=True, supports=lambda tags, owner, rows: rows is not None or len(tags) == len(owner))
 def mask_status(
     tags: Dense, owner: StridedLongs, generated: StridedLongs, constrained: StridedLongs, first: int = 0, rows: Longs | None = None
 ) -> tuple[Tensor, Tensor]:

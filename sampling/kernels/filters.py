@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -153,7 +153,7 @@ def _distribution_outputs(logits: Tensor, params: Tensor) -> Tensor:
     return torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
 
 
-@operation(_distribution_outputs, triton=filter_module, c=True, supports=lambda logits, _: logits.shape[-1] > 0)
+@operation(_distribution_outputs, triton=filter_module, c=True, supports=lambda logits: logits.shape[-1] > 0)
 def distribution(logits: DenseFloats, params: Dense) -> Tensor:
     """sampler.distribution of logits [B, Q, V], of any float type, and params [B, 4 or more] float32 -> [B, Q, V] float32."""
     return sampler.distribution(logits, params)
@@ -170,8 +170,7 @@ def _draw_outputs(
     return torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
 
 
-def _c_supports_draw(logits: Tensor, params: Tensor, *others: Any) -> bool:
-    ids = others[-1]
+def _c_supports_draw(logits: Tensor, ids: Tensor | None) -> bool:
     return logits.shape[-1] > 0 and (ids is None or bool((ids[:1] >= 0).all() and (ids.diff() > 0).all()))  # the kernel scatters in place
 
 

@@ -67,7 +67,7 @@ class Operation(Generic[P, R]):
         writes: Sequence[str] = (),
         triton: bool | str | Callable[[torch.device], str] = False,
         c: bool | str = False,
-        supports: Callable[..., bool] = lambda *_: True,
+        supports: Callable[..., bool] = lambda: True,
         mapped: bool = False,
         whole: bool = False,
     ) -> None:
@@ -76,7 +76,8 @@ class Operation(Generic[P, R]):
         package, _, module = reference.__module__.rpartition(".")
         self.reference, self.mapped, self._whole = reference, mapped, whole
         self.name = name or reference.__name__
-        self.c, self._supports = c if isinstance(c, str) else self.name if c else "", supports  # kernel name without stepgraph_
+        self.c = c if isinstance(c, str) else self.name if c else ""  # kernel name without stepgraph_
+        self._supports, self._supports_inputs = supports, [[*parameters].index(name) for name in inspect.signature(supports).parameters]
         # the module of the program, which has the name of the operation
         self.triton = triton if isinstance(triton, str) else f"{package}.triton.{module}" if triton else ""
         self._module_for = triton if callable(triton) else lambda device: "" if programs.why_no_triton(device) else self.triton
@@ -142,9 +143,10 @@ class Operation(Generic[P, R]):
                 float_type = float_type or value.dtype
                 if value.dtype is not float_type:
                     return False
-        return self.c != "" and self._supports(*inputs)
+        return self.c != "" and self._supports(*[inputs[index] for index in self._supports_inputs])
 
     def _complete(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        assert kwargs.keys() <= {*self._names}, kwargs.keys() - {*self._names}
         values = {**self._defaults, **dict(zip(self._names, args, strict=False)), **kwargs}
         return tuple(values[name] for name in self._names)
 
@@ -172,7 +174,8 @@ def operation(outputs: Callable[..., R], **settings: Any) -> Callable[[Callable[
     outputs: checks the inputs and allocates what the reference returns. writes: inputs that it changes.
     triton: there is a program of the same name in PACKAGE/triton/MODULE.py; or the module that it is in; or a function that gives, for a
     device, that module, empty for the reference.
-    c: there is a kernel of the same name in the C library; or its name. supports: whether it supports given inputs, besides their forms.
+    c: there is a kernel of the same name in the C library; or its name. supports: whether it supports the inputs that are named as its
+    parameters, besides their forms.
     mapped: the device accesses pinned arguments in host memory.
     Without a program and without C for its arguments, a call runs the reference: as one operation if `whole`, otherwise as those of torch.
     """

@@ -61,10 +61,10 @@ def process(
     return process_logits(logits, masks, mask_rows, constrained, status, ids, rows, *settings, earlier_drafts, first)
 
 
-def _process_outputs(
-    logits: Tensor, masks: Tensor | None, _: object, __: object, status: Tensor | None, ids: Tensor | None, ___: object, *settings: Tensor
-) -> Processed:
-    bias_ids, output_counts = settings[1], settings[5]
+def _process_outputs(logits: Tensor, masks: Tensor | None, *others: Any) -> Processed:
+    _mask_rows, _constrained, status, ids, _rows, *settings_of_rows, _earlier_drafts, _first = others
+    settings = RowSettings._make(settings_of_rows)
+    bias_ids, output_counts = settings.bias_ids, settings.output_counts
     (batch, positions, width), vocabulary = logits.shape, output_counts.shape[1]
     assert ids is not None or width == vocabulary, f"logits {logits.shape}, output_counts {output_counts.shape}"
     if masks is not None and status is not None:
@@ -77,8 +77,8 @@ def _process_outputs(
     return Processed(torch.empty(logits.shape, dtype=torch.float32, device=logits.device), finite, final_status)
 
 
-def _c_supports(logits: Tensor, *others: Any) -> bool:
-    return logits.shape[2] > 0 and others[13].shape[1] <= MAX_EARLIER_DRAFTS
+def _c_supports(logits: Tensor, earlier_drafts: Tensor) -> bool:
+    return logits.shape[2] > 0 and earlier_drafts.shape[1] <= MAX_EARLIER_DRAFTS
 
 
 @operation(_process_outputs, triton=True, c=True, supports=_c_supports)
@@ -172,8 +172,8 @@ def _scatter_by_id(values: Tensor, ids: Tensor, width: int) -> Tensor:
     return dense.scatter_add_(1, ids.clamp(min=0), values)
 
 
-def _c_supports_ranking(*args: Tensor) -> bool:
-    return args[3].shape[1] == Param.TOP_LOGPROBS + 1
+def _c_supports_ranking(params: Tensor) -> bool:
+    return params.shape[1] == Param.TOP_LOGPROBS + 1
 
 
 @operation(lambda *_: None, writes=("ids_ring", "values_ring"), triton=True, c=True, supports=_c_supports_ranking, mapped=True)

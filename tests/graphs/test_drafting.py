@@ -117,7 +117,8 @@ class LookUpLaw(ForcedLaw):
 
     def _chain(self, batch: Batch) -> Tensor:
         chains = self.chains[batch.rows]
-        return proposing.propose(self.buffers, batch, FormulaProposer(lambda history, index: chains), self.limits)
+        proposer = FormulaProposer(lambda history, index: chains)
+        return proposing.propose(self.buffers, batch, proposer, self.limits, self.limits.num_speculative_tokens)
 
 
 @pytest.mark.parametrize(("k", "d2t"), [(2, True), *(pytest.param(k, d2t, marks=pytest.mark.soak) for k in (1, 3, 4) for d2t in (0, 1))])

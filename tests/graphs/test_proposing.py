@@ -176,7 +176,8 @@ def test_proposed_chains_end_at_invalid_ids_and_limits() -> None:
     buffers.row_state[5, Column.DRAFT_LIMIT] = 2
     buffers.row_state[6, Column.FINISH] = int(FinishCode.STOP)
     batch = read_batch(buffers, 7)
-    store_chain(buffers, batch, propose(buffers, batch, FormulaProposer(lambda history, index: proposed[:7]), limits))
+    proposer = FormulaProposer(lambda history, index: proposed[:7])
+    store_chain(buffers, batch, propose(buffers, batch, proposer, limits, limits.num_speculative_tokens))
     kept = [[1, 2, 3], [4, -1, -1], [6, -1, -1], [-1] * 3, [1, -1, -1], [1, 2, -1], [-1] * 3, [-1] * 3]
     assert buffers.row_drafts.tolist() == kept
     assert buffers.row_state[:, Column.DRAFT_COUNT].tolist() == [sum(token >= 0 for token in chain) for chain in kept]

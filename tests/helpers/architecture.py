@@ -30,14 +30,16 @@ def make_engine() -> Engine:
     return engine
 
 
-def traced(run: Callable[[], object], *, all_threads: bool = False) -> list[str]:
+def traced(run: Callable[[], object], *, all_threads: bool = False) -> dict[str, list[str]]:
+    """The functions by file, both in the order in which they are first entered."""
     with file_trace(all_threads=all_threads) as trace:
         trace.active = True
         run()
-    return trace.files
+    calls = [call.split(":") for call in trace.functions]
+    return {path: [name.split(".")[-1] for other, name in calls if other == path] for path in trace.files}
 
 
-def prompt_files() -> list[str]:
+def prompt_files() -> dict[str, list[str]]:
     """From `submit` to the first prompt chunk; no round is launched."""
     with make_engine() as engine:
 
@@ -48,7 +50,7 @@ def prompt_files() -> list[str]:
         return traced(run)
 
 
-def first_token_files(constraint: Constraint | None) -> list[str]:
+def first_token_files(constraint: Constraint | None) -> dict[str, list[str]]:
     with make_engine() as engine:
 
         def run() -> None:
@@ -59,10 +61,10 @@ def first_token_files(constraint: Constraint | None) -> list[str]:
         return traced(run, all_threads=True)
 
 
-def constraint_files() -> list[str]:
+def constraint_files() -> dict[str, list[str]]:
     """From `submit` to the first masked token: the files that a request without a constraint does not enter."""
     free = set(first_token_files(None))
-    return [path for path in first_token_files(Constraint.json_schema(SCHEMA)) if path not in free]
+    return {path: names for path, names in first_token_files(Constraint.json_schema(SCHEMA)).items() if path not in free}
 
 
 def steady_engine() -> Engine:
@@ -77,13 +79,13 @@ def steady_engine() -> Engine:
     return engine
 
 
-def result_files() -> list[str]:
+def result_files() -> dict[str, list[str]]:
     """The host's part of a steady constrained round: launch, results, event."""
     with steady_engine() as engine:
         return traced(engine.step)
 
 
-def draft_files() -> list[str]:
+def draft_files() -> dict[str, list[str]]:
     """The device's part of a round, run eagerly: verify, mask, accept, draft."""
     with steady_engine() as engine:
         step = engine._graphs.step(GraphKey(rows=1, constrained=True, device=True))
@@ -99,9 +101,12 @@ def purpose(path: str) -> str:
     return re.split(r"(?<=[^.]{3})[.:](?:\s|$)", " ".join(text.split()))[0]
 
 
-def table(files: list[str]) -> str:
-    rows = [f"| {number} | [{path}](../{path}) | {purpose(path)} |" for number, path in enumerate(files, 1)]
-    return "\n".join(["| | file | purpose |", "|---|---|---|", *rows])
+def table(files: dict[str, list[str]]) -> str:
+    rows = ["| | file | first calls there | purpose of the file |", "|---|---|---|---|"]
+    for number, (path, names) in enumerate(files.items(), 1):
+        calls = [f"`{name}`" for name in dict.fromkeys(names) if name.isidentifier() and not name.startswith("__")]
+        rows.append(f"| {number} | [{path}](../{path}) | {', '.join(calls[:2])} | {purpose(path)} |")
+    return "\n".join(rows)
 
 
 def updated(text: str) -> str:

@@ -65,7 +65,7 @@ class ProposedLaw(RoundSampler):
     def _drafts(self, batch: Batch) -> list[Tensor]:
         tokens, legal, position = batch.column(Column.LAST_TOKEN), batch.live, batch.column(Column.LENGTH) - 1
         self._fill_masks(batch, 0, tokens, legal)
-        drafts = list(proposing.propose(self.buffers, batch, self.proposer, self.limits).unbind(1))
+        drafts = list(proposing.propose(self.buffers, batch, self.proposer, self.limits, self.k).unbind(1))
         for step, draft in enumerate(drafts):
             legal = legal & (draft >= 0) & self.masks[position + step, tokens.clamp(min=0), draft.clamp(min=0)]
             self._fill_masks(batch, step + 1, draft, legal)

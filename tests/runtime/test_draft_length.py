@@ -23,8 +23,6 @@ from stepgraph.graphs.graph_key import PLAIN, Drafting, GraphKey
 from stepgraph.graphs.tape.backend import Tape
 from stepgraph.runtime.calibration import REPLAYS_PER_MEASUREMENT
 from stepgraph.runtime.draft_length import (
-    DRAFT_RUN,
-    SLACK,
     Acceptances,
     Costs,
     Counts,
@@ -33,6 +31,7 @@ from stepgraph.runtime.draft_length import (
     counts_of,
     initial_account,
 )
+from stepgraph.runtime.draft_tuning import DRAFT_RUN, SLACK
 from stepgraph.runtime.request import Origin
 from tests.graphs.test_graph_set import Refusing
 from tests.helpers.c_library import needs_c

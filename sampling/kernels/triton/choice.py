@@ -87,15 +87,16 @@ def masked_candidates(
     else:
         values = tl.load(line_logits + ids, mask=legal, other=float("-inf"))
     if masks is not None:
-        masked = tl.load(constrained + row).to(tl.int32) * width  # where the mask ends: 0 in a row that has none
+        masked = tl.load(constrained + row).to(tl.int32)
+        mask_end = masked * width  # no id of a row without a mask is below it
         if status is not None:
             legal = legal & ((masked == 0) | (tl.load(status + line) == _OK))
         source = masks + table_row_of(row.to(tl.int64), rows) * masks_row_stride + position.to(tl.int64) * masks_position_stride
         if bit_of is not None:
             bit = tl.load(bit_of + ids, mask=ids < width, other=0)
-            bits = tl.load(source + (bit >> 5), mask=ids < masked, other=-1) >> (bit & 31).to(tl.int32)
+            bits = tl.load(source + (bit >> 5), mask=ids < mask_end, other=-1) >> (bit & 31).to(tl.int32)
         else:
-            bits = tl.load(source + words, mask=words * 32 < masked, other=-1)[:, None] >> bit_index[None, :]
+            bits = tl.load(source + words, mask=words * 32 < mask_end, other=-1)[:, None] >> bit_index[None, :]
         legal = legal & ((bits & 1) != 0)
     values = tl.where(legal, values.to(tl.float32), float("-inf"))
     tl.store(candidates + line.to(tl.int64) * tl.num_programs(1) + tl.program_id(1), best_of(values, ids))

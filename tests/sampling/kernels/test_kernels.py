@@ -22,7 +22,7 @@ from stepgraph.sampling.kernels import choice, filters, rejection
 from stepgraph.sampling.kernels import triton as programs
 from stepgraph.sampling.native import Unavailable, why_not
 from tests.helpers.c_library import needs_c
-from tools.aot_kernels import resident_blocks
+from tools.aot_kernels import compile_usage, resident_blocks, spill_warnings, variants
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
 SUITES = sorted(path.name for path in (ROOT / "tests/helpers/interpreted").glob("*.py") if path.name != "advance.py" or not why_not())
@@ -85,6 +85,14 @@ def test_programs_compile_ahead_of_time_without_spills(arch: int, options: Seque
             assert entry["wide_loads"] > 0, f"logits are read 16 bytes at a time: {entry}"
         if entry["kernel"].startswith("advance_rows"):
             assert (entry["wide_loads"] > 0) == ("aligned" in entry["kernel"]), f"mask rows are read 16 bytes at a time: {entry}"
+
+
+@needs_triton
+def test_a_program_that_spills_is_reported_by_name() -> None:
+    program = next(variant for variant in variants() if variant.label == "masked_candidates fp32")
+    table = [compile_usage(program._replace(registers=registers), 90)._asdict() for registers in (None, 24)]
+    (warning,) = spill_warnings(table)
+    assert warning == f"warning: masked_candidates fp32 spills {table[1]['spill_bytes']} bytes on sm_90"
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,7 @@ def test_deep_nesting_raises() -> None:
         (Constraint.regex("a{1,1000000}"), "constraint regex: .*at most 100000 repetitions"),
         (Constraint.regex("(?=a)b"), "constraint regex: .*no look-around"),
         (Constraint.ebnf("root ::= "), "constraint ebnf: .*Expect element"),
-        (Constraint.ebnf('rule ::= "a"'), 'constraint ebnf: .*root: got .root., expected the name of a rule'),
+        (Constraint.ebnf('rule ::= "a"'), "constraint ebnf: .*root: got .root., expected the name of a rule"),
         (Constraint.ebnf("root ::= root"), "constraint ebnf: .*no text"),
         (Constraint.ebnf(r'root ::= "\ud800"'), r"constraint ebnf: .*got \\ud800, expected Unicode characters other than surrogates"),
         (Constraint.ebnf(r'root ::= "\U00110000"'), r"constraint ebnf: .*got \\U00110000, expected Unicode characters other"),
