@@ -74,7 +74,7 @@ class GraphTable:
 
     @property
     def captured(self) -> bool:
-        return self.records_on_demand or self.complete
+        return self.records_on_demand or bool(self._recorded)
 
     @property
     def complete(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import functools
 import operator
@@ -194,26 +193,19 @@ class Job:
         functools.partial of a function. JSON values for a Constraint that is JSON; otherwise the text, which a stop text or stop token
         may have cut short. ValueError if a value is incomplete, or if the end of a text was not reached. At max_new_tokens, a JSON value
         other than a number, and an option of a choice with which no longer one begins, have no longer text and are complete."""
-        if self.finish_reason in (FinishReason.STOP, FinishReason.CONSTRAINT_COMPLETE):
-            return self.parse(self._constrained_text())
-        if self.finish_reason == FinishReason.LENGTH and self.constraint is not None:
-            text = self._constrained_text()
-            with contextlib.suppress(ValueError):
-                if has_no_longer_text(self.constraint, text):
-                    return self.parse(text)
+        ended = self.finish_reason in (FinishReason.STOP, FinishReason.CONSTRAINT_COMPLETE)
+        if ended or self.finish_reason == FinishReason.LENGTH:
+            text, marker, ids = self.text, self.constraint and self.constraint.marker, (*self.resume_from, *self.tokens)
+            if isinstance(marker, tuple) and self.vocabulary:  # the text does not show where token ids are
+                ends = (end for end in range(len(marker), len(ids)) if ids[end - len(marker) : end] == marker)
+                stream = TextStream(self.vocabulary, self.sampling.stop, self.sampling.stop_token_ids)
+                text = stream.push(ids[next(ends, len(ids)) :]) + stream.finish()
+            if ended or has_no_longer_text(self.constraint, text):
+                return self.parse(text)
         raise ValueError(
             "Job.parsed: the output is incomplete or its end was not reached, "
             f"finish_reason is {self.finish_reason}{self.error and ': ' + self.error}"
         )
-
-    def _constrained_text(self) -> str:
-        """The text; without the part up to a marker of token ids."""
-        text, marker, ids = self.text, self.constraint and self.constraint.marker, (*self.resume_from, *self.tokens)
-        if isinstance(marker, tuple) and self.vocabulary:  # the text does not show where token ids are
-            ends = (end for end in range(len(marker), len(ids)) if ids[end - len(marker) : end] == marker)
-            stream = TextStream(self.vocabulary, self.sampling.stop, self.sampling.stop_token_ids)
-            text = stream.push(ids[next(ends, len(ids)) :]) + stream.finish()
-        return text
 
     @property
     def cache_key(self) -> tuple[str, int]:

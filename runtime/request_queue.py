@@ -91,6 +91,18 @@ class RequestQueue:
         self.waiting.insert(self._index_of(queued.order), queued)
         self.most_waiting = max(self.most_waiting, len(self.waiting))
 
+    def pop_cancelled(self) -> dict[int, Job]:
+        """Cancelled jobs by id, which no longer wait."""
+        with self.lock:
+            cancelled, self.cancelled = self.cancelled, {}
+            waiting, self.waiting = self.waiting, collections.deque()
+            for queued in waiting:
+                if queued.job.id in cancelled:
+                    self.release_turn(queued)
+                else:
+                    self.waiting.append(queued)
+        return cancelled
+
     def release_turn(self, queued: QueuedRequest) -> None:
         """For each request that the scheduler takes out of `waiting`. Under the lock."""
         turns = self._turns_of(queued.job)

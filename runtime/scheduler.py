@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import collections
 import enum
 import time
@@ -14,6 +13,7 @@ from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.row_layout import REFUSED, ResultRecord
 from stepgraph.runtime.device_grammars import DeviceGrammars
 from stepgraph.runtime.extras.record import Recorder
+from stepgraph.runtime.histogram import HistogramBuilder
 from stepgraph.runtime.request import NO_DRAFTS, ActiveRequest, DraftCounts, FinishReason, Job, StepEvent, TokenLogprob, origins_of
 from stepgraph.runtime.request_queue import QueuedRequest, RequestQueue
 from stepgraph.runtime.slots import PrefixSharing, RowTable
@@ -21,7 +21,6 @@ from stepgraph.sampling.grammar.compile.limits import TOO_DEEP, with_limit_name
 from stepgraph.sampling.grammar.status import FinishCode, MaskStatus
 
 REFUSED_CONSTRAINT = "refused"  # in counts by finish reason, where alerts on "error" must not include wrong requests
-SECONDS_BOUNDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 
 class LossCause(str, enum.Enum):
@@ -43,17 +42,6 @@ def loss_cause(requested: int, result: ResultRecord) -> LossCause | None:
     if accepted < result.draft_count:
         return LossCause.IMPROBABLE if MaskStatus.OK <= result.statuses[accepted + 1] < MaskStatus.ILLEGAL else LossCause.ILLEGAL
     return LossCause.ILLEGAL if result.drafts[accepted] == REFUSED else LossCause.UNDRAFTED
-
-
-class HistogramBuilder:
-    """Counts values up to each bound of SECONDS_BOUNDS, inclusive, and larger ones."""
-
-    def __init__(self) -> None:
-        self.counts, self.total = [0] * (len(SECONDS_BOUNDS) + 1), 0.0
-
-    def add(self, value: float) -> None:
-        self.counts[bisect.bisect_left(SECONDS_BOUNDS, value)] += 1
-        self.total += value
 
 
 class Counters:
@@ -105,18 +93,9 @@ class Scheduler:
 
     def pop_cancelled(self) -> list[tuple[Job, ActiveRequest | None]]:
         """Remove the cancelled jobs from the queue, and return them. The first call of every step."""
-        queue = self._queue
         if self._recorder:
             self._recorder.steps += 1
-        with queue.lock:
-            cancelled, queue.cancelled = queue.cancelled, {}
-            if cancelled:
-                waiting, queue.waiting = queue.waiting, collections.deque()
-                for queued in waiting:
-                    if queued.job.id in cancelled:
-                        queue.release_turn(queued)
-                    else:
-                        queue.waiting.append(queued)
+        cancelled = self._queue.pop_cancelled() if self._queue.cancelled else {}
         return [(job, self._active.get(job.id)) for job in cancelled.values() if not job.finished]
 
     def admit(self) -> list[QueuedRequest]:

@@ -62,13 +62,17 @@ def typed_constraint(value: object) -> TypedConstraint:
     raise ValueError(f"constraint: got {clip_repr(value)}, expected {ACCEPTED}")
 
 
-def has_no_longer_text(constraint: Constraint, text: str) -> bool:
-    """Whether the constraint accepts no other text that begins with this one, if it accepts this one: a JSON value that is no number, or
-    an option with which no longer one begins. For patterns and grammars this is not decided."""
+def has_no_longer_text(constraint: Constraint | None, text: str) -> bool:
+    """Whether the constraint accepts this text, and no other one that begins with it: a JSON value that is no number, or an option with
+    which no longer one begins. For patterns and grammars this is not decided."""
+    if constraint is None:
+        return False
     text = _without_marker(constraint, text)
     if constraint.kind == "choice":
         return [option for option in json.loads(constraint.payload) if option.startswith(text)] == [text]
-    return constraint.kind in _JSON_KINDS and not text[-1:].isdigit()
+    with contextlib.suppress(ValueError):
+        return constraint.kind in _JSON_KINDS and type(json.loads(text)) not in (int, float)
+    return False
 
 
 def _without_marker(constraint: Constraint, text: str) -> str:
