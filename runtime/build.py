@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import platform
 from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
@@ -170,7 +171,10 @@ def loop_in_flight_type(
     models: ModelPair, limits: Limits, backend: Backend, queue: RequestQueue, watchdog: Watchdog
 ) -> Callable[..., InFlight]:
     """The constructor of LoopInFlight, whose launches run many rounds. ValueError if the engine cannot have them."""
+    # The host reads a header and then the results that it announces, without a barrier between the two.
+    is_ordered = platform.machine() in ("x86_64", "AMD64")
     reasons = {
+        f"{platform.machine()} may reorder the host's reads of what a running launch writes": backend.name == "cuda" and not is_ordered,
         backend.why_no_loops: bool(backend.why_no_loops),
         "no Triton kernel writes the results": backend.device.type == "cuda" and bool(why_no_triton(backend.device)),
         "a draft function is called between two rounds": isinstance(models.proposer, FunctionProposer),

@@ -20,7 +20,6 @@ _CAPTURE_ERROR_MODE = "thread_local"
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING, as torch's own streams
 _failed_captures: list[torch.cuda.CUDAGraph] = []  # torch's allocators keep a pointer into the graph of a failed capture
 capture_lock = threading.RLock()  # torch allows one capture per process; each includes its warm-up: see CudaBackend
-_taken_streams: set[int] = set()  # torch reuses streams round-robin; two captures must not share one
 _free_streams: defaultdict[int, list[torch.cuda.Stream]] = defaultdict(list)  # by device
 _free_capture_streams: defaultdict[tuple[int, int], list[torch.cuda.Stream]] = defaultdict(list)  # by device and cuBLAS handle
 _workspaces: dict[int, _Workspaces] = {}  # by the handle of a capture stream
@@ -71,22 +70,19 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: GraphPool, generators: Sequence
 
 
 def take_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream, to be returned with `return_stream`. Streams are reused, because cuBLAS keeps a workspace for each."""
-    free = _free_streams[torch.cuda.current_device() if device.index is None else device.index]
-    for _ in range(32):
-        try:
-            stream = free.pop()
-        except IndexError:
-            stream = torch.cuda.Stream(device)
-        if stream.cuda_stream not in _taken_streams:
-            break
-    _taken_streams.add(stream.cuda_stream)
-    return stream
+    """A stream, to be returned with `return_stream`. Streams are reused, because cuBLAS keeps a workspace for each.
+
+    It is not from torch's pool, whose 32 streams torch.cuda.Stream() hands out in turn: work of other code on it would wait for rounds.
+    """
+    try:
+        return _free_streams[torch.cuda.current_device() if device.index is None else device.index].pop()
+    except IndexError:
+        return _new_stream(device)
 
 
 def take_capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream for captures only, to be returned with `return_stream`. It is not from torch's pool, whose streams torch.cuda.Stream() hands
-    out in turn: eager matrix products of other code on it would use the cuBLAS workspace of a running graph.
+    """A stream for captures only, to be returned with `return_stream`. Eager matrix products of other code on it would use the cuBLAS
+    workspace of a running graph.
 
     The stream is new, or was created with the cuBLAS handle of this thread: each further handle would need a further workspace.
     """
@@ -96,18 +92,22 @@ def take_capture_stream(device: torch.device) -> torch.cuda.Stream:
             free = _free_capture_streams[index, _first_workspaces[index].blas_handle()]
             if free:
                 return free.pop()
-        torch.cuda.mem_get_info()  # creates a context for this thread; driver calls need one
-        created = ctypes.c_void_p()
-        if code := driver_library().cuStreamCreate(ctypes.byref(created), _NON_BLOCKING):
-            raise RuntimeError(f"cuStreamCreate failed: error {code}")
-        workspaces = _Workspaces(torch.cuda.ExternalStream(created.value, device))
+        workspaces = _Workspaces(_new_stream(device))
         _first_workspaces.setdefault(index, workspaces)
         _workspaces[workspaces.stream.cuda_stream] = workspaces
         return workspaces.stream
 
 
+def _new_stream(device: torch.device) -> torch.cuda.Stream:
+    with torch.cuda.device(device):
+        torch.cuda.mem_get_info()  # creates a context for this thread; driver calls need one
+        created = ctypes.c_void_p()
+        if code := driver_library().cuStreamCreate(ctypes.byref(created), _NON_BLOCKING):
+            raise RuntimeError(f"cuStreamCreate failed: error {code}")
+        return torch.cuda.ExternalStream(created.value, device)
+
+
 def return_stream(stream: torch.cuda.Stream) -> None:
-    _taken_streams.discard(stream.cuda_stream)
     workspaces, device = _workspaces.get(stream.cuda_stream), stream.device_index
     (_free_streams[device] if workspaces is None else _free_capture_streams[device, workspaces.created_with_handle]).append(stream)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import platform
 
 import pytest
 import torch
@@ -151,6 +152,13 @@ def test_older_driver_is_refused(backend: Backend, monkeypatch: pytest.MonkeyPat
         graph.replay(until=buffers.done, limit=9)
     with pytest.raises(ValueError, match=f"EngineConfig.rounds_per_launch: got 'until_event', expected 1: {reason}"):
         greedy_engine(rounds_per_launch="until_event")
+
+
+def test_a_host_that_reorders_reads_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    with pytest.raises(ValueError, match="got 'until_event', expected 1: aarch64 may reorder the host's reads"):
+        greedy_engine(rounds_per_launch="until_event")
+    greedy_engine().close()
 
 
 def test_engine_publishes_within_its_loops_and_launches_one_at_a_time() -> None:

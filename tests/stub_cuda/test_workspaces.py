@@ -139,7 +139,8 @@ def test_no_other_code_gets_a_stream_of_captures(backend: CudaBackend) -> None:
     captured(backend, products_on_two_streams)
     theirs = {torch.cuda.Stream().cuda_stream for _ in range(64)}
     used = {stream.cuda_stream for stream in backend.resources.capture_streams.values()}
-    assert len(used) == 2 and not used & (theirs | {stream.cuda_stream for stream in backend.resources.streams.values()})
+    ours = {stream.cuda_stream for stream in backend.resources.streams.values()}
+    assert len(used) == len(ours) == 2 and not used & (theirs | ours) and not ours & theirs
 
 
 def test_workspaces_do_not_grow_with_the_number_of_backends() -> None:
