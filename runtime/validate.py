@@ -34,8 +34,19 @@ Prompt: TypeAlias = str | Sequence[Message] | TokenIds
 Prompts: TypeAlias = list[str] | Sequence[TokenIds] | Sequence[Sequence[Message]]
 
 
-class _CommonOptions(TypedDict, total=False):
+class _OwnOptions(TypedDict, total=False):
     constraint: object
+    sampling: SamplingParams | None
+    max_new_tokens: int | None
+
+
+class _OwnOrEqualOptions(TypedDict, total=False):
+    constraint: object
+    sampling: SamplingParams | Sequence[SamplingParams | None] | None
+    max_new_tokens: int | Sequence[int | None] | None
+
+
+class _EqualOptions(TypedDict, total=False):
     num_speculative_tokens: int | None
     draft_ids: TokenIds | None
     cache_salt: str
@@ -46,21 +57,14 @@ class _CommonOptions(TypedDict, total=False):
     tenant: str
 
 
-class RequestOptions(_CommonOptions, total=False):
+class RequestOptions(_OwnOptions, _EqualOptions, total=False):
     """The options of Engine.submit(), where they are described."""
 
-    sampling: SamplingParams | None
-    max_new_tokens: int | None
+
+class BatchOptions(_OwnOrEqualOptions, _EqualOptions, total=False):
+    """The options of Engine.generate() for a list of prompts."""
 
 
-class BatchOptions(_CommonOptions, total=False):
-    """The options of Engine.generate() for a list of prompts: those of BATCH_FIELDS may be lists."""
-
-    sampling: SamplingParams | Sequence[SamplingParams | None] | None
-    max_new_tokens: int | Sequence[int | None] | None
-
-
-BATCH_FIELDS = ("sampling", "constraint", "max_new_tokens")
 _CONFIG_ARGUMENTS = {field.name: f"config=EngineConfig({field.name}=)" for field in fields(EngineConfig)}
 _CONFIG_ARGUMENTS |= {other: _CONFIG_ARGUMENTS[name] for other, name in CONFIG_NAMES.items() if name in _CONFIG_ARGUMENTS}
 _SAMPLING_ARGUMENTS = {field.name: f"sampling=SamplingParams({field.name}=)" for field in fields(SamplingParams)}
@@ -296,7 +300,7 @@ def split_batch(prompt: Any, options: Mapping[str, Any]) -> list[tuple[Any, dict
             return None
         if prompt and not isinstance(prompt[0], (str, list, tuple)) and not getattr(prompt[0], "ndim", 0):
             return None
-    lists = {name: options[name] for name in BATCH_FIELDS if isinstance(options.get(name), (list, tuple))}
+    lists = {name: options[name] for name in _OwnOptions.__annotations__ if isinstance(options.get(name), (list, tuple))}
     for name, values in lists.items():
         if len(values) != len(prompt):
             raise ValueError(f"{name}: got a list of {len(values)} for {len(prompt)} prompts, expected one value, or one for each prompt")

@@ -236,7 +236,7 @@ def test_a_request_whose_matcher_fails_when_it_is_preempted_or_resumed_ends_alon
     ask: dict[str, Any] = {"constraint": EXPENSIVE, "sampling": sampling, "max_new_tokens": 40}
     setup = replace(PLAIN, max_rows=1, buckets=(1,), rounds_in_flight=1, host_link=link)
     with make_engine(setup, preemption=True, grammar_limits=GrammarLimits(row_items=20)) as engine:
-        expected = engine.generate([4], **ask)
+        (expected,) = engine.generate([[4]], **ask)
         slow = engine.submit([4], **ask)
         while len(slow.tokens) < len(expected.tokens):
             engine.step()
@@ -244,7 +244,7 @@ def test_a_request_whose_matcher_fails_when_it_is_preempted_or_resumed_ends_alon
         for _ in engine.stream():
             pass
         assert urgent.tokens == alone((6,), 3).tokens and (slow.tokens, slow.num_preemptions) == (expected.tokens, 1)
-        for job in (expected, slow, engine.generate([4], resume_from=slow.tokens, **ask)):
+        for job in (expected, slow, *engine.generate([[4]], resume_from=slow.tokens, **ask)):
             assert job.finish_reason == FinishReason.ERROR and job.error.endswith("(GrammarLimits.row_items)")
 
 
