@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import time
 from dataclasses import asdict
@@ -174,5 +175,8 @@ def _generate(engine: Engine, request: Request, options: argparse.Namespace) -> 
 def _failure_of(job: Job) -> str:
     """Why the answer failed; empty if it did not."""
     if job.finish_reason == "length" and job.constraint is not None:
+        with contextlib.suppress(ValueError):
+            _ = job.parsed  # a text whose end is certain
+            return ""
         return f"cut short by --max-new-tokens {job.max_new_tokens}: the end of the text was not reached"
     return engines.failure_of(job)

@@ -289,6 +289,11 @@ def test_an_answer_cut_short_of_its_schema_fails(capsys: pytest.CaptureFixture[s
     assert code == terminal.FAILED and "cut short" in json.loads(out)["error"]
 
 
+def test_an_answer_that_is_complete_at_the_limit_does_not_fail(capsys: pytest.CaptureFixture[str]) -> None:
+    document = run_json("generate model hi --choice a --choice b --max-new-tokens 1", capsys)
+    assert document["text"] in ("a", "b") and (document["finish_reason"], document["error"]) == ("length", "")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
