@@ -125,7 +125,7 @@ class RoundBench:
             b.row_forced_text.zero_()  # no text is known
         states, tags = b.row_state.cpu(), b.row_tags.cpu()
         for row in range(ROWS):
-            length, row_seed = pick.randint(1, 40), pick.getrandbits(64) - (1 << 63)
+            length = pick.randint(1, 40)
             state = {
                 Column.OWNER: row + 1,
                 Column.GENERATED: pick.choice([0, pick.randint(0, length)]),
@@ -136,9 +136,9 @@ class RoundBench:
                 Column.MAX_LENGTH: pick.randint(length + 1, 48),
                 Column.CONSTRAINED: pick.randint(0, 1),
                 Column.DRAFT_LIMIT: pick.randint(0, k),
-                Column.SEED: row_seed,
-                Column.DRAFT_SEED: draft_seed(row_seed),
             }
+            row_seed = pick.getrandbits(63) - (row % 2 << 63)  # of odd rows negative
+            state |= {Column.SEED: row_seed, Column.DRAFT_SEED: draft_seed(row_seed)}
             if "grammar_arena" in b:
                 state[Column.IMAGE] = state[Column.CONSTRAINED] * pick.choice([0, IMAGE_OFFSET, IMAGE_OFFSET])
             states[row] = torch.tensor([state.get(column, 0) for column in Column])
