@@ -83,9 +83,9 @@ def variants(every: bool = False) -> list[Variant]:
         found.append(_variant(label, choice.accept_chain, types, {"POSITIONS": 16, "STOPS": 16}, 1))
     types = ["*fp32", "*fp32", "*i64", "*i1", "*i1", *["*i64"] * 7, *["i32"] * 6]
     constants = {"POSITIONS": 16, "TILE": rejection.REJECTION_TILE}
-    found.append(_variant("rejection_candidates", rejection.rejection_candidates, types, constants, 4))
+    found.append(_variant("rejection_candidates", rejection.rejection_candidates, types, constants, 8))
     types = ["*i64", "*i1", *["*i64"] * 4, "i32", "i32"]
-    found.append(_variant("rejection_tokens", rejection.rejection_tokens, types, {"POSITIONS": 16, "TILES": 256}, 4))
+    found.append(_variant("rejection_tokens", rejection.rejection_tokens, types, {"POSITIONS": 16, "TILES": 256}, 8))
     return found + _mask_variants(every)
 
 

@@ -33,7 +33,7 @@ BUDGETS = {  # each was the count when it was frozen; the main reasons for raisi
     # then 11,954: corrections of the tape (20), of lifetimes and contexts on CUDA (44), refusal of wrong sizes (8);
     # then 12,001: interrupted replays, settings within a step and results of custom operations on the tape (61), wrong sizes (10);
     # then default types of replays (25), constants without an address (12), one ring for settings (-4);
-    # then memory that streams share or a step keeps (125), more rules (45), a module of logits processors (20), names instead of numbers (3)
+    # then memory that streams share or a step keeps (125), more rules (45), a module of logits processors (20), names for numbers (3)
     "graphs": 12_205,
     # 17,265 at first. Checks at `submit`, forced tokens by kernels (560), likeliest tokens (160), automata with masks shared by states
     # (1,000), sampled rounds in C (475), contradictions and refusals of schemas (250), filters over ranks (55), sorting replaced by lists
@@ -41,13 +41,13 @@ BUDGETS = {  # each was the count when it was frozen; the main reasons for raisi
     # corrections of schemas (26), bounded checks of untrusted constraints (24), counters, surrogates and hidden ids (10);
     # then 19,851: corrections of schemas (49), names of tools in errors and values of texts that are cut short (30), imports (13);
     # then anchors of patterns (30), rules that repeat themselves (21), what may follow a nested part (80), and without lists of the
-    # texts of such tokens (-70) and other merges (-45); then lines in C that were too long (40), drafts that are certain (24), syntax errors
-    # with the user's line (27), bounds of patterns and rules of drafts (34), and declarations read once from headers, race in torch (-64)
+    # texts of such tokens (-70) and other merges (-45); then lines in C that were too long (40), drafts that are certain (24), errors with
+    # the user's line (27), bounds of patterns and rules of drafts (34), and declarations read once from headers, race in torch (-64)
     "sampling": 19_874,
     # 14,438 at first. bench_weights, first_hour, bytes of launches and occupancy (220), Triton caches in packs (110), simulations of two
     # graphs and of replicas (264), rehearsals of gpu_check on a CUDA device (57), bench_parallel (155), bench_quantised (184),
     # bench_capture (147), verdict of the soak (130), merged documents (80), heads in eight bits (90), smoke checks (81), hidden work (67);
-    # then 17,207: batches that stay mixed (25), corrections of training (7), nodes timed by their log (5); the newest GPU run in README (36)
+    # then 17,207: batches that stay mixed (25), corrections of training (7), nodes timed by their log (5); the newest GPU run (36)
     "tools": 17_249,
     # 41,566 at first. Tests of the features above; the stub CUDA (1,000) with a stub of NCCL (183), families of transformers, entry points
     # with wrong values, replicas (980), ranks, records of long runs, builds of torch, hosts without a C compiler, malformed files;

@@ -116,7 +116,7 @@ def reject_sample(*tensors: Any, tile: int = REJECTION_TILE) -> None:
     batch, positions, width = target_probs.shape
     tiles, ends = triton.cdiv(width, tile), torch.empty_like(accepted)
     candidates = torch.empty(batch, positions, tiles, dtype=torch.int64, device=target_probs.device)
-    constants = {"POSITIONS": triton.next_power_of_2(positions), "num_warps": 4}
+    constants = {"POSITIONS": triton.next_power_of_2(positions), "num_warps": 8}
     sizes = positions - 1, width, *target_probs.stride()[:2], *draft_probs.stride()[:2]
     rejection_candidates[(batch, tiles)](*inputs, candidates, ends, *sizes, TILE=tile, enable_fp_fusion=False, **constants)
     constants["TILES"] = triton.next_power_of_2(tiles)
