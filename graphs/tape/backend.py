@@ -12,6 +12,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -30,6 +31,7 @@ from stepgraph.graphs.tape.reuse import check_second_run
 from stepgraph.sampling.fields import clip_repr
 
 _DEVICE = "device"
+_FOLDER = str(Path(__file__).parents[1])  # of the package graphs
 _local = threading.local()  # .recording: the capture in progress on this thread
 _tapes: weakref.WeakValueDictionary[int, Tape] = weakref.WeakValueDictionary()  # by id
 
@@ -348,7 +350,8 @@ def _record(
     with temporarily_set(_local, "recording", recorder):
         recorder.record_step(step)
         code = getattr(getattr(step, "func", step), "__code__", None)
-        if code is None or code not in ran_again or recorder.shares_intermediates:
+        is_ours = code is not None and code.co_filename.startswith(_FOLDER)  # the rounds of engines
+        if recorder.shares_intermediates or (not is_ours and (code is None or code not in ran_again)):
             check_second_run(recorder, step, lambda tensor: storage_key(tensor) in recorder.memory.intermediates)
             ran_again.add(code)
     return recorder
