@@ -33,8 +33,8 @@ BUDGETS = {  # each was the count when it was frozen; the main reasons for raisi
     # then 11,954: corrections of the tape (20), of lifetimes and contexts on CUDA (44), refusal of wrong sizes (8);
     # then 12,001: interrupted replays, settings within a step and results of custom operations on the tape (61), wrong sizes (10);
     # then default types of replays (25), constants without an address (12), one ring for settings (-4);
-    # then memory that streams share or a step keeps (128), more rules (45), a module of logits processors (20), names for numbers (3)
-    "graphs": 12_208,
+    # then memory that streams share or a step keeps (132), more rules (45), a module of logits processors (20), names for numbers (3)
+    "graphs": 12_212,
     # 17,265 at first. Checks at `submit`, forced tokens by kernels (560), likeliest tokens (160), automata with masks shared by states
     # (1,000), sampled rounds in C (475), contradictions and refusals of schemas (250), filters over ranks (55), sorting replaced by lists
     # (72), small operations of replays (98), names of other libraries (62), leap seconds by calls (51); then 19,838: signatures (11),

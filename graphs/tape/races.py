@@ -20,7 +20,6 @@ Clock = Mapping[str, int]  # per stream: number of its nodes that have happened
 
 
 Region = npt.NDArray[Any]  # the elements that a tensor covers
-WHOLE: Region = np.zeros(1)  # for state without a tensor, such as a generator's
 
 
 def region_of(tensor: Tensor) -> Region | None:
@@ -41,16 +40,22 @@ class Actor(Protocol):
 
 
 class Access(NamedTuple):
-    """One node's access to one region, with the clock of its stream."""
+    """One node's access to a tensor, with the clock of its stream."""
 
     actor: Actor
     stream: str
     clock: Clock
-    region: Region
+    tensor: Tensor | None  # None: state without a tensor, such as a generator's
     write: bool
 
     def happens_before(self, clock: Clock) -> bool:
         return self.clock[self.stream] <= clock.get(self.stream, 0)
+
+    def overlaps(self, other: Access) -> bool:
+        if self.tensor is None or other.tensor is None:
+            return True
+        own, others = region_of(self.tensor), region_of(other.tensor)
+        return own is not None and others is not None and np.shares_memory(own, others)
 
 
 class RaceChecker:
@@ -91,7 +96,7 @@ class RaceChecker:
             for other in reversed(earlier):
                 if other.happens_before(access.clock):
                     break  # all earlier ones of this stream happen before, too
-                if (other.write or access.write) and np.shares_memory(other.region, access.region):
+                if (other.write or access.write) and other.overlaps(access):
                     return other
         streams.setdefault(access.stream, []).append(access)
         return None

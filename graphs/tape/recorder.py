@@ -28,7 +28,7 @@ from stepgraph.graphs.errors import CaptureError, Site, call_site, fail
 from stepgraph.graphs.memory import Backup
 from stepgraph.graphs.spans import DEFAULT_STAGE
 from stepgraph.graphs.tape.arena import Arena
-from stepgraph.graphs.tape.races import WHOLE, Access, Clock, RaceChecker, region_of
+from stepgraph.graphs.tape.races import Access, Clock, RaceChecker
 from stepgraph.graphs.tape.replay_ops import OpCall, replay_of, signature, tensors_in
 from stepgraph.graphs.tape.rules import Memory, Rules, check_plain, generator_key, has_rule
 from stepgraph.sampling.fields import check_value, instance_of
@@ -204,7 +204,7 @@ class Recorder(TorchDispatchMode):
             self._check_accesses(node, reads, [*call.targets, *fresh])
             if call.schema.seeded and call.values.get("dropout_p") != 0:
                 generator = call.values.get("generator") or torch.default_generator
-                access = Access(node, node.stream, node.clock, WHOLE, True)
+                access = Access(node, node.stream, node.clock, None, True)
                 self._check_access(node, generator_key(generator), access, "a random generator")
 
     def _leaves(self, value: object) -> Iterator[Leaf]:
@@ -235,9 +235,8 @@ class Recorder(TorchDispatchMode):
         node.clock = self.races.begin(node, node.stream)
         for tensors, write in ((reads, False), (writes, True)):
             for tensor in tensors:
-                region = region_of(tensor)
-                if region is not None and self.memory.kind(tensor) != "constant":  # constants are never written
-                    access = Access(node, node.stream, node.clock, region, write)
+                if tensor.numel() and self.memory.kind(tensor) != "constant":  # constants are never written
+                    access = Access(node, node.stream, node.clock, tensor, write)
                     self._check_access(node, storage_key(tensor), access, tensor)
 
     def _check_access(self, node: Node, key: int, access: Access, what: Tensor | str) -> None:
