@@ -7,7 +7,8 @@ import importlib
 from collections.abc import Sequence
 
 from stepgraph import __version__
-from stepgraph.runtime.commands.flags import COMMANDS, check_ranges, flag_hint, flag_names, naming_flags
+from stepgraph.runtime.commands.flag_names import flag_hint, flag_names, naming_flags
+from stepgraph.runtime.commands.flags import COMMANDS, check_ranges
 from stepgraph.runtime.commands.terminal import Parser, run_command, waiting
 
 
