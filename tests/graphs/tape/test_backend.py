@@ -159,42 +159,14 @@ HOST = Host()
 PEEK: dict[str, Any] = {}
 
 
-def baked_scalar(b: StaticBuffers) -> None:
-    b.x.mul_(HOST.number)  # baked
-
-
 def baked_store(b: StaticBuffers) -> None:
     b.x[0] = HOST.number  # baked
-
-
-def baked_slice(b: StaticBuffers) -> None:
-    rows = b.x[: HOST.rows]  # baked
-    rows.add_(1)
-
-
-def baked_index(b: StaticBuffers) -> None:
-    b.x[:, HOST.column].add_(1)  # baked
-
-
-def baked_fill(b: StaticBuffers) -> None:
-    b.y.copy_(torch.full((4, 8), HOST.number, device=b.device))  # baked
-
-
-def baked_operation(b: StaticBuffers) -> None:
-    if HOST.flag:
-        b.x.add_(1)
-    else:
-        b.x.neg_()  # baked
 
 
 def baked_extra(b: StaticBuffers) -> None:
     b.y.zero_()
     if HOST.flag:
         b.x.add_(1)  # baked
-
-
-def baked_buffer(b: StaticBuffers) -> None:
-    b[HOST.name].add_(1)  # baked
 
 
 def baked_stream(b: StaticBuffers) -> None:
@@ -207,30 +179,27 @@ def baked_stream(b: StaticBuffers) -> None:
     context.wait(end)
 
 
-def baked_host_node(b: StaticBuffers) -> None:
-    current_context().host_node(f"fill {HOST.rows}", lambda: None)  # baked
-
-
 def baked_device_value(b: StaticBuffers) -> None:
     b.y.add_(float(PEEK["array"][0]))  # baked
 
 
-BAKED = [
-    (baked_scalar, "baked-scalar", ("2.0", "3.0")),
-    (baked_store, "baked-scalar", ("2.0", "3.0")),
-    (baked_slice, "baked-scalar", ("2", "3")),
-    (baked_index, "baked-scalar", ("1", "2")),
-    (baked_fill, "baked-scalar", ("2.0", "3.0")),
-    (baked_operation, "baked-branch", ("add_", "neg_")),
-    (baked_extra, "baked-branch", ("add_",)),
-    (baked_buffer, "baked-branch", ("'y'", "'x'")),
-    (baked_stream, "baked-branch", ("'one'", "'two'")),
-    (baked_host_node, "baked-branch", ("fill 2", "fill 3")),
-]
+BAKED: dict[str, tuple[str, tuple[str, ...], Callable[[StaticBuffers], Any]]] = {
+    "scalar": ("baked-scalar", ("2.0", "3.0"), lambda b: b.x.mul_(HOST.number)),  # baked
+    "store": ("baked-scalar", ("2.0", "3.0"), baked_store),
+    "slice": ("baked-scalar", ("2", "3"), lambda b: b.x[: HOST.rows].add_(1)),  # baked
+    "index": ("baked-scalar", ("1", "2"), lambda b: b.x[:, HOST.column].add_(1)),  # baked
+    "fill": ("baked-scalar", ("2.0", "3.0"), lambda b: b.y.copy_(torch.full((4, 8), HOST.number, device=b.device))),  # baked
+    "operation": ("baked-branch", ("add_", "neg_"), lambda b: b.x.add_(1) if HOST.flag else b.x.neg_()),  # baked
+    "extra": ("baked-branch", ("add_",), baked_extra),
+    "buffer": ("baked-branch", ("'y'", "'x'"), lambda b: b[HOST.name].add_(1)),  # baked
+    "stream": ("baked-branch", ("'one'", "'two'"), baked_stream),
+    "host node": ("baked-branch", ("fill 2", "fill 3"), lambda b: current_context().host_node(f"fill {HOST.rows}", print)),  # baked
+}
 
 
-@pytest.mark.parametrize(("step", "rule", "values"), BAKED, ids=lambda value: getattr(value, "__name__", ""))
-def test_baked_values(buffers: StaticBuffers, step: Callable[[StaticBuffers], None], rule: str, values: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("name", BAKED)
+def test_baked_values(buffers: StaticBuffers, name: str) -> None:
+    rule, values, step = BAKED[name]
     HOST.__init__()  # type: ignore[misc]
     before = snapshot(buffers)
     TapeBackend().capture(step, buffers, check="twice")  # unchanged host state: no error
