@@ -13,9 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.library import opcheck
 
-from stepgraph.graphs import BufferSpec, StaticBuffers, TapeBackend, run_eager
 from stepgraph.graphs.attention.choose import choose_attention
 from stepgraph.graphs.attention.paged import paged_attention
 from stepgraph.graphs.layers.dense import (
@@ -31,7 +29,6 @@ from stepgraph.graphs.layers.quantised import KINDS, MAX_INNER
 from stepgraph.graphs.layers.slot_mapping import rope_and_write_kv
 from stepgraph.graphs.model import AttentionShape
 from stepgraph.sampling import native
-from stepgraph.sampling.kernels import operation
 from stepgraph.sampling.native import Unavailable
 from tests.graphs.attention.test_paged import Case, make_case
 from tests.graphs.layers.test_quantised import made
@@ -367,47 +364,12 @@ def test_weights_biases_and_pairs_of_another_size_are_refused(run: Callable[[Ten
         run(random(1, 64))
 
 
-def test_operations_pass_opcheck() -> None:
-    opcheck(rms_norm.out, (random(3, 8), random(8), 1e-5, 0.0, torch.empty(3, 8)))
-    opcheck(add_rms_norm.out, (random(3, 8), random(3, 8), random(8), 1e-5, 0.0, torch.empty(3, 8), torch.empty(3, 8)))
-    opcheck(product.out, (random(3, 8), random(5, 8), None, torch.empty(3, 5)))
-    opcheck(activate_and_mul.out, (random(3, 8), 0, torch.empty(3, 4)))
-
-
 def test_training_runs_in_torch() -> None:
     weight = random(8).requires_grad_()
     (rms_norm(random(3, 8), weight, 1e-5).sum() + activate_and_mul(weight[None]).sum()).backward()
     assert weight.grad is not None and bool(weight.grad.abs().gt(0).all())
     with torch.no_grad():
         assert rms_norm(random(3, 8), weight, 1e-5).grad_fn is None
-
-
-def step(b: StaticBuffers) -> None:
-    normal = rms_norm(b.states, b.weight, 1e-5)
-    b.output.copy_(activate_and_mul(normal))
-
-
-def recorded_step() -> tuple[StaticBuffers, TapeBackend]:
-    specs = (("states", (3, 8)), ("weight", (8,)), ("output", (3, 4)))
-    return StaticBuffers([BufferSpec(name, shape, torch.float32) for name, shape in specs], torch.device("cpu")), TapeBackend()
-
-
-def test_tape_calls_c_kernels_directly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each kernel is one node of a recording; a replay does not call torch and equals the step."""
-    buffers, backend = recorded_step()
-    buffers.weight.copy_(random(8))
-    recorded = backend.capture(step, buffers)
-    assert recorded.report.nodes.get("kernel", 0) == 2 and recorded.report.nodes.get("copied", 0) == 0
-    for seed in (1, 2):
-        buffers.states.copy_(random(3, 8, seed=seed))
-        run_eager(step, buffers)
-        expected = buffers.output.clone()
-        buffers.output.zero_()
-        with monkeypatch.context() as patched:
-            patched.setattr(operation.Operation, "prepare", None)
-            recorded.replay()
-        assert torch.equal(buffers.output, expected)
-    backend.close()
 
 
 def test_references_run_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ import math
 import pytest
 import torch
 from torch import Tensor
-from torch.library import opcheck
 
 from stepgraph.graphs.layers.dense import product
 from stepgraph.graphs.layers.experts import choose_experts, combine_experts, expert_product
@@ -135,13 +134,3 @@ def test_sums_are_weighted_in_float32(dtype: torch.dtype) -> None:
     expected = (parts.double().view(7, 3, 50) * shares[..., None].double()).sum(1)
     torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=1e-6 if dtype is torch.float32 else 2**-8)
     assert torch.equal(combine_experts(parts[3:6], shares[1:2]), found[1:2])
-
-
-def test_operations_pass_opcheck() -> None:
-    experts = torch.tensor([[1, 0], [1, 2]])
-    chosen = torch.empty(2, 2), torch.empty(2, 2, dtype=torch.int64)
-    opcheck(choose_experts.out, (random(2, 5), 2, True, None, 1, 1, 1.0, *chosen))
-    opcheck(choose_experts.out, (random(2, 8), 2, True, random(8), 4, 2, 2.5, *chosen))
-    opcheck(expert_product.out, (random(2, 8), experts, random(15, 8), 3, None, torch.empty(4, 5)))
-    opcheck(expert_product.out, (random(2, 32), experts, PACKED, EXPERTS, None, torch.empty(4, 16)))
-    opcheck(combine_experts.out, (random(4, 8), random(2, 2), torch.empty(2, 8)))

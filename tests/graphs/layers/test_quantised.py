@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from torch.library import opcheck
 
 from stepgraph.graphs.layers.dense import product
 from stepgraph.graphs.layers.quantised import KINDS, MIXED, Grouped, QuantKind, common_kind, pack, quantised_rows, unpack
@@ -97,9 +96,3 @@ def test_quantised_products_have_the_same_bits_with_any_number_of_threads(kind: 
     for count in (2, 3):
         with torch_threads(count):
             assert torch.equal(product(states, packed, None), alone)
-
-
-def test_operations_pass_opcheck() -> None:
-    packed = made(KINDS["Q4_1"], 16, 32)[0]
-    opcheck(product.out, (torch.randn(3, 32), packed, None, torch.empty(3, 16)))
-    opcheck(quantised_rows.out, (torch.tensor([1, 2]), packed, torch.float32, torch.empty(2, 32)))

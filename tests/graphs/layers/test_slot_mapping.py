@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.library import opcheck
 
 from stepgraph.graphs import drafting, host_nodes, proposing
 from stepgraph.graphs.layers import slot_mapping
@@ -215,24 +214,3 @@ def test_token_beyond_the_mask_is_not_used_as_an_index() -> None:
     case[7], case[10], case[5] = torch.zeros(8, 3, dtype=torch.int64), torch.ones(8, dtype=torch.bool), torch.full((8,), 11)
     with pytest.raises(IndexError):
         drafting.select_draft(*case)
-
-
-def test_operations_pass_opcheck() -> None:
-    positions = torch.ones(2, 3, dtype=torch.int64)
-    column, flags = positions[:, 0], positions.bool()
-    opcheck(
-        slot_mapping.place_tokens.out,
-        (positions, column, column, positions, 0, PAGE, 9, flags[:, 0].clone(), None, *(positions.clone() for _ in range(3))),
-    )
-    opcheck(slot_mapping.shift_entries.out, (positions, positions, positions, PAGE, 1, positions.clone(), positions.clone()))
-    opcheck(slot_mapping.rope_angles.out, (torch.arange(3), torch.ones(2), torch.float32, 1.0, torch.empty(3, 1, 4), torch.empty(3, 1, 4)))
-    tags, masks = torch.ones(2, TAG_FIELDS, dtype=torch.int64), torch.ones(2, 6, dtype=torch.int32)
-    in_rows = (tags[:, None].repeat(1, 3, 1), masks[:, None].repeat(1, 3, 1))
-    opcheck(host_nodes.scatter_masks.out, (torch.arange(2), tags, masks, *in_rows, None, None))
-    call = write_emission(torch.device("cpu"), 4, 2)
-    opcheck(call.operation.out, (*call.inputs, *call.outputs))
-    case = settling_case(0, 2, True, True, True)
-    opcheck(drafting.select_draft.out, (*case, case[0].clone()))
-    case = proposed_case(0, 3, 2, True, True)
-    opcheck(proposing.choose_chain.out, (*case, case[0].clone()))
-    opcheck(proposing.append_tokens.out, appended_case(0, 3, 2))

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from stepgraph.graphs import BufferSpec, StaticBuffers, TapeBackend, run_eager
 from stepgraph.graphs.tape.replay_ops import same_bits
 from stepgraph.sampling import bitmask, kernels, native
 from stepgraph.sampling.kernels.operation import Operation
@@ -146,49 +145,6 @@ def test_chain_accept_equals_the_reference(batch: int) -> None:
             lengths |= set(found[0].tolist())
     if batch == 8:
         assert finishes == set(range(1, 8)) and lengths >= set(range(-1, 6))
-
-
-def step(b: StaticBuffers) -> None:
-    numbers = b.numbers
-    status, has_grammar = kernels.mask_status(b.tags, numbers, numbers, b.constrained)
-    finite, token = kernels.masked_argmax(b.logits, b.masks, None, has_grammar, status=status)
-    outcome = kernels.chain_accept(token, finite, b.drafts, numbers, status, numbers[:, None], numbers)
-    b.output.copy_(torch.stack(outcome))
-
-
-def recorded_step() -> tuple[StaticBuffers, TapeBackend]:
-    specs = [("tags", (2, 3, 4)), ("numbers", (2,)), ("drafts", (2, 2)), ("output", (3, 2))]
-    others = [BufferSpec("constrained", (2,), torch.int64), BufferSpec("masks", (2, 3, 2), torch.int32)]
-    logits = BufferSpec("logits", (2, 3, 64), torch.bfloat16)
-    every = [*(BufferSpec(name, shape, torch.int64) for name, shape in specs), *others, logits]
-    return StaticBuffers(every, torch.device("cpu")), TapeBackend()
-
-
-def test_tape_calls_c_kernels_directly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replay allocates nothing, does not call torch, and equals the step."""
-    buffers, backend = recorded_step()
-    recorded = backend.capture(step, buffers)
-    assert recorded.report.nodes.get("copied", 0) == 0
-    found = set()
-    for seed in range(6):
-        made, number = torch.Generator().manual_seed(seed), 1 + seed % 3
-        buffers.logits.copy_(torch.randn(2, 3, 64, generator=made))
-        buffers.masks.copy_(bitmask.pack(torch.rand(2, 3, 64, generator=made) < 0.1))
-        buffers.numbers.fill_(number)
-        buffers.constrained.copy_(torch.tensor([True, False]))
-        buffers.tags.copy_(torch.tensor([number, number, 0, 1]).expand(2, 3, 4) + torch.arange(3)[:, None] * torch.tensor([0, 0, 1, 0]))
-        best = bitmask.apply(buffers.logits, buffers.masks, buffers.constrained != 0).argmax(-1)
-        buffers.drafts.copy_(best[:, :2]).sub_(torch.tensor([[0, seed % 2], [0, 0]]))
-        run_eager(step, buffers)
-        expected = buffers.output.clone()
-        buffers.output.zero_()
-        with monkeypatch.context() as patched:
-            patched.setattr(Operation, "prepare", None)
-            recorded.replay()
-        assert torch.equal(buffers.output, expected)
-        found |= {tuple(row) for row in expected.tolist()}
-    assert len(found) > 2
-    backend.close()
 
 
 def test_unsupported_inputs_and_a_missing_library_run_as_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,8 @@ from types import ModuleType
 import pytest
 import torch
 from torch import Tensor
-from torch.library import opcheck
 
 from stepgraph import Engine, EngineConfig
-from stepgraph.graphs import BufferSpec, StaticBuffers, TapeBackend, run_eager
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.sampling import kernels, rng, sampler
 from stepgraph.sampling.kernels import filters
@@ -47,14 +45,6 @@ def test_operations_equal_plain_functions() -> None:
     assert dead.tolist() == [0]
 
 
-def test_operations_pass_opcheck() -> None:
-    logits, numbers = logits_of(3, 2, 33), torch.arange(3)
-    opcheck(filters.distribution.out, (logits, PARAMS, torch.empty(3, 2, 33)))
-    for ids, width in ((None, 33), (torch.arange(33) * 2, 80)):
-        token = torch.empty(3, dtype=torch.int64)
-        opcheck(filters.draw.out, (logits[:, 0], PARAMS, numbers, numbers, 1, numbers, torch.zeros(3, width), ids, token))
-
-
 def test_arguments_of_wrong_shapes_are_refused() -> None:
     logits, numbers = logits_of(3, 2, 33), torch.arange(3)
     with pytest.raises(AssertionError, match="params"):
@@ -62,38 +52,6 @@ def test_arguments_of_wrong_shapes_are_refused() -> None:
     for width, ids in ((34, None), (32, None), (40, torch.arange(32)), (20, torch.arange(33))):
         with pytest.raises(AssertionError, match="row_probs"):
             kernels.draw(logits[:, 0], PARAMS, numbers, numbers, Purpose.DRAFT, numbers, torch.zeros(3, width), ids)
-
-
-def test_tape_replays_the_operations_in_place() -> None:
-    specs = [
-        BufferSpec("logits", (3, 2, 101), torch.float32),
-        BufferSpec("params", (3, 4), torch.float32),
-        BufferSpec("ids", (101,), torch.int64),
-        BufferSpec("probs", (3, 3, 300), torch.float32),
-        BufferSpec("token", (3,), torch.int64),
-        BufferSpec("rows", (3,), torch.int64),
-    ]
-    backend = TapeBackend(poison="every")
-    buffers = StaticBuffers(specs, backend.device)
-
-    def step(b: StaticBuffers) -> None:
-        b.probs[:, :2, :101].copy_(kernels.distribution(b.logits, b.params))
-        b.token.copy_(kernels.draw(b.logits[:, 0], b.params, b.token, b.token, Purpose.DRAFT, b.rows, b.probs[:, 2], b.ids))
-
-    buffers.ids.copy_(torch.randperm(300)[:101])
-    buffers.rows.copy_(torch.tensor([2, 0, 1]))
-    recorded = backend.capture(step, buffers)
-    assert recorded.report.nodes.get("copied", 0) == 0
-    for seed in range(3):
-        buffers.logits.normal_(generator=torch.Generator().manual_seed(seed))
-        buffers.params.copy_(PARAMS.roll(seed, 0))
-        buffers.token.fill_(seed)
-        recorded.replay()
-        replayed = buffers.probs.clone(), buffers.token.clone()
-        buffers.token.fill_(seed)
-        run_eager(step, buffers)
-        assert torch.equal(buffers.probs, replayed[0]) and torch.equal(buffers.token, replayed[1])
-    backend.close()
 
 
 @pytest.fixture

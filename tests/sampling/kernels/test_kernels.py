@@ -13,12 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.library import opcheck
 
-from stepgraph.graphs import BufferSpec, StaticBuffers, TapeBackend, run_eager
 from stepgraph.sampling import acceptance, bitmask, kernels, native, rng, sampler
 from stepgraph.sampling.grammar.status import MaskStatus
-from stepgraph.sampling.kernels import choice, filters, rejection
+from stepgraph.sampling.kernels import filters, rejection
 from stepgraph.sampling.kernels import triton as programs
 from stepgraph.sampling.native import Unavailable, why_not
 from tests.helpers.c_library import needs_c
@@ -137,19 +135,6 @@ def rejection_inputs(k: int = 2) -> list[Any]:
     return [target, draft, rows, certain, finite, drafts, count, status, torch.arange(6) + 40, torch.arange(6)]
 
 
-def test_operations_pass_opcheck() -> None:
-    logits, masks, rows, constrained = masked_argmax_inputs()
-    finite, token = torch.empty(3, 2, dtype=torch.bool), torch.empty(3, 2, dtype=torch.int64)
-    for chosen, some, status in ((rows, masks, None), (None, masks[:3], torch.ones_like(token))):
-        opcheck(choice.masked_argmax.out, (logits, some, chosen, constrained, None, status, finite, token))
-    opcheck(choice.masked_argmax.out, (logits[..., :9].clone(), masks, rows, constrained, torch.arange(9) * 10, None, finite, token))
-    for known in (None, torch.tensor([1, 0])):
-        opcheck(choice.chain_accept.out, (*chain_inputs(), known, *(torch.empty(2, dtype=torch.int64) for _ in range(3))))
-    for k in (0, 2):
-        outputs = (torch.empty(6, k + 1, dtype=torch.int64), torch.empty(6, dtype=torch.int64))
-        opcheck(rejection.reject_sample.out, (*rejection_inputs(k), *outputs))
-
-
 def test_operations_equal_plain_functions() -> None:
     logits, masks, rows, constrained = masked_argmax_inputs()
     finite, token = kernels.masked_argmax(logits, masks, rows, constrained)
@@ -193,68 +178,6 @@ def test_masks_and_statuses_of_another_size_than_the_logits_are_refused() -> Non
         kernels.masked_argmax(logits, masks[..., :3], rows, constrained)
     with pytest.raises(AssertionError, match="status"):
         kernels.masked_argmax(logits, masks, rows, constrained, status=torch.ones(3, 1, dtype=torch.int64))
-
-
-def test_tape_replays_the_operations_in_place() -> None:
-    specs = [
-        BufferSpec("logits", (3, 2, 101), torch.float32),
-        BufferSpec("masks", (3, 2, 4), torch.int32),
-        BufferSpec("constrained", (3,), torch.bool),
-        BufferSpec("params", (3, 4), torch.float32, fill=1),
-        BufferSpec("seed", (3,), torch.int64),
-        BufferSpec("rows", (3,), torch.int64),
-        BufferSpec("row_probs", (1, 101), torch.float32),
-        BufferSpec("tokens", (3, 3), torch.int64),
-    ]
-    backend = TapeBackend(poison="every")
-    buffers = StaticBuffers(specs, backend.device)
-
-    def step(b: StaticBuffers) -> None:
-        _, token = kernels.masked_argmax(b.logits, b.masks, None, b.constrained)
-        drawn = kernels.draw(b.logits[:, 0], b.params, b.seed, b.seed, rng.Purpose.DRAFT, b.rows, b.row_probs)
-        torch.cat([token, drawn[:, None]], 1, out=b.tokens)
-
-    recorded = backend.capture(step, buffers)
-    assert recorded.report.nodes.get("copied", 0) == 0
-    for seed in range(3):
-        made = torch.Generator().manual_seed(seed)
-        buffers.logits.normal_(generator=made)
-        buffers.masks.random_(-(2**31), 2**31 - 1, generator=made)
-        buffers.constrained.copy_(torch.tensor([True, False, True]))
-        buffers.seed.random_(generator=made)
-        recorded.replay()
-        replayed = buffers.tokens.clone()
-        run_eager(step, buffers)
-        assert torch.equal(buffers.tokens, replayed)
-    backend.close()
-
-
-def test_tape_replays_a_rejection_in_place() -> None:
-    names = ("target", "draft", "rows", "certain", "finite", "drafts", "count", "status", "seed", "length")
-    inputs = dict(zip(names, rejection_inputs(), strict=True))
-    specs = [BufferSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in inputs.items()]
-    backend = TapeBackend(poison="every")
-    buffers = StaticBuffers([*specs, BufferSpec("tokens", (6, 3), torch.int64), BufferSpec("accepted", (6,), torch.int64)], backend.device)
-
-    def step(b: StaticBuffers) -> None:
-        tokens, accepted = kernels.reject_sample(*(b[name] for name in names))
-        b.tokens.copy_(tokens)
-        b.accepted.copy_(accepted)
-
-    recorded = backend.capture(step, buffers)
-    assert recorded.report.nodes == {"kernel": 1, "copy": 2}
-    seen = set()
-    for length in range(4):
-        for name, tensor in inputs.items():
-            buffers[name].copy_(tensor)
-        buffers.length.add_(length)
-        recorded.replay()
-        replayed = buffers.tokens.clone(), buffers.accepted.clone()
-        run_eager(step, buffers)
-        assert torch.equal(buffers.tokens, replayed[0]) and torch.equal(buffers.accepted, replayed[1])
-        seen.add(tuple(buffers.tokens.flatten().tolist()))
-    assert len(seen) == 4
-    backend.close()
 
 
 def test_describe_names_the_implementation(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,15 +8,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor
-from torch.library import opcheck
 
-from stepgraph.graphs import BufferSpec, StaticBuffers, TapeBackend, drafting, run_eager
+from stepgraph.graphs import TapeBackend, drafting
 from stepgraph.graphs.batch import read_batch
 from stepgraph.graphs.row_layout import Column
 from stepgraph.sampling import acceptance, bitmask, kernels
 from stepgraph.sampling.grammar.status import FinishCode, MaskStatus
-from stepgraph.sampling.kernels import GrammarMask, choice, processors
-from stepgraph.sampling.kernels.processors import RowSettings, process_logits
+from stepgraph.sampling.kernels import GrammarMask, processors
+from stepgraph.sampling.kernels.processors import RowSettings
 from stepgraph.sampling.sampler import Param
 from tools.gpu.checks.masks import make_case, tag_inputs
 from tools.gpu.checks.states import RoundBench
@@ -29,14 +28,6 @@ def backend() -> Iterator[TapeBackend]:
     backend = TapeBackend(poison="every")
     yield backend
     backend.close()
-
-
-def test_operations_pass_opcheck() -> None:
-    tags, owner, generated, constrained, rows = tag_inputs(5, 3, CPU)
-    for some, chosen in ((tags, rows), (tags[:5], None)):
-        opcheck(choice.mask_status.out, (some, owner, generated, constrained, 1, chosen, torch.empty(5, 3, dtype=torch.int64), rows < 0))
-    for case in (make_case(4, 2, 90, torch.bfloat16), make_case(4, 1, 90, torch.float32, draft_vocabulary=20, masked=False, first=2)):
-        opcheck(process_logits.out, case.arguments(case.outputs()))
 
 
 def test_mask_status_of_permuted_rows() -> None:
@@ -80,50 +71,6 @@ def test_arguments_of_wrong_shapes_are_refused() -> None:
     numbers = torch.zeros(2, dtype=torch.int64)
     with pytest.raises(AssertionError, match=r"tags torch\.int32"):
         kernels.mask_status(torch.zeros(2, 1, 4, dtype=torch.int32), numbers, numbers, numbers)
-
-
-def test_tape_replays_the_operations_in_place(backend: TapeBackend) -> None:
-    """Logits, tags and counts differ at every replay; masks are read through rows."""
-    case = make_case(4, 2, 90, torch.float32)
-    tags, owner, generated, constrained, rows = tag_inputs(4, 2, CPU)
-    assert case.mask is not None
-    tables = dict(zip(RowSettings._fields, case.settings, strict=True)) | {"generated": generated}
-    held = {
-        "logits": case.logits,
-        "masks": case.mask.masks,
-        "tags": tags,
-        "owner": owner,
-        "constrained": constrained,
-        "rows": rows,
-        **tables,
-    }
-    specs = [BufferSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in held.items()]
-    outputs = [BufferSpec("processed", (4, 2, 90), torch.float32), BufferSpec("finite", (4, 2), torch.bool)]
-    buffers = StaticBuffers([*specs, *outputs, BufferSpec("status", (4, 2), torch.int64)], backend.device)
-    buffers.rows.copy_(rows)
-
-    def step(b: StaticBuffers) -> None:
-        status, has_grammar = kernels.mask_status(b.tags, b.owner, b.generated, b.constrained, 2, b.rows)
-        mask = GrammarMask(b.masks, None, has_grammar, status)
-        found = kernels.process(b.logits, RowSettings(*(b[name] for name in tables)), b.rows, b.owner[:, None], mask=mask)
-        b.processed.copy_(found.logits)
-        b.finite.copy_(found.finite)
-        b.status.copy_(found.status)
-
-    recorded = backend.capture(step, buffers)
-    assert recorded.report.nodes == {"kernel": 2, "copy": 3}
-    seen = set()
-    for seed in range(4):
-        for name, tensor in held.items():
-            buffers[name].copy_(tensor)
-        buffers.logits.normal_(generator=torch.Generator().manual_seed(seed))
-        buffers.tags[rows, :, 3] = 1 + seed
-        recorded.replay()
-        replayed = [buffers[name].clone() for name in ("processed", "finite", "status")]
-        run_eager(step, buffers)
-        assert all(torch.equal(buffers[name], tensor) for name, tensor in zip(("processed", "finite", "status"), replayed, strict=True))
-        seen.add(float(buffers.processed[buffers.processed.isfinite()].sum()))
-    assert len(seen) == 4
 
 
 @pytest.mark.parametrize("status", list(MaskStatus))

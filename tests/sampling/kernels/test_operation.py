@@ -1,44 +1,50 @@
-"""Arguments that a C kernel does not support, and a missing library, run as the reference with the same results."""
+"""Every operation, on the calls that the GPU checks make too: its registration, its kernel in C, its replay; and a missing library."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 import weakref
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
+from torch.library import opcheck
 
-from stepgraph.graphs import drafting, host_nodes, proposing
-from stepgraph.graphs.layers import dense, experts, lora, quantised, slot_mapping
-from stepgraph.sampling import bitmask, native
+from stepgraph.graphs import BufferSpec, StaticBuffers, TapeBackend
+from stepgraph.graphs.layers import slot_mapping
+from stepgraph.graphs.tape.replay_ops import same_bits
+from stepgraph.sampling import native
 from stepgraph.sampling.grammar.automaton import library as automaton_library
-from stepgraph.sampling.grammar.status import TAG_FIELDS, MaskStatus
-from stepgraph.sampling.kernels import choice
 from stepgraph.sampling.kernels.operation import Operation
 from stepgraph.sampling.native import Unavailable
+from tools.gpu.checks import layers, llama, operations
 
-MADE = torch.Generator().manual_seed(5)
-PAGE, LONGEST = 4, 12
-TABLES = torch.tensor([[1, 2, 3], [4, 5, 6]])
-POSITIONS, SLOTS = torch.tensor([[2, 3, 4], [5, 6, 7]]), torch.tensor([[6, 7, 8], [21, 22, 0]])
-WANTED = torch.tensor([[True, True, False], [True, True, True]])
-OK, TRUE = torch.full((2, 3), int(MaskStatus.OK)), torch.ones(2, 3, dtype=torch.bool)
-SAMPLED, DRAFTS, STOPS = torch.tensor([[1, 2, 3], [1, 2, 3]]), torch.tensor([[1, 0], [1, 2]]), torch.tensor([[-1, 3], [-1, -1]])
-LEGAL = bitmask.pack(torch.tensor([[True] * 40, [False] * 40]))
-PACKED = quantised.pack(quantised.KINDS["Q8_0"], quantised.Grouped(torch.full((16, 32), 17), torch.ones(16, 1)))
-ALIVE = torch.tensor([True, True])
-TAGS = torch.tensor([[[0, 7, 3, int(MaskStatus.OK)]], [[1, 7, 3, int(MaskStatus.OK)]]])
-
-
-def numbers(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=MADE)
-
-
-def like(*tensors: Tensor) -> list[Tensor]:
-    return [torch.zeros_like(tensor) for tensor in tensors]
+CPU, NUMBERS = torch.device("cpu"), torch.float32
+CALLS = {
+    call.name: call
+    for call in (
+        operations.masked_argmax(CPU, 4, 2, 101, NUMBERS),
+        operations.free_argmax(CPU, 4, 2, 101, NUMBERS),
+        operations.chain_accept(CPU, 4, 3),
+        operations.mask_status(CPU, 5, 3),
+        operations.process_logits(CPU, 4, 2, 90, NUMBERS),
+        operations.process_logits(CPU, 4, 1, 90, NUMBERS, draft_vocabulary=20, masked=False, first=2),
+        operations.distribution(CPU, 8, 101),
+        operations.draw(CPU, 8, 101),
+        operations.log_probabilities(CPU, 3, 2, 101),
+        operations.top_logprobs(CPU, 5, 2, 101),
+        *(operations.reject_sample(CPU, 6, k, 50) for k in (0, 2)),
+        replace(llama.attention_call(CPU, 2, 5, 60, 64)[0], tol=0.02),
+        llama.rope_call(CPU, NUMBERS, 6, 64),
+        *layers.calls(CPU, 4, 72, NUMBERS),
+    )
+}
+IN_C = [name for name, call in CALLS.items() if call.operation.c and not native.why_not() and not name.endswith(("free", " float16"))]
+# One call for each operation and each choice of optional arguments.
+SIGNATURES = {(call.operation.name, *map(type, call.inputs)): name for name, call in CALLS.items()}
+in_c = pytest.mark.parametrize("name", IN_C)
 
 
 def spread(tensor: Tensor) -> Tensor:
@@ -48,150 +54,60 @@ def spread(tensor: Tensor) -> Tensor:
     return room[..., 0]
 
 
-# The operation, its inputs, and the tensors that it writes.
-OPERATIONS: dict[str, tuple[Operation[..., Any], list[Any], list[Any]]] = {
-    "product": (
-        dense.product,
-        [numbers(3, 8), numbers(5, 8), numbers(5)],
-        [torch.zeros(3, 5)],
-    ),
-    "slot_product": (
-        lora.slot_product,
-        [numbers(4, 8), torch.tensor([1, 2]), numbers(3, 5, 8), numbers(4, 5)],
-        [torch.zeros(4, 5)],
-    ),
-    "choose_experts": (
-        experts.choose_experts,
-        [numbers(3, 8), 2, True, numbers(8), 4, 2, 2.5],
-        [torch.zeros(3, 2), torch.zeros(3, 2, dtype=torch.int64)],
-    ),
-    "expert_product": (
-        experts.expert_product,
-        [numbers(2, 8), torch.tensor([[1, 0], [1, 2]]), numbers(15, 8), 3, numbers(15)],
-        [torch.zeros(4, 5)],
-    ),
-    "combine_experts": (experts.combine_experts, [numbers(4, 8), numbers(2, 2)], [torch.zeros(2, 8)]),
-    "expert_product, packed": (
-        experts.expert_product,
-        [numbers(2, 32), torch.tensor([[1, 0], [1, 2]]), PACKED.repeat(3, 1, 1), 3, numbers(48)],
-        [torch.zeros(4, 16)],
-    ),
-    "product, packed": (
-        dense.product,
-        [numbers(3, 32), PACKED, numbers(16)],
-        [torch.zeros(3, 16)],
-    ),
-    "quantised_rows": (quantised.quantised_rows, [torch.tensor([3, 0]), PACKED, torch.float32], [torch.zeros(2, 32)]),
-    "rms_norm": (
-        dense.rms_norm,
-        [numbers(3, 8), numbers(8), 1e-5, 0.0],
-        [torch.zeros(3, 8)],
-    ),
-    "add_rms_norm": (
-        dense.add_rms_norm,
-        [numbers(3, 8), numbers(3, 8), numbers(8), 1e-5, 1.0],
-        [torch.zeros(3, 8), torch.zeros(3, 8)],
-    ),
-    "activate_and_mul": (dense.activate_and_mul, [numbers(3, 8), dense.Activation.SILU], [torch.zeros(3, 4)]),
-    "place_tokens": (
-        slot_mapping.place_tokens,
-        [torch.tensor([[7, 8, 9], [1, -1, 3]]), torch.tensor([2, 9]), torch.tensor([4, 11]), TABLES, 0, PAGE, LONGEST, None, None],
-        like(POSITIONS, POSITIONS, POSITIONS),
-    ),
-    "shift_entries": (slot_mapping.shift_entries, [POSITIONS, SLOTS, TABLES, PAGE, 1], like(POSITIONS, POSITIONS)),
-    "rope_angles": (
-        slot_mapping.rope_angles,
-        [torch.tensor([0, 5]), torch.tensor([1.0, 0.25]), torch.float32, 1.5],
-        [torch.zeros(2, 1, 4), torch.zeros(2, 1, 4)],
-    ),
-    "scatter_masks": (
-        host_nodes.scatter_masks,
-        [torch.tensor([2, 0]), torch.tensor([[0, 7, 1, 1], [1, 7, 0, 1]]), LEGAL],
-        [
-            torch.zeros(3, 2, TAG_FIELDS, dtype=torch.int64),
-            torch.zeros(3, 2, 2, dtype=torch.int32),
-            torch.tensor([-1, 8]),
-            torch.zeros(2, dtype=torch.int64),
-        ],
-    ),
-    "store_drafts": (
-        drafting.store_drafts,
-        [torch.tensor([2, 0]), torch.tensor([[4, 5, -1], [7, -2, -1]])],
-        [torch.zeros(3, 3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)],
-    ),
-    "select_draft": (
-        drafting.select_draft,
-        [
-            torch.tensor([4, 5]),
-            ALIVE,
-            ALIVE,
-            torch.tensor([3, 3]),
-            1,
-            torch.tensor([1, 0]),
-            torch.zeros(2, 2, dtype=torch.int64),
-            torch.tensor([[9, 9], [9, 9]]),
-            None,
-            LEGAL,
-            ALIVE,
-            OK[:, 0].contiguous(),
-            torch.zeros(2, 2, dtype=torch.bool),
-            None,
-            None,
-        ],
-        [torch.zeros(2, dtype=torch.int64)],
-    ),
-    "choose_chain": (
-        proposing.choose_chain,
-        [
-            torch.tensor([[9, 9]] * 2),
-            torch.ones(2, dtype=torch.int64),
-            torch.tensor([2, 2]),
-            40,
-            torch.tensor([0, 1]),
-            LEGAL[:, None].repeat(1, 2, 1),
-            ALIVE,
-            OK,
-            None,
-            None,
-        ],
-        [torch.zeros(2, 2, dtype=torch.int64)],
-    ),
-    "append_tokens": (
-        proposing.append_tokens,
-        [torch.tensor([2, 0]), torch.tensor([[4, 5], [6, 7]]), torch.tensor([1, 2]), torch.tensor([0, 3])],
-        [torch.zeros(3, 6, dtype=torch.int32)],
-    ),
-    "mask_status": (
-        choice.mask_status,
-        [TAGS, torch.tensor([0, 1]), torch.tensor([7, 8]), torch.tensor([0, 5]), 3, None],
-        [torch.zeros(2, 1, dtype=torch.int64), *like(ALIVE)],
-    ),
-    "chain_accept": (
-        choice.chain_accept,
-        [SAMPLED, TRUE, DRAFTS, torch.tensor([2, 2]), OK, STOPS, torch.tensor([9, 2]), None],
-        [torch.zeros(2, dtype=torch.int64) for _ in range(3)],
-    ),
-}
+@pytest.mark.parametrize("name", SIGNATURES.values())
+def test_registration(name: str) -> None:
+    call = CALLS[name]
+    opcheck(call.operation.out, (*call.inputs, *call.outputs))
 
 
-@pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
-@pytest.mark.parametrize("name", OPERATIONS)
+@in_c
+def test_c_equals_the_reference(name: str) -> None:
+    call = CALLS[name]
+    assert call.operation.prepare(*call.inputs, *call.outputs) is not None, "C supports these inputs"
+    assert not any(call.different_rows())
+
+
+@in_c
 def test_outputs_with_gaps_run_as_the_reference(name: str) -> None:
-    operation, inputs, outputs = OPERATIONS[name]
-    dense, gaps = [tensor.clone() for tensor in outputs], [spread(tensor) for tensor in outputs]
-    assert operation.prepare(*inputs, *dense) is not None, "C supports these inputs"
-    assert operation.prepare(*inputs, *gaps) is None, "C does not support outputs with gaps"
-    operation.out(*inputs, *dense)
-    operation.out(*inputs, *gaps)
-    assert any(bool(tensor.any()) for tensor in dense), "nothing was written"
-    for one, other in zip(dense, gaps, strict=True):
-        torch.testing.assert_close(one, other)
+    call = CALLS[name]
+    gaps = replace(
+        call,
+        inputs=tuple(spread(value) if index in call.writes else value for index, value in enumerate(call.inputs)),
+        outputs=tuple(map(spread, call.outputs)),
+    )
+    assert call.operation.prepare(*gaps.inputs, *gaps.outputs) is None, "C does not support outputs with gaps"
+    call.operation.out(*gaps.inputs, *gaps.outputs)
+    found = [*gaps.outputs, *(gaps.inputs[index] for index in call.writes)]
+    assert all(map(same_bits, found, call.results(call.operation.run_reference)))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_tape_replays_the_operation_in_place(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded with other inputs; a replay allocates nothing, and calls a kernel in C without torch."""
+    call = CALLS[name]
+    arguments = {f"argument_{index}": value for index, value in enumerate((*call.inputs, *call.outputs))}
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+    buffers = StaticBuffers([BufferSpec(name, tuple(value.shape), value.dtype) for name, value in tensors.items()])
+    for name, value in tensors.items():
+        buffers[name].copy_(value.flip(0))
+    backend = TapeBackend(poison="every")
+    recorded = backend.capture(lambda b: call.operation.out(*[b[each] if each in b else arguments[each] for each in arguments]), buffers)
+    assert recorded.report.nodes == {"kernel": 1}
+    for name, value in tensors.items():
+        buffers[name].copy_(value)
+    monkeypatch.setattr(Operation, "prepare", None if call.name in IN_C else Operation.prepare)
+    recorded.replay()
+    monkeypatch.undo()
+    written = [f"argument_{index}" for index in (*range(len(call.inputs), len(arguments)), *call.writes)]
+    assert all(map(same_bits, (buffers[name] for name in written), call.results(call.operation.out)))
+    backend.close()
 
 
 def test_shifted_entries_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = slot_mapping.shift_entries(POSITIONS, SLOTS, TABLES, PAGE, 1)
+    (call,) = (call for call in CALLS.values() if call.operation is slot_mapping.shift_entries)
+    found = slot_mapping.shift_entries(*call.inputs)
     monkeypatch.setattr(native, "load", lambda: Unavailable("they were not built"))
-    again = slot_mapping.shift_entries(POSITIONS, SLOTS, TABLES, PAGE, 1)
+    again = slot_mapping.shift_entries(*call.inputs)
     assert all(map(torch.equal, found, again))
 
 
