@@ -58,7 +58,7 @@ def product(states: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor)
         return quantised_product(states, weight.contiguous(), bias, output)
     (count, inner), outer = states.shape, len(weight)
     dense = weight.is_contiguous() and inner % INNER_TILE == 0 and states.dtype is not torch.float32
-    if not (dense and count <= WIDE_ROWS and outer >= WIDE_COLUMNS and (bias is None or len(bias) == outer)):
+    if not (dense and count <= WIDE_ROWS and outer >= WIDE_COLUMNS):
         matrix = weight.t()
         torch.mm(states, matrix, out=output) if bias is None else torch.addmm(bias, states, matrix, out=output)
         return

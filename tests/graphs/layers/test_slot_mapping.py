@@ -16,6 +16,7 @@ from stepgraph.graphs.layers import slot_mapping
 from stepgraph.graphs.row_layout import REFUSED
 from stepgraph.sampling import native
 from stepgraph.sampling.grammar.status import BITS_PER_WORD, TAG_FIELDS, MaskStatus
+from tests.helpers.compared import compare_c
 from tools.gpu.checks.layers import write_emission
 
 pytestmark = pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
@@ -36,8 +37,7 @@ def test_slots_equal_the_reference(seed: int, batch: int, count: int, offset: in
     tables = random(made, 1, 40, batch, PAGES)
     for given_live, given_count in itertools.product((None, live), (None, used)):
         arguments = (tokens, state[:, 3], state[:, 5], tables, offset, PAGE, PAGE * PAGES, given_live, given_count)
-        for found, expected in zip(slot_mapping.place_tokens(*arguments), slot_mapping.place_tokens.reference(*arguments), strict=True):
-            assert torch.equal(found, expected)
+        compare_c(slot_mapping.place_tokens, *arguments)
 
 
 @given(SEEDS, st.integers(1, 3), st.integers(1, 6), st.integers(0, 3))
@@ -45,9 +45,7 @@ def test_shifted_entries_have_the_slots_of_earlier_positions(seed: int, batch: i
     made = torch.Generator().manual_seed(seed)
     positions = random(made, 0, PAGE * PAGES - count + 1, batch, 1) + torch.arange(count)
     slots, tables = random(made, 0, 3 * PAGE, batch, count), random(made, 1, 40, batch, PAGES)
-    found = slot_mapping.shift_entries(positions, slots, tables, PAGE, by)
-    expected = slot_mapping.shift_entries.reference(positions, slots, tables, PAGE, by)
-    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+    compare_c(slot_mapping.shift_entries, positions, slots, tables, PAGE, by)
 
 
 def test_used_page_beyond_the_table_is_refused() -> None:
@@ -82,17 +80,13 @@ def test_masks_and_tags_are_scattered_by_tag_position(index: int) -> None:
     rows, masks = torch.tensor([3, 0]), random(made, -(2**31), 2**31, 2, 6).to(torch.int32)
     tags = random(made, 0, 9, 2, TAG_FIELDS)
     tags[:, 2] = index
-    forced, both = torch.tensor([-1, 8]), list[list[torch.Tensor]]()
-    scatters: tuple[Any, ...] = (host_nodes.scatter_masks, host_nodes.scatter_masks.reference)
-    for scatter in scatters:
-        in_rows = [torch.zeros(4, 3, TAG_FIELDS, dtype=torch.int64), torch.zeros(4, 3, 6, dtype=torch.int32)]
-        both.append([*in_rows, torch.zeros_like(forced)])
-        scatter(rows, tags, masks, *in_rows, forced, both[-1][-1])
-    assert all(map(torch.equal, *both)) and torch.equal(both[0][-1], forced)
-    assert torch.equal(both[0][0][rows, index], tags) and torch.equal(both[0][1][rows, index], masks)
+    in_rows, forced = (torch.zeros(4, 3, TAG_FIELDS, dtype=torch.int64), torch.zeros(4, 3, 6, dtype=torch.int32)), torch.tensor([-1, 8])
+    *written, copied = compare_c(host_nodes.scatter_masks, rows, tags, masks, *in_rows, forced, torch.zeros_like(forced))
+    assert torch.equal(copied, forced)
+    assert torch.equal(written[0][rows, index], tags) and torch.equal(written[1][rows, index], masks)
     tags[1, 2] = 3
     with pytest.raises(IndexError):
-        host_nodes.scatter_masks(rows, tags, masks, *both[0][:2])
+        host_nodes.scatter_masks(rows, tags, masks, *in_rows)
 
 
 def settling_case(seed: int, batch: int, constrained: bool, looked_up: bool, forced: bool, certain: bool = True) -> tuple[Any, ...]:
@@ -121,17 +115,9 @@ def settling_case(seed: int, batch: int, constrained: bool, looked_up: bool, for
     )
 
 
-def written_by(case: tuple[Any, ...]) -> list[Tensor]:
-    """What select_draft changes."""
-    return [each for each in (*case[6:8], *case[12:]) if each is not None]
-
-
 @given(SEEDS, st.booleans(), st.booleans(), st.booleans(), st.booleans())
 def test_draft_selection_equals_the_reference(seed: int, constrained: bool, looked_up: bool, forced: bool, certain: bool) -> None:
-    found, expected = (settling_case(seed, 8, constrained, looked_up, forced, certain) for _ in range(2))
-    assert drafting.select_draft.prepare(*found, found[0].clone()) is not None
-    assert torch.equal(drafting.select_draft(*found), drafting.select_draft.reference(*expected))
-    assert all(map(torch.equal, written_by(found), written_by(expected)))
+    compare_c(drafting.select_draft, *settling_case(seed, 8, constrained, looked_up, forced, certain))
 
 
 def proposed_case(seed: int, batch: int, drafts: int, constrained: bool, forced: bool) -> tuple[Any, ...]:
@@ -154,10 +140,7 @@ def proposed_case(seed: int, batch: int, drafts: int, constrained: bool, forced:
 
 @given(SEEDS, st.integers(1, 9), st.integers(1, 8), st.booleans(), st.booleans())
 def test_chosen_chains_equal_the_reference(seed: int, batch: int, drafts: int, constrained: bool, forced: bool) -> None:
-    found, expected = (proposed_case(seed, batch, drafts, constrained, forced) for _ in range(2))
-    assert proposing.choose_chain.prepare(*found, found[0].clone()) is not None
-    assert torch.equal(proposing.choose_chain(*found), proposing.choose_chain.reference(*expected))
-    assert found[-1] is None or torch.equal(found[-1], expected[-1])
+    compare_c(proposing.choose_chain, *proposed_case(seed, batch, drafts, constrained, forced))
 
 
 def test_proposed_chains_end_at_the_first_draft_that_is_not_taken() -> None:
@@ -185,21 +168,18 @@ def appended_case(seed: int, batch: int, count: int) -> tuple[Any, ...]:
 
 @given(SEEDS, st.integers(1, 9), st.integers(1, 9))
 def test_appended_tokens_equal_the_reference(seed: int, batch: int, count: int) -> None:
-    found, expected = (appended_case(seed, batch, count) for _ in range(2))
-    proposing.append_tokens(*found)
-    proposing.append_tokens.reference(*expected)
-    assert torch.equal(found[-1], expected[-1])
-    found[3].fill_(found[-1].shape[1])
-    found[2].fill_(1)
+    case = appended_case(seed, batch, count)
+    compare_c(proposing.append_tokens, *case)
+    case[3].fill_(case[-1].shape[1])
+    case[2].fill_(1)
     with pytest.raises(IndexError):
-        proposing.append_tokens(*found)
+        proposing.append_tokens(*case)
 
 
 @pytest.mark.parametrize("k", [0, 1, 3, 8])
 def test_written_emissions_equal_the_reference(k: int) -> None:
     call = write_emission(torch.device("cpu"), 7, k)
-    assert call.operation.prepare(*call.inputs, *call.outputs) is not None
-    assert not any(call.different_rows())
+    compare_c(call.operation, *call.inputs)
     call.inputs[5][3] = k + 2
     with pytest.raises(IndexError):
         call.kernel()

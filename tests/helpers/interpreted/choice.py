@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -20,9 +19,9 @@ import tests.helpers.fast_interpreter  # noqa: F401
 from stepgraph.sampling import bitmask, rng
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.kernels import choice
-from stepgraph.sampling.kernels.triton import choice as choice_programs
 from stepgraph.sampling.kernels.triton import numeric
 from stepgraph.sampling.rng import Purpose
+from tests.helpers.compared import compare_program
 from tests.helpers.hazards import hazards
 from tests.helpers.pairs import pairs
 
@@ -45,15 +44,11 @@ def compare(
     ids: Tensor | None = None,
     status: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Kernel and reference on the same inputs, on outputs with arbitrary content."""
-    shape = logits.shape[:2]
-    outputs = [(torch.ones(shape, dtype=torch.bool), torch.full(shape, -9)) for _ in range(2)]
-    choice.masked_argmax.run_reference(logits, masks, rows, constrained, ids, status, *outputs[0])
+    """The operation's program, with tiles that the interpreter runs in a short time."""
     tile = tile or max(32, min(65_536, triton.next_power_of_2(logits.shape[2])))
-    choice_programs.masked_argmax(logits, masks, rows, constrained, ids, status, *outputs[1], tile=tile)
-    assert all(map(torch.equal, *outputs))
-    assert bool((outputs[1][1] >= 0).all()) and bool((outputs[1][1] < logits.shape[2]).all())
-    return outputs[1]
+    finite, token = compare_program(choice.masked_argmax, logits, masks, rows, constrained, ids, status, tile=tile)
+    assert bool((token >= 0).all()) and bool((token < logits.shape[2]).all())
+    return finite, token
 
 
 def padded(batch: int, positions: int, width: int, dtype: torch.dtype, seed: int, *, coarse: bool = False) -> Tensor:
@@ -181,15 +176,6 @@ def test_random_numbers_equal_rng(purpose: Purpose) -> None:
     assert int(away.max()) <= 4
 
 
-def compare_chains(*inputs: Any, known: Tensor | None = None) -> None:
-    outputs: Any = [torch.full((2, len(inputs[0])), -9) for _ in range(3)]
-    for version, run in enumerate((choice.chain_accept.run_reference, choice_programs.chain_accept)):
-        arguments: Any = (*inputs, known, *(output[version] for output in outputs))
-        run(*arguments)
-    for name, output in zip(("emitted", "accepted", "finish"), outputs, strict=True):
-        assert torch.equal(output[0], output[1]), name
-
-
 STATUSES = [MaskStatus.OK] * 6 + [status for status in MaskStatus if status != MaskStatus.OK]
 
 
@@ -209,7 +195,7 @@ def test_chain_accept_equals_the_reference(data: st.DataObject, k: int) -> None:
     row = [torch.tensor([values], dtype=torch.int64) for values in (sampled, drafts, status, stops)]
     one = [torch.tensor([value]) for value in (count, room)]
     known = torch.tensor([data.draw(st.integers(0, k))]) if data.draw(st.booleans()) else None
-    compare_chains(row[0], finite, row[1], one[0], row[2], row[3], one[1], known=known)
+    compare_program(choice.chain_accept, row[0], finite, row[1], one[0], row[2], row[3], one[1], known)
 
 
 @pytest.mark.parametrize("k", [0, 3, 8])
@@ -225,8 +211,8 @@ def test_chain_accept_of_a_batch(k: int) -> None:
     status = torch.tensor([int(value) for value in STATUSES])[draw(len(STATUSES), k + 1)]
     status = torch.where(draw(2, 1) > 0, status, int(MaskStatus.OK))
     room, stops = draw(13), draw(7, 3, low=-1)
-    compare_chains(sampled, draw(10, k + 1) > 0, drafts, draw(k + 1), status, stops, room)
-    compare_chains(sampled, draw(10, k + 1) > 0, drafts, draw(k + 1), status, stops, room, known=draw(k + 1))
+    for known in (None, draw(k + 1)):
+        compare_program(choice.chain_accept, sampled, draw(10, k + 1) > 0, drafts, draw(k + 1), status, stops, room, known)
 
 
 def test_accesses_of_different_threads_are_separated_by_barriers() -> None:

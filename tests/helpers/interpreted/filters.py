@@ -18,9 +18,9 @@ from torch import Tensor
 import tests.helpers.fast_interpreter  # noqa: F401
 from stepgraph.sampling import sampler
 from stepgraph.sampling.kernels import filters
-from stepgraph.sampling.kernels.triton import filters as programs
 from stepgraph.sampling.kernels.triton.numeric import portable_exp
 from stepgraph.sampling.rng import Purpose
+from tests.helpers.compared import compare_program
 from tests.helpers.hazards import hazards
 
 assert triton.knobs.runtime.interpret, "run by test_kernels.py, with TRITON_INTERPRET=1"
@@ -43,15 +43,9 @@ def padded(batch: int, positions: int, width: int, dtype: torch.dtype = torch.fl
 
 
 def compare(logits: Tensor, rows: list[list[float]], tile: int = 0, digit_bits: int = 5) -> Tensor:
-    """Program and reference on the same inputs, on outputs with arbitrary content."""
-    params = torch.tensor(rows)
-    outputs = torch.full((2, *logits.shape), -7.5)
-    expected, probs = outputs[0], outputs[1]
-    filters.distribution.run_reference(logits, params, expected)
-    programs.distribution(
-        logits, params, probs, tile=tile or min(32_768, max(32, triton.next_power_of_2(logits.shape[2]))), digit_bits=digit_bits
-    )
-    assert torch.equal(probs, expected), f"{int((probs != expected).sum())} of {probs.numel()} differ"
+    """Probabilities of program and reference."""
+    tile = tile or min(32_768, max(32, triton.next_power_of_2(logits.shape[2])))
+    (probs,) = compare_program(filters.distribution, logits, torch.tensor(rows), tile=tile, digit_bits=digit_bits)
     return probs
 
 
@@ -121,11 +115,9 @@ def test_draw_equals_the_reference(width: int, target: int, tile: int) -> None:
     ids = torch.randperm(target - 1, generator=rng)[:width] + 1 if target > width else None
     seed, position = torch.randint(0, 2**62, (len(rows),), generator=rng), torch.arange(len(rows))
     table = torch.randperm(len(rows) + 2, generator=rng)[: len(rows)]
-    expected, probs = torch.zeros(2, len(rows) + 2, 2, target)[:, :, 1]
-    required, token = torch.full((2, len(rows)), -9)
-    filters.draw.run_reference(logits, params, seed, position, Purpose.DRAFT, table, expected, ids, required)
-    programs.draw(logits, params, seed, position, Purpose.DRAFT, table, probs, ids, token, tile=tile, digit_bits=3)
-    assert torch.equal(probs, expected) and torch.equal(token, required)
+    room = torch.zeros(len(rows) + 2, 2, target)[:, 1]
+    arguments = logits, params, seed, position, Purpose.DRAFT, table, room, ids
+    token, probs = compare_program(filters.draw, *arguments, tile=tile, digit_bits=3)
     assert token[3].item() == 0 and bool((probs[table].gather(1, token[:, None])[:3] > 0).all())
 
 

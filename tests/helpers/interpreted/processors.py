@@ -14,8 +14,7 @@ import tests.helpers.fast_interpreter  # noqa: F401
 from stepgraph.sampling import bitmask
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.kernels import GrammarMask, Processed, choice, processors
-from stepgraph.sampling.kernels.triton import choice as choice_programs
-from stepgraph.sampling.kernels.triton import processors as programs
+from tests.helpers.compared import compare_program
 from tests.helpers.hazards import hazards
 from tests.helpers.pairs import pairs
 from tools.gpu.checks.masks import Case, make_case, tag_inputs
@@ -34,13 +33,8 @@ def _quiet() -> None:
 
 def compare(case: Case, tile: int = 0) -> Processed:
     """Program and reference on the same inputs: equal bits, except that both zeros are equal."""
-    ours, expected = case.outputs(), case.outputs()
-    processors.process_logits.run_reference(*case.arguments(expected))
     tile = tile or max(32, min(65_536, triton.next_power_of_2(case.logits.shape[2])))
-    programs.process_logits(*case.arguments(ours), tile=tile)
-    for mine, theirs in zip(ours, expected, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
-    return Processed(*ours)
+    return Processed(*compare_program(processors.process_logits, *case.arguments(()), tile=tile))
 
 
 @pytest.mark.parametrize(("width", "dtype"), [*zip(WIDTHS, DTYPES * 4, strict=False), (131_071, torch.float32), (131_071, torch.float16)])
@@ -123,26 +117,23 @@ def test_nan_is_detected_only_at_legal_tokens() -> None:
 def test_mask_status_equals_the_reference(positions: int) -> None:
     tags, owner, generated, constrained, rows = tag_inputs(40, positions, torch.device("cpu"))
     for first, chosen in ((2, rows), (0, rows), (2, None)):
-        outputs = [(torch.full((40, positions), -9), torch.zeros(40, dtype=torch.bool)) for _ in range(2)]
         own = tags if chosen is not None else tags[rows].transpose(0, 1).contiguous().transpose(0, 1)
-        arguments = (own, owner, generated, constrained, first, chosen)
-        choice.mask_status.run_reference(*arguments, *outputs[0])
-        choice_programs.mask_status(*arguments, *outputs[1])
-        assert all(map(torch.equal, *outputs)) and torch.equal(outputs[1][1], constrained != 0)
-        statuses = outputs[0][0][constrained != 0]
+        status, has_grammar = compare_program(choice.mask_status, own, owner, generated, constrained, first, chosen)
+        assert torch.equal(has_grammar, constrained != 0)
+        statuses = status[has_grammar]
         assert int((statuses == MaskStatus.NONE).sum()) > 0 and (first == 0 or int((statuses != MaskStatus.NONE).sum()) > 0)
 
 
 @pytest.mark.parametrize(("width", "tile"), [(1, 32), (70, 32), (1_003, 256), (131_071, 4096)])
 def test_log_probabilities_equal_the_reference(width: int, tile: int) -> None:
     call = log_probabilities(torch.device("cpu"), 3, 2, width)
-    assert not any(call.different_rows(lambda *arguments: programs.log_probabilities(*arguments, tile=tile)))
+    compare_program(call.operation, *call.inputs, tol=call.tol, tile=tile)
 
 
 @pytest.mark.parametrize(("width", "tile"), [(4, 32), (70, 32), (1_003, 256), (131_071, 4096)])
 def test_top_logprobs_equal_the_reference(width: int, tile: int) -> None:
     call = top_logprobs(torch.device("cpu"), 5, 2, width)
-    assert not any(call.different_rows(lambda *arguments: programs.top_logprobs(*arguments, tile=tile)))
+    compare_program(call.operation, *call.inputs, tol=call.tol, tile=tile)
 
 
 def test_accesses_of_different_threads_are_separated_by_barriers() -> None:

@@ -16,8 +16,8 @@ from stepgraph.sampling import rng, sampler
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.kernels import rejection
 from stepgraph.sampling.kernels.triton import numeric
-from stepgraph.sampling.kernels.triton import rejection as programs
 from stepgraph.sampling.rng import Purpose
+from tests.helpers.compared import compare_program
 from tests.helpers.hazards import hazards
 
 assert triton.knobs.runtime.interpret, "run by test_kernels.py, with TRITON_INTERPRET=1"
@@ -81,17 +81,12 @@ def make_case(batch: int, k: int, width: int, seed: int, *, closeness: float = 0
 
 
 def compare(case: Case, tile: int = 0) -> tuple[Tensor, Tensor]:
-    """Program and reference on the same inputs, on outputs with arbitrary content."""
-    batch, positions, width = case.target_probs.shape
-    outputs = [(torch.full((batch, positions), -9), torch.full((batch,), -9)) for _ in range(2)]
-    rejection.reject_sample.run_reference(*case, *outputs[0])
-    programs.reject_sample(*case, *outputs[1], tile=tile or min(65_536, triton.next_power_of_2(width)))
-    assert torch.equal(outputs[1][1], outputs[0][1]), f"accepted {outputs[1][1]}, expected {outputs[0][1]}"
-    assert torch.equal(outputs[1][0], outputs[0][0]), f"tokens {outputs[1][0]}, expected {outputs[0][0]}"
-    later = torch.arange(positions) >= outputs[1][1][:, None]
-    drawn = outputs[1][0][later]
+    """Tokens and accepted counts of program and reference."""
+    _, positions, width = case.target_probs.shape
+    tokens, accepted = compare_program(rejection.reject_sample, *case, tile=tile or min(65_536, triton.next_power_of_2(width)))
+    drawn = tokens[torch.arange(positions) >= accepted[:, None]]
     assert bool((drawn >= 0).all()) and bool((drawn < width).all())
-    return outputs[1]
+    return tokens, accepted
 
 
 @pytest.mark.parametrize("k", range(9))

@@ -9,34 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from stepgraph.graphs.tape.replay_ops import same_bits
 from stepgraph.sampling import bitmask, kernels, native
-from stepgraph.sampling.kernels.operation import Operation
 from stepgraph.sampling.native import Unavailable
+from tests.helpers.compared import compare_c
 
 pytestmark = pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
 INFINITE = float("inf")
 
 
-def compare(operation: Operation[..., Any], inputs: list[Any], outputs: list[Tensor]) -> list[Tensor]:
-    """Run operation and reference on outputs with arbitrary content, and return the equal results."""
-    expected = [torch.empty_like(each).fill_(-77) for each in outputs]
-    found = [torch.empty_like(each).fill_(-99) for each in outputs]
-    operation.run_reference(*inputs, *expected)
-    run = operation.prepare(*inputs, *found)
-    assert run is not None
-    run()
-    assert all(same_bits(*pair) for pair in zip(found, expected, strict=True)), (inputs, found, expected)
-    return found
-
-
-def choice_outputs(batch: int, positions: int) -> list[Tensor]:
-    return [torch.empty(batch, positions, dtype=torch.bool), torch.empty(batch, positions, dtype=torch.int64)]
-
-
-def choose(*inputs: Any) -> tuple[Tensor, Tensor]:
-    finite, token = compare(kernels.masked_argmax, list(inputs), choice_outputs(*inputs[0].shape[:2]))
-    return finite, token
+def choose(*inputs: Any) -> list[Tensor]:
+    return compare_c(kernels.masked_argmax, *inputs)
 
 
 def hostile_logits(made: torch.Generator, *shape: int) -> Tensor:
@@ -57,7 +39,7 @@ def test_masked_argmax_equals_the_reference(batch: int, dtype: torch.dtype) -> N
         masks = bitmask.pack(torch.rand(9, positions, width + 40, generator=made) < density)
         rows, constrained = torch.randint(-9, 9, (batch,), generator=made), torch.rand(batch, generator=made) < 0.8
         status = torch.randint(-1, 7, (batch, positions), generator=made).clamp(max=1)
-        choose(logits, masks[:batch], None, constrained, None, None)
+        choose(logits, masks[:batch], None, constrained)
         choose(logits, masks, rows, constrained, None, status)
 
 
@@ -96,9 +78,8 @@ def test_indices_out_of_range_are_refused(wrong: int) -> None:
     """No memory outside of a table is read."""
     logits, masks, constrained = torch.zeros(1, 1, 40), torch.full((9, 1, 2), -1, dtype=torch.int32), torch.tensor([True])
     for rows, ids in ((torch.tensor([wrong]), None), (torch.tensor([0]), torch.full((40,), wrong * 64))):
-        run = kernels.masked_argmax.prepare(logits, masks, rows, constrained, ids, None, *choice_outputs(1, 1))
         with pytest.raises(IndexError, match="outside of its table"):
-            run and run()
+            kernels.masked_argmax(logits, masks, rows, constrained, ids)
     one = torch.tensor([1])
     with pytest.raises(IndexError, match="outside of its table"):
         kernels.mask_status(torch.ones(9, 1, 4, dtype=torch.int64), one, one, one, 0, torch.tensor([wrong]))
@@ -119,9 +100,8 @@ def test_mask_status_equals_the_reference(batch: int) -> None:
         rows = torch.randint(-9, 9, (batch,), generator=made)
         state[:, 4] = torch.randint(0, 4, (batch,), generator=made)
         for chosen in (None, rows):
-            inputs = [tags[:batch] if chosen is None else tags, state[:, 1], state[:, 3], state[:, 4], first, chosen]
-            outputs = [torch.empty(batch, positions, dtype=torch.int64), torch.empty(batch, dtype=torch.bool)]
-            status, _ = compare(kernels.mask_status, inputs, outputs)
+            given = tags[:batch] if chosen is None else tags
+            status, _ = compare_c(kernels.mask_status, given, state[:, 1], state[:, 3], state[:, 4], first, chosen)
             seen |= set(status.flatten().tolist())
     assert len(seen) == {0: 0, 1: len(seen), 8: 9}[batch], "not every status occurred"
 
@@ -139,22 +119,22 @@ def test_chain_accept_equals_the_reference(batch: int) -> None:
         status = torch.where(number(0, 5, batch, count + 1) > 0, 1, number(-2, 9, batch, count + 1))
         stop_ids, room, known = number(-1, 9, batch, stops), number(-1, 9, batch), number(0, count + 1, batch)
         for held in (None, known):
-            inputs = [sampled, finite, drafts, number(-1, count + 3, batch), status, stop_ids, room, held]
-            found = compare(kernels.chain_accept, inputs, [torch.empty(batch, dtype=torch.int64)] * 3)
-            finishes |= set(found[2].tolist())
-            lengths |= set(found[0].tolist())
+            inputs = (sampled, finite, drafts, number(-1, count + 3, batch), status, stop_ids, room, held)
+            emitted, _, finish = compare_c(kernels.chain_accept, *inputs)
+            finishes |= set(finish.tolist())
+            lengths |= set(emitted.tolist())
     if batch == 8:
         assert finishes == set(range(1, 8)) and lengths >= set(range(-1, 6))
 
 
 def test_unsupported_inputs_and_a_missing_library_run_as_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, masks, constrained = torch.randn(2, 1, 40), torch.full((2, 1, 2), -1, dtype=torch.int32), torch.tensor([True, True])
-    prepare = kernels.masked_argmax.prepare
-    assert prepare(logits.half(), masks, None, constrained, None, None, *choice_outputs(2, 1)) is None
-    assert prepare(logits, masks[..., :1], None, constrained, None, None, *choice_outputs(2, 1)) is None, "a mask narrower than the logits"
-    assert prepare(logits, masks[:1], None, constrained, None, None, *choice_outputs(2, 1)) is None, "fewer masks than rows"
+    prepare, outputs = kernels.masked_argmax.prepare, (torch.ones(2, 1, dtype=torch.bool), torch.zeros(2, 1, dtype=torch.int64))
+    assert prepare(logits.half(), masks, None, constrained, None, None, *outputs) is None
+    assert prepare(logits, masks[..., :1], None, constrained, None, None, *outputs) is None, "a mask narrower than the logits"
+    assert prepare(logits, masks[:1], None, constrained, None, None, *outputs) is None, "fewer masks than rows"
     assert torch.equal(kernels.masked_argmax(logits.half(), masks, None, constrained)[1], logits.half().argmax(-1))
     reason = Unavailable("they were not built")
     monkeypatch.setattr(native, "load", lambda: reason)
-    assert prepare(logits, masks, None, constrained, None, None, *choice_outputs(2, 1)) is None
+    assert prepare(logits, masks, None, constrained, None, None, *outputs) is None
     assert torch.equal(kernels.masked_argmax(logits, masks, None, constrained)[1], logits.argmax(-1))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -11,9 +10,9 @@ from torch import Tensor
 
 from stepgraph.sampling import bitmask, native
 from stepgraph.sampling.kernels import GrammarMask, filters, processors, rejection
-from stepgraph.sampling.kernels.operation import Operation
 from stepgraph.sampling.rng import Purpose
 from stepgraph.sampling.sampler import Param
+from tests.helpers.compared import call_of, compare, compare_c
 
 pytestmark = pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
 
@@ -72,32 +71,16 @@ class Draws:
         return found.sort().values if ascending else found
 
 
-def compare(operation: Operation[..., Any], *arguments: object) -> tuple[Tensor, ...]:
-    """Run `operation` in C, compare it with the reference, and return the results."""
-    assert operation.c and native.kernel(operation.c) is not None
-    copies = [value.clone() if isinstance(value, Tensor) else value for value in arguments]
-    found, expected = operation(*arguments), operation.reference(*copies)
-    for one, other in zip(_tensors(found), _tensors(expected), strict=True):
-        assert torch.equal(one.to(torch.float64).nan_to_num(99), other.to(torch.float64).nan_to_num(99))
-    for value, copy in zip(arguments, copies, strict=True):
-        if isinstance(value, Tensor) and isinstance(copy, Tensor):
-            assert torch.equal(value.nan_to_num(99), copy.nan_to_num(99)), "C and the reference wrote different values"
-    return _tensors(found)
-
-
-def _tensors(returned: Any) -> tuple[Tensor, ...]:
-    return (returned,) if isinstance(returned, Tensor) else tuple(returned)
-
-
 def filters_and_draws(draws: Draws) -> None:
     seed, position = draws.integers(-(9**9), 9**9, BATCH), draws.integers(0, 99, BATCH)
     params, logits = draws.params(BATCH), draws.logits(BATCH, 2)
-    compare(filters.distribution, logits, params)
+    compare_c(filters.distribution, logits, params)
     table = torch.rand(ROWS, draws.width, generator=draws.generator)
-    compare(filters.draw, logits[:, 0], params, seed, position, Purpose.DRAFT, draws.rows, table)
+    compare_c(filters.draw, logits[:, 0], params, seed, position, Purpose.DRAFT, draws.rows, table)
     wide = torch.zeros(ROWS, draws.width + 100)
     ids = draws.ids(draws.width + 100, ascending=draws.seed % 2 == 0)
-    compare(filters.draw, logits[:, 0], params, seed, position, Purpose.DRAFT, draws.rows, wide, ids)
+    with_ids = call_of(filters.draw, logits[:, 0], params, seed, position, Purpose.DRAFT, draws.rows, wide, ids)
+    compare(with_ids, filters.draw.out)  # in C if the ids ascend
 
 
 def rejections(draws: Draws) -> None:
@@ -112,8 +95,8 @@ def rejections(draws: Draws) -> None:
     status = torch.where(draws.likely(0.9, BATCH, count + 1), 1, draws.integers(0, 6, BATCH, count + 1))
     numbers = [status, draws.integers(-(9**9), 9**9, BATCH), draws.integers(0, 99, BATCH)]
     certain = draws.likely(0.3, BATCH, count)
-    compare(rejection.reject_sample, target, drafted, draws.rows, certain, *state, *numbers)
-    compare(rejection.reject_sample, target, drafted[:, :0], draws.rows, torch.ones_like(certain), *state, *numbers)
+    compare_c(rejection.reject_sample, target, drafted, draws.rows, certain, *state, *numbers)
+    compare_c(rejection.reject_sample, target, drafted[:, :0], draws.rows, torch.ones_like(certain), *state, *numbers)
 
 
 def settings_and_masks(draws: Draws) -> None:
@@ -141,7 +124,7 @@ def settings_and_masks(draws: Draws) -> None:
     drafts = torch.where(draws.likely(0.8, batch, before), draws.integers(0, width, batch, before), -1)
     generated = draws.integers(0, 12, batch, 2)[:, 0]
     fixed = (*(mask or (None,) * 4), ids, rows, *tables, generated, drafts, draws.whole(0, 3))
-    compare(processors.process_logits, draws.logits(batch, positions), *fixed)
+    compare_c(processors.process_logits, draws.logits(batch, positions), *fixed)
 
 
 @pytest.mark.parametrize("check", [filters_and_draws, rejections, settings_and_masks])
@@ -154,7 +137,7 @@ def test_equal_weights_are_kept_or_dropped_together() -> None:
     logits = torch.zeros(1, 1, 5000)
     logits[..., 7:9] = 1.0
     params = torch.tensor([[1.0, 3, 1, 0], [1.0, 0, 1e-4, 0], [1.0, 2, 1, 0]])
-    kept = [int((compare(filters.distribution, logits, row[None])[0] > 0).sum()) for row in params]
+    kept = [int((compare_c(filters.distribution, logits, row[None])[0] > 0).sum()) for row in params]
     assert kept == [5000, 2, 2]
 
 

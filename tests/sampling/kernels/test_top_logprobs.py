@@ -10,6 +10,7 @@ import torch
 from stepgraph.sampling import native
 from stepgraph.sampling.kernels import top_logprobs
 from stepgraph.sampling.sampler import Param
+from tests.helpers.compared import compare_c
 from tools.gpu.checks.operations import top_logprobs as call_of
 
 CPU = torch.device("cpu")
@@ -20,15 +21,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("width", [1, 4, 70, 1_003])
 def test_c_equals_the_reference(width: int, dtype: torch.dtype) -> None:
     call = call_of(CPU, 5, 2, width)
-    inputs = (call.inputs[0].to(dtype), *call.inputs[1:])
-    assert top_logprobs.prepare(*inputs) is not None, "C supports these inputs"
-    results = []
-    for run in (top_logprobs.out, top_logprobs.run_reference):
-        rings = [ring.clone() for ring in inputs[5:]]
-        run(*inputs[:5], *rings)
-        results.append(rings)
-    (ids, values), (expected_ids, expected) = results
-    assert torch.equal(ids, expected_ids) and torch.allclose(values, expected, rtol=1e-5, atol=1e-5)
+    compare_c(top_logprobs, call.inputs[0].to(dtype), *call.inputs[1:], tol=call.tol)
 
 
 def test_each_row_gets_its_requested_number_of_tokens() -> None:

@@ -51,9 +51,9 @@ class Call:
     def reference(self) -> None:
         self.operation.run_reference(*self.inputs, *self.outputs)
 
-    def triton(self, *arguments: Any) -> None:
+    def triton(self, *arguments: Any, **constants: int) -> None:
         """Run the Triton program itself, as `out` does on a GPU."""
-        getattr(importlib.import_module(self.operation.triton), self.operation.name)(*arguments)
+        getattr(importlib.import_module(self.operation.triton), self.operation.name)(*arguments, **constants)
 
     def results(self, run: Run) -> list[Tensor]:
         """Outputs and changed inputs after `run` on copies of them."""
@@ -77,8 +77,8 @@ class Call:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """Pinned if the tensor is: the device accesses it."""
-    return tensor.clone().pin_memory() if tensor.is_pinned() else tensor.clone()
+    """With the same strides; pinned if the tensor is: the device accesses it."""
+    return tensor.new_empty_strided(tensor.shape, tensor.stride(), pin_memory=tensor.is_pinned()).copy_(tensor)
 
 
 def filler(device: torch.device, *shape: int) -> Tensor:
