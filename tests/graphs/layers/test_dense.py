@@ -16,13 +16,7 @@ from torch import Tensor
 
 from stepgraph.graphs.attention.choose import choose_attention
 from stepgraph.graphs.attention.paged import paged_attention
-from stepgraph.graphs.layers.dense import (
-    Activation,
-    activate_and_mul,
-    add_rms_norm,
-    product,
-    rms_norm,
-)
+from stepgraph.graphs.layers.dense import Activation, activate_and_mul, add_rms_norm, product, rms_norm
 from stepgraph.graphs.layers.experts import expert_product
 from stepgraph.graphs.layers.lora import slot_product
 from stepgraph.graphs.layers.quantised import KINDS, MAX_INNER
@@ -32,6 +26,7 @@ from stepgraph.sampling import native
 from stepgraph.sampling.native import Unavailable
 from tests.graphs.attention.test_paged import Case, make_case
 from tests.graphs.layers.test_quantised import made
+from tests.helpers.compared import compare_c
 from tests.helpers.torch_threads import torch_threads
 
 pytestmark = pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
@@ -121,12 +116,7 @@ def turning(size: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor, list[T
 def test_rotation_in_c_is_bit_equal_to_torch(size: int, rotated: int, dtype: torch.dtype) -> None:
     states, slots, cache = turning(size, dtype)
     states[3:] = [each[..., :rotated].contiguous() for each in states[3:]]
-    wanted_cache = [each.clone() for each in cache]
-    expected = torch.empty(6, 3, size, dtype=dtype)
-    rope_and_write_kv.run_reference(*(*states, slots, *wanted_cache, expected))
-    found = rope_and_write_kv(*(*states, slots, *cache))
-    assert torch.equal(found, expected)
-    assert all(torch.equal(mine.nan_to_num(7), theirs.nan_to_num(7)) for mine, theirs in zip(cache, wanted_cache, strict=True))
+    compare_c(rope_and_write_kv, *states, slots, *cache)
 
 
 @pytest.mark.parametrize("slot", [-1, 10, 2**40])

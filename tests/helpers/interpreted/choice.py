@@ -51,8 +51,8 @@ def compare(
     return finite, token
 
 
-def padded(batch: int, positions: int, width: int, dtype: torch.dtype, seed: int, *, coarse: bool = False) -> Tensor:
-    """Logits as a view of wider ones, whose rest must never be chosen."""
+def padded(batch: int, positions: int, width: int, dtype: torch.dtype = torch.float32, seed: int = 0, *, coarse: bool = False) -> Tensor:
+    """Logits as a view of wider ones, whose rest must not be read."""
     values = torch.randn(batch, positions, width + 67, generator=torch.Generator().manual_seed(seed)) * 4
     values = (values.round() if coarse else values).to(dtype)
     values[..., width:] = INF

@@ -22,6 +22,7 @@ from stepgraph.sampling.kernels.triton.numeric import portable_exp
 from stepgraph.sampling.rng import Purpose
 from tests.helpers.compared import compare_program
 from tests.helpers.hazards import hazards
+from tests.helpers.interpreted.choice import padded
 
 assert triton.knobs.runtime.interpret, "run by test_kernels.py, with TRITON_INTERPRET=1"
 INF = math.inf
@@ -31,15 +32,6 @@ GREEDY, PLAIN = [0.0, 0, 1, 0], [1.0, 0, 1, 0]
 @pytest.fixture(autouse=True)
 def _quiet() -> None:
     warnings.filterwarnings("ignore", message="invalid value|overflow encountered", category=RuntimeWarning)
-
-
-def padded(batch: int, positions: int, width: int, dtype: torch.dtype = torch.float32, *, coarse: bool = False) -> Tensor:
-    """Logits as a view of wider ones, whose rest must not be read."""
-    values = torch.randn(batch, positions, width + 67, generator=torch.Generator().manual_seed(width)) * 4
-    values = (values.round() if coarse else values).to(dtype)
-    values[..., width:] = INF
-    values[..., width + 1 :: 2] = math.nan
-    return values[..., :width]
 
 
 def compare(logits: Tensor, rows: list[list[float]], tile: int = 0, digit_bits: int = 5) -> Tensor:
