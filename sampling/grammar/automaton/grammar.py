@@ -129,13 +129,10 @@ class AutomatonBuilder:
 
     def check(self, constraint: Constraint) -> None:
         """ValueError for what would not be enforced, an UnsupportedError if the part is known; does not compile."""
-        if constraint.kind in ("regex", "ebnf", "lark"):
-            check_payload(constraint, self._limits)
+        check_payload(constraint, self._limits)
 
     def build(self, constraint: Constraint, worker: CompileWorker | None = None) -> AutomatonGrammar:
         """UnfitError if the automaton exceeds the limits or does not exist; other errors as in `XGrammarBuilder.build`."""
-        if constraint.kind == "lark":
-            self.check(constraint)
         with library_errors():
             if worker is None:
                 parsed = str(parse(constraint, self._limits).serialize_json())

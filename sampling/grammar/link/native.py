@@ -43,7 +43,6 @@ from stepgraph.sampling.native import Unavailable, find_library, open_library
 
 HOST_LINKS = ("auto", "native", "python")
 NO_LIMIT = (1 << 63) - 1
-_warnings_given: set[str] = set()
 
 
 class NativeLibrary:
@@ -304,7 +303,6 @@ def open_host_link(
     return PythonLink(state_host, drafts_host, masks_host, tags_host, reason, forcing)
 
 
+@functools.cache
 def _warn_once(message: str) -> None:
-    if message not in _warnings_given:
-        _warnings_given.add(message)
-        warnings.warn(message, RuntimeWarning, stacklevel=6)  # the caller of Engine(...), which has one wrapper
+    warnings.warn(message, RuntimeWarning, stacklevel=6)  # the caller of Engine(...), which has one wrapper

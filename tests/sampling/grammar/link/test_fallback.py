@@ -25,7 +25,7 @@ NOT_BUILT = "it was not built: there was no C compiler when stepgraph was instal
 @pytest.fixture
 def no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(native, "load", lambda: NativeLibrary(find_library(tmp_path)))
-    monkeypatch.setattr(native, "_warnings_given", set())
+    native._warn_once.cache_clear()
 
 
 @pytest.mark.usefixtures("no_library")

@@ -269,12 +269,3 @@ def test_random_texts_are_json(backend: str) -> None:
             json.loads(text)
             ended += 1
     assert ended > 200
-
-
-def test_json_grammar_accepting_the_empty_text_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = GrammarCompiler(BYTES, max_threads=1, backend="xgrammar")
-    xgrammar = compiler._backends._builder("xgrammar")
-    empty = xgrammar.build(Constraint.regex("a*"), worker=None)
-    monkeypatch.setattr(xgrammar, "build", lambda constraint, worker: empty)
-    with pytest.raises(ValueError, match=r"constraint json_schema: .*empty text"):
-        compiler.compile(Constraint.json_schema({"type": "null"}))
