@@ -24,8 +24,8 @@ from typing import Any
 from stepgraph.sampling.grammar.automaton.library import UnfitError
 from stepgraph.sampling.grammar.compile import worker as compile_worker
 from stepgraph.sampling.grammar.compile.limits import MIB, CompileAbortedError, GrammarLimits, limit_exceeded
-from stepgraph.sampling.grammar.compile.worker import ABORTED, DONE, NO_MEMORY, TOO_LARGE, UNFIT, UNSUPPORTED, receive, send
-from stepgraph.sampling.grammar.constraints.unsupported import Unsupported, UnsupportedError
+from stepgraph.sampling.grammar.compile.worker import DONE, NO_MEMORY, TOO_LARGE, receive, send
+from stepgraph.sampling.grammar.constraints.unsupported import UnsupportedError
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.lifetimes import call_after_fork
 
@@ -34,6 +34,7 @@ START_SECONDS = 60.0
 GRACE_SECONDS = 1.0  # beyond the worker's own timer, for a process that is stopped (SIGSTOP)
 STDERR_TAIL = 600
 _SOURCE_PREFIX = re.compile(r"^(\[[\d:]+\] )?\S*\.(cc|h|cpp):\d+: (Check failed: \(.*?\) is false: )?")
+_ERRORS: dict[str, type[ValueError]] = {error.__name__: error for error in (ValueError, CompileAbortedError, UnfitError, UnsupportedError)}
 NO_MEMORY_MESSAGES = ("bad_alloc", "memory allocation", "annot allocate memory")  # messages of C++, Rust, and the dynamic loader
 
 
@@ -131,12 +132,8 @@ class CompileWorker:
             raise CompileAbortedError(self._no_memory_message())
         if status == TOO_LARGE:
             raise CompileAbortedError(limit_exceeded("result_bytes", f"{int(result):,} bytes of compiled grammar", limits.result_bytes))
-        if status == UNSUPPORTED:
-            raise UnsupportedError(Unsupported(*json.loads(result)))
-        if status == UNFIT:
-            raise UnfitError(*json.loads(result))
         if status != DONE:
-            raise (CompileAbortedError if status == ABORTED else ValueError)(result.decode())
+            raise _ERRORS[status](*json.loads(result))
         return result
 
     def kill(self) -> None:
