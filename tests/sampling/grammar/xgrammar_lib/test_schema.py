@@ -124,25 +124,7 @@ def test_pattern_follows_javascript_where_engines_differ(backend: str) -> None:
 
 
 @both
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        r"(?!ab)a",
-        r"a**",
-        r"a{1,2}+",
-        r"a{2}{3}",
-        r"[\1]",
-        r"\01",
-        r"\ud83d",
-        r"[z-a]",
-        "[]",
-        "[a",
-        "a)",
-        "(a",
-        "*a",
-        "a\\",
-    ],
-)
+@pytest.mark.parametrize("pattern", ["(?!ab)a", "a{2}{3}", r"[\1]", r"\01", "[]", "a\\"])
 def test_unsupported_patterns_raise(backend: str, pattern: str) -> None:
     with pytest.raises(ValueError, match=r"pattern: got .*, expected "):
         compiled(Constraint.regex(pattern), backend)
