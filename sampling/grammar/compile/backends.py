@@ -281,10 +281,8 @@ class Coverage:
 
 
 def coverage(constraint: Constraint, limits: GrammarLimits | None = None) -> Coverage:
-    """Which parts of a constraint each grammar library enforces, and which library would be used.
-
-    Takes seconds: it starts a worker process, and compiles for at most twice `compile_seconds` per library.
-    """
+    """Which parts of a constraint each grammar library enforces, and which library would be used. Takes seconds: it starts a worker
+    process, and compiles for at most twice `compile_seconds` per library."""
     limits, names = limits or GrammarLimits(), backends_for(constraint, "auto")
     try:
         check_size(constraint, limits)

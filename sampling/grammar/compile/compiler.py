@@ -1,8 +1,4 @@
-"""Compiles constraints over one vocabulary in background threads, and caches the compiled grammars.
-
-Compiling takes from microseconds to seconds, and some grammars would take unbounded time and memory. A caller takes a `Claim` on a
-grammar, whose callback runs once the grammar is compiled. The libraries run in a killable process (`isolation` "process") or in this one.
-"""
+"""Compiles constraints over one vocabulary in background threads, and caches the compiled grammars."""
 
 from __future__ import annotations
 
@@ -286,10 +282,8 @@ class GrammarCompiler:
             claim.release()
 
     def close(self, seconds: float = 0.0) -> None:
-        """Cancel all compiles, with an error for their claims, and end the workers. Compiled grammars remain usable.
-
-        A compile in this process cannot be cancelled; wait for it at most `seconds`.
-        """
+        """Cancel all compiles, with an error for their claims, and end the workers. Compiled grammars remain usable. A compile in this
+        process cannot be cancelled; wait for it at most `seconds`."""
         with self._lock:
             self._closed = True
             waiting, self._waiting = self._waiting, deque()

@@ -1,7 +1,4 @@
-"""The parent's side of the compile worker: starts the process, calls it under limits, and reports why a call did not return.
-
-One thread makes one call at a time; any thread may call `kill`. A process that was killed, crashed or exceeded a limit is replaced.
-"""
+"""The parent's side of the compile worker: starts the process, calls it under limits, and reports why a call did not return."""
 
 from __future__ import annotations
 
@@ -94,7 +91,7 @@ class _Process:
 
 
 class CompileWorker:
-    """A worker process for one compile at a time: started by the first call, and again after it was lost."""
+    """A worker process for one compile at a time: started by the first call, and again after it was lost. Any thread may call `kill`."""
 
     def __init__(self, vocabulary: Vocabulary, limits: GrammarLimits, max_threads: int) -> None:
         self._vocabulary, self._limits, self._max_threads = vocabulary, limits, max_threads

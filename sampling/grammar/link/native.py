@@ -1,8 +1,6 @@
 """The native host link: a host node is one C function over a plain struct and does not take the GIL.
 
-Rows are processed by a pool of threads that includes the calling one. C does not own rows and matchers; Python keeps them alive until
-the rounds that they were pushed with have ended. The library is built at installation if there is a C compiler; without the library an
-engine has the Python link, see `open_host_link`.
+C does not own rows and matchers; Python keeps them alive until the rounds that they were pushed with have ended.
 """
 
 from __future__ import annotations
@@ -78,10 +76,7 @@ def load() -> NativeLibrary:
 
 
 class NativeRow:
-    """One constrained request: a struct that host nodes access, and everything that the struct points to.
-
-    A marker is handled in C around the library's own matcher.
-    """
+    """One constrained request: a struct that host nodes access, and everything that the struct points to."""
 
     def __init__(self, library: NativeLibrary, owner: int, matcher: Matcher, committed: int, masks_host: Tensor) -> None:
         self.owner, self.matcher = owner, matcher
