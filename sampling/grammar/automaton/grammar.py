@@ -129,7 +129,8 @@ class AutomatonBuilder:
 
     def check(self, constraint: Constraint) -> None:
         """ValueError for what would not be enforced, an UnsupportedError if the part is known; does not compile."""
-        check_payload(constraint, self._limits)
+        if constraint.kind in ("regex", "ebnf", "lark"):
+            check_payload(constraint, self._limits)
 
     def build(self, constraint: Constraint, worker: CompileWorker | None = None) -> AutomatonGrammar:
         """UnfitError if the automaton exceeds the limits or does not exist; other errors as in `XGrammarBuilder.build`."""
