@@ -116,8 +116,6 @@ class Vocabulary:
         check_value("stop_token_ids", stop_token_ids, optional(TOKEN_IDS))
         try:
             return cls(*table.fields(stop_token_ids))
-        except TypeError:
-            raise ValueError(f"{table.where}: stop_token_ids: got {clip_repr(stop_token_ids)}, expected token ids") from None
         except ValueError as error:
             raise ValueError(f"{table.where}: {error}") from None
 
@@ -152,13 +150,8 @@ class Vocabulary:
 
     def mask_address(self, masks: Tensor, index: int) -> int:
         """The address of row `index` of masks [rows, mask_words]. Makes no view: the first view after other work takes 0.1 ms."""
-        if masks.dtype is not MASK_DTYPE or masks.dim() != 2 or masks.size(1) != self.mask_words or not masks.is_cpu:
-            got, expected = f"{masks.dtype} {tuple(masks.shape)} on {masks.device}", f"torch.int32 [rows, {self.mask_words}] on cpu"
-            raise ValueError(f"masks: got {got}, expected {expected}")
-        if not masks.is_contiguous() or not 0 <= index < masks.size(0):
-            raise ValueError(
-                f"index: got {index} for {masks.shape[0]} rows of stride {masks.stride()}, expected a row of a contiguous tensor"
-            )
+        assert masks.dtype is MASK_DTYPE and masks.dim() == 2 and masks.size(1) == self.mask_words and masks.is_cpu
+        assert masks.is_contiguous() and 0 <= index < masks.size(0)
         return masks.data_ptr() + index * self.mask_words * (BITS_PER_WORD // 8)
 
     def mask_row(self, masks: Tensor, index: int) -> npt.NDArray[np.int32]:

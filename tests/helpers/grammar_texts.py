@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 from typing import cast
 
 import numpy as np
@@ -68,6 +69,22 @@ def fill_mask(matcher: Matcher, words: int = PRINTABLE.mask_words) -> tuple[Mask
     status, rows = matcher.fill_next_token_bitmask(masks, 1), masks.numpy()
     assert (rows[::2] == 0x5A5A5A5A).all()
     return status, np.flatnonzero(np.unpackbits(rows[1].view(np.uint8), bitorder="little")).tolist()
+
+
+def random_text(
+    matcher: Matcher, random: Random, vocabulary: Vocabulary, longest: int = 100, *, likely: bytes = b'"}]\\', share: float = 0.3
+) -> bytes | None:
+    """A random text along the masks, with a preference for its end and for some bytes; None where it is too long."""
+    ids, stop = list[int](), vocabulary.stop_token_ids[0]
+    while len(ids) < longest:
+        _, legal = fill_mask(matcher, vocabulary.mask_words)
+        assert legal, f"a dead end after {vocabulary.decode(ids)!r}"
+        preferred = [token_id for token_id in legal if token_id in (*likely,)] if random.random() < share else []
+        ids.append(stop if stop in legal and random.random() < 0.5 else random.choice(preferred or legal))
+        assert matcher.accept_token(ids[-1]), vocabulary.decode(ids)
+        if ids[-1] == stop:
+            return vocabulary.decode(ids)
+    return None
 
 
 def take_claim(compiler: GrammarCompiler, constraint: Constraint) -> Claim:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -234,6 +235,25 @@ class LinkPair:
 
 def set_running(memory: Memory, row: MatcherRow, slot: int = 0, history: int = 0, last: int = 0, accepted: int = 0) -> None:
     memory.state[slot] = torch.tensor([row.owner, history, last, accepted, FinishCode.RUNNING])
+
+
+def run_round(
+    memory: Memory,
+    link: HostLink,
+    rows: Sequence[MatcherRow],
+    drafts: Sequence[int] = (),
+    history: int = 0,
+    last: int = 0,
+    accepted: int = 0,
+    steps: Sequence[HostStep] = ROUND_STEPS,
+) -> None:
+    """A round of running rows with equal histories. `drafts`: of each row; the others are those in memory."""
+    for slot, row in enumerate(rows):
+        set_running(memory, row, slot, history, last, accepted)
+    for index, token in enumerate(drafts):
+        memory.drafts[index] = token
+    link.push_batch(rows)
+    link.node(steps)()
 
 
 LETTERS = Constraint.regex("[a-z]+")

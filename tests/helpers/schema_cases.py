@@ -89,9 +89,9 @@ def _laid_out(value: Any, comma: str, colon: str) -> Iterator[str]:
         yield json.dumps(value)
 
 
-def takes(compiled: CompiledConstraint, text: str) -> bool:
-    matcher = compiled.matcher()
-    return all(matcher.accept_token(byte) for byte in text.encode("utf-8", "surrogatepass")) and matcher.accept_token(256)
+def takes(compiled: CompiledConstraint, text: str | bytes) -> bool:
+    matcher, data = compiled.matcher(), text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
+    return all(matcher.accept_token(byte) for byte in data) and matcher.accept_token(256)
 
 
 def classify(group: Group, compiler: GrammarCompiler, objects: ObjectsMode = "closed") -> str:

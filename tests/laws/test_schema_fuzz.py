@@ -18,8 +18,8 @@ from stepgraph.sampling.grammar.schema.normalise import Normaliser
 from stepgraph.sampling.grammar.xgrammar_lib.ebnf import json_grammar
 from tests.helpers.c_library import EACH_BACKEND
 from tests.helpers.format_texts import CHECKER, VALID
+from tests.helpers.grammar_texts import random_text
 from tests.helpers.schema_cases import BYTES
-from tests.sampling.grammar.llguidance_lib.test_llguidance import walked
 
 NAMES = ["a", "b", "ab", "x-1", "é"]
 PATTERNS = ["^[ab]+$", "^a?b{1,3}$", "^.{2,4}$", "^[^a]*$", "^(a|bc)+$", "^\\d{1,3}$", '^["\\\\/]+$']
@@ -89,7 +89,7 @@ def faults(backend: BackendChoice, seed: int, schemas: int) -> tuple[int, list[s
         exact = json.loads(json.dumps(requested), parse_float=Decimal, object_hook=_in_python)
         validator = jsonschema.Draft202012Validator(exact, format_checker=CHECKER)
         for _ in range(3):
-            text = walked(compiled.matcher(), random)
+            text = random_text(compiled.matcher(), random, BYTES)
             if text is not None and not re.search(rb"[eE][+-]?\d{5}", text):  # Decimal has no larger exponents
                 positions += len(text) + 1
                 found += [] if _valid(validator, text) else [f"{text!r} under {json.dumps(requested)}"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import inspect
 import json
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import stepgraph.runtime
 from stepgraph import Constraint, Engine, EngineClosedError, EngineConfig, Job, Vocabulary
@@ -28,10 +27,7 @@ from stepgraph.runtime.models.ngram import NgramLookup
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.runtime.text import TextCodec
 from stepgraph.sampling.grammar import GrammarCompiler, GrammarLimits
-from stepgraph.sampling.grammar.link.native import NativeLink, load, open_host_link
-from stepgraph.sampling.grammar.status import TAG_FIELDS, HostColumn
 from stepgraph.sampling.kernels.filters import choose_filters
-from tests.helpers.c_library import needs_c
 from tests.helpers.grammar_texts import PRINTABLE
 
 CONFIG = {
@@ -47,12 +43,6 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_fr
 TARGET = ToyTarget(PRINTABLE.logits_width)
 CPU = torch.device("cpu")
 ADDING = ChatTemplate("{% for each in messages %}{{ each['role'] + each['content'] }}{% endfor %}")
-
-
-def host_buffers(slots: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """For one draft: state, drafts, masks and tags."""
-    state, drafts = torch.zeros(slots, len(HostColumn), dtype=torch.int64), torch.zeros(1, slots, dtype=torch.int64)
-    return state, drafts, torch.zeros(2, slots, 3, dtype=torch.int32), torch.zeros(2, slots, TAG_FIELDS, dtype=torch.int64)
 
 
 def mapped(d2t: Any) -> Engine:
@@ -82,7 +72,6 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
         lambda: choose_attention(CPU, "fast", (AttentionShape(torch.float32, 2, 1, 8),), 16),
         r"attention: got 'fast', expected one of 'auto', .*'reference'",
     ),
-    (lambda: open_host_link("rust", *host_buffers(1), 1), r"host_link: got 'rust', expected one of auto, native, python"),
     (lambda: GrammarLimits(compile_seconds=4000), r"GrammarLimits\.compile_seconds: got 4000, expected a number above 0 and at most 3600"),
     (lambda: ToyDraft(TARGET, agreement=1.5), r"ToyDraft\.agreement: got 1\.5, expected a number from 0 to 1"),
     (lambda: Llama(read_config(CONFIG), feature_layers=(3,)), r"Llama\.feature_layers: got 3, expected whole numbers from 0 to 2"),
@@ -176,30 +165,6 @@ def test_tape_refuses_buffers_of_another_device() -> None:
     buffers = StaticBuffers([BufferSpec("x", (2,), torch.float32)], device="meta")
     with pytest.raises(ValueError, match=r"TapeBackend\.capture: got buffers on meta, expected cpu"):
         TapeBackend().capture(lambda b: None, buffers)
-
-
-@needs_c
-def test_native_link_refuses_a_depth_of_zero() -> None:
-    with pytest.raises(ValueError, match=r"NativeLink: got 1 slots and depth 0, expected 1 to \d+ slots and a depth of at least 1"):
-        NativeLink(load(), *host_buffers(1), 0)
-
-
-NO_SCHEMAS: list[tuple[Any, dict[str, Any], str]] = [
-    ("xgrammar", {"type": "string", "pattern": 1}, "#: pattern: got 1, expected a string"),
-    ("xgrammar", {"type": "number", "minimum": "1"}, '#: minimum: got "1", expected a number'),
-    ("xgrammar", {"type": "array", "prefixItems": {}}, "#: prefixItems: got {}, expected a list"),
-    ("xgrammar", {"type": "object", "required": "a"}, '#: required: got "a", expected a list of strings'),
-    ("llguidance", {"type": "string", "pattern": 1}, "#: pattern: got 1, expected a string"),
-    ("llguidance", {"type": "array", "prefixItems": {}}, "#: prefixItems: got {}, expected a list"),
-    ("llguidance", {"type": "object", "properties": 1}, "#: properties: got 1, expected an object"),
-    ("llguidance", {"anyOf": [5]}, "#/anyOf/0: schema: got 5, expected an object, true or false"),
-]
-
-
-@pytest.mark.parametrize(("backend", "schema", "reason"), NO_SCHEMAS, ids=[f"{backend} {reason}" for backend, _, reason in NO_SCHEMAS])
-def test_invalid_schema_is_refused_with_its_path(backend: Any, schema: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(reason)):
-        GrammarCompiler(PRINTABLE, 1, backend=backend).compile(Constraint.json_schema(schema))
 
 
 def test_invalid_constraint_payloads_are_refused() -> None:

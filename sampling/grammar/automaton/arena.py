@@ -36,8 +36,8 @@ class ImageArena:
 
     def __init__(self, size: int) -> None:
         self.size, self.evicted = size, 0
-        self._blocks: dict[int, ArenaBlock] = {}  # by the identity of the image, which the block keeps alive
-        self._idle: OrderedDict[int, ArenaBlock] = OrderedDict()  # without users, least recently used first
+        # By the identity of the image, which the block keeps alive; least recently used first.
+        self._blocks: OrderedDict[int, ArenaBlock] = OrderedDict()
 
     def __len__(self) -> int:
         """The number of images."""
@@ -58,20 +58,18 @@ class ImageArena:
         block = self._blocks.get(id(image)) or self._place(image)
         if block is not None:
             block.users += 1
-            self._idle.pop(id(image), None)
         return block
 
     def release(self, block: ArenaBlock) -> None:
         """End one use. Only launches after the last launch of this user may write to the memory again."""
         assert block.users > 0
         block.users -= 1
-        if not block.users:
-            self._idle[id(block.image)] = block
+        self._blocks.move_to_end(id(block.image))
 
     def _place(self, image: Image) -> ArenaBlock | None:
         """A new block. Evicts as few idle images as possible, least recently used first; None, and no eviction, if all do not suffice."""
         block, kept, evicted = ArenaBlock(image, 0), list(self.blocks), list[ArenaBlock]()
-        idle = iter(tuple(self._idle.values()))
+        idle = (one for one in self._blocks.values() if not one.users)
         while (offset := self._gap(kept, block.end)) is None:
             last = next(idle, None)
             if last is None:
@@ -79,7 +77,7 @@ class ImageArena:
             kept.remove(last)
             evicted.append(last)
         for one in evicted:
-            del self._blocks[id(one.image)], self._idle[id(one.image)]
+            del self._blocks[id(one.image)]
         self.evicted += len(evicted)
         block.offset = offset
         self._blocks[id(image)] = block

@@ -134,8 +134,6 @@ class AutomatonBuilder:
 
     def build(self, constraint: Constraint, worker: CompileWorker | None = None) -> AutomatonGrammar:
         """UnfitError if the automaton exceeds the limits or does not exist; other errors as in `XGrammarBuilder.build`."""
-        if constraint.kind == "lark":
-            self.check(constraint)
         with library_errors():
             if worker is None:
                 parsed = str(parse(constraint, self._limits).serialize_json())

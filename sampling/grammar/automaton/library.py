@@ -50,8 +50,11 @@ class UnfitError(ValueError):
     """Why a grammar has no automaton within the limits, and its size: the characters of the parsed grammar in JSON."""
 
     def __init__(self, reason: str, size: int) -> None:
-        super().__init__(reason)
+        super().__init__(reason, size)
         self.size = size
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 def functions() -> ctypes.CDLL:

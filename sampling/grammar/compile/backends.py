@@ -149,7 +149,7 @@ class Backends:
 
         def attempt(name: str) -> Grammar:
             grammar = self._builder(name).build(constraint, worker)
-            check_first_mask(grammar, constraint, self._vocabulary)
+            check_first_mask(grammar, self._vocabulary)
             return grammar
 
         return self._first_success(constraint, attempt)
@@ -185,14 +185,12 @@ class Backends:
         return self._builders[name]
 
 
-def check_first_mask(grammar: Grammar, constraint: Constraint, vocabulary: Vocabulary) -> None:
-    """ValueError if no text satisfies the grammar, or if a JSON grammar accepts the empty text."""
+def check_first_mask(grammar: Grammar, vocabulary: Vocabulary) -> None:
+    """ValueError if no text satisfies the grammar."""
     first = torch.zeros(1, vocabulary.mask_words, dtype=torch.int32)
     matcher = grammar.matcher()
     if matcher.fill_next_token_bitmask(first, 0) not in (MaskStatus.OK, MaskStatus.COMPLETE):
         raise ValueError(matcher.fault or "no text of this vocabulary satisfies it")
-    if constraint.kind in ("json_schema", "json_object") and matcher.accept_token(vocabulary.stop_token_ids[0]):
-        raise ValueError("the empty text would be accepted, which is not JSON")
 
 
 def check_size(constraint: Constraint, limits: GrammarLimits) -> None:
@@ -283,10 +281,8 @@ class Coverage:
 
 
 def coverage(constraint: Constraint, limits: GrammarLimits | None = None) -> Coverage:
-    """Which parts of a constraint each grammar library enforces, and which library would be used.
-
-    Takes seconds: it starts a worker process, and compiles for at most twice `compile_seconds` per library.
-    """
+    """Which parts of a constraint each grammar library enforces, and which library would be used. Takes seconds: it starts a worker
+    process, and compiles for at most twice `compile_seconds` per library."""
     limits, names = limits or GrammarLimits(), backends_for(constraint, "auto")
     try:
         check_size(constraint, limits)
@@ -338,7 +334,7 @@ def _unsupported(
     while not parts or (len(parts) < MAX_UNSUPPORTED_PARTS and time.monotonic() < deadline):
         try:
             backend_builder = backend_builder or make_builder(name, _BYTE_VOCABULARY, limits, max_threads=1)
-            check_first_mask(backend_builder.build(constraint, worker), constraint, _BYTE_VOCABULARY)
+            check_first_mask(backend_builder.build(constraint, worker), _BYTE_VOCABULARY)
         except Exception as error:  # a library's error is a property of the constraint
             part = error.unsupported if isinstance(error, UnsupportedError) else None
             parts.append(part or Unsupported("#", kind, reason_of(error)))

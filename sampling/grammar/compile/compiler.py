@@ -1,8 +1,4 @@
-"""Compiles constraints over one vocabulary in background threads, and caches the compiled grammars.
-
-Compiling takes from microseconds to seconds, and some grammars would take unbounded time and memory. A caller takes a `Claim` on a
-grammar, whose callback runs once the grammar is compiled. The libraries run in a killable process (`isolation` "process") or in this one.
-"""
+"""Compiles constraints over one vocabulary in background threads, and caches the compiled grammars."""
 
 from __future__ import annotations
 
@@ -144,8 +140,7 @@ class GrammarCache:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._entries: dict[Constraint, CacheEntry] = {}
-        self._idle: OrderedDict[CacheEntry, None] = OrderedDict()  # compiled, without claims
+        self._entries: OrderedDict[Constraint, CacheEntry] = OrderedDict()  # least recently released first
         self.counts = dict.fromkeys(("hits", "misses", "grammars", "nbytes", "dropped"), 0)  # as in CompileStats
 
     def claim_existing(self, claim: Claim) -> bool:
@@ -154,7 +149,6 @@ class GrammarCache:
         if entry is not None:
             self.counts["hits"] += 1
             entry.claims.add(claim)
-            self._idle.pop(entry, None)
         return entry is not None
 
     def add(self, entry: CacheEntry, claim: Claim) -> None:
@@ -170,8 +164,6 @@ class GrammarCache:
         entry.compiled, entry.nbytes = True, nbytes
         self.counts["grammars"] += 1
         self.counts["nbytes"] += nbytes
-        if not entry.claims:
-            self._idle[entry] = None
         self._shrink()
 
     def remove_entry(self, entry: CacheEntry) -> bool:
@@ -188,19 +180,18 @@ class GrammarCache:
             return False
         if not entry.compiled:
             return self.remove_entry(entry)
-        self._idle[entry] = None
+        self._entries.move_to_end(entry.constraint)
         self._shrink()
         return False
 
     def clear(self) -> None:
         """Remove all entries; their claims may still be released."""
         self._entries.clear()
-        self._idle.clear()
         self.counts |= {"grammars": 0, "nbytes": 0}
 
     def _shrink(self) -> None:
-        while self.counts["nbytes"] > self._max_bytes and self._idle:
-            entry, _ = self._idle.popitem(last=False)
+        idle = (entry for entry in tuple(self._entries.values()) if entry.compiled and not entry.claims)
+        while self.counts["nbytes"] > self._max_bytes and (entry := next(idle, None)):
             del self._entries[entry.constraint]
             self.counts["grammars"] -= 1
             self.counts["nbytes"] -= entry.nbytes
@@ -291,10 +282,8 @@ class GrammarCompiler:
             claim.release()
 
     def close(self, seconds: float = 0.0) -> None:
-        """Cancel all compiles, with an error for their claims, and end the workers. Compiled grammars remain usable.
-
-        A compile in this process cannot be cancelled; wait for it at most `seconds`.
-        """
+        """Cancel all compiles, with an error for their claims, and end the workers. Compiled grammars remain usable. A compile in this
+        process cannot be cancelled; wait for it at most `seconds`."""
         with self._lock:
             self._closed = True
             waiting, self._waiting = self._waiting, deque()

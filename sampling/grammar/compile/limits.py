@@ -43,12 +43,8 @@ class CompileAbortedError(ValueError):
 
 @dataclass(frozen=True)
 class GrammarLimits:
-    """An error for one of these limits names the field, the value and the limit.
-
-    `max_*` are checked by `submit`. `compile_seconds`, `compile_bytes` and `result_bytes` bound calls to the compile worker (`isolation`
-    "process"); without the worker only the limits of the libraries apply. `least_bytes` is checked before a grammar is compiled.
-    `step_seconds` holds for xgrammar and llguidance. The other limits count work, so that the same text is rejected on every machine.
-    """
+    """`max_*` are checked by `submit`. `compile_seconds`, `compile_bytes` and `result_bytes` bound calls to the compile worker.
+    `step_seconds` holds for xgrammar and llguidance. The other limits count work, so that the same text is rejected on every machine."""
 
     max_chars: int = 120_000  # of a pattern, grammar or list of choices
     max_schema_chars: int = 600_000  # of a schema, or of all tags of a constraint

@@ -22,8 +22,7 @@ import types
 from collections.abc import Sequence
 from typing import IO, Any
 
-DONE, FAILED, ABORTED, UNSUPPORTED, UNFIT = "done", "failed", "aborted", "unsupported", "unfit"
-NO_MEMORY, TOO_LARGE = "no memory", "too large"
+DONE, FAILED, NO_MEMORY, TOO_LARGE = "done", "ValueError", "no memory", "too large"  # statuses; also the names of errors
 
 
 def send(connection: socket.socket, *parts: Any, body: bytes = b"") -> None:
@@ -147,17 +146,11 @@ def _run_call(call: Any, arguments: Sequence[Any], result_bytes: int) -> tuple[s
 
     try:
         result: bytes = call(*arguments)
-    except MemoryError:
-        return NO_MEMORY, b""
-    except CompileAbortedError as error:
-        return ABORTED, str(error).encode(errors="replace")
-    except UnsupportedError as error:
-        return UNSUPPORTED, json.dumps([error.unsupported.where, error.unsupported.keyword, error.unsupported.reason]).encode()
-    except UnfitError as error:
-        return UNFIT, json.dumps([str(error), error.size]).encode()
+    except (CompileAbortedError, UnfitError, UnsupportedError) as error:
+        return type(error).__name__, json.dumps(error.args).encode()
     except Exception as error:  # the libraries raise RuntimeError and several types of their own
-        message = str(error)
-        return (NO_MEMORY, b"") if "bad_alloc" in message else (FAILED, message.encode(errors="replace"))
+        no_memory = isinstance(error, MemoryError) or "bad_alloc" in str(error)
+        return (NO_MEMORY, b"") if no_memory else (FAILED, json.dumps([str(error)]).encode())
     return (DONE, result) if len(result) <= result_bytes else (TOO_LARGE, str(len(result)).encode())
 
 

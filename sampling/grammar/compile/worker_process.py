@@ -1,7 +1,4 @@
-"""The parent's side of the compile worker: starts the process, calls it under limits, and reports why a call did not return.
-
-One thread makes one call at a time; any thread may call `kill`. A process that was killed, crashed or exceeded a limit is replaced.
-"""
+"""The parent's side of the compile worker: starts the process, calls it under limits, and reports why a call did not return."""
 
 from __future__ import annotations
 
@@ -24,8 +21,8 @@ from typing import Any
 from stepgraph.sampling.grammar.automaton.library import UnfitError
 from stepgraph.sampling.grammar.compile import worker as compile_worker
 from stepgraph.sampling.grammar.compile.limits import MIB, CompileAbortedError, GrammarLimits, limit_exceeded
-from stepgraph.sampling.grammar.compile.worker import ABORTED, DONE, NO_MEMORY, TOO_LARGE, UNFIT, UNSUPPORTED, receive, send
-from stepgraph.sampling.grammar.constraints.unsupported import Unsupported, UnsupportedError
+from stepgraph.sampling.grammar.compile.worker import DONE, NO_MEMORY, TOO_LARGE, receive, send
+from stepgraph.sampling.grammar.constraints.unsupported import UnsupportedError
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.lifetimes import call_after_fork
 
@@ -34,6 +31,7 @@ START_SECONDS = 60.0
 GRACE_SECONDS = 1.0  # beyond the worker's own timer, for a process that is stopped (SIGSTOP)
 STDERR_TAIL = 600
 _SOURCE_PREFIX = re.compile(r"^(\[[\d:]+\] )?\S*\.(cc|h|cpp):\d+: (Check failed: \(.*?\) is false: )?")
+_ERRORS: dict[str, type[ValueError]] = {error.__name__: error for error in (ValueError, CompileAbortedError, UnfitError, UnsupportedError)}
 NO_MEMORY_MESSAGES = ("bad_alloc", "memory allocation", "annot allocate memory")  # messages of C++, Rust, and the dynamic loader
 
 
@@ -93,7 +91,7 @@ class _Process:
 
 
 class CompileWorker:
-    """A worker process for one compile at a time: started by the first call, and again after it was lost."""
+    """A worker process for one compile at a time: started by the first call, and again after it was lost. Any thread may call `kill`."""
 
     def __init__(self, vocabulary: Vocabulary, limits: GrammarLimits, max_threads: int) -> None:
         self._vocabulary, self._limits, self._max_threads = vocabulary, limits, max_threads
@@ -131,12 +129,8 @@ class CompileWorker:
             raise CompileAbortedError(self._no_memory_message())
         if status == TOO_LARGE:
             raise CompileAbortedError(limit_exceeded("result_bytes", f"{int(result):,} bytes of compiled grammar", limits.result_bytes))
-        if status == UNSUPPORTED:
-            raise UnsupportedError(Unsupported(*json.loads(result)))
-        if status == UNFIT:
-            raise UnfitError(*json.loads(result))
         if status != DONE:
-            raise (CompileAbortedError if status == ABORTED else ValueError)(result.decode())
+            raise _ERRORS[status](*json.loads(result))
         return result
 
     def kill(self) -> None:

@@ -1,8 +1,4 @@
-"""Constraints on a generated text: a JSON schema, any JSON object, a regular expression, a choice, a grammar, structural tags.
-
-A constraint is a value and the key of the compile cache. It is independent of a vocabulary. Whether a grammar library can enforce
-it is determined by compiling it.
-"""
+"""Constraints on a generated text: a JSON schema, any JSON object, a regular expression, a choice, a grammar, structural tags."""
 
 from __future__ import annotations
 
@@ -66,14 +62,10 @@ _JSON_SCHEMA_FIELDS = {  # the fields of its json_schema
 
 @dataclass(frozen=True)
 class Constraint:
-    """Created by the constructors below; `payload` is the canonical text of the constraint.
+    """Created by the constructors below; `payload` is the canonical text of the constraint, which is the key of the compile cache.
 
     `any_whitespace` allows white space between JSON tokens, up to a limit per run. It is off by default: a model may emit nothing but
-    white space until the request ends.
-
-    `backend` names the grammar library. "automaton" compiles the grammars of xgrammar to tables. "auto" tries an automaton first, then
-    xgrammar for what does not fit in one, and llguidance for what xgrammar does not enforce. The constraint begins after `marker`, see
-    `after`. `objects` and the fields after it are described at `json_schema`.
+    white space until the request ends. `marker` is described at `after`, `objects` and the fields after it at `json_schema`.
     """
 
     kind: ConstraintKind
@@ -133,13 +125,7 @@ class Constraint:
         values of its type, and schemas for one value are combined exactly. Declared properties come first, in their order; among the
         others, a name may occur twice. `submit` rejects malformed keywords, patterns and references (in up to 3,000 schemas). The compile
         finds contradictions and unsupported combinations, which end the job with an error; `coverage` lists them, and what is narrowed.
-
-        objects="closed": an object with `properties` has no others, unless the schema describes or requires them, and a pattern matches
-        the whole text of a string. "standard": other properties are allowed unless the schema forbids them, and a pattern is searched.
-        unknown_keywords, unknown_formats: "annotation" (no effect) or "refuse" (an error when the schema is compiled).
-        property_order: "any" allows declared properties in any order, for at most 8 per object.
-        approximate: leave out keywords that cannot be enforced (pattern, uniqueItems, not, ...) instead of raising an error; texts
-        may violate them. `coverage` lists them."""
+        The options are described in docs/constrain.md."""
         if not isinstance(schema, (dict, bool, str)):
             raise ValueError(f"Constraint.json_schema: got {type(schema).__name__}, expected a dict, a bool or JSON text")
         canonical = _canonical_json(schema, "Constraint.json_schema")
@@ -236,9 +222,7 @@ class Constraint:
         """The same constraint, beginning after the marker: `Constraint.json_object().after("</think>")`.
 
         Before the marker any text is allowed, but no stop token. A text marker is found in any tokenization, and no token extends past
-        its end; token ids are for markers that are control tokens. The grammar begins with the next byte.
-
-        limit: number of tokens before the marker (a reasoning budget) after which only tokens that continue the marker are legal."""
+        its end; token ids are for markers that are control tokens. `limit`: a number of tokens after which only the marker is legal."""
         try:
             ids: Any = marker if isinstance(marker, (str, bytes, Set, Mapping)) else tuple(marker)  # the last three are refused below
             return replace(self, marker=ids, marker_limit=limit)

@@ -40,11 +40,7 @@ class TypedConstraint(NamedTuple):
 
 
 def typed_constraint(value: object) -> TypedConstraint:
-    """The constraint for a Constraint or a Python type. ValueError if there is none.
-
-    Texts of string enums and string Literals are bare strings; those of every other type are JSON. A re.Pattern must match the whole
-    text; the value is the match. A function is a JSON object with its name and arguments; the value is a functools.partial.
-    """
+    """The constraint for a Constraint or a Python type, as in docs/json.md. ValueError if there is none."""
     if isinstance(value, Constraint):
         return TypedConstraint(value, functools.partial(_parse, value))
     if isinstance(value, re.Pattern):

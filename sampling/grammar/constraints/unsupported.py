@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NoReturn
 
 from stepgraph.sampling.fields import clip_repr
@@ -30,9 +30,12 @@ class Unsupported:
 
 
 class UnsupportedError(ValueError):
-    def __init__(self, unsupported: Unsupported) -> None:
-        super().__init__(str(unsupported))
-        self.unsupported = unsupported
+    def __init__(self, where: str, keyword: str, reason: str) -> None:
+        super().__init__(where, keyword, reason)
+        self.unsupported = Unsupported(where, keyword, reason)
+
+    def __str__(self) -> str:
+        return str(self.unsupported)
 
 
 @contextlib.contextmanager
@@ -42,8 +45,8 @@ def naming_schema(name: str) -> Iterator[None]:
         yield
     except UnsupportedError as error:
         part = error.unsupported
-        raise UnsupportedError(replace(part, where=f"{clip_repr(name)}: {part.where}")) from None
+        raise UnsupportedError(f"{clip_repr(name)}: {part.where}", part.keyword, part.reason) from None
 
 
 def reject(where: str, keyword: str, reason: str) -> NoReturn:
-    raise UnsupportedError(Unsupported(where, keyword, reason))
+    raise UnsupportedError(where, keyword, reason)

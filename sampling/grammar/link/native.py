@@ -1,8 +1,6 @@
 """The native host link: a host node is one C function over a plain struct and does not take the GIL.
 
-Rows are processed by a pool of threads that includes the calling one. C does not own rows and matchers; Python keeps them alive until
-the rounds that they were pushed with have ended. The library is built at installation if there is a C compiler; without the library an
-engine has the Python link, see `open_host_link`.
+C does not own rows and matchers; Python keeps them alive until the rounds that they were pushed with have ended.
 """
 
 from __future__ import annotations
@@ -43,7 +41,6 @@ from stepgraph.sampling.native import Unavailable, find_library, open_library
 
 HOST_LINKS = ("auto", "native", "python")
 NO_LIMIT = (1 << 63) - 1
-_warnings_given: set[str] = set()
 
 
 class NativeLibrary:
@@ -79,63 +76,52 @@ def load() -> NativeLibrary:
 
 
 class NativeRow:
-    """One constrained request: a struct that host nodes access, and everything that the struct points to.
-
-    A marker is handled in C around the library's own matcher.
-    """
+    """One constrained request: a struct that host nodes access, and everything that the struct points to."""
 
     def __init__(self, library: NativeLibrary, owner: int, matcher: Matcher, committed: int, masks_host: Tensor) -> None:
         self.owner, self.matcher = owner, matcher
         self._library = library
         self.struct = structs.matcher_row(owner=owner, committed=committed)
         if isinstance(matcher, MarkerMatcher):
-            self._set_marker(matcher, masks_host)
+            self._set_marker(matcher, room=len(masks_host))
             matcher = matcher.inner
+        inner: Any = matcher  # the module of LLGuidanceMatcher may be missing
+        assert inner.vocabulary.mask_words == masks_host.shape[-1]
         if isinstance(matcher, AutomatonMatcher):
-            self._require_width(matcher.vocabulary, masks_host)
             self.struct.library, self.struct.matcher = addressof(matcher.functions), matcher.handle
             self.struct.grammar = matcher.grammar.image_id
             self.struct.fuel_seconds = math.inf  # a step is a look-up, so no limit is needed
         elif isinstance(matcher, XGrammarMatcher):
-            self._set_vocabulary(matcher, matcher.vocabulary.xgrammar_words, masks_host)
+            self._set_vocabulary(matcher, matcher.vocabulary.xgrammar_words)
             xgrammar = library.xgrammar
             self.struct.library, self.struct.matcher = addressof(xgrammar.struct), int(matcher.library_matcher._handle.__chandle__())
-        elif (grammar := getattr(matcher, "native_grammar", None)) is not None:
-            llguidance_matcher: Any = matcher  # an LLGuidanceMatcher; its module may be missing. It has no pointer to the library's matcher
-            self._set_vocabulary(llguidance_matcher, llguidance_matcher.vocabulary.text_words, masks_host)
+        else:  # an LLGuidanceMatcher, which has no pointer to the library's matcher
+            self._set_vocabulary(inner, inner.vocabulary.text_words)
             llguidance, stop_words = library.llguidance, self.struct.stop_words
             assert llguidance is not None
             self.struct.library = llguidance.address
-            self.struct.matcher = llguidance.open_matcher(self, grammar, llguidance_matcher.accepted_tokens, stop_words)
-        else:
-            raise ValueError(f"row.matcher: got {type(matcher).__name__}, expected one of a grammar library; the Python link drives others")
+            self.struct.matcher = llguidance.open_matcher(self, inner.native_grammar, inner.accepted_tokens, stop_words)
 
-    def _set_marker(self, matcher: MarkerMatcher, masks_host: Tensor) -> None:
+    def _set_marker(self, matcher: MarkerMatcher, room: int) -> None:
         """A rollback removes at most as many tokens as a round has drafts; the ring has one state more."""
         marker, vocabulary = matcher.marker, matcher.marker.vocabulary
-        self._require_width(vocabulary, masks_host)
-        self._states = np.full(len(masks_host), matcher.state, np.int32)
+        self._states = np.full(room, matcher.state, np.int32)
         arrays = {name: getattr(marker, name).ctypes.data for name in ("symbols", "fallback", "mask_index", "masks")}
         self._table = structs.marker_table(**arrays, num_tokens=len(vocabulary.tokens), complete=marker.complete)
         self._table.words, self._table.limit = vocabulary.mask_words, NO_LIMIT if marker.limit is None else marker.limit
         self._table.text_words = vocabulary.text_words.ctypes.data
         if marker.is_text:
             self._table.bytes, self._table.starts = (array.ctypes.data for array in vocabulary.texts)
-        self.struct.marker = structs.marker_progress(table=addressof(self._table), states=self._states.ctypes.data, room=len(masks_host))
+        self.struct.marker = structs.marker_progress(table=addressof(self._table), states=self._states.ctypes.data, room=room)
         self.struct.marker.num_free = matcher.num_free
 
-    def _set_vocabulary(self, matcher: Any, text_words: npt.NDArray[np.int32], masks_host: Tensor) -> None:
+    def _set_vocabulary(self, matcher: Any, text_words: npt.NDArray[np.int32]) -> None:
         vocabulary: Vocabulary = matcher.vocabulary
-        self._require_width(vocabulary, masks_host)
         struct = self.struct
         self._words = text_words, vocabulary.stop_words, np.flatnonzero(text_words != -1).astype(np.int32)
         struct.text_words, struct.stop_words, struct.partial_words = (words.ctypes.data for words in self._words)
         struct.num_partial = len(self._words[2])
         struct.num_tokens, struct.fuel_seconds = len(vocabulary.tokens), matcher.fuel_seconds
-
-    def _require_width(self, vocabulary: Vocabulary, masks_host: Tensor) -> None:
-        if vocabulary.mask_words != masks_host.shape[-1]:
-            raise ValueError(f"row.matcher: got masks of {vocabulary.mask_words} words, expected {masks_host.shape[-1]}")
 
     @property
     def fault(self) -> str:
@@ -189,13 +175,7 @@ class NativeLink:
         if forcing:
             self._tensors["forced_host"] = forcing.forced_host, torch.int64, (stages - 1, slots)
         for name, (tensor, dtype, shape) in self._tensors.items():
-            if tensor.dtype != dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous() or tensor.device.type != "cpu":
-                got = f"{tensor.dtype} {tuple(tensor.shape)} of strides {tensor.stride()} on {tensor.device}"
-                raise ValueError(f"NativeLink.{name}: got {got}, expected contiguous {dtype} {shape} on cpu")
-        if not 1 <= slots <= constants.MAX_SLOTS or depth < 1:
-            raise ValueError(
-                f"NativeLink: got {slots} slots and depth {depth}, expected 1 to {constants.MAX_SLOTS} slots and a depth of at least 1"
-            )
+            assert (tensor.dtype, tuple(tensor.shape), tensor.device.type) == (dtype, shape, "cpu") and tensor.is_contiguous(), name
         threads = min(slots, threads or available_processors())
         self.name = f"native, {threads} thread{'s' if threads > 1 else ''}, no GIL"
         self._library, self._slots, self._stages, self._forcing = library, slots, stages, forcing
@@ -302,11 +282,10 @@ def open_host_link(
     """The host link for `EngineConfig.host_link`. `auto` is the native link if it is available, else the Python link and a warning.
 
     `depth`: maximum number of rounds that are pushed and not ended. `forcing`: where forced tokens are written; None: they are not
-    searched. `contents_host`: as for NativeLink. `check_masks`: masks are compared in Python, so the link is the Python one. ValueError
-    for an unknown choice; RuntimeError if `native` is not available.
+    searched. `contents_host`: as for NativeLink. `check_masks`: masks are compared in Python, so the link is the Python one.
+    RuntimeError if `native` is not available.
     """
-    if choice not in HOST_LINKS:
-        raise ValueError(f"host_link: got {choice!r}, expected one of {', '.join(HOST_LINKS)}")
+    assert choice in HOST_LINKS
     reason = "check_masks compares masks in Python" if check_masks else ""
     if choice != "python" and not check_masks:
         try:
@@ -319,7 +298,6 @@ def open_host_link(
     return PythonLink(state_host, drafts_host, masks_host, tags_host, reason, forcing)
 
 
+@functools.cache
 def _warn_once(message: str) -> None:
-    if message not in _warnings_given:
-        _warnings_given.add(message)
-        warnings.warn(message, RuntimeWarning, stacklevel=6)  # the caller of Engine(...), which has one wrapper
+    warnings.warn(message, RuntimeWarning, stacklevel=6)  # the caller of Engine(...), which has one wrapper

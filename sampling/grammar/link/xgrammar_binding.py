@@ -1,14 +1,13 @@
 """xgrammar's methods as C functions, looked up by name in tvm-ffi's type table.
 
-This is not a documented C API of xgrammar. So versions, names and signatures are checked first; on any difference the binding
-raises Unavailable with the reason.
+This is not a documented C API of xgrammar. So versions and names are checked first; on any difference the binding raises Unavailable
+with the reason.
 """
 
 from __future__ import annotations
 
 import ctypes
 import importlib.metadata
-import json
 import os
 import re
 from typing import Any
@@ -17,17 +16,10 @@ from stepgraph.sampling.c_declarations import structs
 from stepgraph.sampling.native import Unavailable
 
 MATCHER_TYPE_KEY = "xgrammar.tvm_ffi_binding.GrammarMatcher"
-SIGNATURES: dict[str, tuple[str, ...]] = {  # result type, then argument types
-    "accept_token": ("bool", MATCHER_TYPE_KEY, "int", "bool"),
-    "fill_next_token_bitmask": ("bool", MATCHER_TYPE_KEY, "Any", "int", "bool"),
-    "rollback": ("None", MATCHER_TYPE_KEY, "int"),
-    "is_terminated": ("bool", MATCHER_TYPE_KEY),
-    "find_jump_forward_string": ("ffi.String", MATCHER_TYPE_KEY),
-}
+METHODS = ("accept_token", "fill_next_token_bitmask", "rollback", "is_terminated", "find_jump_forward_string")
 SYMBOLS = {"call": "TVMFFIFunctionCall", "take_error": "TVMFFIErrorMoveFromRaised", "release": "TVMFFIObjectDecRef"}
 TVM_VERSION = (0, 1)
 TESTED_VERSIONS = {"xgrammar": ("0.2.8", "0.2.9"), "apache-tvm-ffi": ("0.1.15.post2",)}
-TVM_FUNCTION = 68  # type index of function objects
 
 
 class XGrammarBinding:
@@ -36,7 +28,10 @@ class XGrammarBinding:
     def __init__(self, library: ctypes.CDLL) -> None:
         tvm = _loaded_tvm_ffi()
         info = _matcher_type()
-        self._functions = {name: _method(info, name) for name in SIGNATURES}
+        found = {method.name: method.func for method in info.methods}
+        if missing := [name for name in METHODS if name not in found]:
+            raise Unavailable(f"xgrammar's matcher has no method {missing[0]!r}")
+        self._functions = {name: found[name] for name in METHODS}
         self.struct = structs.xgrammar_library(matcher_type=int(info.type_index))
         library.stepgraph_bind_xgrammar(ctypes.byref(self.struct))
         for field, symbol in SYMBOLS.items():
@@ -82,22 +77,6 @@ def _matcher_type() -> Any:
     if info.type_key != MATCHER_TYPE_KEY:
         raise Unavailable(f"xgrammar's matcher type: got {info.type_key!r}, expected {MATCHER_TYPE_KEY!r}")
     return info
-
-
-def _method(info: Any, name: str) -> Any:
-    found = [method for method in info.methods if method.name == name]
-    if not found:
-        raise Unavailable(f"xgrammar's matcher has no method {name!r}")
-    try:
-        schema = json.loads(found[0].metadata["type_schema"])
-        named = schema.get("named_args")  # from 0.2.9 on
-        signature = tuple(argument["type"] for argument in ([*named["return"], *named["params"]] if named else schema["args"]))
-        kind = ctypes.c_int32.from_address(found[0].func.__chandle__() + 8).value  # the word after the reference counts of an object
-    except Exception as error:
-        raise Unavailable(f"xgrammar's {name} has no readable signature: {error!r}") from error
-    if signature != SIGNATURES[name] or kind != TVM_FUNCTION:
-        raise Unavailable(f"xgrammar's {name}: got {' '.join(signature)}, expected {' '.join(SIGNATURES[name])}")
-    return found[0].func
 
 
 def _address(library: ctypes.CDLL, symbol: str) -> int:

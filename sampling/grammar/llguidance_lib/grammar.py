@@ -189,7 +189,7 @@ class LLGuidanceBuilder:
         if constraint.kind == "lark":
             for schema in checked_lark(constraint.payload)[1]:
                 check_schema(schema, Options())
-        elif constraint.kind in ("choice", "ebnf") or (constraint.kind == "regex" and not takes_seconds(constraint.payload)):
+        elif constraint.kind == "ebnf" or (constraint.kind == "regex" and not takes_seconds(constraint.payload)):
             lark_text(constraint.kind, constraint.payload, constraint.schema_options)
 
     def build(self, constraint: Constraint, worker: CompileWorker | None = None) -> LLGuidanceGrammar:

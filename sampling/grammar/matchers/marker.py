@@ -2,8 +2,6 @@
 
 A marker is a text, in any tokenization, or a sequence of token ids, control tokens included. Tokens that extend beyond the end of a
 text marker are not legal: the text after the marker belongs to the grammar from its first byte.
-
-With a limit of N tokens, only tokens that continue the marker to its end are legal after the first N tokens.
 """
 
 from __future__ import annotations

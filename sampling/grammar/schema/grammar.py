@@ -9,7 +9,7 @@ import json
 from collections import deque
 from collections.abc import Iterator
 from fractions import Fraction
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from stepgraph.sampling.grammar.constraints.unsupported import Unsupported, UnsupportedError, reject
 from stepgraph.sampling.grammar.schema.automata import TooComplexError, is_empty
@@ -27,8 +27,8 @@ MAX_WHITESPACE = 32  # characters of white space between JSON tokens under any_w
 MAX_RULES = 50_000
 MAX_OMITTED_KEYWORDS = 100
 MAX_INLINE_CHARS = 60  # characters of alternatives that do not become a rule
-MAX_CONTRADICTION_PARTS = 12  # parts of a schema in which `find_contradiction` searches: keywords, and schemas of `allOf`
-MAX_CONTRADICTION_CHARS = 20_000  # characters of a document in which `find_contradiction` searches
+MAX_CONTRADICTION_PARTS = 12  # parts of a schema in which `reject_contradiction` searches: keywords, and schemas of `allOf`
+MAX_CONTRADICTION_CHARS = 20_000  # characters of a document in which `reject_contradiction` searches
 
 _SHORTER_TEXTS = "with the pattern takes too many states, so that shorter texts are generated; write a smaller maxLength, or none"
 _HEX = "[0-9A-Fa-f]"
@@ -133,7 +133,7 @@ class GrammarWriter:
             part = next((part for part in self._normaliser.narrowed if part.keyword.startswith("unevaluated")), None)
             if part and self.is_possible(root):
                 reject(part.where, part.keyword, f"is enforced {part.reason}, and no text is left; write the properties or items out")
-            raise UnsupportedError(find_contradiction(self._normaliser))
+            reject_contradiction(self._normaliser)
         try:
             self.rules[f"{self._prefix}root"] = self.root(root)
             while self._waiting:
@@ -323,8 +323,8 @@ def _has_value(root: Any, where: str) -> bool:
         return True
 
 
-def find_contradiction(normaliser: Normaliser) -> Unsupported:
-    """Why no value satisfies a schema."""
+def reject_contradiction(normaliser: Normaliser) -> NoReturn:
+    """UnsupportedError with the reason why no value satisfies a schema."""
     root, conflicts = normaliser.document.root, normaliser.conflicts
     where = conflicts[0].where if conflicts else "#"
     places = conflicts[0].places if conflicts else ()
@@ -333,7 +333,7 @@ def find_contradiction(normaliser: Normaliser) -> Unsupported:
         places = tuple(pointer(where, keyword, index) if keyword == "allOf" else f"{where}: {keyword}" for keyword, index in parts)
     several, got = {0: "", 1: "", 2: "both ", 3: "all of "}[len(places)], clip_json(value_at(root, where))
     named = " and ".join(filter(None, (", ".join(places[:-1]), *places[-1:]))) or "it"
-    return Unsupported(where, "schema", f"got {got}: no value satisfies {several}{named}; change one of its parts")
+    reject(where, "schema", f"got {got}: no value satisfies {several}{named}; change one of its parts")
 
 
 def _candidates(schema: Any) -> Iterator[tuple[_Part, ...]]:

@@ -8,7 +8,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any, Literal, NoReturn
@@ -264,8 +264,7 @@ def naming_values(schema: Any) -> Iterator[None]:
         part = error.unsupported
         if part.reason.startswith("got "):
             raise
-        reason = f"got {clip_json(value_of(schema, part))}, which {part.reason}"
-        raise UnsupportedError(replace(part, reason=reason)) from None
+        raise UnsupportedError(part.where, part.keyword, f"got {clip_json(value_of(schema, part))}, which {part.reason}") from None
 
 
 def value_of(schema: Any, part: Unsupported) -> Any:

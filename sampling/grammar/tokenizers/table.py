@@ -55,8 +55,8 @@ class TokenTable:
         that always end a turn; the width of the logits; and the control tokens that are not stop ids."""
         tokens = [self.tokens.get(token_id, b"") for token_id in range(max(self.tokens, default=-1) + 1)]
         ends = (self.control_ids_by_name[name] for name in END_OF_TURN if name in self.control_ids_by_name)
-        stop_ids = list(dict.fromkeys([*self.stop_ids, *ends]) if stop_token_ids is None else stop_token_ids)
-        return tokens, stop_ids, self.logits_width, sorted(self._control_ids - set(stop_ids))
+        stop_ids = [*self.stop_ids, *ends] if stop_token_ids is None else list(stop_token_ids)
+        return tokens, stop_ids, self.logits_width, sorted(self._control_ids.difference(filter(is_int, stop_ids)))
 
 
 def decode_byte_letters(text: str) -> bytes:

@@ -28,7 +28,7 @@ from stepgraph.sampling.grammar.constraints.charset import (
 )
 from stepgraph.sampling.grammar.constraints.pattern import pattern_to_ebnf
 from stepgraph.sampling.grammar.constraints.structural_tag import tag_groups
-from stepgraph.sampling.grammar.constraints.unsupported import naming_schema
+from stepgraph.sampling.grammar.constraints.unsupported import naming_schema, reject
 from stepgraph.sampling.grammar.schema.grammar import schema_grammar
 from stepgraph.sampling.grammar.schema.options import Options
 from stepgraph.sampling.grammar.schema.parameters import parameters_grammar
@@ -80,6 +80,8 @@ def _quoted_lines(payload: str) -> Iterator[None]:
 
 def ebnf_text(core: Any, kind: str, payload: str, options: Options) -> tuple[str, str]:
     """The constraint in the library's notation, and the name of its root rule."""
+    if kind == "lark":
+        reject("#", "lark", "is a notation of llguidance; xgrammar expects ebnf")
     if kind == "ebnf":
         root, grammar = json.loads(payload)
         if found := _MISREAD.search(_LITERAL_OR_CLASS.sub("", grammar)):

@@ -13,12 +13,10 @@ from torch import Tensor
 from stepgraph.sampling.grammar.compile.limits import GrammarLimits
 from stepgraph.sampling.grammar.compile.worker_process import CompileWorker, library_errors, without_source
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
-from stepgraph.sampling.grammar.constraints.pattern import pattern_to_ebnf
-from stepgraph.sampling.grammar.constraints.unsupported import reject
 from stepgraph.sampling.grammar.schema.patterns import takes_seconds
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
-from stepgraph.sampling.grammar.xgrammar_lib.ebnf import parsed_grammar
+from stepgraph.sampling.grammar.xgrammar_lib.ebnf import ebnf_text, parsed_grammar
 
 if TYPE_CHECKING:
     import xgrammar  # the import takes a second, because xgrammar imports transformers, and automata do not need it here
@@ -118,10 +116,8 @@ def parse(constraint: Constraint, limits: GrammarLimits) -> Any:
 def check_payload(constraint: Constraint, limits: GrammarLimits) -> None:
     """ValueError for a notation of another library, a malformed pattern, and a malformed grammar of at most MAX_PARSED_CHARS characters."""
     kind, payload = constraint.kind, constraint.payload
-    if kind == "lark":
-        reject("#", "lark", "is a notation of llguidance; xgrammar expects ebnf")
-    elif kind == "regex" and not takes_seconds(payload):
-        pattern_to_ebnf(payload)
+    if kind == "lark" or (kind == "regex" and not takes_seconds(payload)):
+        ebnf_text(None, kind, payload, constraint.schema_options)
     elif kind == "ebnf" and len(payload) <= MAX_PARSED_CHARS:
         with library_errors():
             parse(constraint, limits)
@@ -135,24 +131,17 @@ class XGrammarBuilder:
         check_payload(constraint, self._limits)
 
     def build(self, constraint: Constraint, worker: CompileWorker | None = None) -> XGrammar:
-        if constraint.kind == "lark":
-            self.check(constraint)
         with library_errors():
-            compiled = self._compile_here(constraint) if worker is None else self._compile_in_worker(worker, constraint)
+            kind, payload, options = constraint.kind, constraint.payload, constraint.schema_options
+            found: Any = worker.call("xgrammar", kind, payload, asdict(options)) if worker else parse(constraint, self._limits)
+            import xgrammar  # an error above does not need it
+
+            if worker is None:
+                grammar: Any = xgrammar.Grammar._create_from_handle(found)
+                compiled: xgrammar.CompiledGrammar = self._compiler.compile_grammar(grammar)
+            else:
+                compiled = xgrammar.CompiledGrammar.deserialize_json(found.decode(), self._vocabulary.tokenizer_info)
         return XGrammar(compiled, self._vocabulary, self._limits.step_seconds)
-
-    def _compile_here(self, constraint: Constraint) -> xgrammar.CompiledGrammar:
-        import xgrammar
-
-        grammar: Any = xgrammar.Grammar._create_from_handle(parse(constraint, self._limits))
-        compiled: xgrammar.CompiledGrammar = self._compiler.compile_grammar(grammar)
-        return compiled
-
-    def _compile_in_worker(self, worker: CompileWorker, constraint: Constraint) -> xgrammar.CompiledGrammar:
-        serialised = worker.call("xgrammar", constraint.kind, constraint.payload, asdict(constraint.schema_options))
-        import xgrammar
-
-        return xgrammar.CompiledGrammar.deserialize_json(serialised.decode(), self._vocabulary.tokenizer_info)
 
     @cached_property
     def _compiler(self) -> xgrammar.GrammarCompiler:

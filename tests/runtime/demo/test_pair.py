@@ -15,7 +15,7 @@ from stepgraph.runtime.demo.variants import LOOK_UP, SCENARIOS, Case, Pair, open
 from stepgraph.runtime.host_drafts import ForcedDrafts
 from stepgraph.runtime.models.ngram import NgramLookup
 from tests.helpers.application_schemas import APPLICATIONS, in_json_schema, large
-from tests.sampling.grammar.schema.test_applications import random_text
+from tests.sampling.grammar.schema.test_applications import random_answer
 from tools import bench_demo
 from tools.bench import constrained_round, hidden_time
 from tools.train.demo.collect import LONGEST_PROMPT, encode_prompts
@@ -119,7 +119,7 @@ def check_answer(pair: Pair, case: Case, schema: Any, validated: Any) -> None:
     text = pair.vocabulary.decode(token for token in job.tokens if token not in pair.vocabulary.stop_token_ids)
     assert job.finish_reason in (FinishReason.LENGTH, FinishReason.STOP, FinishReason.CONSTRAINT_COMPLETE), job.error
     if job.finish_reason is FinishReason.LENGTH:  # a truncated answer is the beginning of a valid text
-        text = random_text(schema, random.Random(1), "standard", start=text).encode()
+        text = random_answer(schema, random.Random(1), start=text).encode()
     assert bench_demo.valid(text, validated), text
 
 

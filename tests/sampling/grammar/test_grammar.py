@@ -6,7 +6,6 @@ import threading
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -156,23 +155,6 @@ def test_rollback_of_any_length(backend: BackendChoice) -> None:
         matcher.rollback(501)
     matcher.rollback(500)
     assert fill_mask(matcher) == start
-
-
-@pytest.mark.parametrize("backend", EACH_BACKEND)
-@pytest.mark.parametrize(
-    ("masks", "index"),
-    [
-        (torch.zeros(2, PRINTABLE.mask_words + 1, dtype=torch.int32), 0),
-        (torch.zeros(2, PRINTABLE.mask_words, dtype=torch.int64), 0),
-        (torch.zeros(PRINTABLE.mask_words, dtype=torch.int32), 0),
-        (torch.zeros(2, PRINTABLE.mask_words, dtype=torch.int32), 2),
-        (torch.zeros(2, PRINTABLE.mask_words, dtype=torch.int32), -1),
-        (torch.zeros(PRINTABLE.mask_words, 2, dtype=torch.int32).t(), 0),
-    ],
-)
-def test_mask_of_another_layout_raises(masks: torch.Tensor, index: int, backend: BackendChoice) -> None:
-    with pytest.raises(ValueError, match=r"(masks|index): got"):
-        matcher_of(Constraint.regex("a", backend)).fill_next_token_bitmask(masks, index)
 
 
 @pytest.mark.parametrize("backend", EACH_BACKEND)

@@ -13,7 +13,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { LAYOUT_VERSION = 16, FAULT_BYTES = 480, MAX_SLOTS = 4096, NODE_BOUNDS = 9, WRITTEN = 32 };
+enum { LAYOUT_VERSION = 16, FAULT_BYTES = 480, NODE_BOUNDS = 9, WRITTEN = 32 };
 
 /* Same values as in status.py. */
 enum { OWNER, GENERATED, LAST_TOKEN, ACCEPTED, FINISH, HOST_COLUMNS };

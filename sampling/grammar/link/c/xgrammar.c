@@ -1,7 +1,7 @@
 /* xgrammar's matcher over tvm-ffi's C ABI, in which values take 16 bytes and functions and errors are objects.
 
-   The declarations follow tvm-ffi 0.1 and DLPack 1. Python has checked the version, the function names and their signatures
-   before anything here is called. Every function may be called from any thread without the GIL: objects unknown to Python
+   The declarations follow tvm-ffi 0.1 and DLPack 1. Python has checked the versions and the function names before
+   anything here is called. Every function may be called from any thread without the GIL: objects unknown to Python
    are freed without it, and objects that Python holds are never released here. */
 
 #include "host_link.h"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from stepgraph.sampling.grammar import Constraint, GrammarCompiler, GrammarLimits, Vocabulary, coverage
+from stepgraph.sampling.grammar import Constraint, GrammarCompiler, GrammarLimits, coverage
 from stepgraph.sampling.grammar.automaton.grammar import AutomatonBuilder
 from stepgraph.sampling.grammar.automaton.library import UnfitError
 from stepgraph.sampling.grammar.compile import backends
@@ -326,20 +326,6 @@ def test_malformed_tags_raise_with_the_field(tag: Any, field: str) -> None:
     with pytest.raises(ValueError, match=r": got .*, expected ") as caught:
         Constraint.structural_tag(tag)
     assert str(caught.value).startswith(f"Constraint.structural_tag{field}: got")
-
-
-@pytest.mark.parametrize(
-    "build",
-    [
-        lambda: Constraint.regex("a", backend="outlines"),  # type: ignore[arg-type]
-        lambda: Constraint.lark(" "),
-        lambda: Constraint("lark", "a", any_whitespace=True),
-        lambda: GrammarCompiler(Vocabulary([b"a", b""], [1]), backend="auto,"),  # type: ignore[arg-type]
-    ],
-)
-def test_unknown_backends_and_blank_grammars_raise(build: Any) -> None:
-    with pytest.raises(ValueError, match=r": got .*, expected "):
-        build()
 
 
 def test_coverage_stops_at_a_part_that_cannot_be_removed() -> None:

@@ -168,7 +168,9 @@ def test_llguidance_fuel_follows_the_limits(limits: dict[str, int], constraint: 
     assert GrammarCompiler(PRINTABLE).compile(constraint).backend == "llguidance"
 
 
-def test_invalid_limits_raise_with_the_field() -> None:
+def test_invalid_settings_raise_with_the_field() -> None:
+    with pytest.raises(ValueError, match=r"GrammarCompiler.backend: got 'auto,', expected one of 'auto', 'automaton'"):
+        GrammarCompiler(PRINTABLE, backend="auto,")  # type: ignore[arg-type]
     for wrong, message in (
         ({"compile_seconds": 0}, "GrammarLimits.compile_seconds: got 0, expected a number above 0"),
         ({"compile_seconds": float("nan")}, "GrammarLimits.compile_seconds: got nan"),

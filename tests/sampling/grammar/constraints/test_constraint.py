@@ -10,8 +10,7 @@ import pytest
 
 from stepgraph.sampling.grammar import Constraint
 from stepgraph.sampling.grammar.schema.formats import FORMATS
-from stepgraph.sampling.grammar.schema.reader import MAX_DEPTH
-from tests.helpers.grammar_texts import COMPILER, PRINTABLE, STOP, accepts, fill_mask, matcher_of
+from tests.helpers.grammar_texts import COMPILER, PRINTABLE, accepts, matcher_of, random_text
 
 VALID: list[tuple[Any, list[Any], list[Any]]] = [
     ({"type": "object"}, [{}, {"a": [1, {"b": "}]"}]}], ["a", 1, []]),
@@ -93,35 +92,16 @@ SHAPES: list[dict[str, Any]] = [
 def test_random_walk_through_masks_is_valid_json(schema: Any) -> None:
     constraint, random = Constraint.json_schema(schema), Random(0)
     for _ in range(20):
-        matcher, ids = matcher_of(constraint), list[int]()
-        while STOP not in ids and len(ids) < 100:
-            _, legal = fill_mask(matcher)
-            ids.append(STOP if STOP in legal and random.random() < 0.5 else random.choice(legal))
-            assert matcher.accept_token(ids[-1])
-        if STOP in ids:
-            json.loads(PRINTABLE.decode(ids))
+        if (text := random_text(matcher_of(constraint), random, PRINTABLE, share=0)) is not None:
+            json.loads(text)
 
 
 REFUSED: list[tuple[Any, str]] = [
     ({"type": 12}, "#: type: got 12"),
-    ({"type": "strnig"}, '#: type: got "strnig"'),
     ({"type": []}, ": no value satisfies #: type"),
-    ({"type": "object", "properties": {"a": {"type": "x"}}}, "#/properties/a: type"),
-    ({"type": "object", "properties": 5}, "#: properties: got 5"),
     ({"type": "object", "properties": {"a": 5}}, "#/properties/a: schema: got 5"),
-    ({"type": "string", "pattern": "("}, '#: pattern: got "(", which has the end at position 1, expected a closing parenthesis'),
-    ({"type": "string", "minLength": -1}, "#: minLength: got -1"),
-    ({"type": "string", "minLength": 4, "maxLength": 3}, "no value satisfies both #: minLength and #: maxLength"),
-    ({"type": "integer", "minimum": 5, "maximum": 1}, "no value satisfies both #: minimum and #: maximum"),
-    ({"type": "integer", "multipleOf": 5000}, "#: multipleOf: got 5000, expected at most 4000"),
-    ({"type": "array", "uniqueItems": True}, "#: uniqueItems: got true, which is enforced for a list of values, at most one item"),
-    ({"enum": []}, ": no value satisfies #: enum"),
-    ({"anyOf": []}, "#: anyOf: got []"),
-    ({"$ref": "#"}, "refers to itself"),
     ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "refers to itself"),
     ({"$ref": "#anchor"}, '$ref: got "#anchor"'),
-    ({"$ref": "https://example.com/schema"}, "$ref: got"),
-    ({"$ref": "#/$defs/b", "$defs": {"a": {}}}, "$ref: got"),
 ]
 
 
@@ -134,11 +114,6 @@ def test_unsupported_schemas_raise_with_the_keyword(schema: Any, message: str) -
 
 
 def test_deep_nesting_raises() -> None:
-    schema: dict[str, Any] = {}
-    for _ in range(MAX_DEPTH + 1):
-        schema = {"items": schema}
-    with pytest.raises(ValueError, match=f"nesting: got .* more than {MAX_DEPTH} levels"):
-        COMPILER.compile(Constraint.json_schema(schema))
     with pytest.raises(ValueError, match="not JSON"):
         Constraint.json_schema('{"items":' * 50_000 + "{}" + "}" * 50_000)
 
@@ -198,7 +173,10 @@ def test_compile_error_has_the_reason(constraint: Constraint, message: str | Non
         lambda: Constraint.json_schema({"const": {1, 2}}),
         lambda: Constraint.json_schema({}, any_whitespace=1),  # type: ignore[arg-type]
         lambda: Constraint("regex", "a", any_whitespace=True),
+        lambda: Constraint("lark", "a", any_whitespace=True),
         lambda: Constraint("bnf", "a"),  # type: ignore[arg-type]
+        lambda: Constraint.regex("a", backend="outlines"),  # type: ignore[arg-type]
+        lambda: Constraint.lark(" "),
     ],
 )
 def test_malformed_constraints_raise(build: Any) -> None:

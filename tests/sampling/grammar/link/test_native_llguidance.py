@@ -24,10 +24,10 @@ from stepgraph.sampling.grammar.link.native import NativeLibrary, NativeLink, Na
 from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, advance
 from stepgraph.sampling.grammar.llguidance_lib.grammar import LLGuidanceGrammar, LLGuidanceMatcher
 from stepgraph.sampling.native import Unavailable, find_library
-from tests.helpers.link_bench import LLGUIDANCE_COMPILER, ROUND_STEPS, A, LinkPair, Memory, resident_bytes, set_running
+from tests.helpers.link_bench import LLGUIDANCE_COMPILER, A, LinkPair, Memory, resident_bytes, run_round
 from tests.helpers.link_bench import native_link as open_link
 from tests.helpers.planted import callbacks
-from tests.helpers.toy_engines import STOP, VOCABULARY, Setup, make_engine, needs_native, plain
+from tests.helpers.toy_engines import VOCABULARY, Setup, make_engine, needs_native, plain
 from tests.sampling.grammar.llguidance_lib.test_llguidance import differences
 
 pytestmark = needs_native
@@ -145,23 +145,7 @@ def test_a_mask_after_a_rollback_is_that_of_the_new_path() -> None:
 
 def rows_of(memory: Memory, compiled: CompiledConstraint, count: int = 1) -> tuple[NativeLink, list[NativeRow]]:
     link = open_link(memory)
-    rows = [link.row(1 + slot, compiled.matcher()) for slot in range(count)]
-    for slot, row in enumerate(rows):
-        set_running(memory, row, slot)
-    return link, rows
-
-
-def test_a_row_continues_from_the_tokens_that_its_matcher_has_accepted() -> None:
-    compiled = LLGUIDANCE_COMPILER.compile(Constraint.regex("aba?", "llguidance"))
-    memory = Memory.make(1, 0)
-    for history, status in (([A], MaskStatus.OK), ([A, A + 1, A], MaskStatus.COMPLETE), ([A, A + 1, STOP], MaskStatus.TERMINATED)):
-        matcher, link = compiled.matcher(), open_link(memory)
-        assert all(matcher.accept_token(token) for token in history)
-        row = link.row(1, matcher, committed=len(history))
-        set_running(memory, row, history=len(history))
-        link.push_batch([row])
-        link.node((BEGIN_ROUND, COMMIT, END_ROUND))()
-        assert memory.tags[0, 0].tolist() == [1, len(history), 0, status]
+    return link, [link.row(1 + slot, compiled.matcher()) for slot in range(count)]
 
 
 def test_a_step_that_exceeds_the_librarys_limits_is_the_rows_fault() -> None:
@@ -171,9 +155,7 @@ def test_a_step_that_exceeds_the_librarys_limits_is_the_rows_fault() -> None:
     matcher.accept_token(VOCABULARY.tokens.index(b"x"))
     memory = Memory.make(1, 1)
     link, (row,) = rows_of(memory, compiled)
-    memory.drafts[:] = VOCABULARY.tokens.index(b"x")
-    link.push_batch([row])
-    link.node((BEGIN_ROUND, COMMIT, advance(1), END_ROUND))()
+    run_round(memory, link, [row], [VOCABULARY.tokens.index(b"x")], steps=(BEGIN_ROUND, COMMIT, advance(1), END_ROUND))
     assert row.fault == matcher.fault and row.fault.startswith("accept_token: ") and "items; max is 2000" in row.fault
     assert memory.tags[:, 0, 3].tolist() == [MaskStatus.OK, MaskStatus.FAULT]
 
@@ -181,12 +163,10 @@ def test_a_step_that_exceeds_the_librarys_limits_is_the_rows_fault() -> None:
 def test_hundreds_of_rows_leak_nothing() -> None:
     compiled = LLGUIDANCE_COMPILER.compile(NESTED)
     memory = Memory.make(4, 3)
-    memory.drafts[:] = A
     grown = []
     for number in range(200):
         link, rows = rows_of(memory, compiled, 4)
-        link.push_batch(rows)
-        link.node(ROUND_STEPS)()
+        run_round(memory, link, rows, [A] * 3)
         assert link.stats.fills == 4 * 4
         link.close()
         del link, rows
@@ -200,12 +180,10 @@ def test_lexers_of_the_first_rows_are_kept_for_later_rows() -> None:
     grammar = cast(LLGuidanceGrammar, compiled.grammar).native
     assert grammar is not None
     memory, starts = Memory.make(1, 3), []
-    memory.drafts[:] = A
     for _ in range(MAX_LEXER_UPDATES + 3):
         starts.append(grammar.start)
         link, rows = rows_of(memory, compiled)
-        link.push_batch(rows)
-        link.node(ROUND_STEPS)()
+        run_round(memory, link, rows, [A] * 3)
         assert rows[0].fault == "" and memory.tags[:, 0, 3].tolist() == [MaskStatus.OK] * 4
         link.close()
         del link, rows
@@ -277,8 +255,7 @@ def test_c_and_python_use_the_same_vocabulary() -> None:
         compiled = compiler.compile(constraint)
         memory = Memory.make(1, 0, vocabulary.mask_words)
         link, (row,) = rows_of(memory, compiled)
-        link.push_batch([row])
-        link.node((BEGIN_ROUND, COMMIT, END_ROUND))()
+        run_round(memory, link, [row], steps=(BEGIN_ROUND, COMMIT, END_ROUND))
         found = memory.masks[0, 0].clone()
         compiled.matcher().fill_next_token_bitmask(memory.masks[0], 0)
         assert found.tolist() == memory.masks[0, 0].tolist() and found.any()

@@ -19,7 +19,7 @@ from stepgraph.sampling.grammar.link.native import NativeRow
 from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, HostLink, advance
 from stepgraph.sampling.grammar.link.python import PythonLink
 from stepgraph.sampling.grammar.matchers.marker import MarkerMatcher
-from tests.helpers.link_bench import ROUND_STEPS, A, LinkPair, Memory, Request, native_link, set_running
+from tests.helpers.link_bench import A, LinkPair, Memory, Request, native_link, run_round, set_running
 from tests.helpers.planted import fail, plant
 from tests.helpers.toy_engines import CONTROL, STOP, VOCABULARY, needs_native
 from tests.sampling.grammar.matchers.test_marker import CLOSE, OPEN, SMALL
@@ -190,17 +190,6 @@ def open_rows(memory: Memory, matchers: Sequence[Matcher]) -> tuple[Any, list[Na
     return link, rows
 
 
-def run_round(
-    memory: Memory, link: HostLink, rows: Sequence[Any], drafts: Sequence[int], history: int = 0, last: int = 0, accepted: int = 0
-) -> None:
-    for slot, row in enumerate(rows):
-        set_running(memory, row, slot, history, last, accepted)
-    for index, token in enumerate(drafts):
-        memory.drafts[index] = token
-    link.push_batch(rows)
-    link.node(ROUND_STEPS)()
-
-
 @pytest.mark.parametrize("backend", WITH_MARKER)
 @pytest.mark.parametrize(
     ("function", "fault"),
@@ -252,10 +241,3 @@ def test_a_row_continues_from_the_tokens_that_its_matcher_has_accepted(
         faults.append(row.fault)
     assert faults[0] == faults[1]
     assert torch.equal(python.masks, native.masks) and torch.equal(python.tags, native.tags)
-
-
-def test_masks_of_another_width_are_rejected() -> None:
-    link = native_link(Memory.make(2, 3, words=9))
-    for grammar in (Constraint.regex("a+"), Constraint.regex("a+").after("b")):
-        with pytest.raises(ValueError, match=r"row.matcher: got masks of \d words, expected 9"):
-            link.row(1, compiler(VOCABULARY).compile(grammar).matcher())

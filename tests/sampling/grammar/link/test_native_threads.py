@@ -7,25 +7,19 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from stepgraph.graphs import TapeBackend
-from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, MatcherRow
+from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammarMatcher
-from tests.helpers.link_bench import ROUND_STEPS, A, Memory, letters_row, native_link, resident_bytes, set_running
+from tests.helpers.link_bench import ROUND_STEPS, A, Memory, letters_row, native_link, resident_bytes, run_round
 from tests.helpers.planted import plant
 from tests.helpers.toy_engines import CONSTRAINTS, CONTROL, Setup, make_engine, needs_native, plain
 
 pytestmark = needs_native
-
-
-def set_all_running(memory: Memory, rows: Sequence[MatcherRow]) -> None:
-    for slot, row in enumerate(rows):
-        set_running(memory, row, slot)
 
 
 def test_a_slow_row_does_not_block_the_others() -> None:
@@ -45,9 +39,7 @@ def test_a_slow_row_does_not_block_the_others() -> None:
 
     plant(rows[0], "fill", wait)
     plant(rows[-1], "fill", signal)
-    set_all_running(memory, rows)
-    link.push_batch(rows)
-    link.node((BEGIN_ROUND, COMMIT, END_ROUND))()
+    run_round(memory, link, rows, steps=(BEGIN_ROUND, COMMIT, END_ROUND))
     assert waited == [True]
     assert memory.tags[0, :, 3].tolist() == [MaskStatus.OK] * 6
 
@@ -56,10 +48,9 @@ def test_many_rounds_on_many_threads_process_every_row() -> None:
     memory = Memory.make(16, 3)
     link = native_link(memory, threads=5)
     rows = [letters_row(link, owner) for owner in range(1, 17)]
-    set_all_running(memory, rows)
-    memory.drafts[:] = A
+    run_round(memory, link, rows, [A] * 3)
     node = link.node(ROUND_STEPS)
-    for _ in range(2000):
+    for _ in range(1999):
         link.push_batch(rows)
         node()
     assert link.stats.fills == 2000 * 16 * 4
@@ -71,13 +62,10 @@ def test_a_forked_process_processes_its_rows_alone() -> None:
     memory = Memory.make(4, 3)
     link = native_link(memory, threads=4)
     rows = [letters_row(link, owner) for owner in (1, 2)]
-    set_all_running(memory, rows)
-    node = link.node(ROUND_STEPS)
 
     def run_rounds(count: int) -> None:
         for _ in range(count):
-            link.push_batch([*rows, None, None])
-            node()
+            run_round(memory, link, rows)
 
     run_rounds(2)
     gc.collect()  # meanwhile the helpers fall asleep

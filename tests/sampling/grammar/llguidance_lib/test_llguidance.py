@@ -19,7 +19,7 @@ from stepgraph.sampling.grammar.link.llguidance_binding import LLGuidanceNativeG
 from stepgraph.sampling.grammar.llguidance_lib.grammar import LLGuidanceMatcher
 from stepgraph.sampling.grammar.llguidance_lib.library import LLGuidance, TokenizerWrapper
 from tests.helpers.c_library import needs_c
-from tests.helpers.grammar_texts import PRINTABLE, fill_mask
+from tests.helpers.grammar_texts import PRINTABLE, fill_mask, random_text
 from tests.helpers.schema_cases import BYTES, groups, takes
 from tests.sampling.grammar.constraints.test_constraint import SHAPES, VALID
 
@@ -44,21 +44,6 @@ def matcher_of(constraint: Constraint) -> LLGuidanceMatcher:
     return cast(LLGuidanceMatcher, COMPILER.compile(constraint).matcher())
 
 
-def walked(matcher: Matcher, random: Random, longest: int = 100) -> bytes | None:
-    """A random text along the masks, preferring escapes and the end; None where it is too long or reaches a dead end."""
-    ids = list[int]()
-    while len(ids) < longest:
-        _, legal = fill_mask(matcher, BYTES.mask_words)
-        if not legal:
-            return None
-        preferred = [token_id for token_id in legal if token_id in (*b'"}]\\',)] if random.random() < 0.3 else []
-        ids.append(STOP if STOP in legal and random.random() < 0.5 else random.choice(preferred or legal))
-        assert matcher.accept_token(ids[-1])
-        if ids[-1] == STOP:
-            return BYTES.decode(ids)
-    return None
-
-
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in (1, 2))])
 def test_random_texts_satisfy_their_schemas(part: int) -> None:
     """Validated by jsonschema, which reads patterns as Python does; patterns of the suite are tested by the table of outcomes."""
@@ -74,7 +59,7 @@ def test_random_texts_satisfy_their_schemas(part: int) -> None:
         validator = jsonschema.Draft202012Validator(json.loads(json.dumps(schema), parse_float=Decimal))
         for _ in range(4):
             matcher.rollback(matcher.num_accepted)
-            text = walked(matcher, random)
+            text = random_text(matcher, random, BYTES)
             if text is not None and not re.search(rb"[eE][+-]?\d{5}", text):  # Decimal has no larger exponents
                 validator.validate(json.loads(text, parse_float=Decimal))
                 num_compared += 1
@@ -97,7 +82,7 @@ def test_language_is_that_of_the_automaton() -> None:
         for blanks in (False, True):
             ours, theirs = (made.compile(Constraint.json_schema(schema, blanks)) for made in (automata, COMPILER))
             for _ in range(6):
-                text = walked(ours.matcher(), random)
+                text = random_text(ours.matcher(), random, BYTES)
                 for _ in range(6 if text else 0):
                     assert text is not None
                     changed = bytearray(text)
@@ -105,13 +90,8 @@ def test_language_is_that_of_the_automaton() -> None:
                     changed[at : at + 1] = random.choice([b"", changed[at : at + 1] * 2, bytes([random.choice(text)])])
                     for tried in (text, bytes(changed)):
                         num_compared += 1
-                        assert takes_bytes(theirs, tried) == takes_bytes(ours, tried), (schema, tried)
+                        assert takes(theirs, tried) == takes(ours, tried), (schema, tried)
     assert num_compared > 1000
-
-
-def takes_bytes(compiled: CompiledConstraint, text: bytes) -> bool:
-    matcher = compiled.matcher()
-    return all(matcher.accept_token(byte) for byte in text) and matcher.accept_token(STOP)
 
 
 @pytest.mark.parametrize(

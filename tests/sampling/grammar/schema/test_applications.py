@@ -7,54 +7,38 @@ import random
 from typing import Any
 
 import jsonschema
-import numpy as np
 import pytest
-import torch
 
 from stepgraph.sampling.grammar import Constraint, GrammarCompiler
-from stepgraph.sampling.grammar.status import MaskStatus
 from tests.helpers.application_schemas import APPLICATIONS, in_json_schema, large
 from tests.helpers.format_texts import CHECKER
+from tests.helpers.grammar_texts import random_text
 from tests.helpers.schema_cases import BYTES
 
-STOP = 256
-ENDS = {*b'"}]', STOP}
 MAX_BYTES = 60_000
 LARGE = large()
 
 
-def compiler() -> GrammarCompiler:
-    return GrammarCompiler(BYTES, max_threads=1, isolation="none")
-
-
-def random_text(schema: Any, draw: random.Random, objects: Any, start: bytes = b"") -> str:
+def random_answer(schema: Any, draw: random.Random, start: bytes = b"") -> str:
     """Legal bytes at random after the start of a text, mostly those that end a string, an array or an object."""
-    matcher = compiler().compile(Constraint.json_schema(schema, objects=objects)).matcher()
-    mask, text = torch.zeros(1, BYTES.mask_words, dtype=torch.int32), bytearray(start)
-    assert all(map(matcher.accept_token, text)), start
-    while len(text) < MAX_BYTES:
-        assert matcher.fill_next_token_bitmask(mask, 0) in (MaskStatus.OK, MaskStatus.COMPLETE), bytes(text)
-        legal = np.flatnonzero(np.unpackbits(mask.numpy().view(np.uint8), bitorder="little"))
-        preferred = [token for token in legal if token in ENDS]
-        token = int(draw.choice(preferred if preferred and draw.random() < 0.8 else legal))
-        assert matcher.accept_token(token)
-        if token == STOP:
-            return text.decode()
-        text.append(token)
-    raise AssertionError(f"no end after {MAX_BYTES} bytes: {bytes(text[-200:])!r}")
+    constraint = Constraint.json_schema(schema, objects="standard")
+    matcher = GrammarCompiler(BYTES, max_threads=1, isolation="none").compile(constraint).matcher()
+    assert all(map(matcher.accept_token, start)), start
+    found = random_text(matcher, draw, BYTES, MAX_BYTES, likely=b'"}]', share=0.8)
+    assert found is not None, f"no end after {MAX_BYTES} bytes"
+    return (start + found).decode()
 
 
 @pytest.mark.parametrize("name", APPLICATIONS)
 def test_random_text_of_an_application_validates(name: str) -> None:
     draw = random.Random(name)
     for _ in range(3):
-        text = random_text(APPLICATIONS[name], draw, "standard")
-        jsonschema.validate(json.loads(text), in_json_schema(name), format_checker=CHECKER)
+        jsonschema.validate(json.loads(random_answer(APPLICATIONS[name], draw)), in_json_schema(name), format_checker=CHECKER)
 
 
 @pytest.mark.parametrize("name", LARGE)
 def test_random_text_of_a_large_schema_validates(name: str) -> None:
-    jsonschema.validate(json.loads(random_text(LARGE[name], random.Random(name), "standard")), LARGE[name])
+    jsonschema.validate(json.loads(random_answer(LARGE[name], random.Random(name))), LARGE[name])
 
 
 def test_thirty_schemas_are_those_of_openapi() -> None:

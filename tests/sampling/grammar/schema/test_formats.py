@@ -15,7 +15,7 @@ from stepgraph.sampling.grammar.schema.formats import AT_MOST, FEW_REGEXES, FORM
 from stepgraph.sampling.grammar.schema.language import both, complement
 from tests.helpers.c_library import AUTOMATON, EACH_BACKEND
 from tests.helpers.format_texts import AUTOMATON_REGEXES, FORMAT_TEXTS, VALID, accepts, compare_format, python_regex, texts
-from tests.helpers.schema_cases import BYTES, DATA
+from tests.helpers.schema_cases import BYTES, DATA, takes
 
 SLOW = ("iri", "iri-reference")  # their validator takes 10 ms for a text
 
@@ -65,11 +65,7 @@ COMPILER = {backend: GrammarCompiler(BYTES, max_threads=1, backend=backend) for 
 def generates(backend: BackendChoice, schema: dict[str, Any], values: list[Any]) -> list[bool]:
     """Whether a grammar accepts each value as JSON."""
     compiled = COMPILER[backend].compile(Constraint.json_schema(schema))
-    found = []
-    for value in values:
-        matcher = compiled.matcher()
-        found.append(all(map(matcher.accept_token, [*json.dumps(value, ensure_ascii=False).encode(), BYTES.stop_token_ids[0]])))
-    return found
+    return [takes(compiled, json.dumps(value, ensure_ascii=False)) for value in values]
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -13,11 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
-import numpy as np
 import pytest
-import torch
 
-from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, Vocabulary, coverage
+from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, coverage
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
 from stepgraph.sampling.grammar.constraints.unsupported import UnsupportedError
 from stepgraph.sampling.grammar.matchers.protocol import Matcher
@@ -28,10 +26,10 @@ from stepgraph.sampling.grammar.schema.parameters import parameters_grammar
 from stepgraph.sampling.grammar.schema.reader import parse_json
 from stepgraph.sampling.native import why_not
 from tests.helpers.c_library import AUTOMATON, EACH_BACKEND
-from tests.helpers.schema_cases import DATA
+from tests.helpers.grammar_texts import random_text
+from tests.helpers.schema_cases import BYTES, DATA
 from tools.bench_schemas import OrderSearch, Tokens
 
-BYTES = Vocabulary([*(bytes([code]) for code in range(256)), b"<eos>"], stop_token_ids=[256])
 EOS = 256
 MAX_WALK = 600  # bytes
 BACKEND: BackendChoice = "xgrammar" if why_not() else "automaton"
@@ -94,32 +92,15 @@ def test_instances_are_accepted_as_by_jsonschema(name: str) -> None:
         assert (as_written or OrderSearch(compiled, Tokens(BYTES)).is_accepted(value)) == test["valid"], test
 
 
-def walk(matcher: Matcher, draw: random.Random, words: torch.Tensor) -> bytes | None:
-    """A random text of a grammar; None where it does not end."""
-    text = bytearray()
-    while len(text) < MAX_WALK:
-        matcher.fill_next_token_bitmask(words, 0)
-        legal = np.flatnonzero(np.unpackbits(words[0].numpy().view(np.uint8), bitorder="little"))
-        assert len(legal), f"dead end after {bytes(text)!r}"
-        ends = [int(token) for token in legal if token == EOS or chr(token) in '"]}']
-        readable = [int(token) for token in legal if 32 <= token < 127]
-        token = draw.choice(ends if ends and draw.random() < 0.4 else readable or legal.tolist())
-        assert matcher.accept_token(token)
-        if token == EOS:
-            return bytes(text)
-        text.append(token)
-    return None
-
-
 @pytest.mark.parametrize("objects", ["closed", "standard"])
 @pytest.mark.parametrize(("walks", "positions"), [(3, 10_000), pytest.param(20, 60_000, marks=pytest.mark.soak)])
 def test_random_texts_are_valid(objects: Any, walks: int, positions: int) -> None:
-    draw, words, finished, walked = random.Random(11), torch.zeros(1, BYTES.mask_words, dtype=torch.int32), 0, 0
+    draw, finished, walked = random.Random(11), 0, 0
     for name, entry in ENFORCED.items():
         text = schema_grammar(entry["schema"], Options(objects=objects))
         grammar, validator = COMPILER.compile(Constraint.ebnf(text)), validator_of(entry["schema"])
         for _ in range(walks):
-            found = walk(grammar.matcher(), draw, words)
+            found = random_text(grammar.matcher(), draw, BYTES, MAX_WALK, share=0.4)
             walked += MAX_WALK if found is None else len(found) + 1
             if found is not None and not re.search(rb"[eE][+-]?\d{5}", found):  # Decimal has no larger exponents
                 finished += 1

@@ -117,35 +117,6 @@ def test_operations_on_random_patterns_are_those_on_sets(left: str, right: str) 
         assert found is None or expected(bool(first.fullmatch(found)), bool(second.fullmatch(found))), (name, found)
 
 
-@pytest.mark.parametrize(
-    ("pattern", "reason"),
-    [
-        ("(?<=a)b", "look-behind"),
-        ("(?i)a", "flags"),
-        (r"(a)\1", "an escape that is supported"),
-        (r"\bword", "an escape that is supported"),
-        ("a(b", "closing parenthesis"),
-        ("a)b", "parenthesis that was opened"),
-        ("[b-a]", "ascends"),
-        ("*a", "an element before it"),
-        ("a**", "one repetition only"),
-        ("a{3,2}", "ascend"),
-        ("^*", "no repetition of an anchor"),
-        ("[a", "end of a class"),
-        (r"\p{Nonsense}", "property"),
-        (r"\p{Script=Latin}", "property other than 'Script=Latin'"),
-        ("(" * 500 + ")" * 500, "too many groups"),
-        (r"(?:a(?=b))*c", "repeats a look-ahead"),
-        (r"(?:$)*(?!b*(?=$))", "repeats an anchor and has one in a look-ahead"),
-        (r"(?:^|b){101}a", "has 101 anchors, expected at most 100"),
-        (r"\ud800", "surrogate"),
-    ],
-)
-def test_pattern_that_is_not_regular_is_an_error(pattern: str, reason: str) -> None:
-    with pytest.raises(patterns.PatternError, match=reason):
-        patterns.search(pattern)
-
-
 def test_escapes_and_properties_are_those_of_javascript() -> None:
     assert matches(patterns.full(r"\u{1F600}\ud83d\ude00\x41\cJ\/\-[\b]"), "😀😀A\n/-\b")
     assert matches(patterns.full(r"\p{Lu}\P{L}\p{gc=Ll}"), "É1α") and not matches(patterns.full(r"\p{Lu}"), "é")

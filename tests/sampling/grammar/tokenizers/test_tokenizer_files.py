@@ -50,7 +50,7 @@ def test_encoding_equals_its_ranks() -> None:
         (260,),
     )
     assert differences(table, encoding.decode) == 0
-    with pytest.raises(ValueError, match="special_tokens: got some beside an Encoding"):
+    with pytest.raises(ValueError, match="special_tokens: got a value beside an Encoding"):
         Vocabulary.from_tiktoken(encoding, special)
 
 
