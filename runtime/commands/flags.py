@@ -55,8 +55,6 @@ class Command(NamedTuple):
 def add_demo_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_number(parser, "-k --drafts", DRAFTS, "drafts per round, 1 to 8", 1, 8)
-    add("--prompt", metavar="TEXT", help="a prompt to use instead of the three built-in ones")
-    add("--schema", metavar="FILE|JSON", help="a JSON schema for the answer to --prompt")
     add_number(parser, "--max-new-tokens", 128, "maximum length of an answer", 2, 4096)
     add_number(parser, "--repeats", 3, "measured answers of each variant", 1, 1000)
     add_threads(parser)
@@ -67,11 +65,6 @@ def add_demo_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def check_demo(options: argparse.Namespace) -> None:
-    if options.schema is not None:
-        if options.prompt is None:
-            accepted = "both: the built-in prompts have their own schemas"
-            raise ValueError(f"--schema: got {clip_repr(options.schema)} without --prompt, expected {accepted}")
-        options.schema = read_schema("--schema", options.schema)
     if not options.no_timeline:
         require_folder(options.out)  # checked now, since decoding takes minutes
     if options.html is not None:
@@ -283,8 +276,7 @@ COMMANDS = {
         "written as a file for ui.perfetto.dev. Exit code 1: an answer fails or breaks its schema.",
         (
             "stepgraph demo --toy --html report.html",
-            "stepgraph demo --toy -k 2 --json --no-timeline --prompt 'pick some' --schema"
-            """ '{"type": "array", "items": {"enum": [1, 2]}, "minItems": 1, "maxItems": 3}'""",
+            "stepgraph demo --toy -k 2 --json --no-timeline",
         ),
         add_demo_flags,
         check_demo,

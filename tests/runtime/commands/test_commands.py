@@ -355,8 +355,6 @@ def test_an_answer_that_is_complete_at_the_limit_does_not_fail(capsys: pytest.Ca
         ("check-schema prompts.jsonl", "which is not JSON"),
         ('check-schema \'{"type": "string", "type": "integer"}\'', "the key 'type' appears twice"),
         ("demo -k 9", "-k/--drafts: got 9, expected a whole number from 1 to 8"),
-        ("demo --schema nowhere", "--schema: got 'nowhere' without --prompt"),
-        ("demo --toy --prompt hi --schema nowhere", "--schema: got 'nowhere' (No such file"),
         ("demo --toy --threads 0", "--threads: got 0, expected a whole number from 1 to"),
         ("replay nowhere --toy", "nowhere: No such file or directory, expected a file written by Engine(record=...)"),
         ("replay prompts.jsonl --toy", 'prompts.jsonl:1: got b\'{"text": "the cat"'),
