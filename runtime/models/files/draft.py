@@ -200,7 +200,6 @@ def _open_mtp(path: Path, source: Source, fields: Mapping[str, object] | None, t
     if grouped:  # modules have the layer type of the target's last layers; the config of their own folder is not read
         config = replace(same, windows=same.windows[-1:] * count, experts=same.experts and replace(same.experts, dense_layers=frozenset()))
     else:
-        layouts.check_dense_layers(source)
         config = layouts.read_mtp(fields, same, count) if fields is not None else replace(same, windows=same.windows[-1:] * count)
 
     def make(target_model: Llama | TransformersModel, device: Device) -> Mtp:
