@@ -3,9 +3,9 @@
 A round writes its states to a static buffer, which is copied to a ring slot like the results. Only the states of emitted tokens are
 kept; those of rejected drafts are never read.
 
-A folder has safetensors shards and a JSON index. A shard holds complete texts; the tensors of its fourth text are `3.token_ids`,
-`3.prompt_length`, `3.features` and `3.hidden`. The last token of a text was never fed to the model, so a text of n tokens has n - 1
-states. Every file appears complete or not at all.
+A folder has safetensors files (shards), each with the layout in its metadata. A shard holds complete texts; the tensors of its fourth text
+are `3.token_ids`, `3.prompt_length`, `3.features` and `3.hidden`. The last token of a text was never fed to the model, so a text of n
+tokens has n - 1 states. Every file appears complete or not at all.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -32,12 +33,11 @@ from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend, Event
 from stepgraph.graphs.model import TargetModel
 from stepgraph.runtime.request import Job
-from stepgraph.sampling.fields import clip_error, clip_repr, is_int
+from stepgraph.sampling.fields import clip_error, is_int
 from stepgraph.sampling.lifetimes import call_after_fork, close_at_exit
 
-FORMAT = "stepgraph hidden states 1"
-INDEX = "states.json"
-MAX_INDEX_BYTES = 64 << 20
+FORMAT = "stepgraph hidden states 2"  # the name of the layout in the metadata
+SHARDS = f"states-{'[0-9]' * 5}.safetensors"
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,6 @@ class StatesWriter:
 
     def __init__(self, folder: str | Path, layout: StatesLayout, shard_bytes: int) -> None:
         self._folder, self._layout, self._shard_bytes = Path(folder), layout, shard_bytes
-        self._shards: list[dict[str, Any]] = []
         self._lock = threading.RLock()  # reentrant, as a finaliser may call `finish` while its thread holds it
         self._texts: queue.SimpleQueue[SavedText | None] = queue.SimpleQueue()
         self._buffered_bytes = 0
@@ -133,10 +132,10 @@ class StatesWriter:
             raise ValueError(f"{folder}: {why}, expected a writable folder") from None
         try:
             fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if (folder / INDEX).exists():
-                layout, self._shards = read_index(folder)
-                if layout != self._layout:
-                    raise ValueError(f"{folder}: got states of {layout}, expected an empty folder or states of {self._layout}")
+            shards = sorted(folder.glob(SHARDS))
+            self._next_shard = int(shards[-1].stem[-5:]) + 1 if shards else 0
+            if shards and (layout := open_shard(shards[-1])[1]) != self._layout:
+                raise ValueError(f"{folder}: got states of {layout}, expected an empty folder or states of {self._layout}")
         except OSError:
             os.close(lock_file)
             raise ValueError(f"{folder}: got a folder that another writer uses, expected a folder for each writer") from None
@@ -178,40 +177,25 @@ class StatesWriter:
             self.saved, self.unsaved = (self.saved, self.unsaved + len(texts)) if self.error else (self.saved + len(texts), self.unsaved)
 
     def _write_shard(self, texts: Sequence[SavedText]) -> None:
-        name = f"states-{len(self._shards):05}.safetensors"
         tensors: dict[str, Tensor] = {}
         for index, text in enumerate(texts):
             tensors |= {f"{index}.token_ids": text.token_ids, f"{index}.prompt_length": torch.tensor(text.prompt_length)}
             tensors |= {f"{index}.{part}": getattr(text, part).contiguous() for part, _ in self._layout.parts}
-        with atomic_file(self._folder / name) as part:
-            save_file(tensors, part)
-        shard = {"file": name, "texts": len(texts), "tokens": sum(len(text.token_ids) for text in texts)}
-        content = {"format": FORMAT, **asdict(self._layout), "shards": [*self._shards, shard]}
-        with atomic_file(self._folder / INDEX) as part:
-            part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        self._shards.append(shard)
+        with atomic_file(self._folder / f"states-{self._next_shard:05}.safetensors") as part:
+            save_file(tensors, part, {FORMAT: json.dumps(asdict(self._layout))})
+        self._next_shard += 1
 
 
-def read_index(folder: Path) -> tuple[StatesLayout, list[dict[str, Any]]]:
-    """Layout and shards of a folder. ValueError if it is not a folder of states."""
-    path = folder / INDEX
+def open_shard(path: Path) -> tuple[Any, StatesLayout]:
+    """The opened file, and the layout in its metadata. ValueError if it is not a shard of states."""
     try:
-        if path.stat().st_size > MAX_INDEX_BYTES:
-            raise ValueError(f"got {path.stat().st_size} bytes, expected at most {MAX_INDEX_BYTES}")
-        content = json.loads(path.read_text(encoding="utf-8"))
-        found = content.pop("format")
-        if found != FORMAT:
-            raise ValueError(f"format: got {clip_repr(found)}, expected {FORMAT!r}")
-        shards = content.pop("shards")
-        layout = StatesLayout(**content | {"feature_layers": tuple(content["feature_layers"])})
-        for shard in shards:
-            if Path(shard["file"]).name != shard["file"] or not isinstance(shard["texts"], int):
-                raise ValueError(f"shards: got {shard!r:.100}, expected a file name without a folder and the number of its texts")
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror or error}, expected a folder written by EngineConfig.save_hidden_states") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path}: {clip_error(error)}") from None
-    return layout, shards
+        file: Any = safe_open(path, framework="pt")
+        if (layout := (file.metadata() or {}).get(FORMAT)) is None:
+            raise ValueError(f"got no metadata named {FORMAT!r}")
+        fields = json.loads(layout)
+        return file, StatesLayout(**fields | {"feature_layers": tuple(fields["feature_layers"])})
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path}: {clip_error(error)}, expected a file written by EngineConfig.save_hidden_states") from None
 
 
 @contextmanager

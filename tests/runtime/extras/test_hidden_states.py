@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import resource
 import shutil
 import threading
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from stepgraph import Engine, EngineConfig, Job, SamplingParams
 from stepgraph.graphs import TapeBackend
@@ -178,8 +178,8 @@ def test_unusable_folder_raises_at_construction(tmp_path: Path) -> None:
             toy_engine(tmp_path, **changes)
         assert set(threading.enumerate()) <= before
         toy_engine(tmp_path).close()
-    (tmp_path / "states.json").write_text(json.dumps({"format": "another"}))
-    with pytest.raises(ValueError, match="format: got 'another', expected 'stepgraph hidden states 1'"):
+    save_file({"x": torch.zeros(1)}, tmp_path / "states-00000.safetensors")
+    with pytest.raises(ValueError, match="got no metadata named 'stepgraph hidden states 2', expected a file written by"):
         toy_engine(tmp_path)
 
 
@@ -233,7 +233,7 @@ def test_full_disk_leaves_only_complete_files(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert str(tmp_path) in writer.error and (writer.saved, writer.unsaved) == (1, 1)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".writer", "states-00000.safetensors", "states.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".writer", "states-00000.safetensors"]
     assert [text.token_ids.tolist() for text in SavedStates(tmp_path)] == [[0, 1, 2, 3]]
 
 
@@ -264,33 +264,25 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("written", "damaged", "message"),
     [
-        ({"shards": [{"file": "../x.safetensors", "texts": 1}]}, "expected a file name without a folder"),
-        ({"shards": [{"file": "states-00000.safetensors", "texts": 9}]}, "got 4 tensors, expected 4 for each of 9 texts"),
-        ({"feature_size": 7}, r"features of text 0: got the shape \(9, 6\), expected \(9, 7\)"),
-        ({"shards": 3}, "not iterable"),
-        ({"hidden_sizes": 3}, "hidden_sizes"),
+        (rb"\"feature_size\": 6", rb"\"feature_size\": 7", r"features of text 0: got the shape \(9, 6\), expected \(9, 7\)"),
+        (rb"\"feature_size\": 6", rb"\"feature_size\": 0", "expected 3 tensors for each text"),
+        (rb"\"hidden_size\"", rb"\"hidden_sizf\"", "hidden_sizf"),
+        (rb"\"feature_layers\": [0, 2]", rb"\"feature_layers\": 30    ", "not iterable"),
+        (b"hidden states 2", b"hidden states 1", "got no metadata named 'stepgraph hidden states 2'"),
+        (b".token_ids", b".token_idz", r"text 0: .*token_ids"),
     ],
 )
-def test_damaged_folders_are_refused(tmp_path: Path, damage: dict[str, Any], message: str) -> None:
-    writer = StatesWriter(tmp_path, LAYOUT, 1 << 20)
-    writer.put(SavedText(torch.arange(10), 1, torch.rand(9, 6), torch.rand(9, 3)))
-    writer.close()
-    index = json.loads((tmp_path / "states.json").read_text())
-    (tmp_path / "states.json").write_text(json.dumps(index | damage))
-    with pytest.raises(ValueError, match=message):
-        SavedStates(tmp_path)
-
-
-def test_damaged_saved_states_are_refused(tmp_path: Path) -> None:
+def test_damaged_files_are_refused(tmp_path: Path, written: bytes, damaged: bytes, message: str) -> None:
     writer = StatesWriter(tmp_path, LAYOUT, 1 << 20)
     writer.put(SavedText(torch.arange(10), 1, torch.rand(9, 6), torch.rand(9, 3)))
     writer.close()
     file = tmp_path / "states-00000.safetensors"
     whole = file.read_bytes()
-    file.write_bytes(whole.replace(b".token_ids", b".token_idz"))
-    with pytest.raises(ValueError, match=r"text 0: .*token_ids"):
+    assert whole.count(written) == 1
+    file.write_bytes(whole.replace(written, damaged))
+    with pytest.raises(ValueError, match=message):
         SavedStates(tmp_path)
     file.write_bytes(whole[:40])
     with pytest.raises(ValueError, match=r"states-00000\.safetensors: "):
