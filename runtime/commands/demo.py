@@ -1,7 +1,4 @@
-"""`stepgraph demo`: a small real model with its draft on this machine: streamed answers, the origin of every token, and timings.
-
-With --html also as one page, without scripts and network.
-"""
+"""`stepgraph demo`: a small real model with its draft on this machine: streamed answers, the origin of every token, and timings."""
 
 from __future__ import annotations
 

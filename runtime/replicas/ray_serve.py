@@ -1,16 +1,6 @@
 """Replicas under Ray Serve. Ray starts, checks, scales and updates them and transports calls; the engines compute tokens and grammars.
 
-```python
-from ray import serve
-
-handle = serve.run(deployment(make_engine, replicas=2), name="stepgraph", route_prefix=None)
-pool = await ReplicaPool.open(handle)
-stream = await pool.generate([1, 2, 3], max_new_tokens=20)
-async for event in stream:
-    print(event.tokens)
-```
-
-Every process that has the handle may open a pool. A pool belongs to one event loop.
+docs/scale.md has an example. Every process that has the handle may open a pool. A pool belongs to one event loop.
 """
 
 from __future__ import annotations

@@ -121,9 +121,7 @@ StoredDraft = DraftCheckpoint | TransformersDraft | MtpCheckpoint
 
 def open_draft(draft: str | Path, target: Target, dtype: torch.dtype | None = None, weights: str = DEQUANTISED) -> StoredDraft:
     """Open a draft folder or .gguf file; "mtp" opens the MTP modules in the target's own folder.
-
-    The config and the tensor names decide which kind of draft it is. Raises ValueError that names the file, and the field or tensor.
-    """
+    The config and the tensor names decide which kind of draft it is."""
     if draft == OWN_MTP:
         if not target.mtp_modules:
             why = f"{target.path} has no {MTP_COUNT}, or none of their tensors"

@@ -64,10 +64,8 @@ Parts = tuple[Bytes, Floats, Floats | None]  # integers [blocks, values], modulo
 
 
 class GgufSource:
-    """The tensors of one GGUF file under their Hugging Face names.
-
-    Attributes: config, with the fields of a config.json of the same model; metadata; tensors; dtype. `read` dequantises to `dtype`.
-    """
+    """The tensors of one GGUF file under their Hugging Face names, and a `config` with the fields of a config.json of the same model.
+    `read` dequantises to `dtype`."""
 
     def __init__(self, path: Path) -> None:
         try:

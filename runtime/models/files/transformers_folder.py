@@ -77,10 +77,7 @@ class TransformersCheckpoint:
 
 
 def _load_weights(kind: Any, path: Path, dtype: torch.dtype, unused: tuple[str, ...] = (), progress: bool = False, **options: Any) -> Any:
-    """A model of the class `kind` from a folder, or from `state_dict` and `config` of the options. unused: prefixes of tensors to ignore.
-
-    ValueError names a tensor that is missing, does not fit, or holds NaN or infinity.
-    """
+    """A model of the class `kind` from a folder, or from `state_dict` and `config` of the options. unused: prefixes of other tensors."""
     from stepgraph.runtime.models.transformers_model import PAGED_ATTENTION
 
     try:
