@@ -11,11 +11,13 @@ tokens has n - 1 states. Every file appears complete or not at all.
 from __future__ import annotations
 
 import collections
-import fcntl
 import json
 import os
 import queue
+import secrets
+import tempfile
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
@@ -37,7 +39,7 @@ from stepgraph.sampling.fields import clip_error, is_int
 from stepgraph.sampling.lifetimes import call_after_fork, close_at_exit
 
 FORMAT = "stepgraph hidden states 2"  # the name of the layout in the metadata
-SHARDS = f"states-{'[0-9]' * 5}.safetensors"
+SHARDS = "states-*.safetensors"
 
 
 @dataclass(frozen=True)
@@ -89,13 +91,9 @@ class StatesWriter:
         self._closed = False
         self.saved = self.unsaved = 0
         self.error = ""
-        self._lock_file = self._prepare()
+        self._prepare()
         self._thread = threading.Thread(target=self._run, name="stepgraph-states", daemon=True)
-        try:
-            self._thread.start()
-        except BaseException:  # no thread can be started, or an interrupt
-            self._unlock()
-            raise
+        self._thread.start()
         close_at_exit(self)
         call_after_fork(self._detach)
 
@@ -121,28 +119,18 @@ class StatesWriter:
         self.finish()
         self._thread.join(seconds)
 
-    def _prepare(self) -> int:
-        """Create or reopen the folder and lock out other writers. Returns the open lock file."""
+    def _prepare(self) -> None:
+        """Create the folder, or check that its states have the same layout."""
         folder = self._folder
         try:
             folder.mkdir(exist_ok=True)
-            lock_file = os.open(folder / ".writer", os.O_CREAT | os.O_RDWR, 0o644)
+            tempfile.TemporaryFile(dir=folder).close()
         except (OSError, ValueError) as error:
             why = getattr(error, "strerror", None) or error
             raise ValueError(f"{folder}: {why}, expected a writable folder") from None
-        try:
-            fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shards = sorted(folder.glob(SHARDS))
-            self._next_shard = int(shards[-1].stem[-5:]) + 1 if shards else 0
-            if shards and (layout := open_shard(shards[-1])[1]) != self._layout:
+        for shard in list(folder.glob(SHARDS))[:1]:
+            if (layout := open_shard(shard)[1]) != self._layout:
                 raise ValueError(f"{folder}: got states of {layout}, expected an empty folder or states of {self._layout}")
-        except OSError:
-            os.close(lock_file)
-            raise ValueError(f"{folder}: got a folder that another writer uses, expected a folder for each writer") from None
-        except ValueError:
-            os.close(lock_file)
-            raise
-        return lock_file
 
     def _run(self) -> None:
         waiting: list[SavedText] = []
@@ -155,16 +143,9 @@ class StatesWriter:
                 waiting, size = [], 0
         if waiting:
             self._flush(waiting, size)
-        self._unlock()
-
-    def _unlock(self) -> None:
-        lock_file, self._lock_file = self._lock_file, -1
-        if lock_file >= 0:
-            os.close(lock_file)
 
     def _detach(self) -> None:
         self._lock, self._closed = threading.RLock(), True
-        self._unlock()  # otherwise the folder stays locked until the fork ends
 
     def _flush(self, texts: Sequence[SavedText], size: int) -> None:
         try:
@@ -181,9 +162,9 @@ class StatesWriter:
         for index, text in enumerate(texts):
             tensors |= {f"{index}.token_ids": text.token_ids, f"{index}.prompt_length": torch.tensor(text.prompt_length)}
             tensors |= {f"{index}.{part}": getattr(text, part).contiguous() for part, _ in self._layout.parts}
-        with atomic_file(self._folder / f"states-{self._next_shard:05}.safetensors") as part:
+        # Ordered by time, and unique: several engines may write to one folder.
+        with atomic_file(self._folder / f"states-{time.time_ns():019}-{secrets.token_hex(4)}.safetensors") as part:
             save_file(tensors, part, {FORMAT: json.dumps(asdict(self._layout))})
-        self._next_shard += 1
 
 
 def open_shard(path: Path) -> tuple[Any, StatesLayout]:
