@@ -1,7 +1,4 @@
-"""`stepgraph demo`: a small real model with its draft on this machine: streamed answers, the origin of every token, and timings.
-
-With --html also as one page, without scripts and network.
-"""
+"""`stepgraph demo`: a small real model with its draft on this machine: streamed answers, the origin of every token, and timings."""
 
 from __future__ import annotations
 
@@ -22,7 +19,6 @@ from stepgraph.runtime.commands.terminal import ORIGINS
 from stepgraph.runtime.demo.variants import SCENARIOS, Case, Pair, Scenario, open_pair, tokens_per_second, toy_pair, variants
 from stepgraph.runtime.request import Job, StepEvent
 from stepgraph.runtime.trace import StageTime, Timeline
-from stepgraph.sampling.grammar.compile.backends import check_constraints
 from stepgraph.sampling.grammar.compile.compiler import CompiledConstraint
 
 TRACE_FILE = "timeline.json"
@@ -48,14 +44,10 @@ STYLE += "".join(f"rect.{kind} {{ fill: var(--{kind}); background: none }} " for
 
 
 def run(options: argparse.Namespace) -> int:
-    scenarios = list(SCENARIOS)
-    if options.prompt is not None:
-        scenarios = [Scenario("yours", options.prompt, schema=options.schema)]
-        check_constraints(filter(None, [scenarios[0].constraint]))
     engines.set_threads(options)
     with terminal.waiting("opening the models ..."):
         pair = toy_pair() if options.toy else open_pair(options.drafts, terminal.shows_progress() and not options.json)
-    document = Demonstration(pair, scenarios, options).run()
+    document = Demonstration(pair, options).run()
     if options.json:
         terminal.print_json(document)
     failures = {name: answer["failed"] for name, answer in document["answers"].items()}
@@ -65,10 +57,10 @@ def run(options: argparse.Namespace) -> int:
 class Demonstration:
     """One engine per variant of the pair, and the scenarios that they answer."""
 
-    def __init__(self, pair: Pair, scenarios: list[Scenario], options: argparse.Namespace) -> None:
+    def __init__(self, pair: Pair, options: argparse.Namespace) -> None:
         self.threads = torch.get_num_threads()
-        self.pair, self.scenarios, self.options = pair, scenarios, options
-        self.prompts = {scenario.name: pair.codec.chat(scenario.messages) for scenario in scenarios}
+        self.pair, self.options = pair, options
+        self.prompts = {scenario.name: pair.codec.chat(scenario.messages) for scenario in SCENARIOS}
         self.cases: list[Case] = []
         self.pieces: dict[str, list[tuple[str, str]]] = {}  # by scenario: text and origin of each token of the answer
         self.traced_timeline: Timeline | None = None
@@ -86,35 +78,33 @@ class Demonstration:
         self._print(f"{self.pair.name}, at most {self.options.drafts} drafts per round, {threads}")
         if self._colour:
             print(", ".join(terminal.coloured(meaning, origin) for origin, meaning in ORIGINS.items()))
-        answers = {scenario.name: self.answer(scenario) for scenario in self.scenarios}
-        with self._progress_bar("race", self.options.repeats * sum(len(self._cases_for(scenario)) for scenario in self.scenarios)) as bar:
-            for scenario in self.scenarios:
+        answers = {scenario.name: self.answer(scenario) for scenario in SCENARIOS}
+        with self._progress_bar("race", self.options.repeats * sum(len(self._cases_for(scenario)) for scenario in SCENARIOS)) as bar:
+            for scenario in SCENARIOS:
                 self.race(scenario, bar.update)
         head, rows = table(self.cases, self.rates)
         self._print("\n" + "\n".join(terminal.table(head, rows)))
         document: dict[str, Any] = {"pair": self.pair.name, "drafts": self.options.drafts, "threads": self.threads, "answers": answers}
-        document["variants"] = [
-            {**case.figures(), "tokens_per_second": self.rates[case.variant.name]} for case in self.cases if case.variant.name in self.rates
-        ]
+        document["variants"] = [{**case.figures(), "tokens_per_second": self.rates[case.variant.name]} for case in self.cases]
         if not self.options.no_timeline:
             document["timeline"] = self.timeline()
         if self.options.html:
-            shown = [(each, self.pieces[each.name]) for each in self.scenarios]
+            shown = [(each, self.pieces[each.name]) for each in SCENARIOS]
             Path(self.options.html).write_text(page(self.pair.name, shown, head, rows, self.traced_timeline), encoding="utf-8")
             self._print(f"{self.options.html}: answers, table and timeline as a page")
         return document
 
     def prepare(self, stack: contextlib.ExitStack) -> None:
-        """Make the engines and compile the grammars, so that bad input raises before anything is printed."""
+        """Make the engines and compile the grammars."""
         length = max(MIN_LENGTH, *(len(prompt) + self.options.max_new_tokens for prompt in self.prompts.values()))
         # A draft of the toy pair takes as long as the target: with "auto" no round would have drafts.
         all_variants = variants(self.options.drafts, draft_length=self.options.drafts if self.options.toy else "auto")
-        with self._progress_bar("prepare", len(all_variants) + len(self.scenarios)) as bar:
+        with self._progress_bar("prepare", len(all_variants) + len(SCENARIOS)) as bar:
             for variant in all_variants:
                 self.cases.append(Case(variant, self.pair, length))
                 stack.enter_context(self.cases[-1].engine)
                 bar.update()
-            for scenario in self.scenarios:
+            for scenario in SCENARIOS:
                 self._compiled(scenario)
                 bar.update()
         for case in self.cases:
@@ -153,7 +143,7 @@ class Demonstration:
 
     def timeline(self) -> dict[str, Any]:
         """Trace some rounds of the fastest variant on the first scenario."""
-        scenario, path = self.scenarios[0], self.options.out / TRACE_FILE
+        scenario, path = SCENARIOS[0], self.options.out / TRACE_FILE
         case = self._cases_for(scenario)[-1]
         with self._progress_bar("timeline", 1):
             with case.engine.trace(rounds=TRACED_ROUNDS) as trace:
@@ -193,14 +183,12 @@ def table(cases: list[Case], rates: Mapping[str, Mapping[str, float]]) -> tuple[
     counts = {"per round": "tokens_per_round", "host masks": "mask_fills", "replays": "replays", "syncs": "host_syncs"}
     rows = []
     for case in cases:
-        if row := rates.get(case.variant.name):  # a variant with grammars has no rates if no scenario has a schema
-            figures = case.figures()
-            cells = [row.get(name, "") for name in scenarios] + [figures[key] for key in counts.values()]
-            rows.append([case.variant.name, *map(str, cells)])
-    base, fast = rates.get("plain + grammar"), rates.get("speculative + grammar")
-    if base and fast:
-        ratios = [f"{fast[name] / base[name]:.2f}" if base.get(name) else "" for name in scenarios]
-        rows.append(["speed-up", *ratios, *[""] * len(counts)])
+        row, figures = rates[case.variant.name], case.figures()
+        cells = [row.get(name, "") for name in scenarios] + [figures[key] for key in counts.values()]
+        rows.append([case.variant.name, *map(str, cells)])
+    base, fast = rates["plain + grammar"], rates["speculative + grammar"]
+    ratios = [f"{fast[name] / base[name]:.2f}" if base.get(name) else "" for name in scenarios]
+    rows.append(["speed-up", *ratios, *[""] * len(counts)])
     return ["tokens per second", *scenarios, *counts], rows
 
 

@@ -18,10 +18,10 @@ MAX_THREADS = 1024
 
 def load(options: argparse.Namespace, config: EngineConfig, progress: bool, **more: Any) -> Loaded:
     """The models of --model and --draft. more: further arguments of load_part."""
-    dtype, draft = getattr(torch, options.dtype) if options.dtype else None, "auto" if options.draft is None else options.draft
+    dtype = getattr(torch, options.dtype) if options.dtype else None
     more |= {"dtype": dtype, "weights": options.weights, "implementation": options.implementation, "progress": progress}
     try:
-        return load_part(options.model, draft, config, getattr(options, "tensor_parallel", 1), **more)
+        return load_part(options.model, options.draft, config, getattr(options, "tensor_parallel", 1), **more)
     except ValueError as error:
         if "max_length" not in str(error) or not hasattr(options, "max_new_tokens"):
             raise

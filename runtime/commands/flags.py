@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from stepgraph.runtime.commands.inputs import open_listener, parse_token_ids, read_file, read_schema, require_folder, require_writable
 from stepgraph.runtime.demo.pair import DRAFTS
@@ -28,7 +28,8 @@ SAMPLING_FLAGS = {
 DTYPES = ("bfloat16", "float16", "float32")
 GRAMMAR_KINDS = {".ebnf": "ebnf", ".gbnf": "ebnf", ".lark": "lark"}  # by file suffix
 TOY = "toy"
-SECONDS_PER_DAY = 86_400
+OR_TOY = f", or {TOY} for the seeded toy pair"
+LEAST_SECONDS, SECONDS_PER_DAY = 0.001, 86_400  # of time limits
 STEP_EXAMPLE = """
 # my_step.py
 import torch
@@ -55,8 +56,6 @@ class Command(NamedTuple):
 def add_demo_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_number(parser, "-k --drafts", DRAFTS, "drafts per round, 1 to 8", 1, 8)
-    add("--prompt", metavar="TEXT", help="a prompt to use instead of the three built-in ones")
-    add("--schema", metavar="FILE|JSON", help="a JSON schema for the answer to --prompt")
     add_number(parser, "--max-new-tokens", 128, "maximum length of an answer", 2, 4096)
     add_number(parser, "--repeats", 3, "measured answers of each variant", 1, 1000)
     add_threads(parser)
@@ -67,11 +66,6 @@ def add_demo_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def check_demo(options: argparse.Namespace) -> None:
-    if options.schema is not None:
-        if options.prompt is None:
-            accepted = "both: the built-in prompts have their own schemas"
-            raise ValueError(f"--schema: got {clip_repr(options.schema)} without --prompt, expected {accepted}")
-        options.schema = read_schema("--schema", options.schema)
     if not options.no_timeline:
         require_folder(options.out)  # checked now, since decoding takes minutes
     if options.html is not None:
@@ -79,7 +73,7 @@ def check_demo(options: argparse.Namespace) -> None:
 
 
 def add_generate_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder, a .gguf file, or demo for the pair of the demonstration")
+    add_model(parser)
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("prompt", metavar="PROMPT", nargs="?", help="the prompt; - reads it from standard input")
     prompt.add_argument("--prompt-file", metavar="FILE", help="read the prompt from a file")
@@ -131,11 +125,7 @@ def check_generate(options: argparse.Namespace) -> None:
 
 
 def add_bench_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        help=f"a Hugging Face folder, a .gguf file, demo for the pair of the demonstration, or {TOY} for the seeded toy pair",
-    )
+    add_model(parser, OR_TOY)
     prompts = "JSON lines with text, messages or token_ids, and optionally a schema (default: two built-in prompts)"
     parser.add_argument("--prompts", metavar="FILE", help=prompts)
     add_number(parser, "--repeats", 3, "answers of each variant to each prompt", 1)
@@ -144,16 +134,11 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
     add_loading(parser)
 
 
-def check_bench(options: argparse.Namespace) -> None:
-    if options.model == TOY:
-        check_toy(options, "auto", "none")
-
-
-def check_toy(options: argparse.Namespace, *drafts: str | None) -> None:
+def check_toy(options: argparse.Namespace) -> None:
     """ValueError for flags of models that have files."""
-    accepted = {"dtype": (None,), "weights": ("dequantised",), "implementation": ("auto",), "draft": drafts}
+    accepted = {"dtype": (None,), "weights": ("dequantised",), "implementation": ("auto",), "draft": ("auto", "none")}
     for name, values in accepted.items():
-        if (value := getattr(options, name)) not in values:
+        if options.model == TOY and (value := getattr(options, name)) not in values:
             expected = " or ".join(str(each or "no flag") for each in values)
             raise ValueError(f"--{name}: got {value} with the toy pair, expected {expected}: it has no files, and a draft of its own")
 
@@ -177,8 +162,7 @@ def read_checked_schema(options: argparse.Namespace) -> None:
 
 def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    help_text = f"a Hugging Face folder, a .gguf file, demo for the pair of the demonstration, or {TOY} for a seeded toy pair over bytes"
-    add("model", metavar="MODEL", help=help_text)
+    add_model(parser, OR_TOY)
     add("--name", metavar="NAME", help="the model's name in requests (default: the last part of its path)")
     add("--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (default: %(default)s)")
     add_number(parser, "--port", 8000, "port to listen on; 0 picks a free one", 0, 65535)
@@ -187,8 +171,8 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "--max-queued", 256, "requests that may wait; more get status 429", 1)
     add_number(parser, "--max-connections", 512, "open connections; more are closed", 1)
     add_number(parser, "--max-body-bytes", 2 << 20, "of a request; a larger one gets status 413", 1)
-    help_text = "time limit of an answer, its time in the queue included; then status 504 (default: %(default)s)"
-    add("--answer-seconds", type=float, default=600.0, metavar="SECONDS", help=help_text)
+    help_text = "seconds that an answer may take, its time in the queue included; then status 504"
+    add_number(parser, "--answer-seconds", 600.0, help_text, LEAST_SECONDS, SECONDS_PER_DAY)
     add("--preemption", action="store_true", help="a request takes the row of one with larger `priority`, which continues later")
     add("--eager", action="store_true", help="capture no graphs: faster start, slower decoding")
     help_text = "time limit of a round; then the engine and its requests end with an error (default: none; 60 with --tensor-parallel)"
@@ -223,11 +207,9 @@ def _parse_replicas(text: str) -> tuple[int, int]:
 
 
 def check_serve(options: argparse.Namespace) -> None:
-    for flag, seconds in (("round-timeout-seconds", options.round_timeout_seconds), ("answer-seconds", options.answer_seconds)):
-        if seconds is not None and not 0 < seconds <= SECONDS_PER_DAY:  # also refuses NaN
-            raise ValueError(f"--{flag}: got {seconds}, expected a number above 0 and at most {SECONDS_PER_DAY}")
-    if options.model == TOY:
-        check_toy(options, "auto", "none")
+    if options.round_timeout_seconds is not None:
+        check_range("--round-timeout-seconds", options.round_timeout_seconds, LEAST_SECONDS, SECONDS_PER_DAY)
+    check_toy(options)
     if options.tensor_parallel > 1 and options.model == TOY:
         raise ValueError(f"--tensor-parallel: got {options.tensor_parallel} with {TOY}, expected 1: its layers cannot be divided")
     if options.tensor_parallel > 1 and options.preemption:
@@ -256,23 +238,15 @@ def _parse_lora_modules(pairs: Sequence[str], model: str) -> dict[str, str]:
 
 
 def add_inspect_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder, a .gguf file, or demo for the model of the demonstration")
+    add_model(parser)
     parser.add_argument("--draft", metavar="FOLDER", help="also check whether this draft fits the model")
 
 
 def add_replay_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help="a recording written by Engine(record=FILE)")
-    model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--model", metavar="MODEL", help="the recorded model: a Hugging Face folder, or a .gguf file")
-    model.add_argument("--toy", action="store_true", help="the toy pair of `stepgraph bench toy`")
-    help_text = "its draft: auto, ngram, forced, mtp, none, or a folder (default: auto)"
-    parser.add_argument("--draft", metavar="WORD|FOLDER", help=help_text)
+    add_model(parser, OR_TOY, "--model", required=True)
+    add_draft(parser)
     add_loading(parser)
-
-
-def check_replay(options: argparse.Namespace) -> None:
-    if options.toy:
-        check_toy(options, None)
 
 
 COMMANDS = {
@@ -283,8 +257,7 @@ COMMANDS = {
         "written as a file for ui.perfetto.dev. Exit code 1: an answer fails or breaks its schema.",
         (
             "stepgraph demo --toy --html report.html",
-            "stepgraph demo --toy -k 2 --json --no-timeline --prompt 'pick some' --schema"
-            """ '{"type": "array", "items": {"enum": [1, 2]}, "minItems": 1, "maxItems": 3}'""",
+            "stepgraph demo --toy -k 2 --json --no-timeline",
         ),
         add_demo_flags,
         check_demo,
@@ -323,7 +296,7 @@ COMMANDS = {
             "stepgraph bench model --draft ngram -k 4 --prompts prompts.jsonl --repeats 1 --max-new-tokens 24 --json",
         ),
         add_bench_flags,
-        check_bench,
+        check_toy,
     ),
     "doctor": Command(
         "what is installed, what is missing, what is lost without it, and how to install it",
@@ -369,14 +342,19 @@ COMMANDS = {
         "Submit the recorded requests to the same model at the steps at which they started, and compare the answers. Rounds have the\n"
         "recorded numbers of drafts. The text of a cancelled request is compared up to the length of the shorter one.\n"
         "Exit code 1: an answer differs. 2: FILE is not a recording, or is one of another model.",
-        ("stepgraph replay toy.jsonl --toy", "stepgraph replay run.jsonl --model model --draft ngram --json"),
+        ("stepgraph replay toy.jsonl --model toy", "stepgraph replay run.jsonl --model model --draft ngram --json"),
         add_replay_flags,
-        check_replay,
+        check_toy,
     ),
 }
 
 
-def add_number(parser: argparse._ActionsContainer, names: str, default: float, text: str, least: int, most: int | None = None) -> None:
+def add_model(parser: argparse.ArgumentParser, more: str = "", name: str = "model", **options: Any) -> None:
+    help_text = f"a Hugging Face folder, a .gguf file, demo for the pair of the demonstration{more}"
+    parser.add_argument(name, metavar="MODEL", help=help_text, **options)
+
+
+def add_number(parser: argparse._ActionsContainer, names: str, default: float, text: str, least: float, most: int | None = None) -> None:
     """A flag with a number of the default's type; `check_ranges` refuses one that is out of range."""
     action = parser.add_argument(*names.split(), type=type(default), default=default, metavar="N", help=f"{text} (default: %(default)s)")
     parser.set_defaults(ranges={**(parser.get_default("ranges") or {}), action.dest: (least, most)})
@@ -387,7 +365,7 @@ def check_ranges(options: argparse.Namespace) -> None:
         check_range(options.flags[name], getattr(options, name), *bounds)
 
 
-def check_range(flag: str, value: float, least: int, most: int | None = None) -> None:
+def check_range(flag: str, value: float, least: float, most: int | None = None) -> None:
     """Raises ValueError if the number of the flag is out of range."""
     if not least <= value <= (value if most is None else most):  # also refuses NaN
         number = "a whole number" if isinstance(value, int) else "a number"
@@ -397,13 +375,17 @@ def check_range(flag: str, value: float, least: int, most: int | None = None) ->
 
 def add_drafts(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("drafts")
-    help_text = "auto, ngram, forced, mtp, none, or the folder of a draft (default: auto)"
-    group.add_argument("--draft", default="auto", metavar="WORD|FOLDER", help=help_text)
+    add_draft(group)
     group.add_argument("-k", "--drafts", type=int, default=4, metavar="N", help="most drafts per round, 0 to 8 (default: 4)")
     help_text = "auto: each round has the number of drafts that is fastest; N: every round has N (default: auto)"
     group.add_argument("--draft-length", type=_parse_draft_length, default="auto", metavar="auto|N", help=help_text)
     look_up = "with a draft model: first look for at least N matching tokens in the text and propose what followed them"
     group.add_argument("--look-up", type=int, default=0, metavar="N", help=look_up)
+
+
+def add_draft(parser: argparse._ActionsContainer) -> None:
+    help_text = "auto, ngram, forced, mtp, none, or the folder of a draft (default: auto)"
+    parser.add_argument("--draft", default="auto", metavar="WORD|FOLDER", help=help_text)
 
 
 def _parse_draft_length(text: str) -> int | str:

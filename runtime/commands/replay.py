@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from stepgraph.runtime.commands import engines, terminal
+from stepgraph.runtime.commands.flags import TOY
 from stepgraph.runtime.demo.variants import toy_pair
 from stepgraph.runtime.extras.replay import RecordedRun, ReplayReport, read_recording, replay, version_differences
 
@@ -35,9 +36,9 @@ def run(options: argparse.Namespace) -> int:
 
 def _replay(recorded: RecordedRun, options: argparse.Namespace) -> ReplayReport:
     progress = terminal.shows_progress() and not options.json
-    if options.toy:
+    if options.model == TOY:
         pair = toy_pair()
-        return replay(recorded, pair.target, pair.draft, pair.vocabulary, progress=progress)
+        return replay(recorded, pair.target, None if options.draft == "none" else pair.draft, pair.vocabulary, progress=progress)
     loaded = engines.load(options, recorded.config, progress)
     draft = "none" if loaded.draft is None else loaded.draft
     return replay(recorded, loaded.target, draft, loaded.vocabulary, progress=progress)

@@ -193,11 +193,10 @@ def recorded_cluster_responds() -> bool:
 
 async def _serve_replicas(handle: object, options: argparse.Namespace) -> None:
     from stepgraph.runtime.replicas.ray_serve import ReplicaPool
-    from stepgraph.runtime.replicas.streams import Resumption
 
     def codec(info: EngineInfo) -> TextCodec:
         assert info.vocabulary is not None
         return open_codec(options, info.vocabulary)
 
-    pool = await ReplicaPool.open(handle, codec, replicas=options.replicas[1], resume=Resumption(options.resume))
+    pool = await ReplicaPool.open(handle, codec, replicas=options.replicas[1], resume=options.resume)
     await serve(pool, options)

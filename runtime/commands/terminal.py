@@ -1,7 +1,4 @@
-"""Terminal output of the commands: help, colours, progress, escaping, and exit codes.
-
-Exit codes: 0 success, 1 the command's task failed, 2 bad input, 130 Ctrl-C, 141 the reader closed the output.
-"""
+"""Terminal output of the commands: help, colours, progress, escaping, and exit codes."""
 
 from __future__ import annotations
 

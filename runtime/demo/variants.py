@@ -1,7 +1,5 @@
-"""The prompts of the demonstration, and variants of decoding the same requests with one pair of models.
-
-Each variant has its own engine, so that runs can be interleaved. The head was not trained on the prompts.
-"""
+"""The prompts of the demonstration, and variants of decoding the same requests with one pair of models. The head was not trained on the
+prompts."""
 
 from __future__ import annotations
 
@@ -39,10 +37,7 @@ class Pair(NamedTuple):
 
 
 def open_pair(drafts: int, progress: bool = False, weights: str = DEQUANTISED) -> Pair:
-    """The demonstration's models in bfloat16, or with the target's weights kept quantised.
-
-    Raises ValueError with the command that installs a missing part.
-    """
+    """The demonstration's models in bfloat16, or with the target's weights kept quantised."""
     path = target_path()
     config = EngineConfig(max_rows=1, num_speculative_tokens=drafts)
     loaded = load_models(path, head_path(), config, dtype=torch.bfloat16, progress=progress, weights=weights)

@@ -3,19 +3,21 @@
 A round writes its states to a static buffer, which is copied to a ring slot like the results. Only the states of emitted tokens are
 kept; those of rejected drafts are never read.
 
-A folder has safetensors shards and a JSON index. A shard holds complete texts; the tensors of its fourth text are `3.token_ids`,
-`3.prompt_length`, `3.features` and `3.hidden`. The last token of a text was never fed to the model, so a text of n tokens has n - 1
-states. Every file appears complete or not at all.
+A folder has safetensors files (shards), each with the layout in its metadata. A shard holds complete texts; the tensors of its fourth text
+are `3.token_ids`, `3.prompt_length`, `3.features` and `3.hidden`. The last token of a text was never fed to the model, so a text of n
+tokens has n - 1 states. Every file appears complete or not at all.
 """
 
 from __future__ import annotations
 
 import collections
-import fcntl
 import json
 import os
 import queue
+import secrets
+import tempfile
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
@@ -25,6 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -32,12 +35,11 @@ from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend, Event
 from stepgraph.graphs.model import TargetModel
 from stepgraph.runtime.request import Job
-from stepgraph.sampling.fields import clip_error, clip_repr, is_int
+from stepgraph.sampling.fields import clip_error, is_int
 from stepgraph.sampling.lifetimes import call_after_fork, close_at_exit
 
-FORMAT = "stepgraph hidden states 1"
-INDEX = "states.json"
-MAX_INDEX_BYTES = 64 << 20
+FORMAT = "stepgraph hidden states 2"  # the name of the layout in the metadata
+SHARDS = "states-*.safetensors"
 
 
 @dataclass(frozen=True)
@@ -83,20 +85,15 @@ class StatesWriter:
 
     def __init__(self, folder: str | Path, layout: StatesLayout, shard_bytes: int) -> None:
         self._folder, self._layout, self._shard_bytes = Path(folder), layout, shard_bytes
-        self._shards: list[dict[str, Any]] = []
         self._lock = threading.RLock()  # reentrant, as a finaliser may call `finish` while its thread holds it
         self._texts: queue.SimpleQueue[SavedText | None] = queue.SimpleQueue()
         self._buffered_bytes = 0
         self._closed = False
         self.saved = self.unsaved = 0
         self.error = ""
-        self._lock_file = self._prepare()
+        self._prepare()
         self._thread = threading.Thread(target=self._run, name="stepgraph-states", daemon=True)
-        try:
-            self._thread.start()
-        except BaseException:  # no thread can be started, or an interrupt
-            self._unlock()
-            raise
+        self._thread.start()
         close_at_exit(self)
         call_after_fork(self._detach)
 
@@ -122,28 +119,18 @@ class StatesWriter:
         self.finish()
         self._thread.join(seconds)
 
-    def _prepare(self) -> int:
-        """Create or reopen the folder and lock out other writers. Returns the open lock file."""
+    def _prepare(self) -> None:
+        """Create the folder, or check that its states have the same layout."""
         folder = self._folder
         try:
             folder.mkdir(exist_ok=True)
-            lock_file = os.open(folder / ".writer", os.O_CREAT | os.O_RDWR, 0o644)
+            tempfile.TemporaryFile(dir=folder).close()
         except (OSError, ValueError) as error:
             why = getattr(error, "strerror", None) or error
             raise ValueError(f"{folder}: {why}, expected a writable folder") from None
-        try:
-            fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if (folder / INDEX).exists():
-                layout, self._shards = read_index(folder)
-                if layout != self._layout:
-                    raise ValueError(f"{folder}: got states of {layout}, expected an empty folder or states of {self._layout}")
-        except OSError:
-            os.close(lock_file)
-            raise ValueError(f"{folder}: got a folder that another writer uses, expected a folder for each writer") from None
-        except ValueError:
-            os.close(lock_file)
-            raise
-        return lock_file
+        for shard in list(folder.glob(SHARDS))[:1]:
+            if (layout := open_shard(shard)[1]) != self._layout:
+                raise ValueError(f"{folder}: got states of {layout}, expected an empty folder or states of {self._layout}")
 
     def _run(self) -> None:
         waiting: list[SavedText] = []
@@ -156,16 +143,9 @@ class StatesWriter:
                 waiting, size = [], 0
         if waiting:
             self._flush(waiting, size)
-        self._unlock()
-
-    def _unlock(self) -> None:
-        lock_file, self._lock_file = self._lock_file, -1
-        if lock_file >= 0:
-            os.close(lock_file)
 
     def _detach(self) -> None:
         self._lock, self._closed = threading.RLock(), True
-        self._unlock()  # otherwise the folder stays locked until the fork ends
 
     def _flush(self, texts: Sequence[SavedText], size: int) -> None:
         try:
@@ -178,40 +158,25 @@ class StatesWriter:
             self.saved, self.unsaved = (self.saved, self.unsaved + len(texts)) if self.error else (self.saved + len(texts), self.unsaved)
 
     def _write_shard(self, texts: Sequence[SavedText]) -> None:
-        name = f"states-{len(self._shards):05}.safetensors"
         tensors: dict[str, Tensor] = {}
         for index, text in enumerate(texts):
             tensors |= {f"{index}.token_ids": text.token_ids, f"{index}.prompt_length": torch.tensor(text.prompt_length)}
             tensors |= {f"{index}.{part}": getattr(text, part).contiguous() for part, _ in self._layout.parts}
-        with atomic_file(self._folder / name) as part:
-            save_file(tensors, part)
-        shard = {"file": name, "texts": len(texts), "tokens": sum(len(text.token_ids) for text in texts)}
-        content = {"format": FORMAT, **asdict(self._layout), "shards": [*self._shards, shard]}
-        with atomic_file(self._folder / INDEX) as part:
-            part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        self._shards.append(shard)
+        # Ordered by time, and unique: several engines may write to one folder.
+        with atomic_file(self._folder / f"states-{time.time_ns():019}-{secrets.token_hex(4)}.safetensors") as part:
+            save_file(tensors, part, {FORMAT: json.dumps(asdict(self._layout))})
 
 
-def read_index(folder: Path) -> tuple[StatesLayout, list[dict[str, Any]]]:
-    """Layout and shards of a folder. ValueError if it is not a folder of states."""
-    path = folder / INDEX
+def open_shard(path: Path) -> tuple[Any, StatesLayout]:
+    """The opened file, and the layout in its metadata. ValueError if it is not a shard of states."""
     try:
-        if path.stat().st_size > MAX_INDEX_BYTES:
-            raise ValueError(f"got {path.stat().st_size} bytes, expected at most {MAX_INDEX_BYTES}")
-        content = json.loads(path.read_text(encoding="utf-8"))
-        found = content.pop("format")
-        if found != FORMAT:
-            raise ValueError(f"format: got {clip_repr(found)}, expected {FORMAT!r}")
-        shards = content.pop("shards")
-        layout = StatesLayout(**content | {"feature_layers": tuple(content["feature_layers"])})
-        for shard in shards:
-            if Path(shard["file"]).name != shard["file"] or not isinstance(shard["texts"], int):
-                raise ValueError(f"shards: got {shard!r:.100}, expected a file name without a folder and the number of its texts")
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror or error}, expected a folder written by EngineConfig.save_hidden_states") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path}: {clip_error(error)}") from None
-    return layout, shards
+        file: Any = safe_open(path, framework="pt")
+        if (layout := (file.metadata() or {}).get(FORMAT)) is None:
+            raise ValueError(f"got no metadata named {FORMAT!r}")
+        fields = json.loads(layout)
+        return file, StatesLayout(**fields | {"feature_layers": tuple(fields["feature_layers"])})
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path}: {clip_error(error)}, expected a file written by EngineConfig.save_hidden_states") from None
 
 
 @contextmanager

@@ -1,8 +1,6 @@
-"""Records the requests and results of an engine in a file that `stepgraph replay` can run again.
+"""Records the requests and results of an engine in a file that `stepgraph replay` can run again: docs/serve.md.
 
-The file has one JSON object per line. The first line holds the format, the engine configuration, package versions, and fingerprints of
-the vocabulary and the models, but no weights. Each further line is one event with the number of steps begun before it. Prompts and
-output tokens are stored in full.
+After the first line, each line is one event with the number of steps begun before it.
 """
 
 from __future__ import annotations
@@ -127,14 +125,14 @@ def open_recorder(
             f"EngineConfig.rounds_per_launch: got {config.rounds_per_launch!r}, "
             "expected 1: a recording lists what arrived between two rounds"
         )
-    if config.max_loras:
-        expected = f"expected None with max_loras={config.max_loras}: a recording has no adapters"
-        raise ValueError(f"Engine.record: got {clip_repr(record)}, {expected}")
-    if config.forced_acceptance is not None:
-        expected = "expected None with forced_acceptance: which drafts are accepted depends on job ids, which a replay numbers anew"
-        raise ValueError(f"Engine.record: got {clip_repr(record)}, {expected}")
-    if config.logits_processors:
-        raise ValueError(f"Engine.record: got {clip_repr(record)}, expected None with logits_processors: a recording has no functions")
+    unsupported = {
+        "max_loras": "a recording has no adapters",
+        "forced_acceptance": "which drafts are accepted depends on job ids, which a replay numbers anew",
+        "logits_processors": "a recording has no functions",
+    }
+    for name, why in unsupported.items():
+        if getattr(config, name):
+            raise ValueError(f"Engine.record: got {clip_repr(record)}, expected None with {name}: {why}")
     lane = config.grammar_lane if tables else "host"  # a replay with grammars on the device would have other draft lengths
     header = {
         "format": FORMAT,

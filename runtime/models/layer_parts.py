@@ -1,8 +1,6 @@
-"""Parts of layers that some families have instead of those of Llama.
+"""Parts of layers that some families have instead of those of Llama: an MLP of experts, and multi-head latent attention in expanded form.
 
-An MLP of experts, as in Mixtral, Qwen3-MoE, GPT-OSS, DeepSeek-V3 and GLM-4.5. Multi-head latent attention in expanded form, as in
-DeepSeek-V3: queries, keys and values from small states of each token. Keys and values are computed when a token is processed, and cached
-for every head; values are padded to the size of keys.
+Keys and values of latent attention are computed when a token is processed, and cached for every head, values padded to the size of keys.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The Llama family over static buffers: Llama, Mistral, Qwen2, Qwen3, SmolLM2, Mixtral, Qwen3-MoE, GPT-OSS, Phi 3, Gemma 3, DeepSeek-V3.
 
-One module for all of them; the config selects grouped queries, sliding windows, biases, further norms, activations and scales. Queries,
-keys and values are one matrix product, gate and up another.
+Queries, keys and values are one matrix product, gate and up another.
 """
 
 from __future__ import annotations

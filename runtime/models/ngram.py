@@ -22,9 +22,6 @@ class NgramLookup(NoCache):
     draft_ids precedes one in the history; in draft_ids the one closest to the number of generated tokens wins, in the
     history the latest. A copy that reaches the end of the history continues with its own tokens; one that reaches the end of
     draft_ids ends.
-
-    Unlikely drafts cost nothing, as a round verifies all draft positions in any case. A look-up makes at most max_ngram comparisons
-    per token of each row's text.
     """
 
     max_ngram: int = ANCHOR_TOKENS

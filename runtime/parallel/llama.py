@@ -138,8 +138,6 @@ class ShardSource:
         joined = found[0] if len(found) == 1 else torch.cat(found, dim)
         return torch.zeros_like(joined) if name.endswith(_ROW_PARALLEL_BIASES) and self._rank else joined
 
-    read_scales = read
-
     def read_grouped(self, name: str) -> Iterator[Grouped]:
         dim, parts = self._parts.get(name, (0, [None]))
         for part in parts:

@@ -1,16 +1,6 @@
 """Replicas under Ray Serve. Ray starts, checks, scales and updates them and transports calls; the engines compute tokens and grammars.
 
-```python
-from ray import serve
-
-handle = serve.run(deployment(make_engine, replicas=2), name="stepgraph", route_prefix=None)
-pool = await ReplicaPool.open(handle)
-stream = await pool.generate([1, 2, 3], max_new_tokens=20)
-async for event in stream:
-    print(event.tokens)
-```
-
-Every process that has the handle may open a pool. A pool belongs to one event loop.
+docs/scale.md has an example. Every process that has the handle may open a pool. A pool belongs to one event loop.
 """
 
 from __future__ import annotations
@@ -32,12 +22,12 @@ from stepgraph.runtime.engine import Engine
 from stepgraph.runtime.metrics import counter, engine_metrics
 from stepgraph.runtime.replicas.replica import AnswerPart, EngineInfo, ReplicaRequest, answer, identity_of, info_of
 from stepgraph.runtime.replicas.router import FREE_PAGES, PrefixRouter, scale
-from stepgraph.runtime.replicas.streams import Counts, ReplicaLost, ResumedStream, Resumption
+from stepgraph.runtime.replicas.streams import POLICIES, Counts, ReplicaLost, ResumedStream
 from stepgraph.runtime.request_queue import QueueFullError
 from stepgraph.runtime.stats import EngineStats
 from stepgraph.runtime.text import TextCodec
 from stepgraph.runtime.validate import REQUEST_NAMES, RequestOptions, TokenIds
-from stepgraph.sampling.fields import Check, check_value, checked_keywords, error_summary, number, whole
+from stepgraph.sampling.fields import Check, check_value, checked_keywords, error_summary, number, one_of, whole
 
 DEPLOYMENT_NAME = "stepgraph"
 METRICS_SECONDS = 5
@@ -164,7 +154,7 @@ def deployment(
 class ReplicaPool:
     """A Serving over the replicas of a deployment, which a server uses instead of an engine."""
 
-    def __init__(self, handle: Any, info: EngineInfo, codec: TextCodec, replicas: int, resume: Resumption, max_open: int) -> None:
+    def __init__(self, handle: Any, info: EngineInfo, codec: TextCodec, replicas: int, resume: str, max_open: int) -> None:
         """Use open()."""
         self._handle, self._generate = handle, handle.options(stream=True, method_name="generate")
         self.info, self._resume, self._max_open = info, resume, max_open
@@ -179,16 +169,18 @@ class ReplicaPool:
         codec: Callable[[EngineInfo], TextCodec] | None = None,
         *,
         replicas: int = 1,
-        resume: Resumption | None = None,
+        resume: str = "exact",
         max_open: int = 4096,
     ) -> ReplicaPool:
         """Wait for a replica and read the EngineInfo of its engine.
 
-        codec: makes the TextCodec of a server. replicas: their maximum number. max_open: requests at once; more raise QueueFullError.
+        codec: makes the TextCodec of a server. replicas: their maximum number. resume: one of POLICIES.
+        max_open: requests at once; more raise QueueFullError.
         """
+        check_value("ReplicaPool.resume", resume, one_of(POLICIES))
         info = await handle.describe.remote()
         made = codec(info) if codec else info.vocabulary and TextCodec.of_bytes(info.vocabulary)
-        return cls(handle, info, made, replicas, resume or Resumption(), max_open)
+        return cls(handle, info, made, replicas, resume, max_open)
 
     def list_loras(self) -> Sequence[str]:
         return self.info.lora_names

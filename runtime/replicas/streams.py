@@ -23,14 +23,16 @@ from stepgraph.runtime.request import FinishReason, Job, Lora, StepEvent
 from stepgraph.runtime.request_queue import QueueFullError
 from stepgraph.runtime.serve.serving import AnswerError
 from stepgraph.runtime.validate import TokenIds, checked_ids
-from stepgraph.sampling.fields import check_value, instance_of, number, one_of, whole
+from stepgraph.sampling.fields import check_value, instance_of
 from stepgraph.sampling.grammar.compile.compiler import CompiledConstraint
 from stepgraph.sampling.grammar.constraints.python_types import typed_constraint
 from stepgraph.sampling.params import SamplingParams
 
 # Calls a replica. Yields Tokens, or a Refusal. Raises ReplicaLost.
 Call = Callable[[ReplicaRequest], AsyncGenerator[AnswerPart, None]]
-POLICIES = ("exact", "same-hardware", "never")
+POLICIES = ("exact", "same-hardware", "never")  # when a stream continues; same-hardware: also where a near tie may end differently
+ATTEMPTS = 4  # most replicas in a row that give no new token
+BACKOFF_SECONDS = 0.05  # before the second attempt, then doubled
 MAX_OTHERS = 64  # replicas of another identity that a stream asks; a replica that restarts has a new name
 _LISTS_OF_IDS = ("resume_from", "draft_ids")
 _OF_THE_FIRST, _SUMMED = REPORTED[:2], REPORTED[2:4]  # replica, over all replicas; others are those of the latest one
@@ -61,24 +63,6 @@ class Counts:
     refused: int = 0  # could not be continued
 
 
-@dataclass(frozen=True)
-class Resumption:
-    """What to do when a replica is lost."""
-
-    policy: str = "exact"  # exact; same-hardware: also where a near tie may end differently; never
-    attempts: int = 4  # most replicas in a row that give no new token
-    backoff_seconds: float = 0.05  # before the second attempt, then doubled
-
-    def __post_init__(self) -> None:
-        check_value("Resumption.policy", self.policy, one_of(POLICIES))
-        check_value("Resumption.attempts", self.attempts, whole(1))
-        check_value("Resumption.backoff_seconds", self.backoff_seconds, number(0, 3600))
-
-    def continues(self, info: EngineInfo) -> bool:
-        """Whether a stream of such an engine goes on after its first token."""
-        return self.policy == "same-hardware" or (self.policy == "exact" and info.exact)
-
-
 class ResumedStream:
     """The events of one request, from one replica after another. Dropping it cancels the request.
 
@@ -89,14 +73,15 @@ class ResumedStream:
         self,
         call: Call,
         info: EngineInfo,
-        resume: Resumption,
+        resume: str,
         counts: Counts,
         on_end: Callable[[], None],
         prompt: TokenIds,
         options: dict[str, Any],
     ) -> None:
-        """on_end: called once, at the end of a stream that was opened. ValueError as for Engine.submit()."""
+        """resume: one of POLICIES. on_end: called once, at the end of a stream that was opened. ValueError as for Engine.submit()."""
         self._call, self._info, self._resume, self._counts = call, info, resume, counts
+        self._continues = resume == "same-hardware" or (resume == "exact" and info.exact)  # after its first token
         sampling = SamplingParams() if options.get("sampling") is None else options["sampling"]
         check_value("sampling", sampling, instance_of(SamplingParams, "SamplingParams"))
         if not sampling.greedy and sampling.seed is None:  # a seed drawn by the replica could not be repeated
@@ -104,7 +89,7 @@ class ResumedStream:
         drafts = options.get("num_speculative_tokens")
         drafts = info.num_drafts if drafts is None else drafts
         depends_on_drafts = sampling.relaxed_top_n > 0 or (not sampling.greedy and (sampling.seed or 0) < 0)
-        if depends_on_drafts and drafts in range(info.num_drafts + 1) and resume.continues(info):  # the replica refuses other numbers
+        if depends_on_drafts and drafts in range(info.num_drafts + 1) and self._continues:  # the replica refuses other numbers
             options = options | {"num_speculative_tokens": (drafts := 0)}
         constraint, vocabulary = options.get("constraint"), info.vocabulary
         prompt_ids = checked_ids("prompt", prompt, info.num_tokens)
@@ -211,17 +196,17 @@ class ResumedStream:
             self._lost |= replicas
         self._counts.retried += not job.tokens
         self._counts.continued += bool(job.tokens)
-        await asyncio.sleep((num_lost > 1) * self._resume.backoff_seconds * 2 ** (num_lost - 2) * random.uniform(0.8, 1.2))
+        await asyncio.sleep((num_lost > 1) * BACKOFF_SECONDS * 2 ** (num_lost - 2) * random.uniform(0.8, 1.2))
 
     def _check(self, error: ReplicaLost, num_lost: int) -> None:
         """AnswerError if the request must not be sent to another replica."""
         why = ""
-        if num_lost >= self._resume.attempts:
+        if num_lost >= ATTEMPTS:
             why = f"{num_lost} replicas in a row gave no new token"
-        elif self.job.tokens and self._resume.policy == "never":
-            why = "Resumption.policy is 'never'"
-        elif self.job.tokens and not self._resume.continues(self._info):
-            why = f"with this model on {self._info.device} a near tie may end differently; Resumption.policy 'same-hardware' accepts that"
+        elif self.job.tokens and self._resume == "never":
+            why = "resume is 'never'"
+        elif self.job.tokens and not self._continues:
+            why = f"with this model on {self._info.device} a near tie may end differently; resume='same-hardware' accepts that"
         if why:
             self._fail(f"{why} ({error.args[0]})", error)
 

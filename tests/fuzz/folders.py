@@ -123,7 +123,6 @@ class ConfigDoor(FolderDoor):
 @torch.no_grad()
 def computed(checkpoint: Checkpoint) -> None:
     """Load an accepted checkpoint and compute logits for a few tokens."""
-    checkpoint.check()
     model, length = checkpoint.load("cpu"), min(4, checkpoint.config.max_positions)
     limits = LIMITS.limits(model.vocab_size, len(checkpoint.vocabulary.tokens), 0)
     buffers = StaticBuffers(model.cache_specs(replace(limits, max_length=length)))
@@ -162,7 +161,6 @@ class DraftDoor(FolderDoor):
         limits = LIMITS.limits(target.config.vocab_size, len(target.vocabulary.tokens), 0)
         assert len(opened.memory(limits)) < 500 and opened.max_drafts >= 1
         if chosen(given, self.share):
-            opened.check()
             opened.load(target.load("cpu", opened.feature_layers), "cpu")
 
 

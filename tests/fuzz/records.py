@@ -13,7 +13,7 @@ import torch
 
 from stepgraph import Constraint, Engine, SamplingParams
 from stepgraph.graphs import TapeBackend
-from stepgraph.runtime.extras.hidden_states import SavedText, StatesLayout, StatesWriter
+from stepgraph.runtime.extras.hidden_states import SHARDS, SavedText, StatesLayout, StatesWriter
 from stepgraph.runtime.extras.replay import read_recording, replay_on, version_differences
 from stepgraph.runtime.models.ngram import NgramLookup
 from tests.fuzz.folders import FolderDoor, chosen, put
@@ -83,12 +83,12 @@ def recorded(path: Path) -> list[Value]:
 
 
 class StatesDoor(FolderDoor):
-    """The index of saved hidden states, and the header of a shard."""
+    """The header of a file of saved hidden states, with the layout in its metadata."""
 
     name = "states"
     words: Sequence[str] = (
-        "format shards file texts tokens model vocab_size feature_layers feature_size hidden_size dtype 0.token_ids 0.prompt_length"
-        " 0.features 0.hidden 1.hidden F32 I64 shape data_offsets states-00000.safetensors ../states.json __metadata__"
+        "model vocab_size feature_layers feature_size hidden_size dtype 0.token_ids 0.prompt_length"
+        " 0.features 0.hidden 1.hidden F32 I64 shape data_offsets __metadata__"
     ).split()
     named = re.compile(r"/")
 
@@ -99,16 +99,14 @@ class StatesDoor(FolderDoor):
         for length in (4, 3):
             writer.put(SavedText(torch.arange(length), 2, torch.zeros(length - 1, 6), torch.zeros(length - 1, 3)))
         writer.close()
-        index = json.loads((self.folder / "states.json").read_text(encoding="utf-8"))
-        self._file = self.folder / index["shards"][0]["file"]
+        (self._file,) = self.folder.glob(SHARDS)
         whole = self._file.read_bytes()
         end = 8 + struct.unpack("<Q", whole[:8])[0]
-        document = {"index": index, "header": json.loads(whole[8:end]), "numbers": len(whole) - end}
-        self.seeds = [document, {"index": index, "front": blob(whole[:end]), "numbers": len(whole) - end}]
+        document = {"header": json.loads(whole[8:end]), "numbers": len(whole) - end}
+        self.seeds = [document, {"front": blob(whole[:end]), "numbers": len(whole) - end}]
 
     def prepare(self, given: Value) -> None:
-        document = given if isinstance(given, dict) else {"index": given}
-        put(self.folder / "states.json", document.get("index"))
+        document = given if isinstance(given, dict) else {"header": given}
         front, numbers = bytes_of(document.get("front")), document.get("numbers")
         if front is None:
             header = json.dumps(document.get("header")).encode()

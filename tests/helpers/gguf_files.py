@@ -13,7 +13,6 @@ import numpy.typing as npt
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
-from stepgraph.runtime.models.files.gguf import BLOCK_LAYOUTS
 from tests.helpers.made_tokenizers import byte_level
 
 Quantise = Kind | Callable[[str], Kind]  # of all matrices, or by name
@@ -52,11 +51,16 @@ def side_by_side(weight: npt.NDArray[np.float32], heads: int) -> npt.NDArray[np.
     return weight[order]
 
 
+def scale_bytes(kind: Kind) -> slice:
+    """The bytes of a block that hold its scales as float16."""
+    return slice(-2, None) if kind is Kind.Q6_K else slice(2) if kind in (Kind.Q4_0, Kind.Q5_0, Kind.Q8_0) else slice(4)
+
+
 def random_blocks(values: npt.NDArray[np.float32], quantise: Kind) -> npt.NDArray[np.uint8]:
     """Blocks with every number and small scales, where the package cannot quantise."""
     draw, (size, block_bytes) = np.random.default_rng(values.size), gguf.GGML_QUANT_SIZES[quantise]
     blocks = draw.integers(256, size=(values.size // size, block_bytes), dtype=np.uint8)
-    scales = blocks[:, BLOCK_LAYOUTS[quantise.name].scales]
+    scales = blocks[:, scale_bytes(quantise)]
     scales[:] = draw.uniform(1e-5, 1e-4, size=(len(blocks), scales.shape[1] // 2)).astype(np.float16).view(np.uint8)
     return blocks.reshape(*values.shape[:-1], -1)
 

@@ -44,9 +44,7 @@ class Peak:
 
 
 def load(path: Path, weights: str, implementation: str) -> torch.nn.Module:
-    checkpoint = open_target(path, torch.bfloat16, weights, implementation)
-    checkpoint.check()
-    return checkpoint.load("cpu")
+    return open_target(path, torch.bfloat16, weights, implementation).load("cpu")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import pytest
 
 from stepgraph import Constraint, Engine, EngineConfig, Job
 from stepgraph.graphs import TapeBackend
-from stepgraph.runtime.extras.hidden_states import StatesWriter
 from stepgraph.runtime.extras.replay import read_recording
 from stepgraph.sampling.lifetimes import FORKED_ERROR
 from tests.helpers.toy_engines import CONSTRAINTS, DRAFTERS, TARGET, VOCABULARY, plain
@@ -151,7 +150,6 @@ def test_fork_raises_and_changes_nothing_for_the_parent(tmp_path: Path) -> None:
     assert (other.lines, other.release()) == (["None", "True"], 0)
     check_goes_on(engine, jobs, worker)
     engine.close()
-    StatesWriter(tmp_path / "states", SavedStates(tmp_path / "states").layout, 1).close()  # the running child does not lock the folder
     assert child.release() == 0
     assert len(SavedStates(tmp_path / "states")) == len(jobs), "the child wrote its copy of the hidden states"
     recorded = read_recording(tmp_path / "record.jsonl")

@@ -16,7 +16,6 @@ import pytest
 from starlette.requests import Request
 
 from stepgraph import Constraint, Engine, EngineConfig, QueueFullError, SamplingParams, Vocabulary
-from stepgraph.runtime.extras.hidden_states import MAX_INDEX_BYTES
 from stepgraph.runtime.extras.record import Recording
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.files.config_fields import _MAX_PARAMETERS, read_config
@@ -34,7 +33,6 @@ from tests.helpers.c_library import needs_c
 from tests.helpers.grammar_bombs import nested
 from tests.helpers.grammar_texts import PRINTABLE, accepts, encode, fill_mask, take_claim
 from tests.helpers.toy_engines import COMPILER, TARGET, VOCABULARY
-from tools.train.saved_states import SavedStates
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DOCUMENT = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
@@ -51,7 +49,6 @@ FIXED = {
     "parameters that a config may claim": float(f"{_MAX_PARAMETERS:.1e}"),
     "ids of a tokenizer": MAX_IDS,
     "tensors, fields and values of arrays of a GGUF file": MAX_GGUF_ENTRIES,
-    "bytes of an index of hidden states": MAX_INDEX_BYTES,
 }
 OWNERS: dict[str, Any] = {"GrammarLimits": GrammarLimits(), "EngineConfig": EngineConfig(), "Recording": Recording("x"), "Bounds": Bounds()}
 SMALL: dict[str, Any] = {"max_length": 24, "page_size": 4, "num_pages": 12, "max_stop_ids": 2, "max_bias_ids": 1, "max_queued": 1}
@@ -68,7 +65,7 @@ def test_limit_equals_the_table(what: str, name: str, default: str) -> None:
 def test_table_lists_every_limit() -> None:
     named = {name.strip("`") for _, name, _ in ROWS}
     assert {f"GrammarLimits.{field.name}" for field in fields(GrammarLimits)} <= named
-    assert FIXED.keys() == {what for what, name, _ in ROWS if name == "*fixed*"} and len(ROWS) == 37
+    assert FIXED.keys() == {what for what, name, _ in ROWS if name == "*fixed*"} and len(ROWS) == 36
     held = re.findall(
         r"^def test_promise_(\d+)_", (ROOT / "tests" / "laws" / "test_security_promises.py").read_text(encoding="utf-8"), re.MULTILINE
     )
@@ -166,7 +163,6 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "parameters": (lambda folder: read_config({"architectures": ["LlamaForCausalLM"], **HUGE}), "parameters, expected at most"),
     "ids": (lambda folder: wide_tokenizer(folder / "t.json"), f"expected one from 0 to {MAX_IDS - 1}"),
     "GGUF": (lambda folder: full_gguf(folder / "model.gguf"), f"expected at most {MAX_GGUF_ENTRIES}"),
-    "index": (lambda folder: SavedStates(large(folder / "states.json", MAX_INDEX_BYTES + 1).parent), f"most {MAX_INDEX_BYTES}"),
 }
 
 

@@ -141,7 +141,7 @@ def test_promise_8_non_finite_numbers_are_refused_or_end_the_request(tmp_path: P
     tensors["model.norm.weight"][3] = torch.nan
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ValueError, match=r"model\.norm\.weight holds NaN or infinity"):
-        open_checkpoint(folder).check()
+        open_checkpoint(folder).load("cpu")
     target = PoisonedTarget(VOCABULARY.logits_width, seed=3)
     with Engine(target, vocabulary=VOCABULARY, config=PLAIN) as engine:
         engine.capture()

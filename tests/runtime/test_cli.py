@@ -255,7 +255,6 @@ def written(arguments: list[str], to_terminal: bool, monkeypatch: pytest.MonkeyP
 QUOTING = {
     "generate, the model": ["generate", "BROKEN", "hi"],
     "generate, the schema": ["generate", "MODEL", "hi", "--schema", "SCHEMA"],
-    "demo": ["demo", "--toy", "--prompt", "hi", "--schema", "SCHEMA"],
     "inspect": ["inspect", "BROKEN"],
     "check-schema": ["check-schema", "SCHEMA"],
     "serve": ["serve", "BROKEN"],

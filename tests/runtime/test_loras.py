@@ -168,7 +168,7 @@ def test_wrong_arguments_are_refused(engine: Engine, adapters: Path, tmp_path: P
         engine.add_lora("", adapters / "some")
     with pytest.raises(ValueError, match=r"EngineConfig\.max_loras: got 2, expected 0: ToyTarget has no lora_weights"):
         Engine(TARGET, config=CONFIG)
-    with pytest.raises(ValueError, match=r"Engine\.record: .* expected None with max_loras=2: a recording has no adapters"):
+    with pytest.raises(ValueError, match=r"Engine\.record: .* expected None with max_loras: a recording has no adapters"):
         Engine.from_pretrained(folder_of(FAMILY), "ngram", config=CONFIG, record=tmp_path / "run.jsonl")
     with (
         Engine.from_pretrained(folder_of(FAMILY), "ngram", config=PLAIN) as plain,

@@ -28,7 +28,7 @@ DOCTOR = """
 from tests.stub_cuda.preload import preload
 preload()
 from stepgraph.runtime.commands.doctor import triton_launch
-print(triton_launch())
+print(triton_launch()[1])
 """
 NO_COMPILER = "RuntimeError: Failed to find C compiler."
 

@@ -15,7 +15,7 @@ from stepgraph import Constraint, Engine, EngineConfig, SamplingParams, Vocabula
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model_call import ModelInput
-from stepgraph.runtime.extras.hidden_states import INDEX, SavedText, StatesWriter, states_layout
+from stepgraph.runtime.extras.hidden_states import SHARDS, SavedText, StatesWriter, states_layout
 from stepgraph.runtime.models.llama import Llama
 from tools.train.saved_states import SavedStates
 from tools.train.texts import Text
@@ -30,7 +30,7 @@ MAX_RELATIVE_ERROR = 0.1  # tolerance for another order of additions in bfloat16
 def save_states(target: Llama, texts: Sequence[Text], folder: Path, progress: bool = False) -> SavedStates:
     """Run the target over every text that is not in the folder yet. An interrupt keeps the finished texts."""
     layout = states_layout(target)
-    known = SavedStates(folder) if (folder / INDEX).exists() else ()
+    known = SavedStates(folder) if any(folder.glob(SHARDS)) else ()
     done = len(known)
     if [Text(tuple(saved.token_ids.tolist()), saved.prompt_length) for saved in known] != list(texts[:done]):
         raise ValueError(f"{folder}: belongs to other texts; expected the same --data and --max-length, or a new --out")
@@ -96,7 +96,7 @@ def save_answers(
 
     Skips prompts whose answers are in the folder, and refuses a folder with answers to other prompts.
     """
-    known = SavedStates(folder) if (folder / INDEX).exists() else ()
+    known = SavedStates(folder) if any(folder.glob(SHARDS)) else ()
     answered = {tuple(text.token_ids[: text.prompt_length].tolist()) for text in known}
     if not answered <= prompts.keys():
         raise ValueError(f"{folder}: belongs to other prompts; expected the same --data and --max-length, or a new --out")

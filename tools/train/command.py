@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from stepgraph.runtime.extras.hidden_states import StatesLayout, read_index
 from stepgraph.runtime.models.files.checkpoint import Checkpoint, open_checkpoint
 from stepgraph.runtime.models.llama import Llama
 from tools.train.acceptance import measure
@@ -121,7 +120,7 @@ def feature_layers(options: argparse.Namespace, checkpoint: Checkpoint) -> tuple
     """Feature layers: those of the saved states, otherwise the defaults. None for an MTP head."""
     if not options.data.is_dir():
         return default_feature_layers(checkpoint.config.num_layers) if options.kind == "eagle3" else ()
-    layout: StatesLayout = read_index(options.data)[0]
+    layout = SavedStates(options.data).layout
     if options.kind == "mtp":
         return layout.feature_layers  # to compare the states with the target
     if not layout.feature_layers:

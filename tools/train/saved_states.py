@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
-from stepgraph.runtime.extras.hidden_states import SavedText, read_index
-from stepgraph.sampling.fields import clip_error
+from stepgraph.runtime.extras.hidden_states import SHARDS, SavedText, open_shard
 
 
 class SavedStates:
@@ -18,10 +16,15 @@ class SavedStates:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self.layout, shards = read_index(self.folder)
+        files = [open_shard(path) for path in sorted(self.folder.glob(SHARDS))]
+        if not files:
+            raise ValueError(f"{self.folder}: got no {SHARDS}, expected a folder written by EngineConfig.save_hidden_states")
+        self.layout = files[0][1]
         self._names = ("token_ids", "prompt_length", *(part for part, _ in self.layout.parts))
-        self._files = [self._opened(shard) for shard in shards]
-        self._texts = [(file, number) for file, shard in zip(self._files, shards, strict=True) for number in range(shard["texts"])]
+        if any(layout != self.layout or len(file.keys()) % len(self._names) for file, layout in files):
+            expected = f"{len(self._names)} tensors for each text in all of them"
+            raise ValueError(f"{self.folder}: got files of different layouts, expected {expected}")
+        self._texts = [(file, number) for file, _ in files for number in range(len(file.keys()) // len(self._names))]
         self.lengths = [self._checked_length(index) for index in range(len(self._texts))]
 
     def __len__(self) -> int:
@@ -41,13 +44,6 @@ class SavedStates:
     def __iter__(self) -> Iterator[SavedText]:
         return (self[index] for index in range(len(self)))
 
-    def _opened(self, shard: Mapping[str, Any]) -> Any:
-        file = _open(self.folder / shard["file"])
-        if len(file.keys()) != shard["texts"] * len(self._names):
-            expected = f"{len(self._names)} for each of {shard['texts']} texts"
-            raise ValueError(f"{self.folder / shard['file']}: got {len(file.keys())} tensors, expected {expected}")
-        return file
-
     def _checked_length(self, index: int) -> int:
         """The number of tokens of a text, after its tensors and their shapes are checked."""
         file, number = self._texts[index]
@@ -62,10 +58,3 @@ class SavedStates:
         except SafetensorError as error:
             raise ValueError(f"{self.folder}: text {index}: {error}") from None
         return int(count)
-
-
-def _open(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError, UnicodeError) as error:
-        raise ValueError(f"{path}: {clip_error(error)}") from None

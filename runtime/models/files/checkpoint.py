@@ -57,7 +57,6 @@ class Checkpoint(StoredModel):
         return memory_need(self.path.name, self.outline(), limits)
 
     def load(self, device: str | torch.device, feature_layers: Sequence[int] = (), progress: bool = False) -> Llama:
-        """Call `check` first."""
         model = self.allocate_packed(self.make(device, feature_layers)).to(device)
         self.fill(model, progress)
         model.origin = self.path.name

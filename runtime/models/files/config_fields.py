@@ -1,7 +1,4 @@
-"""Reads the `config.json` of a Llama-family model. All sizes are checked before anything is allocated.
-
-Fields are checked one by one. An error names the field, its value and what is accepted.
-"""
+"""Reads the `config.json` of a Llama-family model. All sizes are checked before anything is allocated."""
 
 from __future__ import annotations
 

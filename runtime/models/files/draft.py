@@ -81,14 +81,11 @@ class DraftCheckpoint(StoredModel):
         target = self.target.outline(self.feature_layers)
         return target, self.allocate_packed(self.make(target, "meta"))
 
-    def check(self, progress: bool = False) -> None:
-        super().check(progress)
+    def load(self, target: Llama | TransformersModel, device: Device, progress: bool = False) -> Draft:
+        """target: the loaded target."""
         for name, target_name in self.target_copies.items():
             if not torch.equal(self.source.read(name), self._target_source.read(target_name)):
                 raise ValueError(f"{self.path}: {name} differs from the target's {target_name}, which MTP modules share")
-
-    def load(self, target: Llama | TransformersModel, device: Device, progress: bool = False) -> Draft:
-        """Call `check` first. target: the loaded target."""
         model = self.allocate_packed(self.make(target, device))
         self.fill(model, progress)
         return model
@@ -110,9 +107,6 @@ class TransformersDraft:
     def memory(self, limits: Limits) -> MemoryNeed:
         return memory_need(f"{self.stored.path.name}: draft", self._wrapped(self.stored.meta_model), limits)
 
-    def check(self, progress: bool = False) -> None:
-        self.stored.check(progress)
-
     def load(self, target: object, device: Device, progress: bool = False) -> DraftTransformers:
         return self._wrapped(self.stored.load_model(device, progress))
 
@@ -127,9 +121,7 @@ StoredDraft = DraftCheckpoint | TransformersDraft | MtpCheckpoint
 
 def open_draft(draft: str | Path, target: Target, dtype: torch.dtype | None = None, weights: str = DEQUANTISED) -> StoredDraft:
     """Open a draft folder or .gguf file; "mtp" opens the MTP modules in the target's own folder.
-
-    The config and the tensor names decide which kind of draft it is. Raises ValueError that names the file, and the field or tensor.
-    """
+    The config and the tensor names decide which kind of draft it is."""
     if draft == OWN_MTP:
         if not target.mtp_modules:
             why = f"{target.path} has no {MTP_COUNT}, or none of their tensors"
@@ -206,7 +198,6 @@ def _open_mtp(path: Path, source: Source, fields: Mapping[str, object] | None, t
     if grouped:  # modules have the layer type of the target's last layers; the config of their own folder is not read
         config = replace(same, windows=same.windows[-1:] * count, experts=same.experts and replace(same.experts, dense_layers=frozenset()))
     else:
-        layouts.check_dense_layers(source)
         config = layouts.read_mtp(fields, same, count) if fields is not None else replace(same, windows=same.windows[-1:] * count)
 
     def make(target_model: Llama | TransformersModel, device: Device) -> Mtp:

@@ -1,7 +1,4 @@
-"""The layouts of public EAGLE-3 heads and MTP modules: fields of config.json, checked against the target's config, and tensor names.
-
-Raises ValueError that names the field or tensor.
-"""
+"""The layouts of public EAGLE-3 heads and MTP modules: fields of config.json, checked against the target's config, and tensor names."""
 
 from __future__ import annotations
 
@@ -29,11 +26,6 @@ _UNSUPPORTED = {
     **dict.fromkeys(("use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm"), True),
     "logit_scale": 1.0,
     "num_hidden_layers": 1,
-}
-# Parts of tensor names that occur in unsupported layers only.
-_OTHER_LAYERS = {
-    **dict.fromkeys((".mlp.experts.", ".mlp.gate."), "a mixture of experts (MoE)"),
-    **dict.fromkeys(("_proj_with_mqa.", ".self_attn.kv_b_proj.", ".self_attn.q_b_proj."), "latent attention (MLA)"),
 }
 
 
@@ -104,10 +96,7 @@ def _check_vocab_size(layer: LlamaConfig, target: LlamaConfig | ModelSizes) -> N
 
 
 def read_d2t(source: Source, config: Eagle3Config) -> Tensor | None:
-    """[draft_vocab_size] int64 target ids of the head's tokens; None if the head has the target's vocabulary.
-
-    Raises ValueError for a wrong `d2t` or `t2d` tensor.
-    """
+    """[draft_vocab_size] int64 target ids of the head's tokens; None if the head has the target's vocabulary."""
     own, total, tensors = config.draft_vocab_size, config.layer.vocab_size, source.tensors
     if "d2t" not in tensors:
         if own != total:
@@ -163,14 +152,6 @@ def mtp_layers(source: Source) -> list[int]:
     if layers and layers != list(range(layers[0], layers[0] + len(layers))):
         raise ValueError(f"eh_proj.weight: got it in layers {layers}, expected consecutive layers")
     return layers
-
-
-def check_dense_layers(source: Source) -> None:
-    """Raises ValueError if a tensor name shows that an MTP module has a layer of another family than Llama."""
-    for name in source.tensors:
-        kind = next((kind for part, kind in _OTHER_LAYERS.items() if part in name), None)
-        if kind:
-            raise ValueError(f"{name}: got an MTP module with {kind}, expected a dense layer of the Llama family")
 
 
 def mtp_shared(config: LlamaConfig, first: int, tied: bool) -> dict[str, str]:

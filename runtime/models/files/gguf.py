@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -64,10 +64,8 @@ Parts = tuple[Bytes, Floats, Floats | None]  # integers [blocks, values], modulo
 
 
 class GgufSource:
-    """The tensors of one GGUF file under their Hugging Face names.
-
-    Attributes: config, with the fields of a config.json of the same model; metadata; tensors; dtype. `read` dequantises to `dtype`.
-    """
+    """The tensors of one GGUF file under their Hugging Face names, and a `config` with the fields of a config.json of the same model.
+    `read` dequantises to `dtype`."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -120,14 +118,6 @@ class GgufSource:
             part.copy_(torch.from_numpy(np.require(found, requirements=["C", "W"])))  # the mapped file is not writable
         return self._to_model_order(name, values.view(shape))
 
-    def read_scales(self, name: str) -> Tensor:
-        """The scales of a quantised tensor, which is finite exactly if they are: the other values of a block are small integers."""
-        layout = BLOCK_LAYOUTS.get(self.tensors[name].kind)
-        if layout is None:
-            return self.read(name)
-        blocks = self._rows[name].reshape(-1, layout.block_bytes)
-        return torch.from_numpy(blocks[:, layout.scales].copy().view(np.float16))
-
     def read_grouped(self, name: str) -> Iterator[Grouped]:
         kind, (count, inner) = self.tensors[name].kind, self.tensors[name].shape
         order = self._to_model_order(name, torch.arange(count)).numpy()
@@ -179,10 +169,9 @@ class GgufSource:
 
 def read_blocks(kind: str, rows: Bytes) -> Grouped:
     """rows: [out, bytes], all blocks of each."""
-    layout = BLOCK_LAYOUTS[kind]
-    numbers, scales, minimums = (
-        None if part is None else torch.from_numpy(part).view(len(rows), -1) for part in layout.read(rows.reshape(-1, layout.block_bytes))
-    )
+    block_bytes, read = BLOCK_LAYOUTS[kind]
+    parts = read(rows.reshape(-1, block_bytes))
+    numbers, scales, minimums = (None if part is None else torch.from_numpy(part).view(len(rows), -1) for part in parts)
     assert numbers is not None and scales is not None
     return Grouped(numbers, scales, minimums)
 
@@ -235,19 +224,13 @@ def _q6_k(blocks: Bytes) -> Parts:
     return numbers - np.uint8(32), _floats(blocks[:, 208:]) * scales, None
 
 
-class BlockLayout(NamedTuple):
-    block_bytes: int
-    scales: slice  # the bytes of a block that hold its scales as float16
-    read: Callable[[Bytes], Parts]
-
-
-BLOCK_LAYOUTS = {
-    "Q4_0": BlockLayout(18, slice(2), functools.partial(_one_scale_blocks, fifth_bits=False, subtracted=8)),
-    "Q4_1": BlockLayout(20, slice(4), functools.partial(_one_scale_blocks, fifth_bits=False)),
-    "Q5_0": BlockLayout(22, slice(2), functools.partial(_one_scale_blocks, fifth_bits=True, subtracted=16)),
-    "Q5_1": BlockLayout(24, slice(4), functools.partial(_one_scale_blocks, fifth_bits=True)),
-    "Q8_0": BlockLayout(34, slice(2), lambda blocks: (np.ascontiguousarray(blocks[:, 2:]), _floats(blocks[:, :2]), None)),
-    "Q4_K": BlockLayout(144, slice(4), lambda blocks: (_nibbles(blocks[:, 16:], 32), *_k_scales(blocks))),
-    "Q5_K": BlockLayout(176, slice(4), lambda blocks: (_nibbles(blocks[:, 48:], 32) | _unpack(blocks[:, 16:48], 1), *_k_scales(blocks))),
-    "Q6_K": BlockLayout(210, slice(-2, None), _q6_k),
+BLOCK_LAYOUTS: dict[str, tuple[int, Callable[[Bytes], Parts]]] = {  # by type: bytes of a block, and what reads [blocks, bytes]
+    "Q4_0": (18, functools.partial(_one_scale_blocks, fifth_bits=False, subtracted=8)),
+    "Q4_1": (20, functools.partial(_one_scale_blocks, fifth_bits=False)),
+    "Q5_0": (22, functools.partial(_one_scale_blocks, fifth_bits=True, subtracted=16)),
+    "Q5_1": (24, functools.partial(_one_scale_blocks, fifth_bits=True)),
+    "Q8_0": (34, lambda blocks: (np.ascontiguousarray(blocks[:, 2:]), _floats(blocks[:, :2]), None)),
+    "Q4_K": (144, lambda blocks: (_nibbles(blocks[:, 16:], 32), *_k_scales(blocks))),
+    "Q5_K": (176, lambda blocks: (_nibbles(blocks[:, 48:], 32) | _unpack(blocks[:, 16:48], 1), *_k_scales(blocks))),
+    "Q6_K": (210, _q6_k),
 }

@@ -89,8 +89,6 @@ def load_models(
         print_error("\n".join(need.note for need in needs))
     device = torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0) if on_cuda else torch.device("cpu")
     _check_memory(config, limits, sum(need.weights for need in needs), sum(need.cache for need in needs), device)
-    for part in parts:
-        part.check(progress)
     target = checkpoint.load(device, feature_layers, progress)
     if draft_checkpoint is not None:
         drafter = draft_checkpoint.load(target, device, progress)

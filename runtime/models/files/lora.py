@@ -37,10 +37,7 @@ class SlotContent(NamedTuple):
 
 
 def read_lora(folder: Path, weights: Mapping[str, LoraWeight], max_rank: int, dtype: torch.dtype) -> dict[str, SlotContent]:
-    """The content of the adapter's slot for each of `weights`, on the CPU; `up` includes the adapter's scale.
-
-    ValueError names the file, and the field or tensor.
-    """
+    """The content of the adapter's slot for each of `weights`, on the CPU; `up` includes the adapter's scale."""
     rank, scale = _read_config(folder / "adapter_config.json", max_rank)
     source = SafetensorsSource(folder, "adapter_model.safetensors")
     modules = {module: (name, index) for name, weight in weights.items() for index, module in enumerate(weight.parts)}

@@ -129,11 +129,6 @@ class QuantisedSource:
         groups = groups * scales[:, :, None]
         return (groups if minimums is None else groups + minimums[:, :, None]).view(values.shape)
 
-    def read_scales(self, name: str) -> Tensor:
-        if name not in self._quantised or self._scheme.layout == "fp8":
-            return self.read(name)  # float8 has a NaN
-        return self._read_numbers(name).scales
-
     def read_grouped(self, name: str, dim: int = 0, part: slice | None = None) -> Iterator[Grouped]:
         found = self._read_numbers(name, dim, part)
         parts = [[None] if each is None else each.split(_ROWS_AT_ONCE) for each in found]

@@ -43,10 +43,7 @@ class _Generation(jinja2.ext.Extension):
 
 class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None, with_tools: str | None = None) -> None:
-        """special_tokens: texts of bos_token and others, by name. with_tools: the template for conversations with tools.
-
-        Raises ValueError if a source is not a Jinja template.
-        """
+        """special_tokens: texts of bos_token and others, by name. with_tools: the template for conversations with tools."""
         self._special_tokens, self._source = dict(special_tokens or {}), source + (with_tools or "")
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]

@@ -55,9 +55,6 @@ class TransformersCheckpoint:
     def memory(self, limits: Limits) -> MemoryNeed:
         return memory_need(self.path.name, self.outline(), limits)
 
-    def check(self, progress: bool = False) -> None:
-        """The weights are checked when they are loaded."""
-
     def load(self, device: str | torch.device, feature_layers: Sequence[int] = (), progress: bool = False) -> TransformersModel:
         """ValueError names a tensor that is missing, does not fit, or holds NaN or infinity."""
         model = self._wrapped(self.load_model(device, progress), feature_layers)
@@ -80,10 +77,7 @@ class TransformersCheckpoint:
 
 
 def _load_weights(kind: Any, path: Path, dtype: torch.dtype, unused: tuple[str, ...] = (), progress: bool = False, **options: Any) -> Any:
-    """A model of the class `kind` from a folder, or from `state_dict` and `config` of the options. unused: prefixes of tensors to ignore.
-
-    ValueError names a tensor that is missing, does not fit, or holds NaN or infinity.
-    """
+    """A model of the class `kind` from a folder, or from `state_dict` and `config` of the options. unused: prefixes of other tensors."""
     from stepgraph.runtime.models.transformers_model import PAGED_ATTENTION
 
     try:
@@ -233,9 +227,6 @@ class MtpCheckpoint:
     def memory(self, limits: Limits) -> MemoryNeed:
         target = self.target.outline()
         return memory_need(f"{self.path.name}: MTP", self._make(target, lambda layer: self.meta_model), limits, shared=target)
-
-    def check(self, progress: bool = False) -> None:
-        """The weights are checked when they are loaded."""
 
     def load(self, target: Llama | TransformersModel, device: str | torch.device, progress: bool = False) -> TransformersMtp:
         """ValueError names a tensor that is missing, does not fit, holds NaN or infinity, or differs from the target's."""

@@ -23,7 +23,6 @@ from stepgraph.sampling.grammar.tokenizers.readers import read_json as read_json
 
 FLOATS = ("F32", "BF16", "F16")
 M = TypeVar("M", bound=nn.Module)
-R = TypeVar("R")
 
 
 class StoredTensor(NamedTuple):
@@ -42,9 +41,6 @@ class Source(Protocol):
 
     def read(self, name: str) -> Tensor:
         """The whole tensor, on the CPU."""
-
-    def read_scales(self, name: str) -> Tensor:
-        """Values that are finite exactly if the tensor is."""
 
     def read_grouped(self, name: str) -> Iterator[Grouped]:
         """A tensor of one of KINDS, in parts of consecutive rows, each of whole tiles, so that reading takes little further memory."""
@@ -108,8 +104,6 @@ class SafetensorsSource:
         file, stored = self._stored[name]
         tensor: Tensor = file.get_tensor(stored) if part is None else file.get_slice(stored)[(slice(None),) * dim + (part,)]
         return tensor
-
-    read_scales = read
 
     def read_grouped(self, name: str, dim: int = 0, part: slice | None = None) -> Iterator[Grouped]:
         raise AssertionError(f"{name}: no safetensors type is among KINDS")
@@ -237,11 +231,6 @@ class StoredModel:
         if extra:
             raise ValueError(f"{self.path}: got {len(extra)} tensors that the config does not account for, such as {extra[0]}")
 
-    def check(self, progress: bool = False) -> None:
-        """Raises ValueError for a tensor with NaN or infinity. A separate pass, so that no memory is allocated for a bad file."""
-        for name, tensor in self._read(progress, "check", self.source.read_scales):
-            require_finite(self.path, name, tensor)
-
     def packable(self) -> dict[str, QuantKind]:
         """The parameters whose tensors have a common kind of KINDS, in whole tiles and groups."""
         parts: dict[str, list[StoredTensor]] = {}
@@ -264,29 +253,26 @@ class StoredModel:
 
     @torch.no_grad()
     def fill(self, model: nn.Module, progress: bool) -> None:
-        """Call `check` first."""
-        for name, stored in self._read(progress, "load", self._read_one):
-            target = self.slices[name]
-            if isinstance(stored, Tensor):
-                part = target.of(model)
-                part.copy_(stored.view(part.shape))
-                if part.dtype is torch.float16:  # which has no numbers above 65,504
-                    require_finite(self.path, f"{name} in float16", part)
-                continue
-            packed_weight, start = model.get_parameter(target.parameter)[target.tiles], 0
-            for rows in stored:
-                packed = pack(self.packed[target.parameter], rows)
-                packed_weight[start : start + len(packed)].view(torch.int64).copy_(packed.view(torch.int64))  # few elements, so no threads
-                start += len(packed)
-        self.check_filled(model.eval())
-
-    def _read_one(self, name: str) -> Tensor | Iterator[Grouped]:
-        return self.source.read_grouped(name) if self.slices[name].parameter in self.packed else self.source.read(name)
-
-    def _read(self, progress: bool, label: str, read: Callable[[str], R]) -> Iterator[tuple[str, R]]:
-        for name in tqdm(self.slices, desc=label, unit="tensor", disable=not progress):
+        """ValueError for a tensor that cannot be read, or holds NaN or infinity."""
+        for name, target in tqdm(self.slices.items(), desc="load", unit="tensor", disable=not progress):
             try:
-                tensor = read(name)
+                if kind := self.packed.get(target.parameter):
+                    self._fill_packed(name, kind, model.get_parameter(target.parameter)[target.tiles])
+                else:
+                    part = target.of(model)
+                    part.copy_(self.source.read(name).view(part.shape))
+                    # float16 has no numbers above 65,504
+                    require_finite(self.path, f"{name} in float16" if part.dtype is torch.float16 else name, part)
             except (SafetensorError, OSError) as error:
                 raise ValueError(f"{self.path}: {name}: {error}") from None
-            yield name, tensor
+        self.check_filled(model.eval())
+
+    def _fill_packed(self, name: str, kind: QuantKind, weight: Tensor) -> None:
+        start = 0
+        for rows in self.source.read_grouped(name):
+            for values in (rows.scales, rows.minimums, rows.numbers.view(torch.float8_e4m3fn).float() if kind.float8 else None):
+                if values is not None:  # other numbers than those of float8 are integers
+                    require_finite(self.path, name, values)
+            packed = pack(kind, rows)
+            weight[start : start + len(packed)].view(torch.int64).copy_(packed.view(torch.int64))  # few elements, so no threads
+            start += len(packed)

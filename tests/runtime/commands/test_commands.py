@@ -355,21 +355,20 @@ def test_an_answer_that_is_complete_at_the_limit_does_not_fail(capsys: pytest.Ca
         ("check-schema prompts.jsonl", "which is not JSON"),
         ('check-schema \'{"type": "string", "type": "integer"}\'', "the key 'type' appears twice"),
         ("demo -k 9", "-k/--drafts: got 9, expected a whole number from 1 to 8"),
-        ("demo --schema nowhere", "--schema: got 'nowhere' without --prompt"),
-        ("demo --toy --prompt hi --schema nowhere", "--schema: got 'nowhere' (No such file"),
         ("demo --toy --threads 0", "--threads: got 0, expected a whole number from 1 to"),
-        ("replay nowhere --toy", "nowhere: No such file or directory, expected a file written by Engine(record=...)"),
-        ("replay prompts.jsonl --toy", 'prompts.jsonl:1: got b\'{"text": "the cat"'),
-        ("replay toy.jsonl --toy --draft ngram", "--draft: got ngram with the toy pair, expected no flag: it has no files, and a draft"),
-        ("replay toy.jsonl --toy --dtype float16", "--dtype: got float16 with the toy pair, expected no flag"),
+        ("replay nowhere --model toy", "nowhere: No such file or directory, expected a file written by Engine(record=...)"),
+        ("replay prompts.jsonl --model toy", 'prompts.jsonl:1: got b\'{"text": "the cat"'),
+        ("replay toy.jsonl --model toy --draft ngram", "--draft: got ngram with the toy pair, expected auto or none: it has no"),
+        ("replay toy.jsonl --model toy --dtype float16", "--dtype: got float16 with the toy pair, expected no flag"),
         ("bench toy --dtype bfloat16", "--dtype: got bfloat16 with the toy pair, expected no flag"),
         ("bench toy --weights quantised", "--weights: got quantised with the toy pair, expected dequantised"),
         ("bench toy --draft ngram", "--draft: got ngram with the toy pair, expected auto or none"),
         ("serve toy --port 0 --implementation transformers", "--implementation: got transformers with the toy pair, expected auto"),
         ("serve toy --port 0 --draft mtp", "--draft: got mtp with the toy pair, expected auto or none"),
-        ("replay run.jsonl --toy", "run.jsonl: draft: got ToyDraft of"),
+        ("replay run.jsonl --model toy", "run.jsonl: draft: got ToyDraft of"),
         ("replay run.jsonl --model model --draft none", "draft: got none, expected the recorded NgramLookup"),
         ("replay toy.jsonl --model model", "draft: got NgramLookup of 0 tensors"),
+        ("replay toy.jsonl --model toy --draft none", "draft: got none, expected the recorded ToyDraft of"),
     ],
 )
 def test_bad_input_exits_with_2_and_one_line(arguments: str, message: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -525,18 +524,18 @@ def test_check_schema_results_and_exit_codes(
 
 
 def test_replay_results_and_exit_codes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = run_json("replay toy.jsonl --toy", capsys)
+    found = run_json("replay toy.jsonl --model toy", capsys)
     assert found["equal"] and (found["requests"], found["tokens"], found["recorded_tokens"]) == (2, 24, 24)
     lines = (folder / "toy.jsonl").read_text().splitlines()
     index = next(index for index, line in enumerate(lines) if '"kind":"tokens"' in line)
     event = json.loads(lines[index])
     lines[index] = json.dumps(event | {"tokens": [event["tokens"][0] + 1, *event["tokens"][1:]]})
     (folder / "toy.jsonl").write_text("\n".join([*lines, ""]).replace('"python":"', '"python":"2.'))
-    code, out, errors = run("replay toy.jsonl --toy", capsys)
+    code, out, errors = run("replay toy.jsonl --model toy", capsys)
     assert code == terminal.FAILED
     first = event["tokens"][0]
     assert f"different: 1 requests; first job 1, position 0: got {first}, expected {first + 1}" in out and "recorded with 2." in errors
-    code, out, errors = run("replay toy.jsonl --toy --json", capsys)
+    code, out, errors = run("replay toy.jsonl --model toy --json", capsys)
     document = json.loads(out)
     assert (code, errors, document["equal"], len(document["other_versions"])) == (terminal.FAILED, "", False, 1)
     assert document["differences"] == [{"job_id": 1, "position": 0, "got": first, "expected": first + 1, "error": ""}]

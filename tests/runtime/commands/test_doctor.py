@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from stepgraph.sampling.grammar.link import native
 from stepgraph.sampling.native import Unavailable
 from tests.helpers.command_models import doctor_answers
 
-FIRST = json.dumps(["torch_build", {"cuda": "", "devices": [], "threads": "1"}])
+FIRST = json.dumps(["torch's CUDA", "missing", "a CPU build"])
 VERSIONS = {"0.2.8": "ok", "0.2.9+cu1": "ok", "0.2.7": "too old", "0.2.10": "too new", "0.10": "too new", "": "missing"}
 
 
@@ -62,29 +61,30 @@ def test_versions_are_compared_as_numbers(monkeypatch: pytest.MonkeyPatch, versi
         return version
 
     monkeypatch.setattr(importlib.metadata, "version", version_of)
-    found = doctor.package("xgrammar", "lost", "mend", True)
-    assert found.state == state
-    assert version in found.found and (state == "ok" or "expected xgrammar>=0.2.8,<0.2.10" in found.found)
+    found = doctor.package("xgrammar")
+    assert found[0] == state
+    assert version in found[1] and (state == "ok" or "expected xgrammar>=0.2.8,<0.2.10" in found[1])
 
 
-@pytest.mark.parametrize("editable", [True, False])
 def test_doctor_reports_missing_parts_in_c_with_their_build_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], editable: bool
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gone = "they were not built: there was no C compiler when stepgraph was installed"
-    if editable:
-        (tmp_path / "setup.py").touch()
-    monkeypatch.setattr(doctor, "PACKAGE_FOLDER", tmp_path)
-    build = {"torch_build": {"cuda": "", "devices": [], "threads": "7"}}
-    monkeypatch.setattr(doctor, "run_probes", lambda: {**doctor_answers(), **build, **dict.fromkeys(doctor.NATIVE_PARTS, gone)})
+    parts = [probe for probe in doctor.PROBES if probe.name.endswith(" in C")]
+    monkeypatch.setattr(doctor, "run_probes", lambda: doctor_answers() | {probe.name: ("missing", gone) for probe in parts})
     assert cli.main(["doctor"]) == 0, "none of them is required"
     lines = capsys.readouterr().out.splitlines()
-    for name, lost in doctor.NATIVE_PARTS.values():
-        (index,) = (index for index, line in enumerate(lines) if line[9:].startswith(f"{name} "))
+    assert len(parts) == 2
+    for probe in parts:
+        (index,) = (index for index, line in enumerate(lines) if line[9:].startswith(f"{probe.name} "))
         assert lines[index].startswith("missing ") and lines[index].endswith(gone)
-        assert f"without it {lost}; with a C compiler" in lines[index + 1]
-        assert lines[index + 1].endswith(f"pip install --no-deps -e {tmp_path}" if editable else "--force-reinstall --no-deps .")
-    assert any("threads" in line and line.endswith(" 7") for line in lines)
+        assert f"without it {probe.lost}; with a C compiler" in lines[index + 1]
+
+
+def test_the_build_command_depends_on_the_installation(tmp_path: Path) -> None:
+    assert doctor.build_command(tmp_path).endswith("--force-reinstall --no-deps .")
+    (tmp_path / "setup.py").touch()
+    assert doctor.build_command(tmp_path).endswith(f"pip install --no-deps -e {tmp_path}")
 
 
 def failing_table(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
@@ -126,25 +126,14 @@ def test_doctor_survives_a_hang_of_the_probing_process(monkeypatch: pytest.Monke
     assert f"no answer within {doctor.PROBE_SECONDS} s" in lines["self-test"]
 
 
-@pytest.mark.parametrize("why", ["", "RuntimeError: Failed to find C compiler."])
-def test_doctor_reports_whether_triton_can_launch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], why: str) -> None:
-    build = {"cuda": "13.0", "devices": ["a GPU"], "threads": "1"}
-    monkeypatch.setattr(doctor, "run_probes", lambda: {**doctor_answers(), "torch_build": build, "triton_launch": why})
-    assert cli.main(["doctor", "--json"]) == 0, "Triton is not required"
-    (found,) = (finding for finding in json.loads(capsys.readouterr().out)["findings"] if finding["name"] == "Triton launch")
-    assert (found["state"], found["found"]) == (("failed", why) if why else ("ok", "a program was compiled and launched"))
-    assert found["lost"] == "on a GPU the kernels run as plain torch" and "a C compiler: apt-get install gcc" in found["mend"]
-
-
 def test_doctor_reports_probes_without_an_answer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(doctor, "run_probes", lambda: {probe.__name__: "no libc10.so" for probe in doctor.PROBES})
+    monkeypatch.setattr(doctor, "run_probes", lambda: {probe.name: ("failed", "no libc10.so") for probe in doctor.PROBES})
     monkeypatch.setattr(terminal, "shows_progress", lambda: True)
     code = cli.main(["doctor"])
     out, errors = capsys.readouterr()
     lines = {line[9:].split("  ")[0].strip(): line for line in out.splitlines() if line[:8].strip()}
     assert code == 1 and "loading torch and decoding a text" in errors
-    names = ("torch's CUDA", "threads", "auto attention", "auto filters", "auto grammar lane", "self-test")
-    assert all(lines[name].startswith("failed") and "no libc10.so" in lines[name] for name in names)
+    assert all(lines[probe.name].startswith("failed") and "no libc10.so" in lines[probe.name] for probe in doctor.PROBES)
 
 
 def test_a_probe_that_raises_does_not_stop_the_next(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,10 +141,10 @@ def test_a_probe_that_raises_does_not_stop_the_next(monkeypatch: pytest.MonkeyPa
         raise Unavailable("it was not built")
 
     monkeypatch.setattr(native, "load", missing)
-    probes: tuple[Callable[[], object], ...] = (missing, doctor.native_link)
-    monkeypatch.setattr(doctor, "PROBES", probes)
+    (link,) = (probe for probe in doctor.PROBES if probe.name == "grammars in C")
+    monkeypatch.setattr(doctor, "PROBES", (doctor.Part("raises", missing), link))
     with warnings.catch_warnings():  # main() silences warnings permanently
         doctor.probe_all()
     raised, answered = map(json.loads, capsys.readouterr().out.splitlines())
-    assert raised == ["missing", "Unavailable: it was not built"]
-    assert answered == ["native_link", "it was not built"]
+    assert raised == ["raises", "failed", "Unavailable: it was not built"]
+    assert answered == ["grammars in C", "missing", "it was not built"]

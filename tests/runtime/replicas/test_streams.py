@@ -17,9 +17,10 @@ import torch
 
 from stepgraph import AsyncEngine, Constraint, Engine, FinishReason, Job, SamplingParams
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
+from stepgraph.runtime.replicas import streams
 from stepgraph.runtime.replicas.replica import AnswerPart, Refusal, ReplicaRequest, Tokens, answer, info_of
 from stepgraph.runtime.replicas.router import PrefixRouter
-from stepgraph.runtime.replicas.streams import MAX_OTHERS, Counts, ReplicaLost, ResumedStream, Resumption
+from stepgraph.runtime.replicas.streams import ATTEMPTS, MAX_OTHERS, Counts, ReplicaLost, ResumedStream
 from stepgraph.runtime.request_queue import QueueFullError
 from stepgraph.runtime.serve.serving import AnswerError
 from tests.helpers.toy_engines import CONSTRAINTS, STOP, Setup, make_engine, shared_engine
@@ -28,6 +29,11 @@ PROMPT, TOKENS = [49, 65, 16, 66, 71, 26, 54, 7, 61, 46, 72], 24
 PLAIN, DRAFTED = (Setup(k=k, greedy_only=False, buckets=(4,), look_up=k) for k in (0, 3))
 SAMPLED = SamplingParams(temperature=1.3, top_p=0.95, seed=11, min_new_tokens=9, repetition_penalty=1.3, logprobs=True)
 SAMPLINGS = {"greedy": SamplingParams(min_new_tokens=9, logit_bias={STOP: 2.0}, logprobs=True, temperature=0), "sampled": SAMPLED}
+
+
+@pytest.fixture(autouse=True)
+def no_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "BACKOFF_SECONDS", 0)
 
 
 @dataclass
@@ -68,13 +74,12 @@ class Run:
     tokens: list[int]
 
 
-def run(engine: Engine, cuts: list[int], how: Resumption | None = None, info: Any = None, other: Any = None, **options: Any) -> Run:
+def run(engine: Engine, cuts: list[int], how: str = "exact", info: Any = None, other: Any = None, **options: Any) -> Run:
     async def main() -> Run:
         async with AsyncEngine(engine) as serving:
             replicas, counts, ended = Replicas([serving, serving], cuts, **(other or {})), Counts(), list[int]()
             known = replace(info_of(engine, "a"), **(info or {}))
-            quick = how or Resumption(attempts=9, backoff_seconds=0)
-            stream = ResumedStream(replicas.call, known, quick, counts, lambda: ended.append(1), tuple(PROMPT), options)
+            stream = ResumedStream(replicas.call, known, how, counts, lambda: ended.append(1), tuple(PROMPT), options)
             tokens: list[int] = []
             try:
                 await stream.open()
@@ -150,7 +155,7 @@ def test_requests_whose_tokens_depend_on_drafts_have_none() -> None:
     found = run(engine, [4], **options)
     assert [ask.options["num_speculative_tokens"] for ask in found.replicas.asks] == [0, 0]
     assert found.tokens == engine.generate(PROMPT, num_speculative_tokens=0, **options).tokens
-    for how, exact in ((Resumption("never"), True), (Resumption("exact"), False)):  # neither policy continues streams
+    for how, exact in (("never", True), ("exact", False)):  # neither policy continues streams
         kept = run(engine, [], how, info={"exact": exact}, **options)
         assert "num_speculative_tokens" not in kept.replicas.asks[0].options
     relaxed = SamplingParams(temperature=0, relaxed_top_n=8, relaxed_delta=0.5, ignore_eos=True)
@@ -173,7 +178,7 @@ def test_streams_continue_on_equal_hardware_only() -> None:
     engine = shared_engine(PLAIN)
     options: dict[str, Any] = {"sampling": SamplingParams(ignore_eos=True), "max_new_tokens": TOKENS}
     with pytest.raises(
-        AnswerError, match=r"after \d+ tokens: 9 replicas in a row gave no new token \(replica . has other hardware, packages,"
+        AnswerError, match=r"after \d+ tokens: 4 replicas in a row gave no new token \(replica . has other hardware, packages,"
     ):
         run(engine, [4], other={"identities": ["x", "y"], "returns": False}, **options)
     assert run(engine, [4], other={"identities": ["x", "y"]}, **options).stream.job.replicas == ["a", "a"]
@@ -186,8 +191,7 @@ def test_streams_continue_on_equal_hardware_only() -> None:
 def test_a_replica_that_returns_continues_its_stream_beside_one_of_another_identity(other: dict[str, Any], cuts: list[int]) -> None:
     engine = shared_engine(PLAIN)
     options: dict[str, Any] = {"sampling": SamplingParams(ignore_eos=True), "max_new_tokens": TOKENS}
-    quick = Resumption(backoff_seconds=0)
-    found = run(engine, cuts, quick, other={"identities": ["x", "y"], **other}, **options)
+    found = run(engine, cuts, other={"identities": ["x", "y"], **other}, **options)
     assert found.tokens == engine.generate(PROMPT, **options).tokens
 
 
@@ -197,17 +201,17 @@ def test_a_stream_ends_if_every_replica_restarts_with_another_identity() -> None
     def restarted(part: AnswerPart) -> Refusal:
         return Refusal(names.pop(), "identity", "other weights")
 
-    how, options = Resumption(attempts=3, backoff_seconds=0), {"sampling": SamplingParams(ignore_eos=True), "max_new_tokens": TOKENS}
-    with pytest.raises(AnswerError, match=r"3 replicas in a row gave no new token \(other weights\)"):
-        run(shared_engine(PLAIN), [2], how, other={"change": restarted}, **options)
-    assert len(names) == MAX_OTHERS - 3
+    options: dict[str, Any] = {"sampling": SamplingParams(ignore_eos=True), "max_new_tokens": TOKENS}
+    with pytest.raises(AnswerError, match=r"4 replicas in a row gave no new token \(other weights\)"):
+        run(shared_engine(PLAIN), [2], other={"change": restarted}, **options)
+    assert len(names) == MAX_OTHERS - ATTEMPTS
 
 
 @pytest.mark.parametrize(
     ("policy", "exact", "message"),
     [
-        ("never", True, "Resumption.policy is 'never'"),
-        ("exact", False, "on .* a near tie may end differently; Resumption.policy 'same-hardware' accepts that"),
+        ("never", True, "resume is 'never'"),
+        ("exact", False, "on .* a near tie may end differently; resume='same-hardware' accepts that"),
     ],
 )
 def test_streams_are_not_continued_where_equal_tokens_are_not_promised(policy: str, exact: bool, message: str) -> None:
@@ -215,20 +219,21 @@ def test_streams_are_not_continued_where_equal_tokens_are_not_promised(policy: s
     options: dict[str, Any] = {"sampling": SamplingParams(ignore_eos=True), "max_new_tokens": TOKENS}
     whole = engine.generate(PROMPT, **options).tokens
     with pytest.raises(AnswerError, match=message) as caught:
-        run(engine, [5], Resumption(policy), info={"exact": exact}, **options)
+        run(engine, [5], policy, info={"exact": exact}, **options)
     tokens, counts, job = caught.value.args[1:]
     assert job.finish_reason == FinishReason.ERROR and job.error and caught.value.args[0].endswith(job.error)
     assert 0 < len(tokens) < TOKENS and tokens == whole[: len(tokens)] and counts.refused == 1
-    assert run(engine, [5], Resumption("same-hardware"), info={"exact": False}, **options).tokens == whole
-    assert run(engine, [0], Resumption(policy), info={"exact": exact}, **options).tokens == whole  # nothing was delivered
+    assert run(engine, [5], "same-hardware", info={"exact": False}, **options).tokens == whole
+    assert run(engine, [0], policy, info={"exact": exact}, **options).tokens == whole  # nothing was delivered
 
 
-def test_a_request_that_crashes_every_replica_fails() -> None:
+def test_a_request_that_crashes_every_replica_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = shared_engine(PLAIN)
-    with pytest.raises(AnswerError, match=r"after 0 tokens: 3 replicas in a row gave no new token \(ActorDiedError: killed\)"):
-        run(engine, [0] * 9, Resumption(attempts=3, backoff_seconds=0), max_new_tokens=TOKENS)
+    with pytest.raises(AnswerError, match=r"after 0 tokens: 4 replicas in a row gave no new token \(ActorDiedError: killed\)"):
+        run(engine, [0] * 9, max_new_tokens=TOKENS)
     options: dict[str, Any] = {"sampling": SamplingParams(ignore_eos=True), "max_new_tokens": 70, "resume_from": None}
-    found = run(engine, [3, 3, 0, 3, 0, 3], Resumption(attempts=2, backoff_seconds=0), **options)
+    monkeypatch.setattr(streams, "ATTEMPTS", 2)
+    found = run(engine, [3, 3, 0, 3, 0, 3], **options)
     assert found.counts.continued == 6  # a replica without a new token follows one that had given some
 
 
@@ -252,8 +257,7 @@ def test_an_engine_that_fails_or_shuts_down_is_replaced() -> None:
         async def main(kind: type[Replicas] = Ends) -> list[int]:
             async with AsyncEngine(engine) as serving:
                 replicas = kind([serving, serving], [4])
-                quick = Resumption(backoff_seconds=0)
-                stream = ResumedStream(replicas.call, info_of(engine, "a"), quick, Counts(), lambda: None, tuple(PROMPT), options)
+                stream = ResumedStream(replicas.call, info_of(engine, "a"), "exact", Counts(), lambda: None, tuple(PROMPT), options)
                 await stream.open()
                 tokens = [token async for event in stream for token in event.tokens]
                 assert stream.job.replicas == ["a", "b"] and replicas.asks[1].avoid == {"a"}
@@ -278,7 +282,7 @@ def test_wrong_requests_are_refused_by_the_replica() -> None:
             yield Refusal("a", "full", "too many wait")
 
     async def main() -> None:
-        stream = ResumedStream(Full([], []).call, info_of(engine, "a"), Resumption(), Counts(), lambda: None, tuple(PROMPT), {})
+        stream = ResumedStream(Full([], []).call, info_of(engine, "a"), "exact", Counts(), lambda: None, tuple(PROMPT), {})
         with pytest.raises(QueueFullError, match="too many wait"):
             await stream.open()
 
@@ -297,7 +301,7 @@ def test_leaving_a_stream_cancels_its_job_and_its_reader_gets_the_end(waits: boo
             ended, before = list[int](), dict(engine.stats().finished).get(FinishReason.CANCELLED, 0)
             options: dict[str, Any] = {"sampling": SamplingParams(ignore_eos=True), "max_new_tokens": 90}
             replicas = Replicas([serving], [])
-            stream = ResumedStream(replicas.call, info_of(engine, "a"), Resumption(), Counts(), lambda: ended.append(1), (5,), options)
+            stream = ResumedStream(replicas.call, info_of(engine, "a"), "exact", Counts(), lambda: ended.append(1), (5,), options)
             await stream.open()
             reader = asyncio.ensure_future(read(stream))
             for _ in range(3 * waits):
@@ -317,7 +321,7 @@ def test_a_reader_is_cancelled_although_its_stream_was_cancelled_before() -> Non
         async with AsyncEngine(engine) as serving:
             options: dict[str, Any] = {"sampling": SamplingParams(ignore_eos=True), "max_new_tokens": 90}
             call = Replicas([serving], []).call
-            stream = ResumedStream(call, info_of(engine, "a"), Resumption(), Counts(), lambda: None, (5,), options)
+            stream = ResumedStream(call, info_of(engine, "a"), "exact", Counts(), lambda: None, (5,), options)
             await stream.open()
             first = await stream.__anext__()
             reader = asyncio.ensure_future(stream.__anext__())
@@ -342,7 +346,7 @@ def test_a_stream_that_is_dropped_cancels_its_job_and_logs_nothing() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context))
         async with AsyncEngine(engine) as serving:
             options: dict[str, Any] = {"sampling": SamplingParams(ignore_eos=True), "max_new_tokens": 90}
-            make = functools.partial(ResumedStream, Replicas([serving], []).call, info_of(engine, "a"), Resumption(), Counts())
+            make = functools.partial(ResumedStream, Replicas([serving], []).call, info_of(engine, "a"), "exact", Counts())
             for count in range(1, 3):
                 stream = make(lambda: ended.append(1), (5,), options)
                 await stream.open()
@@ -386,16 +390,3 @@ def test_a_pool_of_engines_without_vocabulary_replaces_a_replica_whose_error_has
         assert [event.tokens async for event in await pool.generate(torch.tensor([5]))] == [(7,)] and not pool._num_open
 
     asyncio.run(main())
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"policy": "often"}, "Resumption.policy: got 'often', expected one of 'exact', 'same-hardware', 'never'"),
-        ({"attempts": 0}, "Resumption.attempts: got 0, expected a whole number >= 1"),
-        ({"backoff_seconds": -1}, "Resumption.backoff_seconds: got -1, expected a number from 0 to 3600"),
-    ],
-)
-def test_wrong_settings_are_refused(settings: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Resumption(**settings)

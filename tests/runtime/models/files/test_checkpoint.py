@@ -96,9 +96,7 @@ def test_vocabulary_of_a_folder(folder: Path) -> None:
 def test_progress_states_the_memory_before_loading(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Engine.from_pretrained(folder, config=SMALL, progress=True).close()
     errors = capsys.readouterr().err
-    assert errors.startswith("model: 0.1M weights of float32, 0.00 GiB; cache for 144 tokens, 0.00 GiB\n") and errors.index(
-        "check: 100%"
-    ) < errors.index("load: 100%")
+    assert errors.startswith("model: 0.1M weights of float32, 0.00 GiB; cache for 144 tokens, 0.00 GiB\n") and "load: 100%" in errors
 
 
 def break_index(folder: Path, file: str) -> None:
@@ -255,11 +253,11 @@ def watch_models(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def refuse(path: Path, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """from_pretrained raises the expected error before it makes a model or a cache."""
+    """from_pretrained raises the expected error; before it makes a model or a cache, unless the error is in the values of a weight."""
     made = watch_models(monkeypatch)
     with pytest.raises(ValueError, match=message) as caught:
         Engine.from_pretrained(path, config=SMALL, implementation="native")
-    assert made == []
+    assert made == [] or "holds NaN" in message
     assert len(str(caught.value)) < 700, "error messages are short for any content of the file"
 
 
