@@ -61,10 +61,12 @@ class RowTable:
             stops.push(job.tokens)
         return ActiveRequest(job, row, pages, matcher, not job.sampling.plain, cached, stop_stream=stops)
 
-    def has_room(self, job: Job) -> bool:
-        """Whether a row and enough pages are free. Cached pages without a holder are among the free ones."""
-        held = sum(page.ref_count > 0 for page in self._find(job)) if self._free_rows else 0
-        return bool(self._free_rows) and self._num_pages(job) - held <= self.page_cache.num_free
+    def has_room(self, job: Job, without: Sequence[ActiveRequest] = ()) -> bool:
+        """Whether a row and enough pages are free, or could be without these requests. Cached pages without a holder are free."""
+        if not (self._free_rows or without):
+            return False
+        missing = self._num_pages(job) - self.page_cache.num_free - sum(len(request.pages) for request in without)
+        return missing <= 0 or missing <= sum(page.ref_count > 0 for page in self._find(job))
 
     def _num_pages(self, job: Job) -> int:
         return -(-(len(job.prompt_ids) + job.max_new_tokens) // self._limits.page_size)

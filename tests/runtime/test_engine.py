@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import time
 import weakref
 from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -101,6 +103,26 @@ def test_next_round_is_launched_before_the_previous_is_read() -> None:
         engine.step()
     assert job.tokens == plain([1, 2], 20).tokens
     engine.close()
+
+
+def test_each_further_row_adds_few_python_calls_to_a_step() -> None:
+    """They delay the launch of the next round."""
+    calls = []
+    with make_engine(Setup(k=3, max_rows=32, num_pages=32 * 12, buckets=(32,), prefill_chunk=512)) as engine:
+        for size in (1, 32):
+            jobs = [engine.submit([5, index], max_new_tokens=80, sampling=SamplingParams(ignore_eos=True)) for index in range(size)]
+            while not all(job.tokens for job in jobs):
+                engine.step()
+            frames = list[FrameType]()
+            sys.setprofile(lambda frame, event, _, frames=frames: frames.append(frame) if event == "call" else None)  # type: ignore[misc]
+            for _ in range(4):
+                engine.step()
+            sys.setprofile(None)
+            calls.append(sum("/tape/" not in frame.f_code.co_filename for frame in frames))
+            assert not any(job.finished for job in jobs)
+            for _ in engine.stream():
+                pass
+    assert (calls[1] - calls[0]) / (4 * 31) < 8, calls
 
 
 def test_a_burst_of_arrivals_does_not_wait_for_the_device() -> None:
