@@ -15,8 +15,7 @@ class PreemptingScheduler(Scheduler):
         """The request to suspend: the last in order of those with larger priority numbers than the first waiting one, if that has no room
         and would have it without them."""
         with self._queue.lock:
-            waiting = (queued.job for queued in self._queue.waiting if not self._is_held_back(queued) and not queued.error)
-            first = next(waiting, None)
+            first = next((queued.job for queued in self._admissible() if not queued.error), None)
             if first is None or self.rows.has_room(first):
                 return None
             candidates = [request for request in self._active.values() if request.job.priority > first.priority and _is_exact(request)]

@@ -6,7 +6,7 @@ import bisect
 import collections
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from stepgraph.runtime.device_grammars import DeviceGrammars
@@ -95,20 +95,17 @@ class RequestQueue:
         """Cancelled jobs by id, which no longer wait."""
         with self.lock:
             cancelled, self.cancelled = self.cancelled, {}
-            waiting, self.waiting = self.waiting, collections.deque()
-            for queued in waiting:
-                if queued.job.id in cancelled:
-                    self.release_turn(queued)
-                else:
-                    self.waiting.append(queued)
+            self.remove([self.unfinished[job.id] for job in cancelled.values() if not (job.finished or job.id in self.active)])
         return cancelled
 
-    def release_turn(self, queued: QueuedRequest) -> None:
-        """For each request that the scheduler takes out of `waiting`. Under the lock."""
-        turns = self._turns_of(queued.job)
-        turns.remove(queued.order[1])
-        if not turns:
-            del self._turns[queued.job.priority, queued.job.tenant]
+    def remove(self, taken: Iterable[QueuedRequest]) -> None:
+        """Take requests out of `waiting`. Under the lock."""
+        for queued in taken:
+            del self.waiting[self._index_of(queued.order)]
+            turns = self._turns_of(queued.job)
+            turns.remove(queued.order[1])
+            if not turns:
+                del self._turns[queued.job.priority, queued.job.tenant]
 
     def _index_of(self, order: tuple[int, ...]) -> int:
         """The index in `waiting` of a request with this order, or with an order that begins with it. A submit must not visit all requests:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import enum
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.row_layout import REFUSED, ResultRecord
@@ -107,34 +107,30 @@ class Scheduler:
     def admit(self) -> list[QueuedRequest]:
         """Give rows to queued requests in the order of the queue. The first one without a free row or pages holds back the rest; one whose
         grammar is still being compiled does not. Returns the requests whose grammar failed."""
-        failed, not_ready = list[QueuedRequest](), list[QueuedRequest]()
+        failed, taken = list[QueuedRequest](), list[QueuedRequest]()
         with self._queue.lock:
-            waiting = self._queue.waiting
-            while waiting:
-                first, held_back = waiting[0], self._is_held_back(waiting[0])
-                if held_back:
-                    not_ready.append(first)
-                elif first.error:
-                    failed.append(first)
-                elif request := self.rows.allocate(first.job, first.matcher):
+            for queued in self._admissible():
+                if queued.error:
+                    failed.append(queued)
+                elif request := self.rows.allocate(queued.job, queued.matcher):
                     self._active[request.job.id] = request
                     if self._recorder:
                         self._recorder.write("admit", job=request.job.id)
-                    if first.claim:
-                        self._grammars.admit(request, first.claim.result())
+                    if queued.claim:
+                        self._grammars.admit(request, queued.claim.result())
                     if request.job.queue_seconds is None:  # otherwise it continues after a preemption
                         request.job.queue_seconds = time.perf_counter() - request.job.submitted_at
                         self.counters.queue_seconds.add(request.job.queue_seconds)
                 else:
                     break
-                waiting.popleft()
-                if not held_back:
-                    self._queue.release_turn(first)
-            waiting.extendleft(reversed(not_ready))
+                taken.append(queued)
+            self._queue.remove(taken)
         return failed
 
-    def _is_held_back(self, queued: QueuedRequest) -> bool:
-        return not queued.ready or queued.job.id in self._queue.cancelled
+    def _admissible(self) -> Iterator[QueuedRequest]:
+        """The waiting requests that may have a row, in order. Under the lock."""
+        cancelled = self._queue.cancelled
+        return (queued for queued in self._queue.waiting if queued.ready and queued.job.id not in cancelled)
 
     def start_prefill(self, request: ActiveRequest) -> None:
         with self._queue.lock:

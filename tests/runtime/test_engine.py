@@ -21,6 +21,7 @@ from stepgraph.graphs.errors import StepError
 from stepgraph.graphs.graph_key import GraphKey
 from stepgraph.graphs.model_call import ModelInput, ModelOutput
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
+from stepgraph.runtime.page_cache import PageCache
 from stepgraph.sampling.grammar.compile.compiler import GrammarCompiler
 from tests.helpers.toy_engines import (
     COMPILER,
@@ -347,6 +348,24 @@ def test_requests_wait_for_free_pages() -> None:
     for index, job in enumerate(jobs):
         assert job.tokens == plain([index] * 10, 80).tokens
     assert engine.stats().free_pages == 36
+
+
+def test_a_request_that_waits_for_pages_is_not_looked_up_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look-up takes time in proportion to the prompt."""
+    with make_engine(Setup(k=0, num_pages=12, max_rows=3, buckets=(3,))) as engine:  # pages of eight tokens
+        sampling = SamplingParams(ignore_eos=True)
+        first = engine.submit([7] * 30, max_new_tokens=58, sampling=sampling)  # eleven pages
+        while not first.tokens:
+            engine.step()
+        looked_up, find = list[int](), PageCache.find
+        monkeypatch.setattr(PageCache, "find", lambda self, salt, ids, limit: looked_up.append(limit) or find(self, salt, ids, limit))  # type: ignore[func-returns-value]
+        later = engine.submit([7] * 30, max_new_tokens=58, sampling=sampling)
+        while not later.tokens:
+            engine.step()
+        assert first.finished and later.num_cached_tokens == 24 and len(looked_up) <= 4
+        for _ in engine.stream():
+            pass
+        assert later.tokens == first.tokens
 
 
 def test_submit_and_cancel_from_many_threads() -> None:
