@@ -58,10 +58,15 @@ class RequestQueue:
         """Whether submit() would raise QueueFullError."""
         return len(self.waiting) >= self._max_queued
 
+    def _require_room(self) -> None:
+        if self.full:
+            raise QueueFullError(f"Engine.submit(): {self._max_queued} requests are waiting already (EngineConfig.max_queued)")
+
     def enqueue(self, queued: QueuedRequest, require_open: Callable[[str], None]) -> None:
         """ValueError if the constraint is refused without a compile; QueueFullError; whatever `require_open` raises for a closed engine.
         After any exception the caller calls `withdraw`."""
         job = queued.job
+        self._require_room()  # before a compile, which would be killed with its worker process
         if job.constraint is not None:
             queued.ready = False
             claim = queued.claim = Claim(self._require_compiler(), job.constraint)
@@ -71,8 +76,7 @@ class RequestQueue:
             self._recorder.write("submit", **request_fields(job))
         with self.lock:
             require_open("submit")
-            if self.full:
-                raise QueueFullError(f"Engine.submit(): {self._max_queued} requests are waiting already (EngineConfig.max_queued)")
+            self._require_room()
             queued.order = job.priority, self._turn_of(job), self.submitted
             index = self._index_of(queued.order)
             most = max(self.most_waiting, len(self.waiting) + 1)
