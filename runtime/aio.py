@@ -39,7 +39,7 @@ class StreamBuffer:
 
     def add(self, event: StepEvent) -> None:
         self.num_received += len(event.tokens)
-        self.drafts = self.drafts.plus(event.drafts)
+        self.drafts = self.drafts.plus(event.drafts) if self.has_unread else event.drafts
         self.has_unread, self.ended = True, event.finish_reason is not None
         self.changed.set()
 

@@ -54,6 +54,7 @@ from stepgraph.runtime.loras import lora_weights
 from stepgraph.runtime.models.ngram import NgramLookup
 from stepgraph.runtime.parallel.lockstep import LockstepQueue, LockstepScheduler
 from stepgraph.runtime.parallel.ranks import Ranks
+from stepgraph.runtime.preemption import PreemptingScheduler
 from stepgraph.runtime.profiled import ROUNDS_VARIABLE, in_flight_type, read_range
 from stepgraph.runtime.request_queue import RequestQueue
 from stepgraph.runtime.scheduler import Scheduler
@@ -157,7 +158,7 @@ def queue_types(config: EngineConfig, ranks: Ranks | None, record: object) -> tu
     for name in (name for name, part in excluded.items() if part is not None and config.preemption):
         raise ValueError(f"EngineConfig.preemption: got True with {name}, expected False")
     if ranks is None:
-        return RequestQueue, Scheduler
+        return RequestQueue, PreemptingScheduler if config.preemption else Scheduler
     return functools.partial(LockstepQueue, ranks), functools.partial(LockstepScheduler, ranks)
 
 

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from stepgraph.runtime.engine_state import EngineState
+from stepgraph.runtime.preemption import PreemptingScheduler
 from stepgraph.runtime.request import ActiveRequest, FinishReason, Job, StepEvent
 from stepgraph.sampling.grammar.status import FinishCode
 
@@ -36,13 +37,14 @@ class EngineCore(EngineState):
 
     def _admit(self) -> list[StepEvent]:
         """End cancelled jobs, give rows to queued requests, and launch up to one chunk of prompt tokens."""
-        events = self._preempt() if self.config.preemption else []
+        events = self._preempt(self._scheduler) if isinstance(self._scheduler, PreemptingScheduler) else []
         events += [self._end(job, request, FinishReason.CANCELLED) for job, request in self._scheduler.pop_cancelled()]
         failed, budget = self._scheduler.admit(), self.limits.prefill_chunk
-        if not all(request.decoding for request in self._scheduler.active):
+        prefilling = [request for request in self._scheduler.active if not request.decoding]
+        if prefilling:
             self._in_flight.interrupt()
-        for request in self._scheduler.active:
-            if request.decoding or budget <= 0 or not self._uploader.send_grammar(request):
+        for request in prefilling:
+            if budget <= 0 or not self._uploader.send_grammar(request):
                 continue
             if not request.prefill_started:
                 self._scheduler.start_prefill(request)
@@ -52,20 +54,20 @@ class EngineCore(EngineState):
             budget -= taken
         return events + [self._scheduler.finish(queued.job, None, FinishReason.ERROR, queued.error) for queued in failed]
 
-    def _preempt(self) -> list[StepEvent]:
+    def _preempt(self, scheduler: PreemptingScheduler) -> list[StepEvent]:
         """Requeue requests that hold a row or pages for which an earlier one waits, once the results of all rounds in flight are read."""
-        if not self._scheduler.victim():
+        if not scheduler.victim():
             return []
         self._in_flight.interrupt()
         events = self._collect(1)
-        while victim := self._scheduler.victim():
+        while victim := scheduler.victim():
             self._retire(victim)
-            self._scheduler.suspend(victim, self.backend.device.type == "cuda")
+            scheduler.suspend(victim, self.backend.device.type == "cuda")
         return events
 
     def _launch(self, events: list[StepEvent]) -> tuple[ActiveRequest, ...]:
         """Launch a round of the decoding requests, and return them. Requests whose draft function failed end with an event."""
-        requests = tuple(request for request in self._scheduler.active if request.decoding)
+        requests = tuple([request for request in self._scheduler.active if request.decoding])
         if drafts := self._parts.function_drafts:
             failed = drafts.upload(requests)
             events += [self._end(request.job, request, FinishReason.ERROR, error) for request, error in failed]
@@ -79,10 +81,11 @@ class EngineCore(EngineState):
     def _collect(self, limit: int) -> list[StepEvent]:
         """Read the oldest rounds until fewer than `limit` are in flight."""
         events = list[StepEvent]()
-        for request, result in self._in_flight.read(limit):
-            events.append(self._scheduler.record(request, result))
-            if request.job.finished and result.finish == FinishCode.RUNNING:  # a stop string, which the device does not know
-                self._retire(request)
+        for results in self._in_flight.read(limit):
+            for request, result in results:
+                events.append(event := self._scheduler.record(request, result))
+                if event.finish_reason and result.finish == FinishCode.RUNNING:  # a stop string, which the device does not know
+                    self._retire(request)
         return events
 
     def _end(self, job: Job, request: ActiveRequest | None, reason: FinishReason, error: str = "") -> StepEvent:

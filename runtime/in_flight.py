@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -18,14 +19,29 @@ from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.round_specs import MAX_SKIPPED
 from stepgraph.graphs.row_layout import ResultLayout, ResultRecord
 from stepgraph.runtime.calibration import Calibration
-from stepgraph.runtime.draft_length import DraftLengthChooser
+from stepgraph.runtime.draft_length import DraftLengthChooser, Results
 from stepgraph.runtime.extras.hidden_states import HiddenStates
 from stepgraph.runtime.request import ActiveRequest
 from stepgraph.sampling.grammar.link.protocol import HostLink
 from stepgraph.sampling.kernels.processors import read_top_logprobs
 
 _layout = functools.cache(ResultLayout)
-LaunchKind = tuple[int, bool, bool, bool, Drafting]  # rows; whether some are constrained, some sampled, all grammars on the device
+BatchKind = tuple[int, bool, bool, bool]  # rows; whether some are constrained, some sampled, all grammars on the device
+LaunchKind = tuple[int, bool, bool, bool, Drafting]
+
+
+class DecodeBatch(NamedTuple):
+    """What consecutive rounds of the same requests have in common."""
+
+    requests: tuple[ActiveRequest, ...]  # by batch index
+    kind: BatchKind
+    reads_logprobs: bool  # whether some request reads log-probabilities
+
+
+def batch_of(requests: tuple[ActiveRequest, ...]) -> DecodeBatch:
+    constrained, sampled = any(request.constrained for request in requests), any(request.sampled for request in requests)
+    kind = len(requests), constrained, sampled, constrained and not any(request.matcher for request in requests)
+    return DecodeBatch(requests, kind, any(request.job.sampling.logprobs for request in requests))
 
 
 class LaunchedRound(NamedTuple):
@@ -33,9 +49,8 @@ class LaunchedRound(NamedTuple):
 
     event: Event
     number: int  # of the launch; its slot in the rings of launches is number % ring_depth
-    requests: tuple[ActiveRequest, ...]  # by batch index
+    batch: DecodeBatch
     key: GraphKey
-    reads_logprobs: bool  # whether some request reads log-probabilities
     launched_at: float  # infinity after other work, which the device may still process
     launch: LaunchKind
     is_loop: bool = False
@@ -63,9 +78,10 @@ class InFlight:
         self._other_work = False  # launched since the latest round: the time of the next round includes it
         self._ring_depth, self._dummy_row = limits.ring_depth, limits.dummy_row
         self._batch_ring = buffers.batch_rows_ring_host.numpy()
+        self._results_ring, self._logprobs_ring = buffers.results_ring_host.numpy(), buffers.logprobs_ring_host.numpy()
         self._num_drafts = limits.num_speculative_tokens
         # Fields that no round writes: their columns hold values of rounds with more drafts.
-        self._unwritten: dict[str, Any] = {name: 0 for name in ("forced", "looked_up", "relaxed") if f"row_{name}" not in buffers}
+        self._unwritten = tuple(name for name in ("forced", "looked_up", "relaxed") if f"row_{name}" not in buffers)
         self.pending: collections.deque[LaunchedRound] = collections.deque()
         self.rounds = 0
         self.rounds_by_launch: dict[LaunchKind, int] = {}  # number of rounds; single operations only, as other threads read it
@@ -88,45 +104,46 @@ class InFlight:
 
     def launch(self, requests: tuple[ActiveRequest, ...]) -> None:
         """Launch one round: write its batch to the ring, and replay. Does not wait."""
-        number, slot = self.rounds, self.rounds % self._ring_depth
+        number, slot, batch = self.rounds, self.rounds % self._ring_depth, self._batch(requests)
         self.rounds += 1
-        launch, key = self._choose_graph(requests)
+        launch, key = self._choose_graph(batch)
         self.rounds_by_launch[launch] = self.rounds_by_launch.get(launch, 0) + 1
-        self._send_batch(slot, requests, key)
+        self._send_batch(slot, batch, key)
         caught_up_at = 0.0
         if self._chooser and (catch_up := self._catch_up) and self._chooser.needs_catch_up(launch[-1]):
             caught_up_at = self._now()
             self._backend.run(lambda: catch_up(key.rows))
         self._replay(key)
-        logprobs = any(request.job.sampling.logprobs for request in requests)
         if self._hidden_states:
             self._hidden_states.round_launched(slot, len(requests))
         launched_at = math.inf if self._other_work else caught_up_at or self._now()
         self._other_work = False
         event = self._backend.event()
-        self.pending.append(LaunchedRound(event, number, requests, key, logprobs, launched_at, launch, caught_up=bool(caught_up_at)))
+        self.pending.append(LaunchedRound(event, number, batch, key, launched_at, launch, caught_up=bool(caught_up_at)))
 
-    def _choose_graph(self, requests: tuple[ActiveRequest, ...]) -> tuple[LaunchKind, GraphKey]:
-        constrained, sampled = any(request.constrained for request in requests), any(request.sampled for request in requests)
-        chooser = self._chooser
-        kind = len(requests), constrained, sampled, constrained and not any(request.matcher for request in requests)
+    def _batch(self, requests: tuple[ActiveRequest, ...]) -> DecodeBatch:
+        """The batch of the latest launch, if it has the same requests."""
+        latest = self.pending[-1].batch if self.pending else None
+        return latest if latest and latest.requests == requests else batch_of(requests)
+
+    def _choose_graph(self, batch: DecodeBatch) -> tuple[LaunchKind, GraphKey]:
+        chooser, kind = self._chooser, batch.kind
         if chooser is None:
             return (*kind, FULL), self._graphs.key_for(*kind)
         key = self._graphs.key_for(*kind)
         if self._graphs.records_on_demand and self._calibration and not chooser.costs.is_measured(key):
             self._calibration.measure(key)
-        launch = *kind, chooser.choose(requests, key)
+        launch = *kind, chooser.choose(batch.requests, key)
         return launch, self._graphs.key_for(*launch)
 
-    def _send_batch(self, slot: int, requests: tuple[ActiveRequest, ...], key: GraphKey) -> None:
-        batch = self._batch_ring[slot]
-        batch[:] = self._dummy_row
-        batch[: len(requests)] = [request.row for request in requests]
+    def _send_batch(self, slot: int, batch: DecodeBatch, key: GraphKey) -> None:
+        line, size = self._batch_ring[slot], len(batch.requests)
+        line[:size], line[size:] = [request.row for request in batch.requests], self._dummy_row
         if key.on_host:
-            self._host_link.push_batch([request.matcher for request in requests])
+            self._host_link.push_batch([request.matcher for request in batch.requests])
 
-    def read(self, limit: int) -> Iterator[tuple[ActiveRequest, ResultRecord]]:
-        """Read the oldest rounds until fewer than `limit` are in flight."""
+    def read(self, limit: int) -> Iterator[Results]:
+        """Read the oldest rounds, one after the other, until fewer than `limit` are in flight."""
         while len(self.pending) >= limit:
             yield from self.collect()
 
@@ -134,37 +151,38 @@ class InFlight:
         """End running launches, with `next_too` also the next one, after a round. Called before other work. Here a launch is one round."""
         self._other_work |= not next_too
 
-    def collect(self) -> Iterator[tuple[ActiveRequest, ResultRecord]]:
+    def collect(self) -> Iterator[Results]:
         """Wait for the oldest round, and read the results of its unfinished requests."""
         launched = self.pending[0]
         seconds = self._wait(launched)
         self.pending.popleft()
         if launched.key.on_host:
             self._host_link.release_finished()
-        results, slot = list[tuple[ActiveRequest, ResultRecord]](), launched.number % self._ring_depth
-        for index, request, result in self._results(launched, slot):
+        slot, drafting = launched.number % self._ring_depth, launched.launch[-1]
+        results = self._results(launched, slot)
+        for request, result in results if self._hidden_states or self._catch_up else ():
             if self._hidden_states:
-                self._hidden_states.tokens_emitted(request.job, slot, index, result.emitted)
-            if self._catch_up:
-                is_modelled = launched.launch[-1].length and launched.launch[-1].model
-                request.num_skipped = 0 if is_modelled else min(request.num_skipped + result.emitted, MAX_SKIPPED)
-            results.append((request, result))
-            yield request, result
+                self._hidden_states.tokens_emitted(request.job, slot, launched.batch.requests.index(request), result.emitted)
+            is_modelled = drafting.length and drafting.model
+            request.num_skipped = 0 if is_modelled or not self._catch_up else min(request.num_skipped + result.emitted, MAX_SKIPPED)
+        yield results
         if self._chooser:
-            self._chooser.round_ended(launched.launch[-1], results, seconds, launched.caught_up)
+            self._chooser.round_ended(drafting, results, seconds, launched.caught_up)
 
-    def _results(self, launched: LaunchedRound, slot: int) -> Iterator[tuple[int, ActiveRequest, ResultRecord]]:
-        """Batch index, request and result of each unfinished request of the launch. slot: of the result rings."""
-        b, layout = self._buffers, _layout(launched.key.num_drafts(self._num_drafts))
-        results = b.results_ring_host[slot].tolist()
-        all_pairs = b.logprobs_ring_host[slot].tolist() if launched.reads_logprobs else [[]] * len(results)
-        for index, (request, line, pairs) in enumerate(zip(launched.requests, results, all_pairs, strict=False)):
+    def _results(self, launched: LaunchedRound, slot: int) -> Results:
+        """The results of the unfinished requests of the launch. slot: of the result rings."""
+        b, batch, layout = self._buffers, launched.batch, _layout(launched.key.num_drafts(self._num_drafts))
+        lines = self._results_ring[slot, : len(batch.requests)]
+        lines[:, layout.starts_of(self._unwritten)] = 0
+        all_pairs = self._logprobs_ring[slot].tolist() if batch.reads_logprobs else itertools.repeat([])
+        results = list[tuple[ActiveRequest, ResultRecord]]()
+        for index, (request, line, pairs) in enumerate(zip(batch.requests, lines.tolist(), all_pairs, strict=False)):
             if not request.job.finished:  # if it ended after this round was launched, the row was inert
                 if top_n := request.job.sampling.top_logprobs:
                     found = read_top_logprobs(b.top_ids_ring_host[slot, index], b.top_logprobs_ring_host[slot, index], top_n)
                     pairs = [[*pair, *tops] for pair, tops in zip(pairs, found, strict=True)]
-                result = layout.read(line, pairs)
-                yield index, request, result._replace(**self._unwritten) if self._unwritten else result
+                results.append((request, layout.read(line, pairs)))
+        return results
 
     def _wait(self, launched: LaunchedRound) -> float | None:
         """Wait for the round. Returns its duration; None if the device ended it before this call, or began it after other work."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from stepgraph.graphs.graph_key import GraphKey
 from stepgraph.graphs.round_specs import Control, Counter
-from stepgraph.graphs.row_layout import ResultRecord
+from stepgraph.runtime.draft_length import Results
 from stepgraph.runtime.in_flight import InFlight, LaunchedRound
 from stepgraph.runtime.request import ActiveRequest
 from stepgraph.runtime.request_queue import RequestQueue
@@ -46,27 +46,27 @@ class LoopInFlight(InFlight):
         if self._is_looping:
             return
         self._num_launches += 1
-        launch, key = self._choose_graph(requests)
-        self._send_batch(self._num_launches % self._ring_depth, requests, key)
+        batch = self._batch(requests)
+        launch, key = self._choose_graph(batch)
+        self._send_batch(self._num_launches % self._ring_depth, batch, key)
         number = self._buffers.round_counters[: Counter.PUBLISHED]
         self._backend.run(lambda: number.add_(1))
         loops = key in self._loopable
         self._replay(key, **self._loop_arguments if loops else {})
-        logprobs = any(request.job.sampling.logprobs for request in requests)
         event = self._backend.event()
-        self.pending.append(LaunchedRound(event, self._num_launches, requests, key, logprobs, time.perf_counter(), launch, loops))
+        self.pending.append(LaunchedRound(event, self._num_launches, batch, key, time.perf_counter(), launch, loops))
 
     def interrupt(self, *, next_too: bool = False) -> None:
         self._control[Control.STOP_BEFORE] = self._num_launches + 1 + next_too
 
-    def read(self, limit: int) -> Iterator[tuple[ActiveRequest, ResultRecord]]:
+    def read(self, limit: int) -> Iterator[Results]:
         """Wait for a round of the running loop, or until fewer than `limit` launches are in flight, and read the published rounds."""
         if self._is_looping:
             limit = max(limit, 2)
             yield from self.collect()
         yield from super().read(limit)
 
-    def collect(self) -> Iterator[tuple[ActiveRequest, ResultRecord]]:
+    def collect(self) -> Iterator[Results]:
         """Wait for a published round or the end of the oldest launch, and read what is published."""
         oldest = self.pending[0]
         self._poll(lambda: self._has_published or oldest.event.query())
@@ -80,8 +80,7 @@ class LoopInFlight(InFlight):
             launched = self.pending[0]
             self.rounds += 1
             self.rounds_by_launch[launched.launch] = self.rounds_by_launch.get(launched.launch, 0) + 1
-            for _, request, result in self._results(launched, slot):
-                yield request, result
+            yield self._results(launched, slot)
             self._control[Control.READ] = self.rounds
         if ended and self.pending[0] is oldest:
             self._end_oldest()

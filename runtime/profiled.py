@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from stepgraph.graphs.graph_key import GraphKey
-from stepgraph.graphs.row_layout import ResultRecord
+from stepgraph.runtime.draft_length import Results
 from stepgraph.runtime.in_flight import InFlight
 from stepgraph.runtime.request import ActiveRequest
 
@@ -97,15 +97,15 @@ class ProfiledInFlight(InFlight):
             self._launched_rounds.append((self.rounds - 1, key, time.perf_counter_ns()))
         super()._replay(key, **loop)
 
-    def collect(self) -> Iterator[tuple[ActiveRequest, ResultRecord]]:
+    def collect(self) -> Iterator[Results]:
         number, counters = self._num_collected, self._counters
         self._num_collected += 1
-        for request, outcome in super().collect():
+        for results in super().collect():
             if self._range.first <= number <= self._range.last:
-                counters["row_rounds"] += 1
-                counters["tokens"] += outcome.emitted
-                counters["accepted_drafts"] += outcome.accepted
-            yield request, outcome
+                counters["row_rounds"] += len(results)
+                counters["tokens"] += sum(result.emitted for _, result in results)
+                counters["accepted_drafts"] += sum(result.accepted for _, result in results)
+            yield results
         if number == self._range.last and self._launched_rounds:
             self._write()
 

@@ -6,7 +6,7 @@ import bisect
 import collections
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from stepgraph.runtime.device_grammars import DeviceGrammars
@@ -58,10 +58,15 @@ class RequestQueue:
         """Whether submit() would raise QueueFullError."""
         return len(self.waiting) >= self._max_queued
 
+    def _require_room(self) -> None:
+        if self.full:
+            raise QueueFullError(f"Engine.submit(): {self._max_queued} requests are waiting already (EngineConfig.max_queued)")
+
     def enqueue(self, queued: QueuedRequest, require_open: Callable[[str], None]) -> None:
         """ValueError if the constraint is refused without a compile; QueueFullError; whatever `require_open` raises for a closed engine.
         After any exception the caller calls `withdraw`."""
         job = queued.job
+        self._require_room()  # before a compile, which would be killed with its worker process
         if job.constraint is not None:
             queued.ready = False
             claim = queued.claim = Claim(self._require_compiler(), job.constraint)
@@ -71,8 +76,7 @@ class RequestQueue:
             self._recorder.write("submit", **request_fields(job))
         with self.lock:
             require_open("submit")
-            if self.full:
-                raise QueueFullError(f"Engine.submit(): {self._max_queued} requests are waiting already (EngineConfig.max_queued)")
+            self._require_room()
             queued.order = job.priority, self._turn_of(job), self.submitted
             index = self._index_of(queued.order)
             most = max(self.most_waiting, len(self.waiting) + 1)
@@ -95,20 +99,17 @@ class RequestQueue:
         """Cancelled jobs by id, which no longer wait."""
         with self.lock:
             cancelled, self.cancelled = self.cancelled, {}
-            waiting, self.waiting = self.waiting, collections.deque()
-            for queued in waiting:
-                if queued.job.id in cancelled:
-                    self.release_turn(queued)
-                else:
-                    self.waiting.append(queued)
+            self.remove([self.unfinished[job.id] for job in cancelled.values() if not (job.finished or job.id in self.active)])
         return cancelled
 
-    def release_turn(self, queued: QueuedRequest) -> None:
-        """For each request that the scheduler takes out of `waiting`. Under the lock."""
-        turns = self._turns_of(queued.job)
-        turns.remove(queued.order[1])
-        if not turns:
-            del self._turns[queued.job.priority, queued.job.tenant]
+    def remove(self, taken: Iterable[QueuedRequest]) -> None:
+        """Take requests out of `waiting`. Under the lock."""
+        for queued in taken:
+            del self.waiting[self._index_of(queued.order)]
+            turns = self._turns_of(queued.job)
+            turns.remove(queued.order[1])
+            if not turns:
+                del self._turns[queued.job.priority, queued.job.tenant]
 
     def _index_of(self, order: tuple[int, ...]) -> int:
         """The index in `waiting` of a request with this order, or with an order that begins with it. A submit must not visit all requests:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import collections
 import enum
 import time
-from collections.abc import Callable, Collection
-
-import torch
+from collections.abc import Callable, Collection, Iterator
 
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.row_layout import REFUSED, ResultRecord
 from stepgraph.runtime.device_grammars import DeviceGrammars
 from stepgraph.runtime.extras.record import Recorder
 from stepgraph.runtime.histogram import HistogramBuilder
-from stepgraph.runtime.request import NO_DRAFTS, ActiveRequest, DraftCounts, FinishReason, Job, StepEvent, TokenLogprob, origins_of
+from stepgraph.runtime.request import NO_DRAFTS, ActiveRequest, DraftCounts, FinishReason, Job, StepEvent, TokenLogprob, describe_drafts
 from stepgraph.runtime.request_queue import QueuedRequest, RequestQueue
 from stepgraph.runtime.slots import PrefixSharing, RowTable
 from stepgraph.sampling.grammar.compile.limits import TOO_DEEP, with_limit_name
@@ -47,18 +45,26 @@ def loss_cause(requested: int, result: ResultRecord) -> LossCause | None:
 class Counters:
     def __init__(self, num_drafts: int) -> None:
         self.tokens = self.prompt_tokens = self.drafting_tokens = 0
-        self.drafts = NO_DRAFTS
+        self._rounds_by_drafts = collections.Counter[DraftCounts]()  # a sum for each row and round takes longer
         self.finished = collections.Counter[str]()  # by finish reason, or REFUSED_CONSTRAINT
         self.queue_seconds, self.first_token_seconds, self.token_seconds = (HistogramBuilder() for _ in range(3))
         self.offered, self.accepted = [0] * (num_drafts + 1), [0] * (num_drafts + 1)  # drafting rounds by number of drafts
         self.losses: dict[LossCause | None, int] = dict.fromkeys((None, *LossCause), 0)
 
-    def add_drafting_round(self, result: ResultRecord, loss: LossCause | None) -> None:
-        """Count a round of a row that could have drafts."""
-        self.offered[result.draft_count] += 1
-        self.accepted[result.accepted] += 1
-        self.drafting_tokens += result.emitted
-        self.losses[loss] += 1
+    def add_round(self, result: ResultRecord, drafts: DraftCounts, max_drafts: int) -> None:
+        """Count a round of a row. max_drafts: drafts that it could verify."""
+        self.tokens += result.emitted
+        if max_drafts:
+            self._rounds_by_drafts[drafts] += 1
+            self.offered[result.draft_count] += 1
+            self.accepted[result.accepted] += 1
+            self.drafting_tokens += result.emitted
+            self.losses[loss_cause(max_drafts, result)] += 1
+
+    @property
+    def drafts(self) -> DraftCounts:
+        totals = ([rounds * count for count in drafts] for drafts, rounds in self._rounds_by_drafts.items())
+        return DraftCounts(*map(sum, zip(NO_DRAFTS, *totals, strict=True)))
 
 
 class Scheduler:
@@ -101,34 +107,30 @@ class Scheduler:
     def admit(self) -> list[QueuedRequest]:
         """Give rows to queued requests in the order of the queue. The first one without a free row or pages holds back the rest; one whose
         grammar is still being compiled does not. Returns the requests whose grammar failed."""
-        failed, not_ready = list[QueuedRequest](), list[QueuedRequest]()
+        failed, taken = list[QueuedRequest](), list[QueuedRequest]()
         with self._queue.lock:
-            waiting = self._queue.waiting
-            while waiting:
-                first, held_back = waiting[0], self._is_held_back(waiting[0])
-                if held_back:
-                    not_ready.append(first)
-                elif first.error:
-                    failed.append(first)
-                elif request := self.rows.allocate(first.job, first.matcher):
+            for queued in self._admissible():
+                if queued.error:
+                    failed.append(queued)
+                elif request := self.rows.allocate(queued.job, queued.matcher):
                     self._active[request.job.id] = request
                     if self._recorder:
                         self._recorder.write("admit", job=request.job.id)
-                    if first.claim:
-                        self._grammars.admit(request, first.claim.result())
+                    if queued.claim:
+                        self._grammars.admit(request, queued.claim.result())
                     if request.job.queue_seconds is None:  # otherwise it continues after a preemption
                         request.job.queue_seconds = time.perf_counter() - request.job.submitted_at
                         self.counters.queue_seconds.add(request.job.queue_seconds)
                 else:
                     break
-                waiting.popleft()
-                if not held_back:
-                    self._queue.release_turn(first)
-            waiting.extendleft(reversed(not_ready))
+                taken.append(queued)
+            self._queue.remove(taken)
         return failed
 
-    def _is_held_back(self, queued: QueuedRequest) -> bool:
-        return not queued.ready or queued.job.id in self._queue.cancelled
+    def _admissible(self) -> Iterator[QueuedRequest]:
+        """The waiting requests that may have a row, in order. Under the lock."""
+        cancelled = self._queue.cancelled
+        return (queued for queued in self._queue.waiting if queued.ready and queued.job.id not in cancelled)
 
     def start_prefill(self, request: ActiveRequest) -> None:
         with self._queue.lock:
@@ -147,30 +149,21 @@ class Scheduler:
         if stops:
             tokens = stops.up_to_stop(tokens)
             result = result._replace(emitted=len(tokens), accepted=min(result.accepted, len(tokens)))
-        forced, accepted_bits = result.forced if request.constrained else 0, ~(-1 << result.accepted)  # no round without grammars writes it
-        looked_up = (~(-1 << result.draft_count) if self._only_looks_up else result.looked_up) & ~forced
-        relaxed = result.relaxed & accepted_bits if job.sampling.relaxed_top_n else 0  # greedy rounds do not write `relaxed`
-        drafts = DraftCounts(
-            result.accepted,
-            forced.bit_count(),
-            (forced & accepted_bits).bit_count(),
-            looked_up.bit_count(),
-            (looked_up & accepted_bits).bit_count(),
-            relaxed.bit_count(),
-        )
+        forced = looked_up = relaxed = 0
+        if result.draft_count:
+            forced = result.forced if request.constrained else 0  # no round without grammars writes it
+            looked_up = (~(-1 << result.draft_count) if self._only_looks_up else result.looked_up) & ~forced
+            relaxed = result.relaxed if job.sampling.relaxed_top_n else 0  # greedy rounds do not write it
+        drafts, origins = describe_drafts(len(tokens), result.accepted, forced, looked_up, relaxed)
+        max_drafts = min(job.num_speculative_tokens, len(result.drafts)) if result.draft_count or job.rounds else 0
         if tokens and self._recorder:
             self._recorder.write("tokens", job=job.id, tokens=tokens)
         with self._queue.lock:
             if tokens and not job.tokens:
                 job.first_token_seconds = time.perf_counter() - job.submitted_at
                 counters.first_token_seconds.add(job.first_token_seconds)
-            counters.tokens += len(tokens)
-            counters.drafts = counters.drafts.plus(drafts)
-            max_drafts = min(job.num_speculative_tokens, len(result.drafts))  # drafts that this round could verify
-            if result.draft_count or (job.rounds and max_drafts):
-                counters.add_drafting_round(result, loss_cause(max_drafts, result))
-        origins = origins_of(len(tokens), result.accepted, forced, looked_up)
-        logprobs = tuple(TokenLogprob(*pair) for pair in result.logprobs[: len(tokens)]) if job.sampling.logprobs else ()
+            counters.add_round(result, drafts, max_drafts)
+        logprobs = tuple([TokenLogprob(*pair) for pair in result.logprobs[: len(tokens)]]) if job.sampling.logprobs else ()
         job.tokens.extend(tokens)
         job.origins.extend(origins)
         job.logprobs.extend(logprobs)
@@ -203,29 +196,6 @@ class Scheduler:
             self._recorder.write("end", job=job.id, reason=str(reason), error=error)
         return StepEvent(job.id, finish_reason=reason, error=error)
 
-    def victim(self) -> ActiveRequest | None:
-        """The request to suspend: the last in order, if the first waiting one has no room and a smaller priority number."""
-        with self._queue.lock:
-            waiting = (queued.job for queued in self._queue.waiting if not self._is_held_back(queued) and not queued.error)
-            first = next(waiting, None)
-            if first is None or self.rows.has_room(first):
-                return None
-            candidates = [request for request in self._active.values() if request.job.priority > first.priority and _is_exact(request)]
-            return max(candidates, key=lambda request: self._queue.unfinished[request.job.id].order, default=None)
-
-    def suspend(self, request: ActiveRequest, pinned: bool) -> None:
-        """Free what a request holds and queue it again, in its order. Its results must be recorded, and its row inert."""
-        job = request.job
-        with self._queue.lock:
-            self._free(request)
-            job.count_preemption()
-            ids = torch.tensor(job.prior_output, dtype=torch.int64)  # also if empty
-            job.prior_output_host = ids.pin_memory() if pinned else ids
-            queued = self._queue.unfinished[job.id]
-            if queued.claim:
-                self._queue.prepare(queued, queued.claim)
-            self._queue.enqueue_again(queued)
-
     def _free(self, request: ActiveRequest) -> None:
         del self._active[request.job.id]
         self.rows.release(request)
@@ -241,13 +211,6 @@ class Scheduler:
             self._queue.waiting.clear()
         for queued in unfinished:
             self.finish(queued.job, self._active.get(queued.job.id), reason, error=error)
-
-
-def _is_exact(request: ActiveRequest) -> bool:
-    """Whether a request can continue with the tokens it would have had: with a negative seed, draws depend on the drafts."""
-    job = request.job
-    depends = job.num_speculative_tokens and job.seed < 0
-    return request.decoding and not job.finished and not depends and not job.sampling.relaxed_top_n
 
 
 def _error(code: FinishCode, request: ActiveRequest, status: int) -> str:

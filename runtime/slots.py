@@ -40,6 +40,7 @@ class RowTable:
         self.page_cache = PageCache(limits.num_pages, limits.page_size, sharing.lookahead, sharing.max_idle_pages)
         self._free_rows = list(range(limits.max_rows))
         self.reused_tokens = self.most_used_pages = 0
+        self._refused: Job | None = None  # has no room until pages are freed or published. Each step asks, and a look-up reads the prompt
 
     def __len__(self) -> int:
         """The number of rows in use."""
@@ -61,17 +62,21 @@ class RowTable:
             stops.push(job.tokens)
         return ActiveRequest(job, row, pages, matcher, not job.sampling.plain, cached, stop_stream=stops)
 
-    def has_room(self, job: Job) -> bool:
-        """Whether a row and enough pages are free. Cached pages without a holder are among the free ones."""
-        held = sum(page.ref_count > 0 for page in self._find(job)) if self._free_rows else 0
-        return bool(self._free_rows) and self._num_pages(job) - held <= self.page_cache.num_free
+    def has_room(self, job: Job, without: Sequence[ActiveRequest] = ()) -> bool:
+        """Whether a row and enough pages are free, or could be without these requests. Cached pages without a holder are free."""
+        if not (self._free_rows or without) or (job is self._refused and not without):
+            return False
+        missing = self._num_pages(job) - self.page_cache.num_free - sum(len(request.pages) for request in without)
+        has_room = missing <= 0 or missing <= sum(page.ref_count > 0 for page in self._find(job))
+        self._refused = self._refused if has_room or without else job
+        return has_room
 
     def _num_pages(self, job: Job) -> int:
         return -(-(len(job.prompt_ids) + job.max_new_tokens) // self._limits.page_size)
 
     def start_prefill(self, request: ActiveRequest) -> None:
         """Look up the prefix again just before the first chunk: requests with the same prefix may have published pages since `allocate`."""
-        found, held = self._find(request.job), len(request.cached_pages)
+        found, held, self._refused = self._find(request.job), len(request.cached_pages), None
         if found[:held] == request.cached_pages:
             self.page_cache.acquire(found[held:])
             self.page_cache.free(request.pages[held : len(found)])
@@ -88,11 +93,13 @@ class RowTable:
     def publish_prompt(self, request: ActiveRequest) -> None:
         """Publish the full pages of the prompt chunks launched so far."""
         self._publish(request, request.job.context_ids, request.num_prefilled)
+        self._refused = None
         self.most_used_pages = max(self.most_used_pages, self._limits.num_pages - self.page_cache.num_free)
 
     def release(self, request: ActiveRequest) -> None:
         """Free the row and the pages at once. The pages of the output are published; after an error, all pages are unpublished."""
         assert request.row not in self._free_rows
+        self._refused = None
         heapq.heappush(self._free_rows, request.row)
         if request.job.finish_reason == FinishReason.ERROR:
             self.page_cache.unpublish(request.cached_pages)

@@ -335,6 +335,8 @@ def checked_ids(name: str, ids: Any, num_tokens: int, expected: str = "a sequenc
     values = ids.tolist() if hasattr(ids, "tolist") and not getattr(ids, "is_meta", False) else ids
     if isinstance(values, (str, bytes, bytearray)) or not isinstance(values, Sequence):
         raise ValueError(f"{name}: got {type(ids).__name__}, expected {expected}")
+    if {*map(type, values)} == {int} and 0 <= min(values) <= max(values) < num_tokens:
+        return tuple(values)  # of a long prompt, the loop below would keep the GIL from the stepping thread for long
     for index, token in enumerate(values):
         if isinstance(token, bool) or not isinstance(token, (int, np.integer)) or not 0 <= token < num_tokens:
             raise ValueError(f"{name}[{index}]: got {clip_repr(token)}, expected a token id from 0 to {num_tokens - 1}")

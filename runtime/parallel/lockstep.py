@@ -7,7 +7,7 @@ step the ranks compare their requests and results.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -70,7 +70,7 @@ class LockstepScheduler(Scheduler):
 
     def __init__(self, ranks: Ranks, queue: LockstepQueue, *parts: Any) -> None:
         super().__init__(queue, *parts)
-        self._ranks, self._admissible, self._published, self._steps = ranks, queue.admissible, set[int](), 0
+        self._ranks, self._decided, self._published, self._steps = ranks, queue.admissible, set[int](), 0
 
     @property
     def runnable(self) -> bool:
@@ -94,7 +94,7 @@ class LockstepScheduler(Scheduler):
         return event
 
     def finish(self, job: Job, request: ActiveRequest | None, reason: FinishReason, error: str = "") -> StepEvent:
-        self._admissible.discard(job.id)
+        self._decided.discard(job.id)
         self._published.discard(job.id)
         return super().finish(job, request, reason, error)
 
@@ -103,18 +103,18 @@ class LockstepScheduler(Scheduler):
             self._ranks.abort()  # a sum that waits for a lost rank fails at once
         super().finish_all(reason, error)
 
-    def _is_held_back(self, queued: QueuedRequest) -> bool:
-        return queued.job.id not in self._admissible
+    def _admissible(self) -> Iterator[QueuedRequest]:
+        return (queued for queued in self._queue.waiting if queued.job.id in self._decided)
 
     def _publish(self, cancelled: list[int]) -> None:
         with self._queue.lock:
             waiting = list(self._queue.waiting)
         submitted = [queued for queued in waiting if queued.job.id not in self._published]
         known = [job_id for job_id in cancelled if job_id in self._published]
-        decided, requested = self._admissible, self._queue.cancelled  # by other threads; `cancel` comes before `ready`
+        decided, requested = self._decided, self._queue.cancelled  # by other threads; `cancel` comes before `ready`
         ready = [queued for queued in waiting if queued.ready and queued.job.id not in decided and queued.job.id not in requested]
         self._published.update(queued.job.id for queued in submitted)
-        self._admissible.update(queued.job.id for queued in ready)
+        decided.update(queued.job.id for queued in ready)
         self._ranks.publish(
             StepDecision(
                 [(queued.job.id, queued.job.prompt_ids, _options(queued.job), queued.order[1]) for queued in submitted],

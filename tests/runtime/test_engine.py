@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import time
 import weakref
 from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from stepgraph.graphs.errors import StepError
 from stepgraph.graphs.graph_key import GraphKey
 from stepgraph.graphs.model_call import ModelInput, ModelOutput
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
+from stepgraph.runtime.page_cache import PageCache
 from stepgraph.sampling.grammar.compile.compiler import GrammarCompiler
 from tests.helpers.toy_engines import (
     COMPILER,
@@ -101,6 +104,26 @@ def test_next_round_is_launched_before_the_previous_is_read() -> None:
         engine.step()
     assert job.tokens == plain([1, 2], 20).tokens
     engine.close()
+
+
+def test_each_further_row_adds_few_python_calls_to_a_step() -> None:
+    """They delay the launch of the next round."""
+    calls = []
+    with make_engine(Setup(k=3, max_rows=32, num_pages=32 * 12, buckets=(32,), prefill_chunk=512)) as engine:
+        for size in (1, 32):
+            jobs = [engine.submit([5, index], max_new_tokens=80, sampling=SamplingParams(ignore_eos=True)) for index in range(size)]
+            while not all(job.tokens for job in jobs):
+                engine.step()
+            frames = list[FrameType]()
+            sys.setprofile(lambda frame, event, _, frames=frames: frames.append(frame) if event == "call" else None)  # type: ignore[misc]
+            for _ in range(4):
+                engine.step()
+            sys.setprofile(None)
+            calls.append(sum("/tape/" not in frame.f_code.co_filename for frame in frames))
+            assert not any(job.finished for job in jobs)
+            for _ in engine.stream():
+                pass
+    assert (calls[1] - calls[0]) / (4 * 31) < 8, calls
 
 
 def test_a_burst_of_arrivals_does_not_wait_for_the_device() -> None:
@@ -325,6 +348,24 @@ def test_requests_wait_for_free_pages() -> None:
     for index, job in enumerate(jobs):
         assert job.tokens == plain([index] * 10, 80).tokens
     assert engine.stats().free_pages == 36
+
+
+def test_a_request_that_waits_for_pages_is_not_looked_up_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look-up takes time in proportion to the prompt."""
+    with make_engine(Setup(k=0, num_pages=12, max_rows=3, buckets=(3,))) as engine:  # pages of eight tokens
+        sampling = SamplingParams(ignore_eos=True)
+        first = engine.submit([7] * 30, max_new_tokens=58, sampling=sampling)  # eleven pages
+        while not first.tokens:
+            engine.step()
+        looked_up, find = list[int](), PageCache.find
+        monkeypatch.setattr(PageCache, "find", lambda self, salt, ids, limit: looked_up.append(limit) or find(self, salt, ids, limit))  # type: ignore[func-returns-value]
+        later = engine.submit([7] * 30, max_new_tokens=58, sampling=sampling)
+        while not later.tokens:
+            engine.step()
+        assert first.finished and later.num_cached_tokens == 24 and len(looked_up) <= 4
+        for _ in engine.stream():
+            pass
+        assert later.tokens == first.tokens
 
 
 def test_submit_and_cancel_from_many_threads() -> None:

@@ -134,7 +134,7 @@ def test_late_request_is_admitted_after_at_most_one_round(engine: Engine) -> Non
 def test_launch_ends_when_a_row_finishes_and_a_request_waits(engine: Engine) -> None:
     jobs = [engine.submit([7, index], max_new_tokens=12 if index == 3 else 60, sampling=ENDLESS) for index in range(5)]
     short, waiting = jobs[3:]
-    while not (engine._in_flight.pending and len(engine._in_flight.pending[-1].requests) == 4):
+    while not (engine._in_flight.pending and len(engine._in_flight.pending[-1].batch.requests) == 4):
         engine.step()
     launch = engine._in_flight.pending[-1]
     wait_for(launch.event.query)

@@ -14,8 +14,8 @@ import pytest
 
 from stepgraph import Constraint, Engine, EngineConfig, FinishReason, Job, SamplingParams
 from stepgraph.runtime.models.toy import ToyTarget
+from stepgraph.runtime.preemption import PreemptingScheduler
 from stepgraph.runtime.request import ActiveRequest
-from stepgraph.runtime.scheduler import Scheduler
 from stepgraph.sampling.grammar import GrammarLimits
 from tests.helpers.stat_checks import check_invariants
 from tests.helpers.toy_engines import VOCABULARY, Setup, make_engine, shared_engine
@@ -219,6 +219,21 @@ def test_a_request_takes_pages_at_once_however_much_of_its_prompt_could_be_cache
         assert slow.queue_seconds == queue_seconds and engine.stats().queue_seconds.count == 2, "it was queued once"
 
 
+def test_no_request_is_suspended_for_one_that_would_still_have_no_room() -> None:
+    with make_engine(replace(PLAIN, num_pages=12, max_rows=3, buckets=(3,)), preemption=True) as engine:  # pages of eight tokens
+        equal = engine.submit([4], max_new_tokens=63, sampling=LASTING)  # eight pages
+        later = engine.submit([5], max_new_tokens=31, sampling=LASTING, priority=1)  # four pages
+        while not later.tokens:
+            engine.step()
+        first = engine.submit([6], max_new_tokens=40, sampling=LASTING)  # six pages: more than those of `later`
+        while not later.finished:
+            engine.step()
+        assert later.num_preemptions == 0 and not equal.finished and not first.tokens
+        for _ in engine.stream():
+            pass
+        assert [job.finish_reason for job in (equal, later, first)] == [FinishReason.LENGTH] * 3
+
+
 def test_most_waiting_counts_preempted_requests() -> None:
     with make_engine(replace(PLAIN, num_pages=12), preemption=True) as engine:
         for index in range(2):
@@ -282,12 +297,12 @@ def test_a_preempted_request_can_be_cancelled_and_fails_with_the_engine() -> Non
 def test_a_planted_error_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that continues from one token too few."""
 
-    def suspend(self: Scheduler, request: ActiveRequest, pinned: bool, real: Any = Scheduler.suspend) -> None:
+    def suspend(self: PreemptingScheduler, request: ActiveRequest, pinned: bool, real: Any = PreemptingScheduler.suspend) -> None:
         kept = request.job.tokens.pop()
         real(self, request, pinned)
         request.job.tokens.append(kept)
 
-    monkeypatch.setattr(Scheduler, "suspend", suspend)
+    monkeypatch.setattr(PreemptingScheduler, "suspend", suspend)
     with pytest.raises(AssertionError):  # unequal tokens, or a grammar that does not allow the first one
         test_preempted_requests_have_the_tokens_that_they_have_alone("drafted")
 

@@ -196,13 +196,14 @@ def test_grammar_in_use_is_kept_beyond_the_cache_limit() -> None:
         assert (left.grammars, left.nbytes, jobs[1].tokens) == (0, 0, plain([7], 20, requested).tokens)
 
 
-def test_failed_submit_leaves_no_claim_and_close_ends_compiles() -> None:
+def test_a_request_that_a_full_queue_refuses_begins_no_compile_and_close_ends_compiles() -> None:
     engine = make_engine(SETUP, max_queued=1)
     job = engine.submit([7], constraint=GREEDY, max_new_tokens=4)
     pid = busy_worker(compiler_of(engine))
     with pytest.raises(RuntimeError, match=r"EngineConfig\.max_queued"):
         engine.submit([7], constraint=SLOW, max_new_tokens=4)
-    waited(lambda: engine.stats().grammars.running == 1, "the refused request's compile goes on")
+    grammars = engine.stats().grammars
+    assert (grammars.misses, grammars.running, grammars.workers_started) == (len(CONSTRAINTS), 1, 1)
     engine.close()
     waited(lambda: gone(pid), "a worker outlives its engine")
     assert (job.finish_reason, job.error) == (FinishReason.CANCELLED, "the engine was closed")

@@ -99,7 +99,7 @@ def test_counters_are_accessed_under_the_lock_of_the_queue() -> None:
         "start_prefill",
         "publish_prompt",
         "release",
-        "add_drafting_round",
+        "add_round",
         "losses",
         "finished",
         "tokens",

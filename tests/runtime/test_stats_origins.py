@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from stepgraph import Constraint, Engine, EngineConfig, Origin, StepEvent
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
-from stepgraph.runtime.request import origins_of
+from stepgraph.runtime.request import describe_drafts
 from tests.graphs.test_proposing import asks_with_texts
 from tests.helpers.oracles import greedy
 from tests.helpers.proposers import draft_ids_then_noise
@@ -173,6 +173,6 @@ def test_origins_agree_with_every_count(setup: Setup, batch: Sequence[Ask]) -> N
 
 
 def test_origins_are_strings_and_cached() -> None:
-    assert [str(origin) for origin in origins_of(4, 3, 0b001, 0b010)] == ["forced", "look_up", "draft", "target"]
-    assert origins_of(2, 2, 0, 0b10) == ("draft", "look_up") and origins_of(0, 0, 0, 0) == ()
-    assert origins_of(3, 1, 0, 0) is origins_of(3, 1, 0, 0)
+    assert [str(origin) for origin in describe_drafts(4, 3, 0b001, 0b010, 0)[1]] == ["forced", "look_up", "draft", "target"]
+    assert describe_drafts(2, 2, 0, 0b10, 0)[1] == ("draft", "look_up") and describe_drafts(0, 0, 0, 0, 0)[1] == ()
+    assert describe_drafts(3, 1, 0, 0, 0) is describe_drafts(3, 1, 0, 0, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from stepgraph import Constraint, Engine, EngineConfig, FinishReason, SamplingParams, Vocabulary
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
+from stepgraph.runtime.validate import checked_ids
 from tests.helpers.oracles import greedy
 from tests.helpers.toy_engines import CONSTRAINTS, TARGET, VOCABULARY, Setup, make_engine, shared_engine
 
@@ -262,6 +264,15 @@ def test_capture_once_and_no_calls_after_close() -> None:
         with pytest.raises(RuntimeError, match="the engine was closed"):
             call()
     assert engine.cancel(waiting) is False
+
+
+def test_ids_of_a_prompt_are_checked_by_few_calls() -> None:
+    """A check of each token would keep the GIL from the stepping thread."""
+    calls, ids = list[str](), [3] * 1000
+    sys.setprofile(lambda frame, event, _: calls.append(event))
+    checked = checked_ids("prompt", ids, 113)
+    sys.setprofile(None)
+    assert checked == tuple(ids) and len(calls) < 20
 
 
 def test_submit_beyond_max_queued_raises() -> None:

@@ -192,7 +192,7 @@ class NativeLink:
             raise MemoryError("NativeLink: out of memory")
         self._finalizer = weakref.finalize(self, library.without_gil.stepgraph_close, self._address)
         self._finalizer.atexit = False  # a node may still be running at exit
-        self._pushed: collections.deque[tuple[NativeRow | None, ...]] = collections.deque()
+        self._pushed: collections.deque[tuple[MatcherRow | None, ...]] = collections.deque()
         self._released = 0  # pushed rounds whose rows were released
         self._counts = _new_counts()  # used by the launching thread only
         self._last_stats = HostStats()
@@ -231,12 +231,11 @@ class NativeLink:
 
     def push_batch(self, batch: Sequence[MatcherRow | None]) -> None:
         self.release_finished()
-        rows = tuple(row for row in batch if row is None or isinstance(row, NativeRow))
-        assert len(rows) == len(batch) <= self._slots, "rows of another link, or more rows than slots"
-        addresses = (c_void_p * len(rows))(*(addressof(row.struct) if row else None for row in rows))
-        if self._library.with_gil.stepgraph_push_batch(self._address, addresses, len(rows)):
+        assert {*map(type, batch)} <= {NativeRow, type(None)} and len(batch) <= self._slots, "rows of another link, or more rows than slots"
+        addresses = (c_void_p * len(batch))(*[addressof(row.struct) if isinstance(row, NativeRow) else None for row in batch])
+        if self._library.with_gil.stepgraph_push_batch(self._address, addresses, len(batch)):
             raise RuntimeError(f"NativeLink.push_batch: {len(self._pushed)} rounds are pushed and have not ended, which is the maximum")
-        self._pushed.append(rows)
+        self._pushed.append(tuple(batch))
 
     def release_finished(self) -> None:
         self._require_open()
