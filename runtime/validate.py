@@ -135,7 +135,7 @@ class RequestValidator:
             typed = typed_constraint(constraint.constraint if isinstance(constraint, CompiledConstraint) else constraint)
         sampling = self._sampling(options.get("sampling"), constraint is not None, new_tokens)
         stop_ids = self._stop_ids(sampling)
-        seed = 0 if sampling.greedy else -1 - secrets.randbits(63) if sampling.seed is None else sampling.seed
+        seed = 0 if sampling.greedy else -2 - secrets.randbits(62) if sampling.seed is None else sampling.seed
         cache_salt = options.get("cache_salt", "")
         if not isinstance(cache_salt, str):
             raise ValueError(f"cache_salt: got {type(cache_salt).__name__}, expected a string")

@@ -68,8 +68,8 @@ class SamplingParams:
     min_p: float = 0.0  # drop tokens less likely than this fraction of the most probable
     top_k: int = 0  # keep the k most probable; 0: all; -1, vLLM's number for all, is stored as 0
     top_p: float = 1.0  # keep the most probable until their probabilities sum to this
-    # The same seed gives the same tokens, with any drafts. None: a new, negative seed per request. With a negative seed, more drafts of a
-    # draft model are accepted, and the tokens depend on them.
+    # The same seed gives the same tokens, with any drafts. None: a new, negative seed per request; -1, the number for that in vLLM and
+    # llama.cpp, is stored as None. With a negative seed, more drafts of a draft model are accepted, and the tokens depend on them.
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     stop: str | Sequence[str] = ()  # one or several texts that end the output and are not part of it
@@ -96,6 +96,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         check_fields(self, CHECKS)
         object.__setattr__(self, "top_k", max(0, self.top_k))
+        object.__setattr__(self, "seed", None if self.seed == -1 else self.seed)
         if self.temperature is None:
             samples = (self.min_p, self.top_k, self.top_p, self.seed) != (0.0, 0, 1.0, None)
             object.__setattr__(self, "temperature", 1.0 if samples else 0.0)
