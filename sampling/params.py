@@ -13,10 +13,10 @@ _TOKEN_ID = Check(lambda token: is_int(token) and token >= 0, "a token id >= 0")
 _BIAS = number(-100, 100)
 MAX_STOP_CHARS = 1000
 MAX_TOP_LOGPROBS = 100
-_STOP = Check(lambda text: isinstance(text, str) and 0 < len(text) <= MAX_STOP_CHARS, f"a text of 1 to {MAX_STOP_CHARS} characters")
+STOP_TEXT = Check(lambda text: isinstance(text, str) and 0 < len(text) <= MAX_STOP_CHARS, f"a text of 1 to {MAX_STOP_CHARS} characters")
 _BAD_WORD = Check(
-    lambda word: _STOP.accepts(word) or (isinstance(word, (tuple, list)) and bool(word)),
-    f"{_STOP.expected}, or a sequence of at least one token id",
+    lambda word: STOP_TEXT.accepts(word) or (isinstance(word, (tuple, list)) and bool(word)),
+    f"{STOP_TEXT.expected}, or a sequence of at least one token id",
 )
 FIELDS_BEYOND_ARGMAX = (
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_token_ids", "bad_words", "min_new_tokens"),
@@ -100,7 +100,7 @@ class SamplingParams:
         if self.temperature is None:
             samples = (self.min_p, self.top_k, self.top_p, self.seed) != (0.0, 0, 1.0, None)
             object.__setattr__(self, "temperature", 1.0 if samples else 0.0)
-        self._check_items("stop", (self.stop,) if isinstance(self.stop, str) else self.stop, "a text or a tuple of texts", _STOP)
+        self._check_items("stop", (self.stop,) if isinstance(self.stop, str) else self.stop, "a text or a tuple of texts", STOP_TEXT)
         for name in ("stop_token_ids", "bad_token_ids"):
             self._check_items(name, getattr(self, name), "a tuple of token ids", _TOKEN_ID)
         self._check_bias()

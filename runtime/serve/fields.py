@@ -17,7 +17,7 @@ from stepgraph.runtime.text import TextCodec
 from stepgraph.sampling.fields import BOOL, Check, instance_of, is_int, reject_constant, whole
 from stepgraph.sampling.grammar.constraints.constraint import MAX_MARKER_LIMIT, Constraint
 from stepgraph.sampling.grammar.schema.reader import clip_json
-from stepgraph.sampling.params import SamplingParams
+from stepgraph.sampling.params import STOP_TEXT, SamplingParams
 
 _SAMPLING_FIELDS = {  # field of the request: field of SamplingParams
     **{name: name for name in ("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty")},
@@ -72,7 +72,6 @@ class GenerationRequest:
     stops: tuple[str, ...]
     stream: bool
     include_usage: bool  # as the last event of a stream
-    logprobs: bool
     tools: ToolUse | None
     n: int  # choices
     constraint_field: str  # the field that sets the constraint
@@ -111,8 +110,12 @@ def parse_request(
     parallel = _checked(fields, "parallel_tool_calls", _BOOL, True)
     tools = tool_use(fields.get("tools"), fields.get("tool_choice"), parallel, chosen_format) if chat else None
     prompt_ids = _chat_ids(fields, tools, codec) if chat else _prompt_ids(fields, codec)
-    logprobs, top_logprobs = _logprobs(fields, chat)
-    sampling = _sampling(fields, logprobs, top_logprobs)
+    budget = _checked(fields, "thinking_token_budget", _BUDGET)
+    reasoning = reasoning_of(prompt_ids, codec, _template_variables(fields), budget) if chat else None
+    if budget is not None and reasoning is None:
+        refuse("thinking_token_budget", budget, "none: the answer has no reasoning between <think> and </think>")
+    stops = _stops(fields)  # in a text with calls or reasoning, the runtime would find them there too
+    sampling = _sampling(fields, _logprobs(fields, chat), stops if tools is None and reasoning is None else ())
     max_tokens = _max_tokens(fields, len(prompt_ids), max_length, chat)
     options = {"max_new_tokens": max_tokens, "sampling": sampling, "constraint": _constraint(fields, tools)}
     options["lora_name"] = "" if model == models[0] else model
@@ -121,11 +124,7 @@ def parse_request(
     n = _checked(fields, "n", whole(1, MAX_CHOICES), 1)
     _checked(fields, "best_of", whole(n, n)._replace(expected=f"n, which is {n}"))
     field = "tools" if tools is not None else _constraint_field(fields)
-    budget = _checked(fields, "thinking_token_budget", _BUDGET)
-    reasoning = reasoning_of(prompt_ids, codec, _template_variables(fields), budget) if chat else None
-    if budget is not None and reasoning is None:
-        refuse("thinking_token_budget", budget, "none: the answer has no reasoning between <think> and </think>")
-    return GenerationRequest(chat, model, prompt_ids, options, _stops(fields), stream, include_usage, logprobs, tools, n, field, reasoning)
+    return GenerationRequest(chat, model, prompt_ids, options, stops, stream, include_usage, tools, n, field, reasoning)
 
 
 def checked_model(name: Any, models: Sequence[str]) -> str:
@@ -254,14 +253,14 @@ def _prompt_ids(fields: Mapping[str, Any], codec: TextCodec) -> list[int]:
         raise HttpError(400, f"prompt: {error}", "prompt") from None
 
 
-def _sampling(fields: Mapping[str, Any], logprobs: bool, top_logprobs: int) -> SamplingParams:
+def _sampling(fields: Mapping[str, Any], logprobs: tuple[bool, int], stop: Sequence[str]) -> SamplingParams:
     params = {runtime: fields[field] for field, runtime in _SAMPLING_FIELDS.items() if field in fields}
     biases = fields.get("logit_bias", {})
     if not isinstance(biases, dict) or not all(re.fullmatch("0|[1-9][0-9]{0,8}", token) for token in biases):
         refuse("logit_bias", biases, "an object from token ids to numbers")
     try:
         params = {"temperature": 1.0, **params, "logit_bias": {int(token): bias for token, bias in biases.items()}}
-        return SamplingParams(**params, logprobs=logprobs, top_logprobs=top_logprobs)
+        return SamplingParams(**params, logprobs=logprobs[0], top_logprobs=logprobs[1], stop=stop)
     except ValueError as error:
         raise request_error(error) from None
 
@@ -301,8 +300,8 @@ def _structured_outputs(value: Any) -> Constraint:
 def _stops(fields: Mapping[str, Any]) -> tuple[str, ...]:
     stops = fields.get("stop", [])
     stops = [stops] if isinstance(stops, str) else stops
-    if not isinstance(stops, list) or len(stops) > MAX_STOPS or not all(isinstance(stop, str) and stop for stop in stops):
-        refuse("stop", stops, f"a non-empty text, or a list of up to {MAX_STOPS} of them")
+    if not isinstance(stops, list) or len(stops) > MAX_STOPS or not all(map(STOP_TEXT.accepts, stops)):
+        refuse("stop", stops, f"{STOP_TEXT.expected}, or a list of up to {MAX_STOPS} of them")
     return tuple(stops)
 
 

@@ -131,7 +131,7 @@ def test_completion_of_text_or_ids_ends_at_a_stop_text(server: RunningServer) ->
         assert client.completions.create(prompt=[97, 98, 99], **request).choices[0].text == text
         stop = text[9:12]
         index = text.find(stop)
-        before = server.count("cancelled")
+        before = server.count("stop"), server.count("cancelled")
         for stream in (False, True):
             stops = ["never there", *(f"{text[at]}\0" for at in (3, 6)), stop]  # some begin with a character of the answer
             answer: Any = client.completions.create(prompt="abc", stop=stops, stream=stream, logprobs=0, **request)
@@ -143,7 +143,7 @@ def test_completion_of_text_or_ids_ends_at_a_stop_text(server: RunningServer) ->
             assert offsets == list(itertools.accumulate(map(len, tokens[:-1]), initial=0))
         request["extra_body"] = ON | {"stop_token_ids": [*text[9].encode()], "top_k": -1}
         assert client.completions.create(prompt="abc", **request).choices[0].text == text.partition(text[9])[0]
-    waited(lambda: server.count("cancelled") == before + 2, "the rest of a stopped text is decoded")
+    assert (server.count("stop"), server.count("cancelled")) == (before[0] + 3, before[1])
 
 
 def test_a_stop_text_ends_an_answer_whose_last_event_is_an_error(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,15 +363,18 @@ def test_unsupported_fields_are_refused_by_name(server: RunningServer) -> None:
     )
 
 
-def test_disconnect_frees_the_row(server: RunningServer) -> None:
+def test_disconnect_frees_the_row(server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
     before = server.count("cancelled")
-    with server.client as client:
+    with caplog.at_level(logging.INFO, "stepgraph.serve"), server.client as client:
         request: Any = {"model": "toy", "messages": CHAT, "max_tokens": 4000, "extra_body": ON}
         with client.chat.completions.create(stream=True, **request) as stream:
             for chunk in stream:
                 assert chunk.choices[0].finish_reason is None
                 break
         waited(lambda: server.count("cancelled") == before + 1, "the row of a closed stream still decodes")
+        waited(lambda: len(caplog.records) == 1, "no line for a request")
+    line = json.loads(caplog.records[0].message)
+    assert (line["status"], line["finish_reasons"]) == ("disconnected", ["cancelled"])
     body = json.dumps({"prompt": "x", "max_tokens": 4000, **ON}).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
     assert server.send(head + body) == b""  # not streamed; disconnects right after the request
