@@ -146,6 +146,7 @@ class Job:
     submitted_at: float = field(default_factory=time.perf_counter)
     queue_seconds: float | None = None  # from submit until it had a row
     first_token_seconds: float | None = None  # from submit until its first token was known
+    seconds: float | None = None  # from submit until its end was known
 
     def __repr__(self) -> str:
         counts = f"{len(self.prompt_ids)} prompt tokens, {len(self.tokens)} tokens"

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from stepgraph.sampling.fields import Check, check_fields, check_value, checked_fields, clip_repr, is_int, number, optional, whole
+from stepgraph.sampling.fields import BOOL, Check, check_fields, check_value, checked_fields, clip_repr, is_int, number, optional, whole
 
 FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127  # a larger temperature would be infinite on the device
 _TOKEN_ID = Check(lambda token: is_int(token) and token >= 0, "a token id >= 0")
@@ -32,6 +32,7 @@ CHECKS = {
     "top_k": whole(-1, 2**24),
     "seed": optional(whole(-(2**63), 2**63 - 1)),
     "min_new_tokens": whole(0, 2**24),
+    "logprobs": BOOL._replace(expected="True or False; top_logprobs is the number of most probable tokens"),
     "top_logprobs": whole(0, MAX_TOP_LOGPROBS),
     "relaxed_top_n": whole(0, 2**24),
     "relaxed_delta": number(0.0, 1.0),
@@ -45,12 +46,18 @@ NAMES_ELSEWHERE = {
     **dict.fromkeys(("min_tokens", "min_length"), "min_new_tokens"),
     "repeat_penalty": "repetition_penalty",
     **dict.fromkeys(("stop_strings", "stop_sequences", "stop_words"), "stop"),
-    "bad_words_ids": "bad_words",
+    **dict.fromkeys(("bad", "bad_words_ids"), "bad_words"),
+    **dict.fromkeys(("eos_token_id", "end_id"), "stop_token_ids"),
+    **dict.fromkeys(("output_scores", "return_log_probs"), "logprobs"),
+    **dict.fromkeys(("use_beam_search", "beam_width", "num_beams"), "nothing: there is no beam search"),
+    "prompt_logprobs": "nothing: prompts have no log-probabilities",
+    "include_stop_str_in_output": "nothing: Job.text ends before a stop text, and Job.tokens after it",
+    "skip_special_tokens": "nothing: control tokens have no text",
+    "random_seed": "seed",
+    "allowed_token_ids": _USE_CONSTRAINT,
     "do_sample": "temperature: 0 is greedy",
     "logits_processor": "logits_processors, the names of EngineConfig.logits_processors",
-    "eos_token_id": "stop_token_ids",
-    "output_scores": "logprobs",
-}  # in vLLM, llama-cpp-python and transformers
+}  # in vLLM, TensorRT-LLM, llama-cpp-python and transformers
 
 
 @checked_fields(NAMES_ELSEWHERE)

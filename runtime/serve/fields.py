@@ -32,7 +32,12 @@ _STRUCTURED: dict[str, Callable[[Any], Constraint]] = {
     "choice": Constraint.choice,
     "grammar": Constraint.ebnf,
 }
-_ELSEWHERE = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "json_schema", "regex", "ebnf")  # in vLLM and SGLang
+_GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "json_schema", "regex", "ebnf", "grammar")
+_ELSEWHERE = {  # in vLLM, SGLang, llama.cpp's server and older APIs of OpenAI
+    **dict.fromkeys(_GUIDED, "structured_outputs or response_format"),
+    **dict.fromkeys(("n_predict", "max_new_tokens", "max_length"), "max_tokens"),
+    **{"repeat_penalty": "repetition_penalty", "min_new_tokens": "min_tokens", "functions": "tools", "function_call": "tool_choice"},
+}
 _CHAT_FIELDS = {*_COMMON, "messages", "max_completion_tokens", "tools", "tool_choice"}
 _COMPLETION_FIELDS = {*_COMMON, "prompt", "best_of"}
 _CHAT_FIELDS |= {"top_logprobs", "parallel_tool_calls", "reasoning_effort", "thinking_token_budget", "chat_template_kwargs"}
@@ -143,7 +148,8 @@ def request_error(error: ValueError | str, prompt_field: str = "messages", const
     name = re.match(r"\w*", subject)
     runtime_field = name[0] if name else ""
     if runtime_field in ("constraint", "Constraint", "schema"):
-        return HttpError(400, f"{constraint_field}:{reason}", constraint_field)
+        path = subject.partition("Constraint.structural_tag")[2]
+        return HttpError(400, f"{constraint_field}{path}:{reason}", constraint_field + path)
     if runtime_field == "prompt":
         return HttpError(400, f"{prompt_field}:{reason}", prompt_field)
     field = _REQUEST_FIELDS.get(runtime_field, runtime_field)
@@ -154,7 +160,7 @@ def _check_known(fields: dict[str, Any], known: set[str]) -> None:
     for full_name in fields.keys() - known:
         value, name = fields[full_name], full_name[:100] or "''"
         if name not in _FIXED_FIELDS:
-            hint = ", expected structured_outputs or response_format" if name in _ELSEWHERE else ""
+            hint = f", expected {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
             raise HttpError(400, f"{name}: got {clip_json(value)}, but the field is not supported{hint}", name, "unsupported_parameter")
         if not any(value == accepted and type(value) is type(accepted) for accepted in _FIXED_FIELDS[name]):
             expected = " or ".join(map(json.dumps, _FIXED_FIELDS[name]))
@@ -181,7 +187,8 @@ def _message(message: Any, name: str) -> dict[str, Any]:
         refuse(name, message, "an object with a role and a content")
     if message.get("role") not in _ROLES:
         refuse(f"{name}.role", message.get("role"), f"one of {', '.join(_ROLES)}")
-    message = {field: value for field, value in message.items() if value is not None}
+    # An answer of OpenAI's API has fields such as "annotations": [].
+    message = {field: value for field, value in message.items() if value is not None and (value != [] or field in _MESSAGE_FIELDS)}
     for field in message.keys() - _MESSAGE_FIELDS:
         raise HttpError(400, f"{name}.{field[:100]}: the field is not supported", f"{name}.{field[:100]}")
     for field in message.keys() & {"name", "tool_call_id", "reasoning_content"}:

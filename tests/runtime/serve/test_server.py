@@ -297,6 +297,7 @@ REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"include_obfuscation": 0}}, "stream_options"),
     ({"response_format": {"type": "yaml"}}, "response_format"),
+    ({"response_format": {"type": "structural_tag", "structures": [], "triggers": []}}, "response_format.triggers"),
     ({"response_format": FORMAT, "tools": TOOLS}, "response_format"),
     ({"structured_outputs": {"regex": "a"}, "tools": TOOLS}, "structured_outputs"),
     ({"structured_outputs": {"regex": "a"}, "response_format": FORMAT}, "structured_outputs"),
@@ -322,6 +323,7 @@ REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": "x", "mood": "good"}]}, "messages[0].mood"),
+    ({"messages": [{"role": "assistant", "content": "x", "annotations": [{}]}]}, "messages[0].annotations"),
     ({"messages": [{"role": "user", "content": "x" * 5000}]}, "messages"),
 ]
 
@@ -339,6 +341,8 @@ def test_unsupported_fields_are_refused_by_name(server: RunningServer) -> None:
             client.completions.create(model="toy", prompt="a", suffix="b")
         with pytest.raises(openai.BadRequestError, match=r"guided_json: .*, expected structured_outputs or response_format"):
             client.completions.create(model="toy", prompt="a", extra_body={"guided_json": {}})
+        with pytest.raises(openai.BadRequestError, match="repeat_penalty: got 1.1, but .* is not supported, expected repetition_penalty"):
+            client.completions.create(model="toy", prompt="a", extra_body={"repeat_penalty": 1.1})
         for name, wrong in (("logprobs", 6), ("best_of", 2), ("best_of", True)):
             with pytest.raises(openai.BadRequestError, match=name):
                 client.completions.create(model="toy", prompt="a", extra_body={name: wrong})
@@ -411,7 +415,7 @@ def test_accepted_fields_and_roles(server: RunningServer) -> None:
             model="toy", messages=CHAT, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, temperature=0
         )
         assert called.choices[0].finish_reason == "tool_calls"
-        past: Any = [*CHAT, called.choices[0].message.model_dump(exclude_none=True)]
+        past: Any = [*CHAT, {**called.choices[0].message.model_dump(), "annotations": []}]  # as OpenAI's API answers
         past.append({"role": "tool", "tool_call_id": called.choices[0].message.tool_calls[0].id, "content": "done"})
         assert client.chat.completions.create(**request, messages=past).choices[0].message.content is not None
         assert client.models.retrieve("toy").id == "toy"
