@@ -61,10 +61,11 @@ def test_unknown_keyword_error_names_the_right_one(call: Callable[..., Any], nam
 
 
 def test_an_argument_without_a_name_names_the_keywords() -> None:
-    for call in (ENGINE.generate, ENGINE.submit, ENGINE.stream_text, AsyncEngine(ENGINE).generate):
-        message = rf"^{re.escape(call.__qualname__)}\(\): got SamplingParams\(.* as argument 2, expected a keyword: one of constraint, sampling, "
+    calls: list[Callable[..., Any]] = [ENGINE.generate, ENGINE.submit, ENGINE.stream_text, AsyncEngine(ENGINE).generate]
+    for call in calls:
+        message = rf"^{re.escape(call.__qualname__)}\(\): got SamplingParams\(.* as argument 2, expected a keyword: one of constraint, "
         with pytest.raises(TypeError, match=message):
-            call([1], SamplingParams())  # type: ignore[operator]
+            call([1], SamplingParams())
     assert ENGINE.generate(prompt=[1], max_new_tokens=2).finished and not ENGINE.has_work
 
 

@@ -341,7 +341,7 @@ def test_unsupported_fields_are_refused_by_name(server: RunningServer) -> None:
             client.completions.create(model="toy", prompt="a", suffix="b")
         with pytest.raises(openai.BadRequestError, match=r"guided_json: .*, expected structured_outputs or response_format"):
             client.completions.create(model="toy", prompt="a", extra_body={"guided_json": {}})
-        with pytest.raises(openai.BadRequestError, match="repeat_penalty: got 1.1, but .* is not supported, expected repetition_penalty"):
+        with pytest.raises(openai.BadRequestError, match=r"repeat_penalty: got 1\.1, but .* is not supported, expected repetition_penalty"):
             client.completions.create(model="toy", prompt="a", extra_body={"repeat_penalty": 1.1})
         for name, wrong in (("logprobs", 6), ("best_of", 2), ("best_of", True)):
             with pytest.raises(openai.BadRequestError, match=name):
