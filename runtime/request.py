@@ -209,6 +209,19 @@ class Job:
         )
 
     @property
+    def stop_reason(self) -> str | int | None:
+        """What ended the output, as in vLLM: one of SamplingParams.stop or stop_token_ids. None for a stop token of the vocabulary, and if
+        `finish_reason` is not `stop`."""
+        if self.finish_reason != FinishReason.STOP:
+            return None
+        if self.sampling.stop:
+            stream = self.text_stream()
+            stream.push(self.tokens)
+            if stream.stopped:
+                return stream.found_stop
+        return self.tokens[-1] if self.tokens[-1] in self.sampling.stop_token_ids else None
+
+    @property
     def cache_key(self) -> tuple[str, int]:
         """The salt and the adapter. Only requests with equal keys share prefixes."""
         return self.cache_salt, self.lora.serial
