@@ -75,18 +75,19 @@ CHECKS = {
 NAMES_ELSEWHERE = {
     **dict.fromkeys(("max_num_seqs", "max_batch", "max_batch_size", "batch_size", "n_parallel"), "max_rows"),
     **dict.fromkeys(("max_model_len", "max_seq_len", "max_seq_length", "n_ctx"), "max_length"),
-    **dict.fromkeys(("max_num_batched_tokens", "n_batch", "prefill_chunk_size"), "prefill_chunk"),
-    **dict.fromkeys(("num_draft_tokens", "prompt_lookup_num_tokens", "num_pred_tokens"), "num_speculative_tokens"),
-    **dict.fromkeys(("gpu_memory_utilization", "num_gpu_blocks_override"), "num_pages"),
+    **dict.fromkeys(("max_num_batched_tokens", "max_num_tokens", "n_batch", "n_ubatch", "prefill_chunk_size"), "prefill_chunk"),
+    **dict.fromkeys(("num_draft_tokens", "max_draft_len", "prompt_lookup_num_tokens", "num_pred_tokens"), "num_speculative_tokens"),
+    **dict.fromkeys(("gpu_memory_utilization", "free_gpu_memory_fraction", "num_gpu_blocks_override"), "num_pages"),
     **dict.fromkeys(("cuda_graph_sizes", "cudagraph_capture_sizes"), "buckets"),
     **dict.fromkeys(("type_k", "type_v"), "kv_cache_dtype"),
-    "enable_prefix_caching": "prefix_reuse",
-    "block_size": "page_size",
+    **dict.fromkeys(("enable_prefix_caching", "enable_block_reuse"), "prefix_reuse"),
+    **dict.fromkeys(("block_size", "tokens_per_block"), "page_size"),
+    "max_logprobs": "max_top_logprobs",
     "enforce_eager": "eager",
     "device": "backend",
     "tensor_parallel_size": "Engine.from_pretrained(tensor_parallel=)",
     "seed": "Engine.submit(sampling=SamplingParams(seed=))",
-}  # in vLLM, llama-cpp-python and transformers
+}  # in vLLM, TensorRT-LLM, llama-cpp-python and transformers
 
 
 @checked_fields(NAMES_ELSEWHERE)

@@ -148,6 +148,7 @@ class Job:
     submitted_at: float = field(default_factory=time.perf_counter)
     queue_seconds: float | None = None  # from submit until it had a row
     first_token_seconds: float | None = None  # from submit until its first token was known
+    seconds: float | None = None  # from submit until its end was known
 
     def __repr__(self) -> str:
         counts = f"{len(self.prompt_ids)} prompt tokens, {len(self.tokens)} tokens"
@@ -208,6 +209,19 @@ class Job:
             "Job.parsed: the output is incomplete or its end was not reached, "
             f"finish_reason is {self.finish_reason}{self.error and ': ' + self.error}"
         )
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """What ended the output, as in vLLM: one of SamplingParams.stop or stop_token_ids. None for a stop token of the vocabulary, and if
+        `finish_reason` is not `stop`."""
+        if self.finish_reason != FinishReason.STOP:
+            return None
+        if self.sampling.stop:
+            stream = self.text_stream()
+            stream.push(self.tokens)
+            if stream.stopped:
+                return stream.found_stop
+        return self.tokens[-1] if self.tokens[-1] in self.sampling.stop_token_ids else None
 
     @property
     def cache_key(self) -> tuple[str, int]:

@@ -180,12 +180,12 @@ class Scheduler:
     def finish(self, job: Job, request: ActiveRequest | None, reason: FinishReason, error: str = "") -> StepEvent:
         """End a job and free what it holds. Returns an event without tokens."""
         with self._queue.lock:
+            job.seconds = time.perf_counter() - job.submitted_at
             job.error, job.finish_reason = error, reason
             queued = self._queue.unfinished.pop(job.id)
             self.counters.finished[REFUSED_CONSTRAINT if reason == FinishReason.ERROR and queued.error else reason.value] += 1
             if job.first_token_seconds is not None and len(job.tokens) > 1:
-                seconds = time.perf_counter() - job.submitted_at - job.first_token_seconds
-                self.counters.token_seconds.add(seconds / (len(job.tokens) - 1))
+                self.counters.token_seconds.add((job.seconds - job.first_token_seconds) / (len(job.tokens) - 1))
             if request is not None:
                 self._free(request)
         if queued.claim:

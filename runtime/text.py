@@ -146,7 +146,11 @@ class TextStream:
         self._vocabulary, self._stop, self._stop_ids = vocabulary, stop, tuple(stop_ids)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._pending_text = ""
-        self.stopped = False  # a stop string was found; nothing after it is returned
+        self.found_stop = ""  # the stop string that was found; nothing after it is returned
+
+    @property
+    def stopped(self) -> bool:
+        return bool(self.found_stop)
 
     def push(self, token_ids: Iterable[int]) -> str:
         check_value("TextStream.push", token_ids, _TOKEN_IDS)
@@ -164,7 +168,7 @@ class TextStream:
         """The rest, with U+FFFD for an incomplete character. Resets the stream."""
         rest = self._release(self._decoder.decode(b"", final=True)) + self._pending_text
         self._decoder.reset()
-        self._pending_text, self.stopped = "", False
+        self._pending_text = self.found_stop = ""
         return rest
 
     def _release(self, text: str) -> str:
@@ -172,9 +176,11 @@ class TextStream:
         if not self._stop:
             return text
         text = "" if self.stopped else self._pending_text + text
-        found = [(index + len(stop), index) for stop in self._stop if (index := text.find(stop)) >= 0]
-        self.stopped = self.stopped or bool(found)
-        end = min(found)[1] if found else len(text) - partial_match(text, self._stop)
+        found = [(index + len(stop), index, stop) for stop in self._stop if (index := text.find(stop)) >= 0]
+        if found:
+            _, end, self.found_stop = min(found)
+        else:
+            end = len(text) - partial_match(text, self._stop)
         self._pending_text = "" if found else text[end:]
         return text[:end]
 

@@ -96,7 +96,7 @@ REQUEST_NAMES = _SAMPLING_ARGUMENTS | {
     "do_sample": "sampling=SamplingParams(temperature=), where 0 is greedy",
     "response_format": "constraint=Constraint.response_format(...)",
     **dict.fromkeys(("tools", "tool_choice"), "a function as the constraint, or the tools in Engine.tokenizer.chat(messages, tools)"),
-    **dict.fromkeys(("stream", "streamer"), "the method Engine.stream_text, or AsyncEngine"),
+    **dict.fromkeys(("stream", "streaming", "streamer"), "the method Engine.stream_text, or AsyncEngine"),
     **dict.fromkeys(("n", "best_of", "num_return_sequences"), SAMPLING_NAMES["n"]),
     **dict.fromkeys(("lora_request", "adapter_name"), "lora_name"),
     **dict.fromkeys(("num_assistant_tokens", "prompt_lookup_num_tokens", "num_draft_tokens"), "num_speculative_tokens"),
@@ -135,7 +135,7 @@ class RequestValidator:
             typed = typed_constraint(constraint.constraint if isinstance(constraint, CompiledConstraint) else constraint)
         sampling = self._sampling(options.get("sampling"), constraint is not None, new_tokens)
         stop_ids = self._stop_ids(sampling)
-        seed = 0 if sampling.greedy else -1 - secrets.randbits(63) if sampling.seed is None else sampling.seed
+        seed = 0 if sampling.greedy else -2 - secrets.randbits(62) if sampling.seed is None else sampling.seed
         cache_salt = options.get("cache_salt", "")
         if not isinstance(cache_salt, str):
             raise ValueError(f"cache_salt: got {type(cache_salt).__name__}, expected a string")

@@ -163,14 +163,16 @@ def check_fields(config: Any, table: Mapping[str, Check]) -> None:
 
 
 def checked_keywords(names: Mapping[str, str], accepted: Iterable[str] = ()) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A decorator: an unknown keyword raises a TypeError that names the right one.
+    """A decorator: an unknown keyword raises a TypeError that names the right one; so do too many arguments without a name.
 
     names: the names of other libraries and the names to use here. accepted: the keywords, for a function with `**options`; by default
     the parameters of the function."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        keywords = tuple(accepted) or tuple(inspect.signature(function).parameters)[1:]
-        title, known = function.__qualname__.removesuffix(".__init__"), frozenset((*inspect.signature(function).parameters, *keywords))
+        parameters = inspect.signature(function).parameters
+        keywords = tuple(accepted) or tuple(parameters)[1:]
+        title, known = function.__qualname__.removesuffix(".__init__"), frozenset((*parameters, *keywords))
+        most = sum(parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for parameter in parameters.values())
 
         @functools.wraps(function)
         def call(*arguments: P.args, **options: P.kwargs) -> R:
@@ -178,6 +180,9 @@ def checked_keywords(names: Mapping[str, str], accepted: Iterable[str] = ()) -> 
                 name = next(name for name in options if name not in known)
                 close = difflib.get_close_matches(name, keywords, 1, 0.8) or [f"one of {', '.join(keywords)}"]
                 raise TypeError(f"{title}(): got the keyword {name!r}, expected {names.get(name, close[0])}")
+            if len(arguments) > most:
+                got = f"got {clip_repr(arguments[most])} as argument {most}"
+                raise TypeError(f"{title}(): {got}, expected a keyword: one of {', '.join(keywords)}")
             return function(*arguments, **options)
 
         return call

@@ -6,17 +6,17 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from stepgraph.sampling.fields import Check, check_fields, check_value, checked_fields, clip_repr, is_int, number, optional, whole
+from stepgraph.sampling.fields import BOOL, Check, check_fields, check_value, checked_fields, clip_repr, is_int, number, optional, whole
 
 FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127  # a larger temperature would be infinite on the device
 _TOKEN_ID = Check(lambda token: is_int(token) and token >= 0, "a token id >= 0")
 _BIAS = number(-100, 100)
 MAX_STOP_CHARS = 1000
 MAX_TOP_LOGPROBS = 100
-_STOP = Check(lambda text: isinstance(text, str) and 0 < len(text) <= MAX_STOP_CHARS, f"a text of 1 to {MAX_STOP_CHARS} characters")
+STOP_TEXT = Check(lambda text: isinstance(text, str) and 0 < len(text) <= MAX_STOP_CHARS, f"a text of 1 to {MAX_STOP_CHARS} characters")
 _BAD_WORD = Check(
-    lambda word: _STOP.accepts(word) or (isinstance(word, (tuple, list)) and bool(word)),
-    f"{_STOP.expected}, or a sequence of at least one token id",
+    lambda word: STOP_TEXT.accepts(word) or (isinstance(word, (tuple, list)) and bool(word)),
+    f"{STOP_TEXT.expected}, or a sequence of at least one token id",
 )
 FIELDS_BEYOND_ARGMAX = (
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_token_ids", "bad_words", "min_new_tokens"),
@@ -32,6 +32,7 @@ CHECKS = {
     "top_k": whole(-1, 2**24),
     "seed": optional(whole(-(2**63), 2**63 - 1)),
     "min_new_tokens": whole(0, 2**24),
+    "logprobs": BOOL._replace(expected="True or False; top_logprobs is the number of most probable tokens"),
     "top_logprobs": whole(0, MAX_TOP_LOGPROBS),
     "relaxed_top_n": whole(0, 2**24),
     "relaxed_delta": number(0.0, 1.0),
@@ -45,12 +46,20 @@ NAMES_ELSEWHERE = {
     **dict.fromkeys(("min_tokens", "min_length"), "min_new_tokens"),
     "repeat_penalty": "repetition_penalty",
     **dict.fromkeys(("stop_strings", "stop_sequences", "stop_words"), "stop"),
-    "bad_words_ids": "bad_words",
+    **dict.fromkeys(("bad", "bad_words_ids"), "bad_words"),
+    **dict.fromkeys(("eos_token_id", "end_id"), "stop_token_ids"),
+    **dict.fromkeys(("output_scores", "return_log_probs"), "logprobs"),
+    **dict.fromkeys(("use_beam_search", "beam_width", "num_beams"), "nothing: there is no beam search"),
+    "prompt_logprobs": "nothing: prompts have no log-probabilities",
+    "include_stop_str_in_output": "nothing: Job.text ends before a stop text, and Job.tokens after it",
+    "skip_special_tokens": "nothing: control tokens have no text",
+    "return_perf_metrics": "nothing: Job has queue_seconds, first_token_seconds and seconds",
+    "random_seed": "seed",
+    "embedding_bias": "logit_bias",
+    "allowed_token_ids": _USE_CONSTRAINT,
     "do_sample": "temperature: 0 is greedy",
     "logits_processor": "logits_processors, the names of EngineConfig.logits_processors",
-    "eos_token_id": "stop_token_ids",
-    "output_scores": "logprobs",
-}  # in vLLM, llama-cpp-python and transformers
+}  # in vLLM, TensorRT-LLM, llama-cpp-python and transformers
 
 
 @checked_fields(NAMES_ELSEWHERE)
@@ -68,8 +77,8 @@ class SamplingParams:
     min_p: float = 0.0  # drop tokens less likely than this fraction of the most probable
     top_k: int = 0  # keep the k most probable; 0: all; -1, vLLM's number for all, is stored as 0
     top_p: float = 1.0  # keep the most probable until their probabilities sum to this
-    # The same seed gives the same tokens, with any drafts. None: a new, negative seed per request. With a negative seed, more drafts of a
-    # draft model are accepted, and the tokens depend on them.
+    # The same seed gives the same tokens, with any drafts. None: a new, negative seed per request; -1, the number for that in vLLM and
+    # llama.cpp, is stored as None. With a negative seed, more drafts of a draft model are accepted, and the tokens depend on them.
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     stop: str | Sequence[str] = ()  # one or several texts that end the output and are not part of it
@@ -96,10 +105,11 @@ class SamplingParams:
     def __post_init__(self) -> None:
         check_fields(self, CHECKS)
         object.__setattr__(self, "top_k", max(0, self.top_k))
+        object.__setattr__(self, "seed", None if self.seed == -1 else self.seed)
         if self.temperature is None:
             samples = (self.min_p, self.top_k, self.top_p, self.seed) != (0.0, 0, 1.0, None)
             object.__setattr__(self, "temperature", 1.0 if samples else 0.0)
-        self._check_items("stop", (self.stop,) if isinstance(self.stop, str) else self.stop, "a text or a tuple of texts", _STOP)
+        self._check_items("stop", (self.stop,) if isinstance(self.stop, str) else self.stop, "a text or a tuple of texts", STOP_TEXT)
         for name in ("stop_token_ids", "bad_token_ids"):
             self._check_items(name, getattr(self, name), "a tuple of token ids", _TOKEN_ID)
         self._check_bias()

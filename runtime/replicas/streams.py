@@ -276,4 +276,5 @@ def _call_in_loop(loop: asyncio.AbstractEventLoop, function: Callable[[], object
 
 def _record_end(job: Job, on_end: Callable[[], None]) -> None:
     job.finish_reason = job.finish_reason or FinishReason.CANCELLED
+    job.seconds = time.perf_counter() - job.submitted_at
     on_end()

@@ -308,7 +308,7 @@ class Answer:
             "stream": self._request.stream,
             "prompt_tokens": len(self._request.prompt_ids),
             "completion_tokens": sum(reply.tokens for reply in self._replies),
-            "finish_reasons": [str(reply.jobs[-1].finish_reason) for reply in self._replies if reply.jobs],
+            "finish_reasons": [reply.job_reason for reply in self._replies if reply.jobs],
             "first_token_seconds": round(min(first), 4) if first else None,
             "key": self._key[:8],  # of its hash
         }

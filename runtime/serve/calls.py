@@ -125,7 +125,7 @@ class CallParser:
         return self.at_stop_text or (self.calls > 0 and not self._parallel)
 
     def push(self, text: str, ended: bool = False) -> Iterator[Delta]:
-        """ended: no more text follows. A call that is cut short is reported up to the end of the text."""
+        """ended: no more text follows. A call that is cut short is reported up to there; one without arguments yet is left out."""
         self._pending, self._ended = self._pending + text, ended
         for delta in self._steps:
             if delta is None:
@@ -154,7 +154,6 @@ class CallParser:
         """Parse one call. Returns whether it is complete."""
         header = yield from self._match(re.escape(fmt.prefix) + r"([\w-]+)" + re.escape(fmt.infix))
         if header is None:
-            yield {"content": self._pending}
             self._pending = ""
             return False
         call_id = uuid.uuid4().hex[:9]  # templates of Mistral accept exactly nine characters

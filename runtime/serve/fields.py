@@ -17,7 +17,7 @@ from stepgraph.runtime.text import TextCodec
 from stepgraph.sampling.fields import BOOL, Check, instance_of, is_int, reject_constant, whole
 from stepgraph.sampling.grammar.constraints.constraint import MAX_MARKER_LIMIT, Constraint
 from stepgraph.sampling.grammar.schema.reader import clip_json
-from stepgraph.sampling.params import SamplingParams
+from stepgraph.sampling.params import STOP_TEXT, SamplingParams
 
 _SAMPLING_FIELDS = {  # field of the request: field of SamplingParams
     **{name: name for name in ("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty")},
@@ -32,7 +32,12 @@ _STRUCTURED: dict[str, Callable[[Any], Constraint]] = {
     "choice": Constraint.choice,
     "grammar": Constraint.ebnf,
 }
-_ELSEWHERE = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "json_schema", "regex", "ebnf")  # in vLLM and SGLang
+_GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "json_schema", "regex", "ebnf", "grammar")
+_ELSEWHERE = {  # in vLLM, SGLang, llama.cpp's server and older APIs of OpenAI
+    **dict.fromkeys(_GUIDED, "structured_outputs or response_format"),
+    **dict.fromkeys(("n_predict", "max_new_tokens", "max_length"), "max_tokens"),
+    **{"repeat_penalty": "repetition_penalty", "min_new_tokens": "min_tokens", "functions": "tools", "function_call": "tool_choice"},
+}
 _CHAT_FIELDS = {*_COMMON, "messages", "max_completion_tokens", "tools", "tool_choice"}
 _COMPLETION_FIELDS = {*_COMMON, "prompt", "best_of"}
 _CHAT_FIELDS |= {"top_logprobs", "parallel_tool_calls", "reasoning_effort", "thinking_token_budget", "chat_template_kwargs"}
@@ -72,7 +77,6 @@ class GenerationRequest:
     stops: tuple[str, ...]
     stream: bool
     include_usage: bool  # as the last event of a stream
-    logprobs: bool
     tools: ToolUse | None
     n: int  # choices
     constraint_field: str  # the field that sets the constraint
@@ -111,8 +115,12 @@ def parse_request(
     parallel = _checked(fields, "parallel_tool_calls", _BOOL, True)
     tools = tool_use(fields.get("tools"), fields.get("tool_choice"), parallel, chosen_format) if chat else None
     prompt_ids = _chat_ids(fields, tools, codec) if chat else _prompt_ids(fields, codec)
-    logprobs, top_logprobs = _logprobs(fields, chat)
-    sampling = _sampling(fields, logprobs, top_logprobs)
+    budget = _checked(fields, "thinking_token_budget", _BUDGET)
+    reasoning = reasoning_of(prompt_ids, codec, _template_variables(fields), budget) if chat else None
+    if budget is not None and reasoning is None:
+        refuse("thinking_token_budget", budget, "none: the answer has no reasoning between <think> and </think>")
+    stops = _stops(fields)  # in a text with calls or reasoning, the runtime would find them there too
+    sampling = _sampling(fields, _logprobs(fields, chat), stops if tools is None and reasoning is None else ())
     max_tokens = _max_tokens(fields, len(prompt_ids), max_length, chat)
     options = {"max_new_tokens": max_tokens, "sampling": sampling, "constraint": _constraint(fields, tools)}
     options["lora_name"] = "" if model == models[0] else model
@@ -121,11 +129,7 @@ def parse_request(
     n = _checked(fields, "n", whole(1, MAX_CHOICES), 1)
     _checked(fields, "best_of", whole(n, n)._replace(expected=f"n, which is {n}"))
     field = "tools" if tools is not None else _constraint_field(fields)
-    budget = _checked(fields, "thinking_token_budget", _BUDGET)
-    reasoning = reasoning_of(prompt_ids, codec, _template_variables(fields), budget) if chat else None
-    if budget is not None and reasoning is None:
-        refuse("thinking_token_budget", budget, "none: the answer has no reasoning between <think> and </think>")
-    return GenerationRequest(chat, model, prompt_ids, options, _stops(fields), stream, include_usage, logprobs, tools, n, field, reasoning)
+    return GenerationRequest(chat, model, prompt_ids, options, stops, stream, include_usage, tools, n, field, reasoning)
 
 
 def checked_model(name: Any, models: Sequence[str]) -> str:
@@ -144,7 +148,8 @@ def request_error(error: ValueError | str, prompt_field: str = "messages", const
     name = re.match(r"\w*", subject)
     runtime_field = name[0] if name else ""
     if runtime_field in ("constraint", "Constraint", "schema"):
-        return HttpError(400, f"{constraint_field}:{reason}", constraint_field)
+        path = subject.partition("Constraint.structural_tag")[2]
+        return HttpError(400, f"{constraint_field}{path}:{reason}", constraint_field + path)
     if runtime_field == "prompt":
         return HttpError(400, f"{prompt_field}:{reason}", prompt_field)
     field = _REQUEST_FIELDS.get(runtime_field, runtime_field)
@@ -155,7 +160,7 @@ def _check_known(fields: dict[str, Any], known: set[str]) -> None:
     for full_name in fields.keys() - known:
         value, name = fields[full_name], full_name[:100] or "''"
         if name not in _FIXED_FIELDS:
-            hint = ", expected structured_outputs or response_format" if name in _ELSEWHERE else ""
+            hint = f", expected {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
             raise HttpError(400, f"{name}: got {clip_json(value)}, but the field is not supported{hint}", name, "unsupported_parameter")
         if not any(value == accepted and type(value) is type(accepted) for accepted in _FIXED_FIELDS[name]):
             expected = " or ".join(map(json.dumps, _FIXED_FIELDS[name]))
@@ -182,7 +187,8 @@ def _message(message: Any, name: str) -> dict[str, Any]:
         refuse(name, message, "an object with a role and a content")
     if message.get("role") not in _ROLES:
         refuse(f"{name}.role", message.get("role"), f"one of {', '.join(_ROLES)}")
-    message = {field: value for field, value in message.items() if value is not None}
+    # An answer of OpenAI's API has fields such as "annotations": [].
+    message = {field: value for field, value in message.items() if value is not None and (value != [] or field in _MESSAGE_FIELDS)}
     for field in message.keys() - _MESSAGE_FIELDS:
         raise HttpError(400, f"{name}.{field[:100]}: the field is not supported", f"{name}.{field[:100]}")
     for field in message.keys() & {"name", "tool_call_id", "reasoning_content"}:
@@ -254,14 +260,14 @@ def _prompt_ids(fields: Mapping[str, Any], codec: TextCodec) -> list[int]:
         raise HttpError(400, f"prompt: {error}", "prompt") from None
 
 
-def _sampling(fields: Mapping[str, Any], logprobs: bool, top_logprobs: int) -> SamplingParams:
+def _sampling(fields: Mapping[str, Any], logprobs: tuple[bool, int], stop: Sequence[str]) -> SamplingParams:
     params = {runtime: fields[field] for field, runtime in _SAMPLING_FIELDS.items() if field in fields}
     biases = fields.get("logit_bias", {})
     if not isinstance(biases, dict) or not all(re.fullmatch("0|[1-9][0-9]{0,8}", token) for token in biases):
         refuse("logit_bias", biases, "an object from token ids to numbers")
     try:
         params = {"temperature": 1.0, **params, "logit_bias": {int(token): bias for token, bias in biases.items()}}
-        return SamplingParams(**params, logprobs=logprobs, top_logprobs=top_logprobs)
+        return SamplingParams(**params, logprobs=logprobs[0], top_logprobs=logprobs[1], stop=stop)
     except ValueError as error:
         raise request_error(error) from None
 
@@ -301,8 +307,8 @@ def _structured_outputs(value: Any) -> Constraint:
 def _stops(fields: Mapping[str, Any]) -> tuple[str, ...]:
     stops = fields.get("stop", [])
     stops = [stops] if isinstance(stops, str) else stops
-    if not isinstance(stops, list) or len(stops) > MAX_STOPS or not all(isinstance(stop, str) and stop for stop in stops):
-        refuse("stop", stops, f"a non-empty text, or a list of up to {MAX_STOPS} of them")
+    if not isinstance(stops, list) or len(stops) > MAX_STOPS or not all(map(STOP_TEXT.accepts, stops)):
+        refuse("stop", stops, f"{STOP_TEXT.expected}, or a list of up to {MAX_STOPS} of them")
     return tuple(stops)
 
 

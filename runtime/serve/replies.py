@@ -79,9 +79,14 @@ class Reply:
             return "length"
         return "tool_calls" if self._call_parser.calls and not self._call_parser.at_stop_text else "stop"
 
+    @property
+    def job_reason(self) -> FinishReason:
+        """Why decoding ended. The server cancels a job at a stop text that the runtime does not find, and when nobody reads the answer."""
+        return FinishReason.STOP if self.stopped else self.jobs[-1].finish_reason or FinishReason.CANCELLED
+
     def take_logprobs(self) -> dict[str, Any] | None:
         """Log-probabilities of the tokens since the last call, in the endpoint's form."""
-        if not self.request.logprobs:
+        if not self.request.options["sampling"].logprobs:
             return None
         taken, self._logprobs = self._logprobs, []
         if self.request.chat:

@@ -172,6 +172,7 @@ def test_ignore_eos_continues_after_eos_but_stops_at_stop_token_ids() -> None:
     assert on.tokens[: len(plain_text.tokens)] == plain_text.tokens and len(on.tokens) == 40
     own = engine.generate(plain_text.prompt_ids, max_new_tokens=40, sampling=replace(GREEDY, ignore_eos=True, stop_token_ids=(STOP,)))
     assert (own.tokens, own.finish_reason) == (plain_text.tokens, "stop")
+    assert (own.stop_reason, plain_text.stop_reason) == (STOP, None)
 
 
 def test_bias_lists_are_limited() -> None:

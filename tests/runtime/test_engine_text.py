@@ -274,10 +274,10 @@ def test_stop_strings_end_the_text_wherever_their_tokens_begin(drafts: int, roun
         sampling = SamplingParams(stop=(stop, "never, ever"))
         job = engine.generate("Ada is 36", sampling=sampling, max_new_tokens=60)
         assert (job.text, job.tokens) == expected_at_stop(whole, stop)
-        assert job.finish_reason == FinishReason.STOP and len(job.origins) == len(job.tokens)
+        assert (job.finish_reason, job.stop_reason) == (FinishReason.STOP, stop) and len(job.origins) == len(job.tokens)
         assert "".join(engine.stream_text("Ada is 36", sampling=sampling, max_new_tokens=60)) == job.text
     unstopped = engine.generate("Ada is 36", sampling=SamplingParams(stop="\x00"), max_new_tokens=60)
-    assert (unstopped.tokens, unstopped.text) == (whole.tokens, whole.text)
+    assert (unstopped.tokens, unstopped.text, unstopped.stop_reason) == (whole.tokens, whole.text, None)
     for _ in engine.stream():
         pass
     assert beside.tokens == engine.generate("beside", max_new_tokens=60).tokens
@@ -441,6 +441,7 @@ def test_the_stop_token_of_a_request_is_not_part_of_the_text() -> None:
     sampling = SamplingParams(stop_token_ids=(whole[at],), stop=CODEC.decode(whole[at - 1 : at + 1]))
     job = engine.generate("Ada is 36", sampling=sampling, max_new_tokens=60)
     assert (job.tokens, job.text, job.finish_reason) == (whole[: at + 1], CODEC.decode(whole[:at]), FinishReason.STOP)
+    assert job.stop_reason == whole[at]
     assert "".join(engine.stream_text("Ada is 36", sampling=sampling, max_new_tokens=60)) == job.text
 
 

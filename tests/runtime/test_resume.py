@@ -105,7 +105,7 @@ def test_text_and_stop_strings_across_the_point_of_resumption() -> None:
     for cut in range(len(whole.tokens)):
         given = whole.tokens[:cut]
         job = engine.generate(PROMPT, resume_from=given, **options)
-        assert later(job, 0) == later(whole, cut)
+        assert later(job, 0) == later(whole, cut) and job.stop_reason == stop
         pieces = "".join(engine.stream_text(PROMPT, resume_from=given, **options))
         assert TextStream(VOCABULARY, (stop,)).push(given) + pieces == whole.text
         assert asyncio.run(streamed(given)) == pieces

@@ -232,6 +232,8 @@ def test_page_queue_and_first_token_stats_of_six_requests() -> None:
     waits = [(job.queue_seconds, job.first_token_seconds) for job in jobs]
     assert all(queue is not None and first is not None and 0 <= queue <= first for queue, first in waits)
     assert stats.first_token_seconds.total == pytest.approx(sum(first or 0 for _, first in waits))
+    decoding = [(job.seconds or 0) - (job.first_token_seconds or 0) for job in jobs]
+    assert min(decoding) >= 0 and stats.token_seconds.total == pytest.approx(sum(seconds / 32 for seconds in decoding))
 
 
 def test_compiles_are_counted_and_timed() -> None:

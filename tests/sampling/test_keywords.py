@@ -45,6 +45,10 @@ CALLS: list[tuple[Callable[..., Any], str, str]] = [
     (Engine.from_pretrained, "type_k", "config=EngineConfig(kv_cache_dtype=)"),
     (Engine.from_pretrained, "lora_path", "Engine.add_lora"),
     (Engine.from_pretrained, "max_rows", "config=EngineConfig(max_rows=)"),
+    (ENGINE.generate, "end_id", "sampling=SamplingParams(stop_token_ids=)"),
+    (SamplingParams, "beam_width", "nothing: there is no beam search"),
+    (SamplingParams, "allowed_token_ids", "Engine.submit(constraint=)"),
+    (EngineConfig, "max_num_tokens", "prefill_chunk"),
 ]
 
 
@@ -54,6 +58,15 @@ def test_unknown_keyword_error_names_the_right_one(call: Callable[..., Any], nam
     with pytest.raises(TypeError, match=message):
         call(**{name: 1})
     assert not ENGINE.has_work, "a request was submitted"
+
+
+def test_an_argument_without_a_name_names_the_keywords() -> None:
+    calls: list[Callable[..., Any]] = [ENGINE.generate, ENGINE.submit, ENGINE.stream_text, AsyncEngine(ENGINE).generate]
+    for call in calls:
+        message = rf"^{re.escape(call.__qualname__)}\(\): got SamplingParams\(.* as argument 2, expected a keyword: one of constraint, "
+        with pytest.raises(TypeError, match=message):
+            call([1], SamplingParams())
+    assert ENGINE.generate(prompt=[1], max_new_tokens=2).finished and not ENGINE.has_work
 
 
 def test_async_submit_refuses_unknown_keywords() -> None:

@@ -88,9 +88,11 @@ def is_installed(name: str) -> bool:
 def backends_for(constraint: Constraint, default: BackendChoice) -> tuple[str, ...]:
     """The libraries to try, in order of preference."""
     choice = constraint.backend if constraint.backend != "auto" else default
-    if choice == "auto" and constraint.kind == "lark":
-        return ("llguidance",)  # the only one that reads this notation, so errors are its own
-    return available_backends() if choice == "auto" else (choice,)
+    if choice != "auto":
+        return (choice,)
+    if constraint.kind in ("lark", "ebnf"):  # errors are of the libraries that read the notation
+        return tuple(name for name in available_backends() if (name == "llguidance") == (constraint.kind == "lark"))
+    return available_backends()
 
 
 @functools.cache

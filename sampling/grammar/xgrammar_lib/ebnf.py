@@ -40,6 +40,8 @@ _LITERAL_OR_CLASS = re.compile(r'"(?:[^"\\]|\\.)*"?|\[(?:[^\]\\]|\\.)*\]?|#[^\n]
 _BLANKS = r"(?:\s|#[^\n]*(?:\n|\Z))*"
 # What precedes an empty alternative, which the library expects to be written as "".
 _BEFORE_EMPTY = re.compile(rf"({_LITERAL_OR_CLASS.pattern})|(?:::=|[|(])(?={_BLANKS}\|)|\|(?={_BLANKS}(?:\)|[\w.-]+\s*::=|\Z))")
+# Any character, in the notation of llama.cpp. A dot beside a letter or digit is part of a name.
+_ANY_CHAR = re.compile(rf"({_LITERAL_OR_CLASS.pattern})|(?<![\w.-])\.(?![\w.-])")
 # The library reads numbers as 32 bits, and its parser of regular expressions is wrong: see `constraints.pattern`.
 _MISREAD = re.compile(r"[{(][\s\d,]*\d{10}|(?<![\w.-])Regex\s*\(")
 _SYNTAX_ERROR = re.compile(r"EBNF \w+ error at line (\d+), column (\d+): (.*)")
@@ -86,6 +88,7 @@ def ebnf_text(core: Any, kind: str, payload: str, options: Options) -> tuple[str
         root, grammar = json.loads(payload)
         if found := _MISREAD.search(_LITERAL_OR_CLASS.sub("", grammar)):
             raise ValueError(f"got {clip_repr(found.group())}, expected numbers below 1,000,000,000, and rules instead of Regex(...)")
+        grammar = _ANY_CHAR.sub(lambda found: found[1] or r"[\x00-\U0010ffff]", grammar)
         grammar = _BEFORE_EMPTY.sub(lambda found: found[1] or f'{found[0]} ""', grammar)
         return _with_safe_classes(core, grammar, root), root
     if kind == "regex":

@@ -128,11 +128,12 @@ def test_the_job_of_a_stream_has_the_fields_of_a_job_of_an_engine(setup: Setup, 
     options = {"max_new_tokens": 60} | options | without_drafts if setup is PLAIN else {"max_new_tokens": 60} | options
     _, wanted = (engine.generate(PROMPT, **options) for _ in range(2))  # the second one finds the prompt in the cache
     job = run(engine, cuts, **options).stream.job
-    others = {"id", "submitted_at", "queue_seconds", "first_token_seconds", "parse", "prior_output_host"}
+    others = {"id", "submitted_at", "queue_seconds", "first_token_seconds", "seconds", "parse", "prior_output_host"}
     others |= {"rounds", "grammar_lane"} if cuts else set()  # of a resumed request
     for name in ["text", *(each.name for each in fields(Job) if each.name not in others)]:
         assert getattr(job, name) == getattr(wanted, name), name
-    assert job.queue_seconds is not None and job.first_token_seconds is not None and 0 < job.queue_seconds < job.first_token_seconds
+    assert job.queue_seconds is not None and job.first_token_seconds is not None and job.seconds is not None
+    assert 0 < job.queue_seconds < job.first_token_seconds <= job.seconds
     assert job.rounds + job.num_accepted_drafts >= len(job.tokens)
     if wanted.finish_reason != FinishReason.LENGTH:
         assert job.parsed == wanted.parsed

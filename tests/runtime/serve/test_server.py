@@ -131,7 +131,7 @@ def test_completion_of_text_or_ids_ends_at_a_stop_text(server: RunningServer) ->
         assert client.completions.create(prompt=[97, 98, 99], **request).choices[0].text == text
         stop = text[9:12]
         index = text.find(stop)
-        before = server.count("cancelled")
+        before = server.count("stop"), server.count("cancelled")
         for stream in (False, True):
             stops = ["never there", *(f"{text[at]}\0" for at in (3, 6)), stop]  # some begin with a character of the answer
             answer: Any = client.completions.create(prompt="abc", stop=stops, stream=stream, logprobs=0, **request)
@@ -143,7 +143,7 @@ def test_completion_of_text_or_ids_ends_at_a_stop_text(server: RunningServer) ->
             assert offsets == list(itertools.accumulate(map(len, tokens[:-1]), initial=0))
         request["extra_body"] = ON | {"stop_token_ids": [*text[9].encode()], "top_k": -1}
         assert client.completions.create(prompt="abc", **request).choices[0].text == text.partition(text[9])[0]
-    waited(lambda: server.count("cancelled") == before + 2, "the rest of a stopped text is decoded")
+    assert (server.count("stop"), server.count("cancelled")) == (before[0] + 3, before[1])
 
 
 def test_a_stop_text_ends_an_answer_whose_last_event_is_an_error(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,6 +297,7 @@ REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"include_obfuscation": 0}}, "stream_options"),
     ({"response_format": {"type": "yaml"}}, "response_format"),
+    ({"response_format": {"type": "structural_tag", "structures": [], "triggers": []}}, "response_format.triggers"),
     ({"response_format": FORMAT, "tools": TOOLS}, "response_format"),
     ({"structured_outputs": {"regex": "a"}, "tools": TOOLS}, "structured_outputs"),
     ({"structured_outputs": {"regex": "a"}, "response_format": FORMAT}, "structured_outputs"),
@@ -322,6 +323,7 @@ REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": "x", "mood": "good"}]}, "messages[0].mood"),
+    ({"messages": [{"role": "assistant", "content": "x", "annotations": [{}]}]}, "messages[0].annotations"),
     ({"messages": [{"role": "user", "content": "x" * 5000}]}, "messages"),
 ]
 
@@ -339,6 +341,8 @@ def test_unsupported_fields_are_refused_by_name(server: RunningServer) -> None:
             client.completions.create(model="toy", prompt="a", suffix="b")
         with pytest.raises(openai.BadRequestError, match=r"guided_json: .*, expected structured_outputs or response_format"):
             client.completions.create(model="toy", prompt="a", extra_body={"guided_json": {}})
+        with pytest.raises(openai.BadRequestError, match=r"repeat_penalty: got 1\.1, but .* is not supported, expected repetition_penalty"):
+            client.completions.create(model="toy", prompt="a", extra_body={"repeat_penalty": 1.1})
         for name, wrong in (("logprobs", 6), ("best_of", 2), ("best_of", True)):
             with pytest.raises(openai.BadRequestError, match=name):
                 client.completions.create(model="toy", prompt="a", extra_body={name: wrong})
@@ -363,15 +367,18 @@ def test_unsupported_fields_are_refused_by_name(server: RunningServer) -> None:
     )
 
 
-def test_disconnect_frees_the_row(server: RunningServer) -> None:
+def test_disconnect_frees_the_row(server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
     before = server.count("cancelled")
-    with server.client as client:
+    with caplog.at_level(logging.INFO, "stepgraph.serve"), server.client as client:
         request: Any = {"model": "toy", "messages": CHAT, "max_tokens": 4000, "extra_body": ON}
         with client.chat.completions.create(stream=True, **request) as stream:
             for chunk in stream:
                 assert chunk.choices[0].finish_reason is None
                 break
         waited(lambda: server.count("cancelled") == before + 1, "the row of a closed stream still decodes")
+        waited(lambda: len(caplog.records) == 1, "no line for a request")
+    line = json.loads(caplog.records[0].message)
+    assert (line["status"], line["finish_reasons"]) == ("disconnected", ["cancelled"])
     body = json.dumps({"prompt": "x", "max_tokens": 4000, **ON}).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
     assert server.send(head + body) == b""  # not streamed; disconnects right after the request
@@ -408,7 +415,7 @@ def test_accepted_fields_and_roles(server: RunningServer) -> None:
             model="toy", messages=CHAT, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, temperature=0
         )
         assert called.choices[0].finish_reason == "tool_calls"
-        past: Any = [*CHAT, called.choices[0].message.model_dump(exclude_none=True)]
+        past: Any = [*CHAT, {**called.choices[0].message.model_dump(), "annotations": []}]  # as OpenAI's API answers
         past.append({"role": "tool", "tool_call_id": called.choices[0].message.tool_calls[0].id, "content": "done"})
         assert client.chat.completions.create(**request, messages=past).choices[0].message.content is not None
         assert client.models.retrieve("toy").id == "toy"

@@ -18,7 +18,7 @@ from stepgraph.sampling.grammar.compile.compiler import Isolation
 from stepgraph.sampling.grammar.compile.limits import MIB, CompileAbortedError
 from stepgraph.sampling.grammar.compile.worker_process import CompileWorker
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
-from tests.helpers.c_library import EACH_BACKEND, needs_c
+from tests.helpers.c_library import AUTOMATON, EACH_BACKEND, needs_c
 from tests.helpers.grammar_bombs import PATTERNS, SCHEMAS
 from tests.helpers.grammar_texts import TAGS, accepts
 from tests.helpers.schema_cases import BYTES, takes
@@ -136,8 +136,18 @@ def test_explicit_backend_is_the_only_one_tried(backend: BackendChoice) -> None:
 def test_error_lists_the_reasons_of_all_libraries() -> None:
     with pytest.raises(ValueError, match=r"cannot be compiled: #/not: not: got .* not enforced with uniqueItems"):
         AUTO.compile(Constraint.json_schema({"not": {"uniqueItems": True}}))
-    with pytest.raises(ValueError, match=r"cannot be compiled: xgrammar: .*; llguidance: #: ebnf: is a notation of xgrammar"):
+
+
+def test_errors_of_a_grammar_in_gbnf_are_those_of_its_libraries() -> None:
+    with pytest.raises(ValueError, match=r"^constraint ebnf: cannot be compiled: got 'root ::= \"a' at") as caught:
         AUTO.compile(Constraint.ebnf('root ::= "a'))
+    assert "llguidance" not in str(caught.value)
+
+
+@pytest.mark.parametrize("backend", [AUTOMATON, "xgrammar"])
+def test_a_dot_in_a_grammar_is_any_character(backend: BackendChoice) -> None:
+    compiled = GrammarCompiler(BYTES, max_threads=1, backend=backend).compile(Constraint.ebnf('root ::= .{2} "." a.b # .\na.b ::= [.]'))
+    assert takes(compiled, "\u00e9\n..") and takes(compiled, "\0...") and not takes(compiled, "\u00e9\n.x") and not takes(compiled, "a..")
 
 
 @needs_c

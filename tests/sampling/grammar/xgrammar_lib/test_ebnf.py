@@ -97,11 +97,11 @@ def test_a_rule_that_is_only_a_repetition_of_itself_is_refused(grammar: str, rul
 
 def test_a_syntax_error_quotes_the_line_of_the_grammar() -> None:
     cases = {
-        'root ::= "x" a\na ::= [z-a] | ': "xgrammar: got 'a ::= [z-a] | ' at line 2, column 8: Invalid character class: lower bound",
-        'root ::= a\na ::= "é" b': "xgrammar: got 'a ::= \"é\" b' at line 2, column",
-        'root ::= ("x"': "xgrammar: got 'root ::= (\"x\"' at the end of the last line: ",
-        'a ::= "x"': "xgrammar: root: got 'root', expected the name of a rule of the grammar; ",
-        'a ::= "é"': "xgrammar: root: got 'root', expected the name of a rule of the grammar; ",
+        'root ::= "x" a\na ::= [z-a] | ': "got 'a ::= [z-a] | ' at line 2, column 8: Invalid character class: lower bound",
+        'root ::= a\na ::= "é" b': "got 'a ::= \"é\" b' at line 2, column",
+        'root ::= ("x"': "got 'root ::= (\"x\"' at the end of the last line: ",
+        'a ::= "x"': "root: got 'root', expected the name of a rule of the grammar",
+        'a ::= "é"': "root: got 'root', expected the name of a rule of the grammar",
     }
     for isolation in ("none", "process"):
         with_worker = GrammarCompiler(VOCABULARY, 1, isolation=isolation)
