@@ -48,6 +48,7 @@ class Usage(NamedTuple):
     shared_bytes: int
     warps: int
     wide_loads: int  # loads of 16 bytes per thread
+    fences: int  # waits for stores of this thread to be visible beyond the block
     blocks: int  # resident on a multiprocessor
     occupancy: float  # share of a multiprocessor's warps
 
@@ -334,12 +335,13 @@ def compile_usage(variant: Variant, arch: int) -> Usage:
     options = {"num_warps": variant.warps, "num_stages": variant.stages, "maxnreg": variant.registers, "enable_fp_fusion": False}
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     wide = len(re.findall(r"ld\.global\S*\.v4\.b32", compiled.asm["ptx"]))
+    fences = len(re.findall(r"\.(?:acq_rel|acquire|release)\.|fence\.|membar\.", compiled.asm["ptx"]))
     report = _assemble(compiled.asm["ptx"], arch)
     registers, stack, stores, loads = (int(_find(pattern, report)) for pattern in _PATTERNS)
     shared = int(compiled.metadata.shared)
     blocks = resident_blocks(registers, shared, variant.warps, arch)
     occupancy = blocks * variant.warps / MAX_WARPS
-    return Usage(variant.label, arch, registers, stores + loads, stack, shared, variant.warps, wide, blocks, occupancy)
+    return Usage(variant.label, arch, registers, stores + loads, stack, shared, variant.warps, wide, fences, blocks, occupancy)
 
 
 def resident_blocks(registers: int, shared: int, warps: int, arch: int) -> int:
