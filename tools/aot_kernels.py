@@ -68,13 +68,16 @@ def variants(every: bool = False) -> list[Variant]:
     from stepgraph.sampling.kernels.triton import choice, rejection
 
     found = []
-    for dtype in ("fp32", "bf16", "fp16"):
+    for dtype, aligned in itertools.product(("fp32", "bf16", "fp16"), (True, False)):
+        constants = {"WORDS": choice.CHOICE_TILE // 32, "ALIGNED": aligned}
+        given = f"{dtype}{'' if aligned else ', any width'}"
         for has_bits in (False, True):
-            types = [f"*{dtype}", "*i32", "*i64", "*i1", "*i64" if has_bits else None, "*i64", "*i64", *["i32"] * 6]
-            label = f"{'mapped' if has_bits else 'masked'}_candidates {dtype}"
-            found.append(_variant(label, choice.masked_candidates, types, {"WORDS": choice.CHOICE_TILE // 32}, 8))
-        types = [f"*{dtype}", *[None] * 5, "*i64", *["i32"] * 6]
-        found.append(_variant(f"free_candidates {dtype}", choice.masked_candidates, types, {"WORDS": choice.CHOICE_TILE // 32}, 8))
+            types = [f"*{dtype}", "*i32", "*i64", "*i1", "*i64" if has_bits else None, "*i64", "*i64", *["i32"] * 5]
+            found.append(
+                _variant(f"{'mapped' if has_bits else 'masked'}_candidates {given}", choice.masked_candidates, types, constants, 8)
+            )
+        types = [f"*{dtype}", *[None] * 5, "*i64", *["i32"] * 5]
+        found.append(_variant(f"free_candidates {given}", choice.masked_candidates, types, constants, 8))
     for has_finite in (True, False):
         types = ["*i64", "*i1" if has_finite else None, "*i64", "i32"]
         found.append(_variant(f"take_best {has_finite}", choice.take_best, types, {"TILES": 256}, 1))
