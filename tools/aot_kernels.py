@@ -48,6 +48,7 @@ class Usage(NamedTuple):
     shared_bytes: int
     warps: int
     wide_loads: int  # loads of 16 bytes per thread
+    fences: int  # waits for stores of this thread to be visible beyond the block
     blocks: int  # resident on a multiprocessor
     occupancy: float  # share of a multiprocessor's warps
 
@@ -67,13 +68,16 @@ def variants(every: bool = False) -> list[Variant]:
     from stepgraph.sampling.kernels.triton import choice, rejection
 
     found = []
-    for dtype in ("fp32", "bf16", "fp16"):
+    for dtype, aligned in itertools.product(("fp32", "bf16", "fp16"), (True, False)):
+        constants = {"WORDS": choice.CHOICE_TILE // 32, "ALIGNED": aligned}
+        given = f"{dtype}{'' if aligned else ', any width'}"
         for has_bits in (False, True):
-            types = [f"*{dtype}", "*i32", "*i64", "*i1", "*i64" if has_bits else None, "*i64", "*i64", *["i32"] * 6]
-            label = f"{'mapped' if has_bits else 'masked'}_candidates {dtype}"
-            found.append(_variant(label, choice.masked_candidates, types, {"WORDS": choice.CHOICE_TILE // 32}, 8))
-        types = [f"*{dtype}", *[None] * 5, "*i64", *["i32"] * 6]
-        found.append(_variant(f"free_candidates {dtype}", choice.masked_candidates, types, {"WORDS": choice.CHOICE_TILE // 32}, 8))
+            types = [f"*{dtype}", "*i32", "*i64", "*i1", "*i64" if has_bits else None, "*i64", "*i64", *["i32"] * 5]
+            found.append(
+                _variant(f"{'mapped' if has_bits else 'masked'}_candidates {given}", choice.masked_candidates, types, constants, 8)
+            )
+        types = [f"*{dtype}", *[None] * 5, "*i64", *["i32"] * 5]
+        found.append(_variant(f"free_candidates {given}", choice.masked_candidates, types, constants, 8))
     for has_finite in (True, False):
         types = ["*i64", "*i1" if has_finite else None, "*i64", "i32"]
         found.append(_variant(f"take_best {has_finite}", choice.take_best, types, {"TILES": 256}, 1))
@@ -334,12 +338,13 @@ def compile_usage(variant: Variant, arch: int) -> Usage:
     options = {"num_warps": variant.warps, "num_stages": variant.stages, "maxnreg": variant.registers, "enable_fp_fusion": False}
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     wide = len(re.findall(r"ld\.global\S*\.v4\.b32", compiled.asm["ptx"]))
+    fences = len(re.findall(r"\.(?:acq_rel|acquire|release)\.|fence\.|membar\.", compiled.asm["ptx"]))
     report = _assemble(compiled.asm["ptx"], arch)
     registers, stack, stores, loads = (int(_find(pattern, report)) for pattern in _PATTERNS)
     shared = int(compiled.metadata.shared)
     blocks = resident_blocks(registers, shared, variant.warps, arch)
     occupancy = blocks * variant.warps / MAX_WARPS
-    return Usage(variant.label, arch, registers, stores + loads, stack, shared, variant.warps, wide, blocks, occupancy)
+    return Usage(variant.label, arch, registers, stores + loads, stack, shared, variant.warps, wide, fences, blocks, occupancy)
 
 
 def resident_blocks(registers: int, shared: int, warps: int, arch: int) -> int:

@@ -15,7 +15,7 @@ from stepgraph.sampling.grammar.automaton.library import IMAGE_VERSION, Field
 from stepgraph.sampling.grammar.status import TAG_FIELDS, FinishCode, HostColumn, MaskStatus
 from stepgraph.sampling.kernels import advance
 from stepgraph.sampling.kernels.advance import PlaceColumn
-from stepgraph.sampling.kernels.triton.automaton import fill, follow, symbol_at
+from stepgraph.sampling.kernels.triton.automaton import crossing_of, fill, follow, symbol_at
 from stepgraph.sampling.kernels.triton.forced import follow_text, token_of, within_limit, write_forced_token
 
 _VERSION = tl.constexpr(IMAGE_VERSION)
@@ -69,17 +69,41 @@ def _write_status(tag, owner, generated, index, own_status, is_own, status):
 
 
 @triton.jit
-def _kind_of(tags, owner, generated, index, token, positions, running):
-    """How the place of mask `index` is reached: by a token from the place before, at the start of the grammar, or known already; and the
-    index of the mask at the place before."""
-    filled = _status_of(tags, owner, generated, 0) != _NONE
-    before = tl.load(tags + 1)  # tokens of the history when mask 0 was filled
-    is_draft, emitted = index > 0, generated - before
-    guide = tl.where(is_draft, index - 1, tl.minimum(tl.maximum(emitted - 1, 0), positions - 1).to(tl.int32))
+def _select(when, three, others):
+    """Three numbers where `when`, else three others."""
+    return tl.where(when, three[0], others[0]), tl.where(when, three[1], others[1]), tl.where(when, three[2], others[2])
+
+
+@triton.jit
+def _first_token(drafted, forced, first, is_new, FILL_NEW: tl.constexpr, TAKES_FORCED: tl.constexpr):
+    """The token before the first mask, and the index of this mask: `first`, or 0 with FILL_NEW where `is_new`."""
+    read, index = token_of(drafted, forced, first, TAKES_FORCED), tl.full([], first, tl.int32)
+    if FILL_NEW:
+        read, index = _select(is_new, token_of(drafted, forced, index * 0, TAKES_FORCED), read), tl.where(is_new, 0, index)
+    return read, index
+
+
+@triton.jit
+def _origin(tags, row_places, row, owner, generated, index, known, before, positions):
+    """Where mask `index` comes from: the index of the mask before it, whether that is OK, and the place there with its stack's number. Of
+    mask 0, if it is `known`, its own place. These loads depend neither on the image nor on each other."""
+    is_draft = index > 0
+    guide = tl.where(is_draft, index - 1, tl.minimum(tl.maximum(generated - before - 1, 0), positions - 1).to(tl.int32))
     is_open = _status_of(tags + guide * _TAG_FIELDS, owner, tl.where(is_draft, generated, before), guide) == _OK
-    advances = ~filled & (generated > 0) & (emitted > 0) & (emitted <= positions)
+    tokens = tl.maximum((generated + index).to(tl.int32) - (is_draft | ~known).to(tl.int32), 0)
+    source = row * (positions + 1) + tokens % (positions + 1)
+    line = row_places + source * _PLACE_INTS
+    counters = tl.load(line + _COUNTER), tl.load(line + _COUNTER + 1), tl.load(line + _COUNTER + 2)
+    return guide, is_open, (tl.load(line + _STATE), counters, tl.load(line + _DEPTH)), source
+
+
+@triton.jit
+def _kind_of(index, token, is_open, known, generated, before, positions, running):
+    """How the place of mask `index` is reached: by a token from the place before, at the start of the grammar, or known already."""
+    is_draft, emitted = index > 0, generated - before
+    advances = ~known & (generated > 0) & (emitted > 0) & (emitted <= positions)
     by_token = is_open & ((is_draft & (token >= 0)) | (~is_draft & advances))
-    return running & by_token, running & ~is_draft & ~filled & (generated == 0), running & ~is_draft & filled, guide
+    return running & by_token, running & ~is_draft & ~known & (generated == 0), running & ~is_draft & known
 
 
 @triton.jit
@@ -98,12 +122,11 @@ def _accept(image, mask, vocabulary, stop_words, active, read, place, tokens):
 
 
 @triton.jit
-def _read_place(image, starts, reached, line, stack):
-    """The start of the grammar, or the place that was written where `reached`."""
-    state = tl.load(tl.where(starts, image + _START, line + _STATE), mask=starts | reached, other=_TOO_DEEP)
-    counters, depth = tl.where(starts, image + _START_COUNTERS, line + _COUNTER), tl.load(line + _DEPTH, mask=reached, other=0)
-    counters = (tl.load(counters), tl.load(counters + 1), tl.load(counters + 2))
-    return state, counters, (stack, depth, depth * 0, depth.to(tl.int64) * 0)
+def _first_place(image, starts, place, stack):
+    """The start of the grammar where `starts`, else a place that was read."""
+    first, depth = image + _START_COUNTERS, tl.where(starts, 0, place[2])
+    counters = _select(starts, (tl.load(first), tl.load(first + 1), tl.load(first + 2)), place[1])
+    return tl.where(starts, tl.load(image + _START), place[0]), counters, (stack, depth, depth * 0, depth.to(tl.int64) * 0)
 
 
 @triton.jit
@@ -178,29 +201,27 @@ def advance_rows(
         words = words // _ALIGNMENT * _ALIGNMENT
     slot = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + slot)
-    offset = tl.load(images + row * image_step)
+    offset, tags = tl.load(images + row * image_step), row_tags + row * positions * _TAG_FIELDS
     columns, line = state + row * state_row_step, drafts + (row if BY_ROW else slot) * draft_line_step
     owner, generated = tl.load(columns + _OWNER * state_column_step), tl.load(columns + _GENERATED * state_column_step)
     last_token, finish = tl.load(columns + _LAST_TOKEN * state_column_step), tl.load(columns + _FINISH * state_column_step)
-    vocabulary = (token_text, token_starts, num_tokens)
     drafted = line, draft_position_step, slot, forced_step, last_token, token_starts, num_tokens
-    read = token_of(drafted, batch_forced, first, TAKES_FORCED)  # its loads need not wait for the image, but cannot move above a store
-    _clear(batch_status, slot, status_step, first, last, _NONE)
+    known, before = _status_of(tags, owner, generated, 0) != _NONE, tl.load(tags + 1)  # tokens of the history when mask 0 was filled
+    read, index = _first_token(drafted, batch_forced, first, (finish == _RUNNING) & ~known, FILL_NEW, TAKES_FORCED)
+    guide, is_open, origin, source = _origin(tags, row_places, row, owner, generated, index, known, before, positions)
+    _clear(batch_status, slot, status_step, first, last, _NONE)  # after these loads, which need not wait for the image
     inside, image = (offset > 0) & (offset <= arena_ints - _HEADER_INTS), arena + offset
     if tl.load(image, mask=inside, other=0) == _VERSION:
-        running = (finish == _RUNNING) & (tl.load(image + _MAX_DEPTH) <= room)
-        tags, ring, step = row_tags + row * positions * _TAG_FIELDS, positions + 1, first
-        if FILL_NEW:
-            step = first - (running & (_status_of(tags, owner, generated, 0) == _NONE)).to(tl.int32)
-            read = token_of(drafted, batch_forced, tl.where(step < first, 0, first), TAKES_FORCED)
+        running, ring = (finish == _RUNNING) & (tl.load(image + _MAX_DEPTH) <= room), positions + 1
+        crossing, vocabulary = crossing_of(image), (token_text, token_starts, num_tokens)
+        step = first - (running & (index < first)).to(tl.int32)
         _clear(batch_forced, slot, forced_step, first, tl.minimum(last, positions - 2), -1)
         while step <= last:
             index = tl.where(step < first, 0, step)
-            by_token, starts, is_known, guide = _kind_of(tags, owner, generated, index, read[0], positions, running)
+            by_token, starts, is_known = _kind_of(index, read[0], is_open, known, generated, before, positions, running)
             tokens, own_status = (generated + index).to(tl.int32), batch_status + slot + step * status_step
-            source, target = row * ring + (tokens - by_token.to(tl.int32)) % ring, row * ring + tokens % ring
-            has_place, stack = by_token | is_known, row_stacks + target * room
-            place = _read_place(image, starts, has_place, row_places + source * _PLACE_INTS, row_stacks + source * room)
+            target = row * ring + tokens % ring
+            stack, place = row_stacks + target * room, _first_place(image, starts, origin, row_stacks + source * room)
             guide_mask, mask = row_masks + (row * positions + guide) * words, row_masks + (row * positions + index) * words
             legal, place = _accept(image, guide_mask, vocabulary, stop_words, by_token, read, place, tokens)
             status = tl.where(by_token & (index > 0), _ILLEGAL, _NONE).to(tl.int64)
@@ -208,7 +229,7 @@ def advance_rows(
                 _write_place(row_places + target * _PLACE_INTS, stack, place, LANES)
                 follow_text(row_forced_text, row, starts, tokens - 1, read[0].to(tl.int32), legal)
             if legal | starts | is_known:
-                status = fill(image, offset, arena, plain_rows, vocabulary, mask, words, place, WORDS, LANES).to(tl.int64)
+                status = fill(image, offset, arena, crossing, plain_rows, vocabulary, mask, words, place, WORDS, LANES).to(tl.int64)
                 write_forced_token(
                     batch_forced,
                     slot + index * forced_step,
@@ -230,7 +251,9 @@ def advance_rows(
                 )
             _write_status(tags + index * _TAG_FIELDS, owner, generated, index, own_status, step >= first, status)
             step += 1
-            read = token_of(drafted, batch_forced, tl.minimum(step, last), TAKES_FORCED)
+            if step <= last:
+                read = token_of(drafted, batch_forced, step, TAKES_FORCED)
+                guide, is_open, origin, source = _origin(tags, row_places, row, owner, generated, step, known, before, positions)
 
 
 def advance_fill(*tensors: Any, tile: int = WORDS, lanes: int = LANES) -> None:

@@ -65,6 +65,12 @@ def table(image, FIELD: tl.constexpr):
 
 
 @triton.jit
+def crossing_of(image):
+    """The argument `crossing` of fill(). At the end of the header, in a cache line of its own: the first read of it takes longer."""
+    return table(image, _CROSS_START), table(image, _CROSS)
+
+
+@triton.jit
 def entries_of(image):
     """The argument `entries` of entry_at()."""
     return table(image, _NEXT), tl.load(image + _NARROW)
@@ -219,6 +225,7 @@ def fill(
     image,
     offset,  # offset of the image in the arena
     arena,
+    crossing,  # the tables _CROSS_START and _CROSS
     plain_rows,
     vocabulary,
     mask,  # [words], written
@@ -231,8 +238,8 @@ def fill(
     text, token_starts, state, counters, stack = vocabulary[0], vocabulary[1], place[0], place[1], place[2]
     has_state, nests, lane = state >= 0, tl.load(image + _SYMBOLS) > 0, tl.arange(0, LANES)
     line = tl.load(table(image, _ROW_OF) + state, mask=has_state, other=0)
-    crossing, cross_of = table(image, _CROSS_START) + state, table(image, _CROSS)
-    cross, last_cross = tl.load(crossing, mask=has_state & nests, other=0), tl.load(crossing + 1, mask=has_state & nests, other=0)
+    starts, cross_of = crossing[0] + state, crossing[1]
+    cross, last_cross = tl.load(starts, mask=has_state & nests, other=0), tl.load(starts + 1, mask=has_state & nests, other=0)
     token, begin, end = _crossing_tokens(cross_of, token_starts, cross + lane, last_cross)  # before the copy, which hides the latency
     base = tl.load(table(image, _BASE_OF) + line, mask=has_state, other=-1)
     status = tl.load(table(image, _STATUS_OF) + line, mask=has_state, other=_FAULT)
@@ -255,7 +262,8 @@ def fill(
         while cross < last_cross:
             places = (none + state, (none + counters[0], none + counters[1], none + counters[2]), stack)
             legal, _, _ = follow(image, text, begin, end, begin < end, places, LANES)
-            tl.atomic_or(mask + (token >> 5), (none + 1) << (token & 31), mask=legal)
+            # Barriers order these. The default has a fence for each, which waits until the whole mask has reached the L2 cache.
+            tl.atomic_or(mask + (token >> 5), (none + 1) << (token & 31), mask=legal, sem="relaxed")
             status = tl.where(_maximum(legal.to(tl.int32), LANES) > 0, _OK, status)
             cross += LANES
             token, begin, end = _crossing_tokens(cross_of, token_starts, cross + lane, last_cross)

@@ -24,6 +24,8 @@ _LAST_ID = tl.constexpr(0x7FFFFFFF)
 _NAN = tl.constexpr(0x7FC00000)
 _TOP = tl.constexpr(0x7F800000)  # the rank of plus infinity; a NaN is above
 _BOTTOM = tl.constexpr(-0x7F800001)  # minus infinity
+_WIDE = tl.constexpr(16)  # logits
+_FREE_BITS = tl.constexpr(0x1FFF)  # of a float32, that no bfloat16 and no float16 has
 
 
 @triton.jit
@@ -39,6 +41,16 @@ def best_of(values, ids):
     ranks = rank(tl.where(values == 0, 0.0, values))  # both zeros are equal
     best = tl.max(ranks)
     return (best.to(tl.int64) << 32) | (tl.min(tl.where(ranks == best, ids, _LAST_ID)) ^ _LAST_ID).to(tl.int64)
+
+
+@triton.jit
+def best_of_narrow(values, index, first):
+    """As best_of, of 16-bit values as float32, with the id `first` + index. The bits that such a value lacks hold the index, so that one
+    reduction finds both, with half as many instructions."""
+    bits = tl.where(values == values, (values + 0.0).to(tl.int32, bitcast=True), _NAN)  # the sum is never the negative zero
+    best = tl.max((bits ^ ((bits >> 31) & (_LAST_ID ^ _FREE_BITS))) | (index ^ _FREE_BITS))
+    rising = tl.where(best < 0, best | _FREE_BITS, best & ~_FREE_BITS)
+    return (rising.to(tl.int64) << 32) | ((first + ((best & _FREE_BITS) ^ _FREE_BITS)) ^ _LAST_ID).to(tl.int64)
 
 
 @triton.jit
@@ -65,41 +77,51 @@ def masked_candidates(
     bit_of,  # [width] int64, the mask bit of each logit, or None
     status,  # [B, Q] int64, or None
     candidates,  # [B * Q, tiles] int64
-    positions,
     width,
     logits_row_stride,
     logits_position_stride,
     masks_row_stride,
     masks_position_stride,
     WORDS: tl.constexpr,
+    ALIGNED: tl.constexpr,  # `width` is a multiple of 16
 ):
     """The best legal token of one tile of WORDS mask words. Logits are loaded before the mask, not after it: even if half of the mask words
     have no bit, reading fewer logits saves less than waiting for the mask costs."""
-    line = tl.program_id(0)
-    row, position = line // positions, line % positions
-    words = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
-    bit_index = tl.arange(0, 32)
-    ids = words[:, None] * 32 + bit_index[None, :]
+    row, position, first_word = tl.program_id(0), tl.program_id(1), tl.program_id(2) * WORDS
+    line = row * tl.num_programs(1) + position
+    word, bit_index = tl.arange(0, WORDS), tl.arange(0, 32)
+    index, words = word[:, None] * 32 + bit_index[None, :], first_word + word
+    ids = first_word * 32 + index
     line_logits = logits + row.to(tl.int64) * logits_row_stride + position.to(tl.int64) * logits_position_stride
-    legal = ids < width
-    if (tl.program_id(1) + 1) * WORDS * 32 <= width:  # wide loads
+    if masks is not None:  # these loads are issued before the logits, on whose arrival a branch may wait
+        masked, table_row = tl.load(constrained + row).to(tl.int32), table_row_of(row.to(tl.int64), rows)
+        closed = masked < 0
+        if status is not None:
+            closed = (masked != 0) & (tl.load(status + line) != _OK)
+    if ALIGNED:  # shows the compiler the alignment, for wide loads without a branch
+        width = width // _WIDE * _WIDE
+        values = tl.load(line_logits + ids, mask=ids < width, other=float("-inf"))
+    elif (first_word + WORDS) * 32 <= width:
         values = tl.load(line_logits + ids)
     else:
-        values = tl.load(line_logits + ids, mask=legal, other=float("-inf"))
+        values = tl.load(line_logits + ids, mask=ids < width, other=float("-inf"))
+    wide = values.to(tl.float32)
     if masks is not None:
-        masked = tl.load(constrained + row).to(tl.int32)
         mask_end = masked * width  # no id of a row without a mask is below it
-        if status is not None:
-            legal = legal & ((masked == 0) | (tl.load(status + line) == _OK))
-        source = masks + table_row_of(row.to(tl.int64), rows) * masks_row_stride + position.to(tl.int64) * masks_position_stride
+        source = masks + table_row * masks_row_stride + position.to(tl.int64) * masks_position_stride
         if bit_of is not None:
             bit = tl.load(bit_of + ids, mask=ids < width, other=0)
             bits = tl.load(source + (bit >> 5), mask=ids < mask_end, other=-1) >> (bit & 31).to(tl.int32)
+            bits = tl.where(closed, 0, bits)
         else:
-            bits = tl.load(source + words, mask=words * 32 < mask_end, other=-1)[:, None] >> bit_index[None, :]
-        legal = legal & ((bits & 1) != 0)
-    values = tl.where(legal, values.to(tl.float32), float("-inf"))
-    tl.store(candidates + line.to(tl.int64) * tl.num_programs(1) + tl.program_id(1), best_of(values, ids))
+            bits = tl.where(closed, 0, tl.load(source + words, mask=words * 32 < mask_end, other=-1))[:, None]
+            bits = (bits >> (bit_index & 24)[None, :]) >> (bit_index & 7)[None, :]  # a thread has eight tokens: their bits are constants
+        wide = tl.where((bits & 1) != 0, wide, float("-inf"))
+    candidate = candidates + line.to(tl.int64) * tl.num_programs(2) + tl.program_id(2)
+    if values.dtype.primitive_bitwidth == 16 and WORDS * 32 <= _FREE_BITS + 1:
+        tl.store(candidate, best_of_narrow(wide, index, first_word * 32))
+    else:
+        tl.store(candidate, best_of(wide, ids))
 
 
 @triton.jit
@@ -124,10 +146,11 @@ def masked_argmax(*tensors: Any, tile: int = CHOICE_TILE) -> None:
     *inputs, finite, token = tensors
     logits, masks, *_ = inputs
     batch, positions, width = logits.shape
-    candidates = torch.empty(batch * positions, triton.cdiv(width, tile), dtype=torch.int64, device=logits.device)
-    sizes = positions, width, *logits.stride()[:2], *(masks.stride()[:2] if masks is not None else (0, 0))
-    grid = tuple(candidates.shape)
-    masked_candidates[grid](*inputs, candidates, *sizes, WORDS=tile // 32, num_warps=8, enable_fp_fusion=False)
+    grid = batch, positions, triton.cdiv(width, tile)
+    candidates = torch.empty(batch * positions, grid[2], dtype=torch.int64, device=logits.device)
+    sizes = width, *logits.stride()[:2], *(masks.stride()[:2] if masks is not None else (0, 0))
+    constants = {"WORDS": tile // 32, "ALIGNED": width % _WIDE.value == 0}
+    masked_candidates[grid](*inputs, candidates, *sizes, **constants, num_warps=8, enable_fp_fusion=False)
     store_best(candidates, finite, token)
 
 

@@ -94,22 +94,24 @@ def test_sign_bit_of_a_mask_word_is_a_token() -> None:
     assert compare(logits, bitmask.pack(allowed), None, torch.tensor([True]))[1].item() == 31
 
 
-def test_ties_go_to_the_lowest_id() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_ties_go_to_the_lowest_id(dtype: torch.dtype) -> None:
     width = 300
     masks, constrained = torch.full((1, 1, 10), -1, dtype=torch.int32), torch.tensor([True])
     for values in ((0.0, -0.0), (-0.0, 0.0), (5.0, 5.0), (INF, INF), (-INF, -INF)):
-        logits = torch.full((1, 1, width), -INF)
+        logits = torch.full((1, 1, width), -INF, dtype=dtype)
         logits[0, 0, 70], logits[0, 0, 290] = values
         for some in ((masks, None, constrained), (None,)):
             finite, token = compare(logits, *some, tile=64)  # type: ignore[misc]
             assert (finite.item(), token.item()) == (abs(values[0]) < INF, 70 if values[0] > -INF else 0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("legal", [True, False])
-def test_only_nan_of_a_legal_token_is_reported(legal: bool) -> None:
+def test_only_nan_of_a_legal_token_is_reported(legal: bool, dtype: torch.dtype) -> None:
     width = 1000
     allowed = torch.ones(1, 1, width, dtype=torch.bool)
-    logits = torch.randn(1, 1, width, generator=torch.Generator().manual_seed(1))
+    logits = torch.randn(1, 1, width, generator=torch.Generator().manual_seed(1)).to(dtype)
     for index, value in ((200, math.nan), (900, math.nan), (100, INF)):
         logits[0, 0, index] = value
         allowed[0, 0, index] = legal

@@ -77,6 +77,8 @@ def test_programs_compile_ahead_of_time_without_spills(arch: int, options: Seque
         assert entry["spill_bytes"] == 0 and entry["stack_bytes"] == 0, entry
         assert entry["registers"] <= MOST_REGISTERS.get(entry["kernel"].split("_")[0].split()[0], MAX_REGISTERS), entry
         assert 0 < entry["occupancy"] <= 1 and entry["least_us"] == round(entry["bytes"] / 1e6, 3), entry
+        publishes = entry["kernel"].startswith(("find_least", "decide_end"))
+        assert (entry["fences"] > 0) == publishes, f"only these programs publish to other programs or to the host: {entry}"
         if entry["kernel"].startswith("gate_tile"):
             assert entry["bytes"] == 3 * 8 * 512 * 2, f"two inputs and the product of {entry['launch']}"
         if entry["kernel"].startswith("masked_candidates"):
