@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # for tools.*
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 
 from stepgraph import Constraint, Engine, EngineConfig, SamplingParams, Vocabulary
@@ -43,7 +44,6 @@ from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import Eagle3Config, LlamaConfig
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.sampling.params import GREEDY
-from tools.bench_sampling import operations_of
 from tools.gpu.checks.context import Context, summary
 from tools.gpu.checks.stopwatch import stopwatch, take_turns, wait_us
 from tools.origin import origin
@@ -55,6 +55,26 @@ CONSTRAINT = Constraint.regex("[ -~]{400}")  # keeps rows from ending
 SAMPLING = SamplingParams(temperature=0.8, top_k=50, top_p=0.95, seed=1)
 PROMPT = 32  # tokens of the chunk that is measured
 VOCABULARY = Vocabulary.printable()
+ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations that do device work: no views, no allocations."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view and func._schema.name.removeprefix("aten::") not in ALLOCATIONS
+        return func(*args, **(kwargs or {}))
+
+
+def operations_of(call: Call) -> int:
+    operations = Operations()
+    with operations:
+        call()
+    return operations.count
 
 
 class Pair(NamedTuple):
@@ -186,7 +206,7 @@ def measure(context: Context, pair: Pair, rows: int, drafts: int, kind: tuple[bo
     scene = Scene(pair, rows, drafts, constrained, sampled)
     try:
         calls = scene.calls()
-        counts = {name: len(operations_of(call).calls) for name, call in calls.items()}
+        counts = {name: operations_of(call) for name, call in calls.items()}
         watches = {name: stopwatch(context, call) for name, call in calls.items() if name != "prompt"}
         watches["prompt"] = partial(wait_us, context, calls["prompt"])  # attention plans on the host, so it cannot be captured
         times = take_turns(watches, range(turns))

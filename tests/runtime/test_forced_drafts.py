@@ -21,7 +21,6 @@ from tests.helpers.c_library import needs_c
 from tests.helpers.oracles import Answer, greedy
 from tests.helpers.proposers import draft_ids_then_noise, noise, parrot
 from tests.helpers.toy_engines import needs_native, switch_draft_lengths
-from tools.bench import forced_drafts as bench_forced
 
 WORDS = ("total", "quantity", "unit_price", "currency", '":', '",', ' "', "alpha", "alphabet", "bet")
 VOCABULARY = Vocabulary.printable(word.encode() for word in WORDS)
@@ -395,13 +394,3 @@ def test_device_forces_the_drafts_of_the_host(k: int, draft: Any) -> None:
 def test_forced_drafter_without_masks_raises() -> None:
     with pytest.raises(ValueError, match=r"Engine\.draft: got 'forced' with draft_masks=False"):
         Engine(TARGET, "forced", vocabulary=VOCABULARY, config=config_of(4, draft_masks=False))
-
-
-def test_forced_draft_benchmark() -> None:
-    """Rounds per token with forced drafts off and on; no host queries when off, and K + 1 fills."""
-    vocabulary = Vocabulary.printable(word.encode() for word in bench_forced.WORDS)
-    person = {"person": bench_forced.CONSTRAINTS["person"]}
-    forced, free = (bench_forced.decode(vocabulary, 0.0, on, 3, person, prompts=1)["person"] for on in (True, False))
-    assert forced["rounds_per_token"] < 0.8 * free["rounds_per_token"]
-    assert free["forced_per_round"] == free["looks_per_round"] == 0.0 < forced["accepted_forced_per_round"]
-    assert max(forced["fills_per_round"], free["fills_per_round"]) <= 5  # four of a round, and those of one round after the last one

@@ -1,4 +1,4 @@
-"""Benchmark rounds, drafts, stages, grammars, sampling, kernels and a real model pair. Variants are interleaved; JSON last.
+"""Benchmark rounds, stages, grammars and a real model pair. Variants are interleaved; JSON last.
 
 Times on a shared machine are noise: compare the ratios of interleaved variants, and the counts. No time is a failure.
 
@@ -26,13 +26,12 @@ from tqdm import tqdm
 from stepgraph import Constraint, Engine, EngineConfig, Vocabulary
 from stepgraph.runtime.demo.pair import DRAFTS
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
-from tools import bench_demo, bench_grammar, bench_kernels, bench_sampling, bench_stages
-from tools.bench import forced_drafts as bench_forced
+from tools import bench_demo, bench_grammar, bench_stages
 from tools.gpu.checks.context import Context
 from tools.gpu.checks.stopwatch import percentiles, ratio_of
 from tools.profiling.workload import SCHEMA
 
-PARTS = ("round", "forced", "grammar", "sampling", "stages", "kernels", "attention", "demo")
+PARTS = ("round", "grammar", "stages", "demo")
 
 
 @dataclass(frozen=True)
@@ -109,21 +108,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     context = Context(rehearsal=not torch.cuda.is_available(), quick=False)
     parts: dict[str, Callable[[], Any]] = {
         "round": lambda: measure_rounds(options),
-        "forced": lambda: bench_forced.report(options.drafts),
         "grammar": lambda: bench_grammar.report(rounds=400, drafts=options.drafts),
-        "sampling": lambda: bench_sampling.report(context, bench_sampling.SHAPES, bench_sampling.SECONDS),
         "stages": lambda: bench_stages.report(context, rows=4, drafts=options.drafts),
-        "kernels": lambda: bench_kernels.report(context),
-        "attention": bench_kernels.attention_bytes,
         "demo": demonstration,
     }
     found = {name: part() for name, part in parts.items() if options.only in (None, name)}
-    if "forced" in found:
-        print("\n".join(bench_forced.lines(found["forced"])))
     if "grammar" in found:
         print("\n".join(bench_grammar.lines(found["grammar"])))
-    if "sampling" in found:
-        print(bench_sampling.table(found["sampling"]))
     if "stages" in found:
         print("\n".join(bench_stages.lines(found["stages"])))
     if "ratios" in found.get("demo", {}):

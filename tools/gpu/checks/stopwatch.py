@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from tools.gpu.checks.context import Context, Figures, summary
 
@@ -81,18 +78,12 @@ def times_of(context: Context, kernel: Call, reference: Call) -> Figures:
     return {"kernel_us": device_us(context, kernel)["median"], "reference_us": device_us(context, reference)["median"]}
 
 
-def for_seconds(seconds: float, least: int = 3) -> Iterator[int]:
-    """Turns until `seconds` are over, at least `least`."""
-    end = time.perf_counter() + seconds
-    return itertools.takewhile(lambda turn: turn < least or time.perf_counter() < end, itertools.count())
-
-
-def take_turns(watches: Mapping[str, Watch], turns: Iterable[int], title: str = "") -> dict[str, list[float]]:
+def take_turns(watches: Mapping[str, Watch], turns: Iterable[int]) -> dict[str, list[float]]:
     """Run every watch once per turn, after one turn for warm-up."""
     times: dict[str, list[float]] = {name: [] for name in watches}
     for watch in watches.values():
         watch()
-    for _ in tqdm(turns, desc=title, unit="turn", disable=not title or not sys.stderr.isatty(), leave=False):
+    for _ in turns:
         for name, watch in watches.items():
             times[name].append(watch())
     return times
