@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stepgraph.graphs import BufferSpec, GraphKey, StaticBuffers, current_context, run_eager
+from stepgraph.graphs import BufferSpec, GraphKey, StaticBuffers, current_context
 from stepgraph.graphs.capture import Backend, Recorded
 from stepgraph.graphs.cuda.context import HostCallback
 from stepgraph.graphs.errors import HostErrors
@@ -36,22 +36,6 @@ from tools.gpu.checks.stopwatch import device_seconds, take_turns, wall_us
 def _run_graph(backend: Backend, recorded: Recorded) -> None:
     recorded.replay()
     backend.synchronize()
-
-
-def _host_node_graphs(backend: Backend, nodes: int) -> tuple[Recorded, Recorded, list[float]]:
-    """A graph of one kernel, the same graph with host nodes after it, and the times when these ran."""
-    buffers = StaticBuffers([BufferSpec("x", (32,), torch.float32)], backend.device)
-    times: list[float] = []
-
-    def plain(b: StaticBuffers) -> None:
-        b.x.add_(1)
-
-    def with_nodes(b: StaticBuffers) -> None:
-        b.x.add_(1)
-        for index in range(nodes):
-            current_context().host_node(f"node {index}", lambda: times.append(time.monotonic()))
-
-    return backend.capture(plain, buffers), backend.capture(with_nodes, buffers), times
 
 
 MAX_STAMPS = 10_000
@@ -76,7 +60,8 @@ def gil_hold(context: Context) -> Figures:
     """Microseconds from launch to host node, Python and native, alone and beside a busy Python thread."""
     repeats, figures = context.count(300, 40), dict[str, object]()
     with context.backend(asynchronous=True) as backend:
-        _, recorded, times = _host_node_graphs(backend, 1)
+        times: list[float] = []
+        recorded = _with_host_node(backend, lambda: times.append(time.monotonic()))
 
         def in_python() -> float:
             times.clear()
@@ -87,7 +72,7 @@ def gil_hold(context: Context) -> Figures:
         nodes = {"": in_python}
         with contextlib.suppress(Unavailable):
             stamp = Stamp()
-            stamped = _stamped(backend, stamp)
+            stamped = _with_host_node(backend, stamp.node)
 
             def natively() -> float:
                 _run_graph(backend, stamped)
@@ -104,12 +89,12 @@ def gil_hold(context: Context) -> Figures:
     return figures
 
 
-def _stamped(backend: Backend, stamp: Stamp) -> Recorded:
+def _with_host_node(backend: Backend, node: Callable[[], object]) -> Recorded:
     buffers = StaticBuffers([BufferSpec("x", (32,), torch.float32)], backend.device)
 
     def step(b: StaticBuffers) -> None:
         b.x.add_(1)
-        current_context().host_node("stamp", stamp.node)
+        current_context().host_node("node", node)
 
     return backend.capture(step, buffers)
 
@@ -131,53 +116,6 @@ def _burn(stop: threading.Event) -> None:
     while not stop.is_set():
         for number in range(1000):
             total += number
-
-
-def figures(context: Context) -> Figures:
-    """Medians of launch and host-node cost, and of replayed and eager rounds, interleaved."""
-    repeats = context.count(200, 20)
-    found: Figures = {}
-    with context.backend(asynchronous=True) as backend:
-        nodes = 8
-        plain, with_nodes, _ = _host_node_graphs(backend, nodes)
-
-        def launch() -> float:
-            micros = wall_us(plain.replay)
-            backend.synchronize()
-            return micros
-
-        graphs = {name: partial(wall_us, partial(_run_graph, backend, graph)) for name, graph in (("alone", plain), ("loaded", with_nodes))}
-        times = {name: summary(each) for name, each in take_turns({**graphs, "launch": launch}, range(repeats)).items()}
-        found["launch_us"], found["launch_and_wait_us"] = times["launch"], times["alone"]
-        found["host_node_us"] = round((times["loaded"]["median"] - times["alone"]["median"]) / nodes, 2)
-    for k, constrained in ((0, False), (4, False), (4, True)):
-        with context.backend(asynchronous=True) as backend:
-            found[f"round K={k} {'constrained' if constrained else 'free'}"] = _round_times(context, backend, k, constrained)
-    return found
-
-
-def _round_times(context: Context, backend: Backend, k: int, constrained: bool) -> Figures:
-    bench = RoundBench(backend, k)
-    step = bench.round.step(GraphKey(ROWS, constrained))
-    recorded = backend.capture(step, bench.buffers)
-    bench.randomise(1)
-    start = bench.snapshot()
-
-    def prepared(call: Callable[[], object]) -> float:
-        backend.run(lambda: bench.restore(start))
-        backend.synchronize()
-        if constrained:
-            bench.push_batch(ROWS)
-        return wall_us(call)
-
-    def eagerly() -> None:
-        backend.run(lambda: run_eager(step, bench.buffers))
-        backend.synchronize()
-
-    watches = {"eager_us": partial(prepared, eagerly), "replay_us": partial(prepared, partial(_run_graph, backend, recorded))}
-    times = {name: summary(each) for name, each in take_turns(watches, range(context.count(60, 6))).items()}
-    ratio = round(times["eager_us"]["median"] / times["replay_us"]["median"], 2)
-    return {**times, "eager_over_replay": ratio, "nodes": sum(recorded.report.nodes.values())}
 
 
 HOLD_SECONDS = 0.2
