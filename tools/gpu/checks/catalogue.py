@@ -72,7 +72,6 @@ CATALOGUE = (
     *_entries("law", sampled_texts_follow_the_target=8),
     *_entries("sanitizer", programs_stay_in_bounds=12),
     *_entries("timing", gil_hold=3),
-    *_entries("timing", host_node_latency=3, conditional_node_cost=2),
     *_entries("numbers", kernels_against_floor=7, packed_products=4),
     # checks that decide a goal come first; the last one waits for a compiler
     *_entries("numbers", idle_between_rounds=12, weights_per_second=15, captured_against_eager=16, mask_time_is_hidden=16),

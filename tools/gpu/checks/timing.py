@@ -1,22 +1,17 @@
-"""Times of launches, host nodes and rounds, and whether native host nodes need the GIL."""
+"""Times from a launch to a host node, and whether native host nodes need the GIL."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib.util
 import itertools
-import statistics
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from ctypes import byref
-from functools import partial
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from stepgraph.graphs import BufferSpec, GraphKey, StaticBuffers, current_context
 from stepgraph.graphs.capture import Backend, Recorded
@@ -28,9 +23,7 @@ from stepgraph.sampling.grammar.status import TAG_FIELDS, HostColumn
 from stepgraph.sampling.kernels.c_kernel import PackedCall, join_calls
 from stepgraph.sampling.native import ARGUMENT, Unavailable, kernel
 from tools.gpu.checks.context import Context, Figures, Skipped, summary
-from tools.gpu.checks.driver_calls import WAIT_EQUAL, DriverCalls, MemsetChain
 from tools.gpu.checks.states import ROWS, RoundBench
-from tools.gpu.checks.stopwatch import device_seconds, take_turns, wall_us
 
 
 def _run_graph(backend: Backend, recorded: Recorded) -> None:
@@ -181,147 +174,3 @@ def call_under_the_gil(node: HostCallback, times: int, seconds: float) -> tuple[
     gil_library.usleep(int(seconds * 1e6))
     assert library.pthread_join(thread, None) == 0
     return start, start + int(seconds * 1e9)
-
-
-REQUESTS_PER_GRAPH = 16  # requests to the host in a graph, which share the cost of its launch
-HostRequest = Callable[[StaticBuffers], None]
-
-
-@contextlib.contextmanager
-def answering(flags: Tensor) -> Iterator[None]:
-    """A thread that answers every request: sees the first word set, clears it, sets the second."""
-    words, stop = flags.numpy(), threading.Event()
-
-    def answer() -> None:
-        while not stop.is_set():
-            if words[0]:
-                words[0] = 0
-                words[1] = 1
-
-    thread, interval = threading.Thread(target=answer, daemon=True), sys.getswitchinterval()
-    sys.setswitchinterval(1e-4)  # the launching thread needs the interpreter, too
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
-        sys.setswitchinterval(interval)
-
-
-def host_node_latency(context: Context) -> Figures:
-    """Microseconds that each request to the host adds to a graph: by a native node, a Python node, a wait for a value, a spin kernel."""
-    found: Figures = {}
-    with context.backend(asynchronous=True) as backend:
-        buffers = StaticBuffers(
-            [BufferSpec("x", (32,), torch.float32), BufferSpec("flags_host", (2,), torch.int32, "pinned")], backend.device
-        )
-        graphs = {"nothing": backend.capture(_step_with(lambda b: None), buffers)}
-        with answering(buffers.flags_host):  # a capture on a GPU first runs the step
-            for name, request in _request_kinds(context, buffers, found):
-                try:
-                    graphs[name] = backend.capture(_step_with(request), buffers)
-                except RuntimeError as refusal:
-                    found[name] = f"not available: {refusal}"
-            watches = {name: partial(_us_per_request, context, backend, graph) for name, graph in graphs.items()}
-            times = take_turns(watches, context.turns(2 if context.rehearsal else 200, least=2))
-    nothing = statistics.median(times.pop("nothing"))
-    for name, each in times.items():
-        found[name] = {"us": round(statistics.median(each) - nothing, 3), **summary(each)}
-    return {"graph_without_us": round(nothing, 3), **found}
-
-
-def _step_with(request: HostRequest) -> HostRequest:
-    def step(b: StaticBuffers) -> None:
-        for _ in range(REQUESTS_PER_GRAPH):
-            b.x.add_(1)
-            request(b)
-
-    return step
-
-
-def _request_kinds(context: Context, buffers: StaticBuffers, found: Figures) -> Iterator[tuple[str, HostRequest]]:
-    yield "python host node", lambda b: current_context().host_node("ask", lambda: None)
-    try:
-        stamp = Stamp()
-        yield "native host node", lambda b: current_context().host_node("ask", stamp.node)
-    except Unavailable as missing:
-        found["native host node"] = f"not available: {missing}"
-    if context.on_tape:
-        yield "flag wait", lambda b: current_context().host_node("ask", lambda: _wait(buffers.flags_host), writes=[buffers.flags_host])
-        return
-    try:
-        yield "wait value", _wait_value(buffers.flags_host)
-    except RuntimeError as missing:
-        found["wait value"] = f"not available: {missing}"
-    if importlib.util.find_spec("triton") is None:
-        found["spin kernel"] = "not available: triton is not installed"
-        return
-    from tools.gpu.checks.spin import launch
-
-    launch_once = lambda b: launch(b.flags_host)  # noqa: E731
-    yield "spin kernel", launch_once
-
-
-def _wait(flags: Tensor) -> None:
-    """The device's part of a request, on the tape."""
-    words = flags.numpy()
-    words[0] = 1
-    while not words[1]:
-        time.sleep(0)
-    words[1] = 0
-
-
-def _wait_value(flags: Tensor) -> HostRequest:
-    """Memory operations of the stream: write the request, wait for the answer, clear it."""
-    calls = DriverCalls()
-    requested = calls.device_address(flags.data_ptr())
-
-    def request(b: StaticBuffers) -> None:
-        stream = torch.cuda.current_stream().cuda_stream
-        calls.call("cuStreamWriteValue32_v2", stream, requested, 1, 0)
-        calls.call("cuStreamWaitValue32_v2", stream, requested + 4, 1, WAIT_EQUAL)
-        calls.call("cuStreamWriteValue32_v2", stream, requested + 4, 0, 0)
-
-    return request
-
-
-def _us_per_request(context: Context, backend: Backend, graph: Recorded) -> float:
-    """Microseconds per request of one replay: on a GPU between two events of its own stream, else by the clock."""
-    if context.on_tape:
-        return wall_us(partial(_run_graph, backend, graph)) / REQUESTS_PER_GRAPH
-    seconds: list[float] = []
-    backend.run(lambda: seconds.append(device_seconds(graph.replay)))
-    return seconds[0] * 1e6 / REQUESTS_PER_GRAPH
-
-
-def conditional_node_cost(context: Context) -> Figures:
-    """Microseconds that an IF node adds to its body, and those of a node whose body is skipped; on the tape: those of a branch."""
-    count = 32
-    word = torch.zeros(1, dtype=torch.int32, device=context.device)
-    times = take_turns(_branches(context, word, count), context.turns(3 if context.rehearsal else 200, least=3))
-    plain, taken, skipped = (statistics.median(times[name]) / count for name in ("plain", "taken", "skipped"))
-    return {"memset_us": round(plain, 3), "taken_adds_us": round(taken - plain, 3), "skipped_us": round(skipped, 3)}
-
-
-def _branches(context: Context, word: Tensor, count: int) -> dict[str, Callable[[], float]]:
-    conditions = {"plain": None, "taken": True, "skipped": False}
-    if context.on_tape:
-
-        def run(taken: bool | None) -> None:
-            for _ in range(count):
-                if taken is not False:
-                    word.fill_(1)
-
-        return {name: partial(wall_us, partial(run, taken)) for name, taken in conditions.items()}
-    stream = torch.cuda.Stream()
-    try:
-        calls = DriverCalls()
-        chains = {name: MemsetChain(calls, word.data_ptr(), count, taken) for name, taken in conditions.items()}
-    except RuntimeError as missing:
-        raise Skipped(f"not available: {missing}") from None
-
-    def launch(chain: MemsetChain) -> float:
-        return device_seconds(partial(chain.launch, stream.cuda_stream), stream) * 1e6
-
-    return {name: partial(launch, chain) for name, chain in chains.items()}
