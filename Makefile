@@ -88,7 +88,7 @@ clients: $(VENV)/.ready-clients
 	$(BIN)/pytest -q -m clients $(ARGS)
 
 bench: $(VENV)/.ready-test $(VENV)/.model
-	$(BIN)/python -m tools.bench $(ARGS)
+	$(BIN)/python tools/bench_demo.py $(ARGS)
 
 stub-cuda: $(STUB_VENV)/.ready
 	$(STUB_BIN)/python -m tests.stub_cuda.build

@@ -82,6 +82,7 @@ EXECUTED = {  # documented command: the command that runs in a temporary folder,
     "stepgraph replay run.jsonl --model MODEL --draft DRAFT": "stepgraph replay run.jsonl --model model --draft ngram",
 }
 PARSED = {  # the others, and why they do not run here
+    "make bench": "minutes long",
     "make browser": "needs a browser",
     "make demo": "installs packages",
     "make lint": "installs packages",
@@ -102,7 +103,6 @@ PARSED = {  # the others, and why they do not run here
     "python -m tests.helpers.long_runs formats --json FILE": "minutes long; test_formats.py runs its parts",
     "python -m tests.helpers.long_runs masks --json FILE": "minutes long; tests/laws/test_draft_chains.py runs its parts",
     "python -m tests.fuzz": "tests/laws/test_fuzz.py runs it",
-    "python -m tools.bench": "minutes long; tests/tools/bench runs its parts",
     "python -m tools.gpu.packing.triton_cache --out cache": "needs a CUDA build of torch; tests/stub_cuda runs it",
     "python -m tools.first_hour": "installs the package; tests/tools runs it (make models)",
     "python -m tools.soak": "tests/laws/test_soak.py runs it",

@@ -1,7 +1,7 @@
 """Benchmark of automatic draft lengths: plain decoding, every fixed length and "auto" in one engine, interleaved; one JSON document last.
 
     python tools/bench_adaptive.py                   the toy pair, two minutes
-    python tools/bench_adaptive.py --demo --plot lengths.png      the demonstration's pair, on held-out prompts, in 12 minutes
+    python tools/bench_adaptive.py --demo            the demonstration's pair, on held-out prompts, in 12 minutes
     python tools/bench_adaptive.py --demo --only json "free text" --turns 2
 
 Costs, also those that the choice uses, are processor times of the whole process, since other processes may share the machine. Rounds,
@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import collections
 import json
-import math
 import statistics
 import sys
 import time
@@ -36,13 +35,10 @@ from stepgraph import Constraint, Engine, EngineConfig, Job, SamplingParams
 from stepgraph.graphs.graph_key import PLAIN, Drafting
 from stepgraph.runtime.demo.variants import LOOK_UP, Pair, open_pair, toy_pair
 from tools.origin import origin
-from tools.profiling import picture
 from tools.train.demo.prompts import make_prompt
 from tools.train.demo.schemas import MEASURED, SCHEMAS
 
 AUTO = "auto"
-PLOTTED_WORKLOAD = "switching"
-PLOTTED_ROUNDS = 400
 MIN_TURNS = 2
 ALL_TURNS = 3  # turns in which every fixed length runs
 CONTENDER_SHARE = 0.9  # share of the best fixed length's rate: slower lengths do not run in later turns
@@ -312,7 +308,7 @@ def goals(found: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
         if row["wrong"]:
             goal = [("over plain", over_plain, 0.98)]
         else:
-            goal = [("over the best fixed", over_best, 0.93 if name == PLOTTED_WORKLOAD else 0.95)]
+            goal = [("over the best fixed", over_best, 0.93 if name == "switching" else 0.95)]
             goal += [("over plain", over_plain, GOALS_OVER_PLAIN[name])] if name in GOALS_OVER_PLAIN and row["data"] != "toy" else []
         rows += [
             {"workload": name, "figure": figure, "value": value, "goal": least, "met": value >= least} for figure, value, least in goal
@@ -320,14 +316,7 @@ def goals(found: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def plot(bench: Bench, workload: Workload, path: Path) -> None:
-    """Save a picture of the draft length and the account of one turn."""
-    with bench.engine.trace(PLOTTED_ROUNDS) as trace:
-        bench.run(workload, 0, AUTO)
-    picture.draw_lengths(trace.timeline, path)
-
-
-def report(demo: bool, drafts: int, turns: int, only: Sequence[str], seconds: float = math.inf, png: Path | None = None) -> dict[str, Any]:
+def report(demo: bool, drafts: int, turns: int, only: Sequence[str], seconds: float) -> dict[str, Any]:
     torch.set_num_threads(1)
     show = sys.stderr.isatty()
     pair = open_pair(drafts, show) if demo else toy_pair()
@@ -360,8 +349,6 @@ def report(demo: bool, drafts: int, turns: int, only: Sequence[str], seconds: fl
         rows, data = len(workload.requests(0)), workload.data or "toy"
         found[name] = {"rows": rows, "wrong": workload.wrong_drafts, "data": data, **figures(samples[name])}
         print(line(name, found[name]))
-    if png is not None and PLOTTED_WORKLOAD in chosen:
-        plot(benches[len(chosen[PLOTTED_WORKLOAD].requests(0)), chosen[PLOTTED_WORKLOAD].wrong_drafts], chosen[PLOTTED_WORKLOAD], png)
     for bench in benches.values():
         bench.engine.close()
     return {
@@ -388,10 +375,9 @@ def main(arguments: list[str] | None = None) -> int:
     add("--turns", type=int, default=4, metavar="N", help="turns of each workload (default: %(default)s)")
     add("--only", nargs="+", default=[], metavar="NAME", help="run only these workloads")
     add("--seconds", type=float, default=480, metavar="S", help="time for turns after the second (default: %(default)s)")
-    add("--plot", type=Path, metavar="PNG", help=f"draft length and account over time of the workload {PLOTTED_WORKLOAD!r}")
     options = parser.parse_args(arguments)
     try:
-        found = report(options.demo, options.drafts, options.turns, options.only, options.seconds, options.plot)
+        found = report(options.demo, options.drafts, options.turns, options.only, options.seconds)
     except (ValueError, RuntimeError, OSError) as error:
         print(f"bench_adaptive: {error}", file=sys.stderr)
         return 2

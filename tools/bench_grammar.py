@@ -1,4 +1,4 @@
-"""Host cost of grammars per round: the native link (of the library and of automata), Python loops, batch calls; and compile cost.
+"""Host cost of grammars per round: the native link (of the library and of automata), Python loops, batch calls.
 
 All variants process the same documents in the same rounds, interleaved: roll back rejected drafts, accept the target's tokens,
 fill, then accept and fill for each draft. The masks of all variants are compared, untimed.
@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # for tools.*
@@ -29,7 +28,6 @@ from stepgraph.sampling.grammar import CompiledConstraint, GrammarCompiler, Voca
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
 from stepgraph.sampling.grammar.link.native import available_processors
 from stepgraph.sampling.grammar.link.python import PythonLink
-from tools.bench import compile_cost as bench_compile
 from tools.bench.grammar_documents import TEXTS, DocumentRounds, RowRound, encode, vocabulary
 from tools.bench.grammar_variants import LibraryBatch, LinkVariant, PythonLoop, make_native_link, native_forcing, native_reason
 from tools.bench.library_calls import timed_library_calls
@@ -140,21 +138,6 @@ class Bench:
     def keep_only(self, name: str) -> None:
         self.loops, self.links = [], [link for link in self.links if link.name == name]
 
-    def bytecodes(self) -> dict[str, int]:
-        """Number of Python bytecodes in the host node of one round."""
-        counts = {}
-        for variant in self.links:
-            if variant.name in ("python link", "native link"):
-                counts[variant.name] = 0
-        turns = self.turns()
-        for variant in self.variants:
-            variant.prepare(turns)
-            if variant.name in counts:
-                counts[variant.name] = count_bytecodes(variant.run)
-            else:
-                variant.run()
-        return counts
-
 
 def library_loops(backend: str) -> tuple[type[Any], type[Any]]:
     """Variants with the library's own calls, without a host link."""
@@ -163,22 +146,6 @@ def library_loops(backend: str) -> tuple[type[Any], type[Any]]:
     from tools.bench.llguidance_variants import LLGuidanceBatch, LLGuidanceLoop  # needs an optional library
 
     return LLGuidanceLoop, LLGuidanceBatch
-
-
-def count_bytecodes(call: Callable[[], object]) -> int:
-    count = 0
-
-    def trace(frame: FrameType, event: str, _: object) -> Any:
-        nonlocal count
-        frame.f_trace_opcodes = True
-        count += event == "opcode"
-        return trace
-
-    before = sys.gettrace()  # restore the tracer of coverage measurements
-    sys.settrace(trace)
-    call()
-    sys.settrace(before)
-    return count
 
 
 def measure_alone(make: Callable[[], Bench], rounds: int) -> dict[str, float]:
@@ -228,7 +195,6 @@ def measure(rows: int, rounds: int, drafts: int, table: Vocabulary, documents: A
         "automata_over_native_link": ratio_of(seconds[TABLES], seconds[FROM_C])["p50"] if TABLES in seconds else None,
         "us_per_round_alone": by_itself,
         "automata_over_native_link_alone": round(by_itself[TABLES] / by_itself[FROM_C], 3) if by_itself else None,
-        "bytecodes_in_the_host_node": bench.bytecodes(),
     }
     links = bench.links
     report["library_calls_over_python_loop"] = bench.library_over_loop(max(10, rounds // 4))
@@ -252,14 +218,12 @@ def report(batches: Sequence[int] = BATCHES, rounds: int = 400, drafts: int = 4,
         "processors": available_processors(),
         "native": native_reason() or "available",
         "python": platform.python_version(),
-        "compile": bench_compile.report(table, turns=max(3, min(15, rounds // 20))),
         "batches": [measure(rows, rounds_for(rows, rounds), drafts, table, documents, backend, automata) for rows in batches],
     }
 
 
 def lines(found: Mapping[str, Any]) -> Iterator[str]:
     """Lines of the printed report."""
-    yield from bench_compile.lines(found["compile"])
     for batch in found["batches"]:
         yield (
             f"{found['library']}, {batch['rows']} rows, {found['drafts']} drafts, {found['vocabulary']}: {batch['rounds']} rounds of "
@@ -270,12 +234,11 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
         if (share := batch["automata_over_native_link"]) is not None:
             times = ", ".join(f"{name} {figure} us" for name, figure in batch["us_per_round_alone"].items())
             yield f"  automata over the native link: {share}; each alone {batch['automata_over_native_link_alone']} ({times})"
-        yield f"  {'us per round':<28}{'p50':>10}{'p99':>10}{'p99.9':>10}{'x python loop':>15}{'x python link':>15}{'bytecodes':>11}"
+        yield f"  {'us per round':<28}{'p50':>10}{'p99':>10}{'p99.9':>10}{'x python loop':>15}{'x python link':>15}"
         for name, figures in batch["us_per_round"].items():
             times = batch["over_python_loop"].get(name, 1.0)
             links = batch["over_python_link"].get(name, "")
-            codes = batch["bytecodes_in_the_host_node"].get(name, "")
-            yield f"  {name:<28}{figures['p50']:>10}{figures['p99']:>10}{figures['p99.9']:>10}{times:>15}{links:>15}{codes:>11}"
+            yield f"  {name:<28}{figures['p50']:>10}{figures['p99']:>10}{figures['p99.9']:>10}{times:>15}{links:>15}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -6,7 +6,7 @@ reported as well. Exits with 0 only if no check failed.
 
     python tools/gpu_check.py                      everything, on the GPU
     python tools/gpu_check.py --quick              a quarter of the time for everything
-    python tools/gpu_check.py --only figures       one check; may be given more than once
+    python tools/gpu_check.py --only gil_hold      one check; may be given more than once
     python tools/gpu_check.py --rehearse --quick   the same code on the CPU tape: tests the checks, not a GPU
     python tools/gpu_check.py --rehearse cuda      at the same sizes on a CUDA device, as on stub libraries; decides no goal either
     python tools/gpu_check.py --merge a.json b.json  one document of runs with --only, where one run would take too long

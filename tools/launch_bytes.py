@@ -1,8 +1,8 @@
 """Bytes that every Triton program loads and stores in a launch, counted in Triton's interpreter.
 
 Launches of a round: two rows, three drafts; for a program with several launches, the one with most bytes. An address
-counts once per instruction and program instance, as in tools/bench_attention.py; atomic updates are not counted. TRITON_INTERPRET=1 must
-be set.
+counts once per instruction and program instance, since a warp reads it once; no caching between instructions is assumed, and atomic updates
+are not counted. TRITON_INTERPRET=1 must be set.
 
     TRITON_INTERPRET=1 python -m tools.launch_bytes
 """
@@ -10,19 +10,20 @@ be set.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 
 from stepgraph.graphs import publishing
 from stepgraph.graphs.round_specs import Control, Counter
 from stepgraph.graphs.row_layout import ResultLayout
-from tools.bench_attention import counting
 from tools.gpu.checks import grammar_rows, layers, operations
 from tools.gpu.checks.llama import attention_call, rope_call
 from tools.gpu.checks.operations import Call, filler
@@ -30,6 +31,39 @@ from tools.gpu.checks.operations import Call, filler
 WIDTH = 128_256  # tokens of Llama 3
 ROWS, DRAFTS, SIZE, HEAD, KEYS = 2, 3, 2048, 64, 1000
 CPU = torch.device("cpu")
+
+
+class MovedBytes:
+    """Bytes loaded and stored."""
+
+    def __init__(self) -> None:
+        self.loaded = self.stored = 0
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[MovedBytes]:
+    """Count accesses by wrapping the interpreter's loads and stores."""
+    builder: Any = triton.runtime.interpreter.InterpreterBuilder
+    load, store, moved = builder.create_masked_load, builder.create_masked_store, MovedBytes()
+
+    def bytes_of(pointers: Any, mask: Any) -> int:
+        width: int = pointers.get_element_ty().primitive_bitwidth
+        addresses = np.broadcast_to(pointers.data, np.broadcast_shapes(pointers.data.shape, mask.data.shape))[mask.data.astype(bool)]
+        return len(np.unique(addresses)) * width // 8
+
+    def counted_load(self: Any, pointers: Any, mask: Any, *others: Any) -> Any:
+        moved.loaded += bytes_of(pointers, mask)
+        return load(self, pointers, mask, *others)
+
+    def counted_store(self: Any, pointers: Any, value: Any, mask: Any, *others: Any) -> Any:
+        moved.stored += bytes_of(pointers, mask)
+        return store(self, pointers, value, mask, *others)
+
+    builder.create_masked_load, builder.create_masked_store = counted_load, counted_store
+    try:
+        yield moved
+    finally:
+        builder.create_masked_load, builder.create_masked_store = load, store
 
 
 def calls(width: int, size: int) -> Iterator[Call]:

@@ -19,7 +19,7 @@ from stepgraph.runtime.models.ngram import NgramLookup
 from tests.fuzz.folders import FolderDoor, chosen, put
 from tests.fuzz.requests import CONFIG, WORKER
 from tests.fuzz.values import Value, blob, bytes_of
-from tests.helpers.toy_engines import TARGET, VOCABULARY
+from tests.helpers.toy_engines import TARGET, VOCABULARY, finish
 from tools.train.saved_states import SavedStates
 
 RECORDED = replace(CONFIG, logits_processors=())  # a recording has no functions
@@ -77,8 +77,7 @@ def recorded(path: Path) -> list[Value]:
         cancelled = recorder.submit([4], max_new_tokens=9, constraint=Constraint.ebnf('root ::= "a" | "b" root'))
         recorder.step()
         recorder.cancel(cancelled)
-        while recorder.has_work:
-            recorder.step()
+        finish(recorder)
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 

@@ -26,7 +26,7 @@ from tests.helpers.draft_engines import DRAFTERS as FOLDERS
 from tests.helpers.law import TOKENS, Setting, forget_certain_drafts
 from tests.helpers.oracles import greedy
 from tests.helpers.proposers import FormulaProposer, draft_ids_then_noise, noise
-from tests.helpers.toy_engines import CONSTRAINTS, TARGET, VOCABULARY, Setup, make_engine, plain, shared_engine
+from tests.helpers.toy_engines import CONSTRAINTS, TARGET, VOCABULARY, Setup, finish, make_engine, plain, shared_engine
 from tests.laws.test_greedy_oracle import run_schedule
 from tests.laws.test_sampling_law_forced import RARE, ROUNDS, SETTINGS, ForcedLaw
 from tools.gpu.checks.states import RoundBench
@@ -228,8 +228,7 @@ def test_seeded_text_is_independent_of_batch_composition() -> None:
         fresh = ask(another, 2, draft_ids=expecting)
         assert ask(engine, 2, draft_ids=expecting) == fresh, "in a row where other requests had sampled drafts"
         jobs = [submit(another, index) for index in reversed(range(5))]
-        for _ in another.stream():
-            pass
+        finish(another)
         assert [job.tokens for job in reversed(jobs)] == alone
     assert alone[0] == plain([0, 7], 30, sampling=SamplingParams(temperature=0, logit_bias={20: 9.0, 21: 9.0, 22: 9.0})).tokens
 

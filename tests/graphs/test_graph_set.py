@@ -18,7 +18,7 @@ from stepgraph.graphs.graph_key import GraphKey
 from stepgraph.graphs.graph_set import CaptureBudget, GraphSet, OnFailure
 from stepgraph.graphs.tape.backend import Tape
 from stepgraph.runtime.models.toy import ToyTarget
-from tests.helpers.toy_engines import CONSTRAINTS, DRAFTERS, TARGET, VOCABULARY, plain, use_small_operations
+from tests.helpers.toy_engines import CONSTRAINTS, DRAFTERS, TARGET, VOCABULARY, finish, plain, use_small_operations
 
 CONFIG = EngineConfig(
     max_rows=4,
@@ -65,8 +65,7 @@ def serve(engine: Engine, rows: int, grammar: int) -> None:
     """Run a batch of `rows` requests and compare every token with plain decoding."""
     engine.compile(CONSTRAINTS[1])
     jobs: list[Job] = [engine.submit([row, 5], constraint=CONSTRAINTS[grammar], max_new_tokens=8) for row in range(rows)]
-    for _ in engine.stream():
-        pass
+    finish(engine)
     for row, job in enumerate(jobs):
         assert job.tokens == plain([row, 5], 8, CONSTRAINTS[grammar]).tokens
 

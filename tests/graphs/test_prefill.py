@@ -15,7 +15,7 @@ from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.prefill import PromptKey, prompt_keys
 from stepgraph.runtime.check_models import Drafter
 from stepgraph.runtime.request import Job
-from tests.helpers.toy_engines import TARGET
+from tests.helpers.toy_engines import TARGET, finish
 from tools.gpu.checks.context import VOCABULARY
 from tools.gpu.checks.engines import CONFIG, drafters_of
 
@@ -35,8 +35,7 @@ def serve(target: Any, drafter: Drafter | str, **changes: Any) -> tuple[list[Job
     with Engine(target, drafter, vocabulary=VOCABULARY, config=replace(CHUNKS, **changes), backend=TapeBackend(poison="every")) as engine:
         jobs = [engine.submit(prompt, max_new_tokens=9) for prompt in prompts]
         jobs.append(engine.submit(prompts[3], max_new_tokens=9, prompt_embeddings=spans or None))
-        for _ in engine.stream():
-            pass
+        finish(engine)
         page = engine.limits.page_size
         caches = {name: tensor.clone() for name, tensor in cached(engine).items()}
         caches = {name: tensor[:, page:] if tensor.dim() > 1 else tensor[page:] for name, tensor in caches.items()}
@@ -73,8 +72,7 @@ def test_chunks_are_captured_with_the_rounds_and_listed_in_the_report() -> None:
             and all("stages" in row and "graph_nodes" not in row for row in prompts)
         )
         job = engine.submit(list(range(60)), max_new_tokens=3)
-        for _ in engine.stream():
-            pass
+        finish(engine)
         step = engine._graphs.step(PromptKey(32))
 
         def between() -> None:

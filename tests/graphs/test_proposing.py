@@ -21,7 +21,7 @@ from stepgraph.graphs.row_layout import Column
 from stepgraph.runtime.models.ngram import NgramLookup
 from stepgraph.sampling.grammar.status import FinishCode
 from tests.helpers.proposers import FormulaProposer, noise
-from tests.helpers.toy_engines import CONSTRAINTS, CONTROL, Setup, make_engine, plain, shared_engine
+from tests.helpers.toy_engines import CONSTRAINTS, CONTROL, Setup, finish, make_engine, plain, shared_engine
 from tests.laws.test_greedy_oracle import Ask, answer, asks, run_schedule
 from tools.gpu.checks.states import RoundBench
 
@@ -110,8 +110,7 @@ def test_rows_without_drafts_do_not_affect_other_rows() -> None:
     options = [{"num_speculative_tokens": 0} if index % 2 else {} for index in range(6)]
     alone = [ask(engine, index, **options[index]) for index in range(6)]
     jobs = [submit(engine, index, **options[index]) for index in range(6)]
-    for _ in engine.stream():
-        pass
+    finish(engine)
     assert [job.tokens for job in jobs] == alone
     assert alone[3] == ask(engine, 3) == plain([3, 7], 30, sampling=jobs[3].sampling).tokens, "greedy rows equal plain decoding"
     assert all(job.num_accepted_drafts == 0 for job in jobs[1::2]) and all(job.num_accepted_drafts for job in jobs[::2])
@@ -128,8 +127,7 @@ def submit(engine: Engine, index: int, **options: Any) -> Any:
 
 def ask(engine: Engine, index: int, **options: Any) -> list[int]:
     job = submit(engine, index, **options)
-    for _ in engine.stream():
-        pass
+    finish(engine)
     return list(job.tokens)
 
 
@@ -138,8 +136,7 @@ def test_seeded_text_is_the_same_alone_batched_and_eager() -> None:
     alone = [ask(engine, index) for index in range(6)]
     with make_engine(replace(SAMPLED, eager=True)) as eager:
         jobs = [submit(eager, index) for index in reversed(range(6))]
-        for _ in eager.stream():
-            pass
+        finish(eager)
         assert [job.tokens for job in reversed(jobs)] == alone
     submit(engine, 1, draft_ids=alone[1] * 2)
     assert ask(engine, 2) == ask(engine, 2, draft_ids=[]) == alone[2], "with earlier and concurrent requests that have draft texts"

@@ -31,7 +31,7 @@ from tests.helpers.draft_engines import DRAFTERS as DRAFT_CASES
 from tests.helpers.draft_engines import DraftCase
 from tests.helpers.families import hf_model
 from tests.helpers.prefix_engines import DRAFTS
-from tests.helpers.toy_engines import CONSTRAINTS, DRAFTERS, STOP, VOCABULARY
+from tests.helpers.toy_engines import CONSTRAINTS, DRAFTERS, STOP, VOCABULARY, finish
 from tests.runtime.test_logits_processors import PROCESSORS
 
 POISON = 13  # a token after which the toy target has no finite logits
@@ -401,8 +401,7 @@ def _alone(request: Ask, world: World) -> Expected:
             engine.compile(replace(constraint, backend="xgrammar"))
             constraint = replace(constraint, backend="xgrammar")
     job = replace(request, constraint=constraint).submit(engine)
-    for _ in engine.stream():
-        pass
+    finish(engine)
     return Expected(
         tuple(job.tokens), str(job.finish_reason), job.error, job.text, tuple(job.logprobs), (job.rounds, job.num_accepted_drafts)
     )

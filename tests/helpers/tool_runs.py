@@ -17,7 +17,7 @@ class ParsedError(Exception):
 
 
 def run_tool(path: Path, flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    if path.stem in ("aot_kernels", "bench_attention", "launch_bytes"):
+    if path.stem in ("aot_kernels", "launch_bytes"):
         pytest.importorskip("triton")
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "argv", [str(path), *flags])

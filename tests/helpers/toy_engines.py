@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from random import Random
 from typing import Any
 
@@ -130,31 +130,12 @@ class Setup:
 
 
 def make_engine(setup: Setup, backend: TapeBackend | None = None, **others: Any) -> Engine:
-    """A captured engine. `others`: EngineConfig fields that Setup lacks."""
-    config = EngineConfig(
-        max_rows=setup.max_rows,
-        num_speculative_tokens=setup.k,
-        max_length=96,
-        page_size=8,
-        num_pages=setup.num_pages,
-        buckets=setup.buckets,
-        rounds_in_flight=setup.rounds_in_flight,
-        prefill_chunk=setup.prefill_chunk,
-        draft_masks=setup.draft_masks,
-        forced_drafts=setup.forced_drafts,
-        look_up=setup.look_up,
-        greedy_only=setup.greedy_only,
-        max_top_logprobs=setup.max_top_logprobs,
-        forced_acceptance=setup.forced_acceptance,
-        eager=setup.eager,
-        host_link=setup.host_link,
-        grammar_backend=setup.grammar_backend,
-        grammar_lane=setup.grammar_lane,
-        compile_isolation=setup.compile_isolation,
-        backend="tape",
-        rounds_per_launch="until_event" if setup.loops else 1,
-        **{"draft_length": "auto" if setup.switching else setup.k} | others,
-    )
+    """A captured engine. `others`: further EngineConfig fields, or other values of those in Setup."""
+    of_tests = ("k", "drafter", "asynchronous", "switching", "loops")
+    given = {field.name: getattr(setup, field.name) for field in fields(Setup) if field.name not in of_tests}
+    given |= {"num_speculative_tokens": setup.k, "draft_length": "auto" if setup.switching else setup.k}
+    given |= {"rounds_per_launch": "until_event" if setup.loops else 1}
+    config = EngineConfig(**{"max_length": 96, "page_size": 8, "backend": "tape", **given, **others})
     draft = DRAFTERS[setup.drafter]() if setup.k else None
     engine = Engine(TARGET, draft, vocabulary=VOCABULARY, config=config, backend=backend or TapeBackend(asynchronous=setup.asynchronous))
     engine.capture()
@@ -206,3 +187,9 @@ def plain(
     """The result of plain decoding with TARGET, without drafts."""
     stops = (*(() if sampling.ignore_eos else (STOP,)), *stop_ids, *sampling.stop_token_ids)
     return greedy(TARGET, prompt, max_new_tokens, stops, compiled(constraint), len(VOCABULARY.tokens), sampling)
+
+
+def finish(engine: Engine) -> None:
+    """Step until all jobs have finished."""
+    for _ in engine.stream():
+        pass

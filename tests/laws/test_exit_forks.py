@@ -17,7 +17,7 @@ from stepgraph import Constraint, Engine, EngineConfig, Job
 from stepgraph.graphs import TapeBackend
 from stepgraph.runtime.extras.replay import read_recording
 from stepgraph.sampling.lifetimes import FORKED_ERROR
-from tests.helpers.toy_engines import CONSTRAINTS, DRAFTERS, TARGET, VOCABULARY, plain
+from tests.helpers.toy_engines import CONSTRAINTS, DRAFTERS, TARGET, VOCABULARY, finish, plain
 from tools.train.saved_states import SavedStates
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
@@ -116,8 +116,7 @@ def submitted(engine: Engine) -> list[Job]:
 
 def check_goes_on(engine: Engine, jobs: list[Job], worker: int | None) -> None:
     """All jobs have the expected tokens, and the compile worker is the same process."""
-    for _ in engine.stream():
-        pass
+    finish(engine)
     for job, (prompt, constraint) in zip(jobs, ASKS, strict=True):
         answer = plain(prompt, 20, constraint)
         assert (job.tokens, job.finish_reason) == (answer.tokens, answer.reason)

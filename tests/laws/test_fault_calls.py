@@ -24,7 +24,7 @@ from tests.helpers.aio_runs import check_events
 from tests.helpers.call_points import call_raises, worker_dies
 from tests.helpers.fault_points import CAUSE, Fault, Point
 from tests.helpers.proposers import parrot
-from tests.helpers.toy_engines import VOCABULARY
+from tests.helpers.toy_engines import VOCABULARY, finish
 from tests.laws.test_fault_sweep import REQUESTS, SAMPLED, Ending, _check_nothing_is_held, close_by, ending, run, submit, sweep
 from tests.laws.test_fault_sweep import make as make_faulty
 from tools.train.saved_states import SavedStates
@@ -133,8 +133,7 @@ def consume_with_error(engine: Engine, expected: list[Ending], number: int) -> F
         for _ in engine.stream():
             fault.strike()
     assert engine.has_work or all(job.finished for job in jobs)
-    for _ in engine.stream():
-        pass
+    finish(engine)
     engine.step()
     assert [ending(job) for job in jobs] == expected
     return fault
@@ -192,8 +191,7 @@ def test_requests_wait_while_no_page_is_free(engine: Engine, expected: list[Endi
     for _ in range(3):
         assert engine.step() == [] and not late.tokens
     prefixes.free([*taken, *released])
-    for _ in engine.stream():
-        pass
+    finish(engine)
     assert engine.step() == [] and ending(late) == expected[3]
     _check_nothing_is_held(engine)
 
@@ -213,8 +211,7 @@ def test_failed_saving_does_not_affect_jobs_when_warnings_are_errors(
         jobs = []
         for index in (0, 2, 4):  # one at a time: each text is dropped or written before the next one ends
             jobs += submit(engine, [index])
-            for _ in engine.stream():
-                pass
+            finish(engine)
             while engine._parts.hidden_states.writer._buffered_bytes:  # type: ignore[union-attr]
                 pass
         assert [ending(job) for job in jobs] == [expected[0], expected[2], expected[4]]
@@ -233,8 +230,7 @@ def test_reentrant_call_from_a_draft_function_is_refused(name: str) -> None:
     with make_faulty(draft=draft, rounds_in_flight=1, greedy_only=True, eager=True) as engine:
         engines.append(engine)
         job, other = engine.submit([1], max_new_tokens=5), engine.submit([2], max_new_tokens=5, num_speculative_tokens=0)
-        for _ in engine.stream():
-            pass
+        finish(engine)
         message = "RuntimeError: Engine: re-entrant step(), capture() or close(); call it after the current one returns"
         assert (job.finish_reason, job.error) == (FinishReason.ERROR, f"the draft function failed: {message}")
         assert len(other.tokens) > 0 and not other.error
@@ -245,8 +241,7 @@ def test_cancel_ignores_a_job_of_another_engine(engine: Engine, expected: list[E
     (job,) = submit(engine, [0])
     other = Job(**{**{field.name: getattr(job, field.name) for field in fields(job) if field.init}, "max_new_tokens": 1})
     assert other.id == job.id and not engine.cancel(other)
-    for _ in engine.stream():
-        pass
+    finish(engine)
     assert ending(job) == expected[0]
 
 

@@ -37,7 +37,7 @@ from tests.helpers.fault_points import (
     ring_full,
     target_not_finite,
 )
-from tests.helpers.toy_engines import SCHEMA, STOP, VOCABULARY, needs_native
+from tests.helpers.toy_engines import SCHEMA, STOP, VOCABULARY, finish, needs_native
 
 Ending = tuple[tuple[int, ...], FinishReason | None, str]
 REQUESTS: tuple[tuple[list[int], Constraint | None, SamplingParams | None], ...] = (
@@ -222,8 +222,7 @@ def close_by(host_link: str, point: Point, number: int, **overrides: Any) -> Fau
         jobs = submit(engine, greedy)
         raised = ""
         try:
-            for _ in engine.stream():
-                pass
+            finish(engine)
             engine.step()  # the last round, which has no active request, may be the one that fails
         except Exception as error:
             raised = str(error)

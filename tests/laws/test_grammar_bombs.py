@@ -12,7 +12,7 @@ from stepgraph.sampling.grammar import GrammarLimits
 from stepgraph.sampling.grammar.compile.limits import MIB
 from stepgraph.sampling.native import why_not
 from tests.helpers.grammar_bombs import BOMBS
-from tests.helpers.toy_engines import CONSTRAINTS, make_engine
+from tests.helpers.toy_engines import CONSTRAINTS, finish, make_engine
 from tests.runtime.test_request_queue import SETUP, check_undisturbed, submitted
 
 SMALL = GrammarLimits(max_nesting=50, compile_seconds=5.0, compile_bytes=128 * MIB, result_bytes=8 * MIB, compile_fuel=50_000)
@@ -76,8 +76,7 @@ def outcome(engine: Engine, name: str) -> str:
         while not bomb.finished:
             engine.step()
         message = bomb.error or str(bomb.finish_reason)
-    while engine.has_work:
-        engine.step()
+    finish(engine)
     check_undisturbed(jobs)
     failed_in_a_step = message.startswith("no valid grammar mask: ") and "(GrammarLimits." in message
     assert re.fullmatch(SERVED, message) or failed_in_a_step or (NAMED.fullmatch(message) and len(message) < 2000), message

@@ -16,7 +16,7 @@ from stepgraph.sampling.grammar import Claim, CompiledConstraint, Matcher, XGram
 from stepgraph.sampling.grammar.compile.compiler import GrammarCache
 from stepgraph.sampling.grammar.compile.limits import MIB
 from stepgraph.sampling.grammar.llguidance_lib.grammar import LLGuidanceMatcher
-from tests.helpers.toy_engines import CONSTRAINTS, Setup, make_engine
+from tests.helpers.toy_engines import CONSTRAINTS, Setup, finish, make_engine
 
 CACHE_BYTES = MIB // 4
 PRECOMPILED = sum(constraint is not None for constraint in CONSTRAINTS)  # compiled with the engine
@@ -51,8 +51,7 @@ def serve(engine: Engine, numbers: range) -> None:
     for start in range(numbers.start, numbers.stop, 20):
         batch = range(start, min(start + 20, numbers.stop))
         jobs = [engine.submit([number % 90], constraint=unique(number), max_new_tokens=5) for number in batch]
-        while engine.has_work:
-            engine.step()
+        finish(engine)
         assert all(job.finish_reason == FinishReason.LENGTH for job in jobs), [job.error for job in jobs if job.error]
     engine.generate([1], max_new_tokens=40)  # releases the rows of the last constrained rounds
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from stepgraph import Constraint, Engine, Job, SamplingParams
 from tests.helpers.c_library import needs_c
 from tests.helpers.oracles import Answer, accepts
-from tests.helpers.toy_engines import CONSTRAINTS, VOCABULARY, Setup, compiled, plain, shared_engine
+from tests.helpers.toy_engines import CONSTRAINTS, VOCABULARY, Setup, compiled, finish, plain, shared_engine
 
 SETUPS = [
     Setup(k=0),
@@ -135,8 +135,7 @@ def test_a_stop_token_at_every_draft_position(k: int, draft_masks: bool) -> None
         position = (len(expected.tokens) - 2) % (k + 1)
         if expected.reason == "stop" and len(expected.tokens) > 1 and position not in positions:
             job = submit(engine, ask)
-            while engine.has_work:
-                engine.step()
+            finish(engine)
             check(ask, job)
             assert job.rounds == 1 + -(-(len(job.tokens) - 1) // (k + 1)), "the drafter is perfect"
             positions.add(position)

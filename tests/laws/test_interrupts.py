@@ -16,7 +16,7 @@ import stepgraph
 from stepgraph import Constraint, Engine, EngineClosedError, EngineConfig, FinishReason, Job
 from stepgraph.runtime.request_queue import QueuedRequest, RequestQueue
 from stepgraph.sampling.grammar import GrammarCompiler
-from tests.helpers.toy_engines import DRAFTERS, TARGET, VOCABULARY, Setup, make_engine
+from tests.helpers.toy_engines import DRAFTERS, TARGET, VOCABULARY, Setup, finish, make_engine
 from tests.laws.test_fault_sweep import threads
 from tests.sampling.grammar.compile.test_compiler import waited
 
@@ -71,8 +71,7 @@ def test_interrupt_in_submit_leaves_no_job_claim_or_lock(kept: bool, monkeypatch
         while interrupted(index := index + 1, submit):
             cancelled += check_forgotten(engine, compiler)
             assert all(job.finish_reason == FinishReason.LENGTH for job in others)
-        while engine.has_work:
-            engine.step()
+        finish(engine)
         assert index > 100 and cancelled > 0 and bool(others) != kept and claims(compiler) == 0
 
 

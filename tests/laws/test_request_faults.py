@@ -19,7 +19,7 @@ from stepgraph.runtime.request import ActiveRequest
 from stepgraph.sampling.grammar.link.native import NativeRow
 from tests.helpers.oracles import greedy
 from tests.helpers.planted import USUAL_MATCHER, break_fill, exhaust_fuel, plant
-from tests.helpers.toy_engines import CONSTRAINTS, VOCABULARY, Setup, make_engine, needs_native, plain
+from tests.helpers.toy_engines import CONSTRAINTS, VOCABULARY, Setup, finish, make_engine, needs_native, plain
 
 SETUP = Setup(k=3)
 HOST_LINKS = ["python", pytest.param("native", marks=needs_native)]
@@ -39,8 +39,7 @@ def test_matcher_fault_is_one_requests_error(host_link: str) -> None:
     faulty = active_request(engine, jobs[1])
     assert faulty.matcher is not None
     break_fill(faulty.matcher, "out of fuel")
-    for _ in engine.stream():
-        pass
+    finish(engine)
     assert jobs[1].finish_reason == FinishReason.ERROR
     assert "out of fuel" in jobs[1].error
     for index in (0, 2):
@@ -58,8 +57,7 @@ def test_wrong_mask_tag_ends_only_that_request(field: int) -> None:
     row = active_request(engine, jobs[0]).row
     engine.backend.run(lambda: engine.buffers.row_tags[row, :, field].add_(77))
     length = len(jobs[0].tokens)
-    for _ in engine.stream():
-        pass
+    finish(engine)
     assert (jobs[0].finish_reason, len(jobs[0].tokens)) == (FinishReason.ERROR, length)
     assert "no valid grammar mask" in jobs[0].error
     assert jobs[1].tokens == plain([1], 50, CONSTRAINTS[1]).tokens
@@ -78,8 +76,7 @@ def test_exhausted_grammar_fuel_is_reported(k: int, host_link: str) -> None:
     row = active_request(engine, job).matcher
     assert row is not None
     exhaust_fuel(row)
-    for _ in engine.stream():
-        pass
+    finish(engine)
     assert job.finish_reason == FinishReason.ERROR
     assert "one step of the grammar took" in job.error
     assert other.tokens == plain([2], 20).tokens
@@ -103,8 +100,7 @@ def test_non_finite_logits_are_one_requests_error() -> None:
     with Engine(target, ToyDraft(target), vocabulary=VOCABULARY, config=config) as engine:
         engine.capture()
         bad, good = engine.submit([1, 13], max_new_tokens=8), engine.submit([1, 2], max_new_tokens=8)
-        for _ in engine.stream():
-            pass
+        finish(engine)
         assert (bad.finish_reason, bad.tokens) == (FinishReason.ERROR, [])
         assert "not finite" in bad.error
         assert good.finish_reason != FinishReason.ERROR and len(good.tokens) == 8
@@ -120,8 +116,7 @@ def test_a_dead_end_is_one_requests_finish_reason() -> None:
         engine.capture()
         stuck = engine.submit([0], constraint=Constraint.regex("ab?z"), max_new_tokens=8)
         free = engine.submit([0], max_new_tokens=8)
-        for _ in engine.stream():
-            pass
+        finish(engine)
         assert stuck.finish_reason == FinishReason.DEAD_END
         assert free.tokens == greedy(target, [0], 8, (2,), num_tokens=3).tokens
 
@@ -194,8 +189,7 @@ def test_planted_bugs_are_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> No
         host_link = "native" if bug.startswith("native") else "python"
         engine = make_engine(Setup(k=3, drafter="fair", grammar_lane="host", host_link=host_link))
         jobs = [engine.submit([token, 3], constraint=CONSTRAINTS[1 + token % 4], max_new_tokens=40) for token in range(12)]
-        for _ in engine.stream():
-            pass
+        finish(engine)
         monkeypatch.undo()
         for token, job in enumerate(jobs):
             answer = plain([token, 3], 40, CONSTRAINTS[1 + token % 4])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from stepgraph import Constraint, Engine, EngineConfig, SamplingParams, TextCodec
 from stepgraph.graphs import sampled_stages
 from stepgraph.sampling.params import GREEDY
-from tests.helpers.toy_engines import CONSTRAINTS, TARGET, VOCABULARY, Setup, make_engine, plain
+from tests.helpers.toy_engines import CONSTRAINTS, TARGET, VOCABULARY, Setup, finish, make_engine, plain
 
 BASE = Setup(k=3, greedy_only=False, buckets=(4,))
 SETUPS = {
@@ -62,8 +62,7 @@ def test_outputs_equal_a_plain_loop(engine: Engine, batch: list[tuple[Any, ...]]
         job = engine.submit(prompt, constraint=constraint, sampling=banning, max_new_tokens=20)
         expected.append((job, plain(prompt, 20, constraint, sampling=banning)))
     unbanned = engine.submit([7], max_new_tokens=20)
-    for _ in engine.stream():
-        pass
+    finish(engine)
     for job, answer in expected:
         assert (job.tokens, job.finish_reason, job.error) == (*answer, "")
     assert unbanned.tokens == plain([7], 20).tokens
@@ -113,8 +112,7 @@ def test_a_resumed_output_ends_with_the_beginning_of_a_word(engine: Engine) -> N
     sampling = replace(GREEDY, ignore_eos=True, bad_words=(tuple(text[6:9]),))
     expected = plain([5], 16, sampling=sampling).tokens
     jobs = [engine.submit([5], sampling=sampling, max_new_tokens=16, resume_from=expected[:cut]) for cut in range(16)]
-    for _ in engine.stream():
-        pass
+    finish(engine)
     assert [[*job.resume_from, *job.tokens] for job in jobs] == [expected] * 16
 
 

@@ -17,7 +17,7 @@ from stepgraph.runtime.models.files.checkpoint import Checkpoint
 from tests.helpers.draft_engines import DRAFTERS as FOLDERS
 from tests.helpers.families import folder_of
 from tests.helpers.proposers import FormulaProposer
-from tests.helpers.toy_engines import TARGET, VOCABULARY, plain
+from tests.helpers.toy_engines import TARGET, VOCABULARY, finish, plain
 
 CONFIG = EngineConfig(max_rows=1, num_speculative_tokens=2, draft_length=2, max_length=32, page_size=8, greedy_only=True, backend="tape")
 
@@ -79,8 +79,7 @@ def test_proposer_with_device_state() -> None:
     with Engine(TARGET, Counting(), vocabulary=VOCABULARY, config=config) as engine:
         engine.capture()
         jobs = [engine.submit([index], max_new_tokens=20) for index in range(2)]
-        for _ in engine.stream():
-            pass
+        finish(engine)
         assert [job.tokens for job in jobs] == [plain([index], 20).tokens for index in range(2)]
         assert all(calls >= job.rounds for calls, job in zip(engine.buffers.calls.tolist(), jobs, strict=False)) and jobs[0].rounds > 5
 
@@ -165,7 +164,6 @@ def test_function_needs_one_round_in_flight_and_its_error_ends_its_job() -> None
         with Engine(TARGET, function, config=alone) as engine:
             engine.capture()
             job, other = engine.submit([1], max_new_tokens=4), engine.submit([2], max_new_tokens=4, num_speculative_tokens=0)
-            while engine.has_work:
-                engine.step()
+            finish(engine)
             assert job.finish_reason == "error" and job.error.startswith(f"the draft function failed: {message}")
             assert (len(other.tokens), other.error) == (4, "")

@@ -25,7 +25,7 @@ from stepgraph.sampling.grammar.automaton.grammar import AutomatonGrammar
 from stepgraph.sampling.grammar.automaton.library import Field
 from stepgraph.sampling.grammar.compile.limits import GrammarLimits
 from stepgraph.sampling.params import GREEDY
-from tests.helpers.toy_engines import CONSTRAINTS, TARGET, VOCABULARY, Setup, make_engine, plain, shared_engine
+from tests.helpers.toy_engines import CONSTRAINTS, TARGET, VOCABULARY, Setup, finish, make_engine, plain, shared_engine
 from tests.sampling.grammar.automaton.test_marker import BREAKS
 from tools.train.saved_states import SavedStates
 
@@ -35,11 +35,6 @@ DEVICE = Setup(k=3, grammar_backend="automaton", grammar_lane="device", buckets=
 SHAPES = [Constraint.regex(f"[a-c]{{{size}}}-[0-9]{{{size}}}") for size in range(2, 9)]
 ON_HOST = replace(SHAPES[0], backend="xgrammar")
 COMPILER = GrammarCompiler(VOCABULARY, backend="automaton")
-
-
-def finish(engine: Engine) -> None:
-    while engine.has_work:
-        engine.step()
 
 
 def submit(engine: Engine, prompt: list[int], constraint: Constraint | None, most: int, sampling: SamplingParams = GREEDY) -> Job:

@@ -35,7 +35,7 @@ from stepgraph.runtime.draft_tuning import DRAFT_RUN, SLACK
 from stepgraph.runtime.request import Origin
 from tests.graphs.test_graph_set import Refusing
 from tests.helpers.c_library import needs_c
-from tests.helpers.toy_engines import DRAFTERS, TARGET, VOCABULARY, Setup, make_engine, plain
+from tests.helpers.toy_engines import DRAFTERS, TARGET, VOCABULARY, Setup, finish, make_engine, plain
 
 LENGTHS = (0, 1, 3, 5, 7)
 
@@ -450,8 +450,7 @@ def test_rounds_with_host_grammars_beside_device_grammars_have_two_lengths() -> 
     for chooser.fixed_drafting in (None, Drafting(3)):
         before = {graph.key: graph.rounds for graph in engine.stats().graphs}
         jobs = [engine.submit([5, 6], constraint=each, max_new_tokens=30) for each in (grammar, on_host)]
-        for _ in engine.stream():
-            pass
+        finish(engine)
         used = [graph.key for graph in engine.stats().graphs if graph.rounds > before.get(graph.key, 0) and graph.key.on_host]
         assert jobs[0].tokens == jobs[1].tokens == plain([5, 6], 30, grammar).tokens
         assert used and {key.draft_length for key in used} <= ({7} if chooser.fixed_drafting else {0, 7})

@@ -31,6 +31,7 @@ from tests.helpers.toy_engines import (
     TARGET,
     VOCABULARY,
     Setup,
+    finish,
     make_engine,
     needs_native,
     plain,
@@ -146,8 +147,7 @@ def test_matchers_are_freed_when_their_requests_end() -> None:
     engine.step()
     matchers = [weakref.ref(request.matcher.matcher) for request in engine._scheduler.active if request.matcher]
     assert len(matchers) == 4
-    for _ in engine.stream():
-        pass
+    finish(engine)
     engine.backend.synchronize()
     assert all(job.finished for job in jobs)
     assert [matcher() for matcher in matchers] == [None] * 4
@@ -189,8 +189,7 @@ def test_pinned_rings_with_random_device_delays() -> None:
     engine = make_engine(Setup(k=3, rounds_in_flight=4), TapeBackend(asynchronous=True, delay=lambda name: time.sleep(next(pauses))))
     asks = [([7, index], CONSTRAINTS[index % len(CONSTRAINTS)], 12) for index in range(14)]
     jobs = [engine.submit(prompt, constraint=constraint, max_new_tokens=count) for prompt, constraint, count in asks]
-    for _ in engine.stream():
-        pass
+    finish(engine)
     for (prompt, constraint, count), job in zip(asks, jobs, strict=True):
         assert job.tokens == plain(prompt, count, constraint).tokens
     engine.close()
@@ -209,8 +208,7 @@ def test_k_plus_one_fills_per_constrained_row_and_round(k: int, draft_masks: boo
         endless = Constraint.regex(r"[ -~\n\t]*")
         jobs = [engine.submit([5, index], constraint=endless, max_new_tokens=41) for index in range(3)]
         engine.submit([9], max_new_tokens=40)  # an unconstrained request costs no fills
-        for _ in engine.stream():
-            pass
+        finish(engine)
         rounds = 1 + -(-40 // (k + 1))  # the first round has no drafts, every other accepts all
         assert [job.rounds for job in jobs] == [rounds] * 3
         # Row 0 of the first round, and K + 1 rows of every chain: rows 0..K-1 in the round that begins it, row K in the next.
@@ -229,8 +227,7 @@ def test_output_is_independent_of_batch_row_and_bucket() -> None:
         after = [engine.submit([index, 2], max_new_tokens=9) for index in range(3 - others)]
         engine.step()
         seen.add(next(request.row for request in engine._scheduler.active if request.job is job))
-        for _ in engine.stream():
-            pass
+        finish(engine)
         assert job.tokens == alone
         assert all(each.finished for each in before + after)
     assert len(seen) > 1, "the job had different rows"
@@ -246,8 +243,7 @@ def test_request_may_reach_max_length(k: int) -> None:
         room = engine.limits.max_length - length
         job = engine.submit(prompt, max_new_tokens=room)
         short = engine.submit([length % 90], max_new_tokens=room)
-        for _ in engine.stream():
-            pass
+        finish(engine)
         assert job.tokens == plain(prompt, room).tokens
         assert short.tokens == plain([length % 90], room).tokens
     engine.close()
@@ -269,8 +265,7 @@ def test_graphs_are_recorded_while_other_rounds_are_in_flight() -> None:
             sampling = free if constraint is None else SamplingParams()
             jobs.append(engine.submit([len(jobs) + 1], constraint=constraint, max_new_tokens=20, sampling=sampling))
             engine.step()
-        while engine.has_work:
-            engine.step()
+        finish(engine)
         for number, job in enumerate(jobs):
             expected = plain([number + 1], job.max_new_tokens, job.constraint, sampling=job.sampling)
             assert job.tokens == expected.tokens, job
@@ -288,8 +283,7 @@ def test_capture_after_the_first_request_records_the_graphs_that_are_missing() -
         report = engine.capture()
         assert len(before) < len(report.keys) and {key.rows for key, _ in report.keys} == {1, 2}
         assert all(engine._graphs[key] is recorded for key, recorded in before.items())
-        while engine.has_work:
-            engine.step()
+        finish(engine)
         assert job.tokens == plain([1], 30, sampling=free).tokens
         with pytest.raises(RuntimeError, match="already captured, by a call or by a step"):
             engine.capture()
@@ -343,8 +337,7 @@ def test_requests_wait_for_free_pages() -> None:
     jobs = [engine.submit([index] * 10, max_new_tokens=80) for index in range(5)]  # 12 pages each
     engine.step()
     assert (engine.stats().running, engine.stats().waiting, engine.stats().free_pages) == (3, 2, 0)
-    for _ in engine.stream():
-        pass
+    finish(engine)
     for index, job in enumerate(jobs):
         assert job.tokens == plain([index] * 10, 80).tokens
     assert engine.stats().free_pages == 36

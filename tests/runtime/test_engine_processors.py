@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from stepgraph import Constraint, EngineConfig, Job, SamplingParams
 from stepgraph.sampling.params import GREEDY
 from tests.helpers.oracles import accepts, filtered, prefix_logits, processed
-from tests.helpers.toy_engines import CONSTRAINTS, STOP, TARGET, VOCABULARY, Setup, compiled, make_engine, plain, shared_engine
+from tests.helpers.toy_engines import CONSTRAINTS, STOP, TARGET, VOCABULARY, Setup, compiled, finish, make_engine, plain, shared_engine
 
 WIDTH = len(VOCABULARY.tokens)
 SETUPS = [
@@ -125,8 +125,7 @@ def test_logprobs_of_sampled_requests_equal_float64(constraint: Constraint | Non
     requested = replace(requested, top_logprobs=5)
     silent = engine.submit([4, 2], constraint=constraint, sampling=SamplingParams(seed=1), max_new_tokens=30)
     jobs = [engine.submit([9, seed], constraint=constraint, sampling=replace(requested, seed=seed), max_new_tokens=30) for seed in range(6)]
-    for _ in engine.stream():
-        pass
+    finish(engine)
     assert silent.logprobs == []
     assert any(job.num_accepted_drafts for job in jobs)
     for job in jobs:
@@ -147,8 +146,7 @@ def test_min_new_tokens_holds_at_every_draft_position() -> None:
         for n in range(12)
         for drafts in (0, 2, 4)
     ]
-    for _ in engine.stream():
-        pass
+    finish(engine)
     assert [len(job.tokens) for job in jobs] == [n + 1 for n in range(12) for _ in range(3)]
     assert all(job.finish_reason == "stop" and job.tokens[-1] == STOP for job in jobs)
 
@@ -195,6 +193,5 @@ def test_row_state_is_reset_for_the_next_request() -> None:
         last = engine.submit([7, 8], sampling=sampling, max_new_tokens=25)
         engine.step()
         engine.cancel(jobs[1])
-        for _ in engine.stream():
-            pass
+        finish(engine)
     assert last.tokens == expected

@@ -20,7 +20,7 @@ from tests.helpers.chi_square import chi_square_p
 from tests.helpers.law import forget_certain_drafts
 from tests.helpers.oracles import filtered, prefix_logits, processed
 from tests.helpers.pairs import pairs
-from tests.helpers.toy_engines import COMPILER, CONSTRAINTS, STOP, TARGET, VOCABULARY, Setup, make_engine, plain, shared_engine
+from tests.helpers.toy_engines import COMPILER, CONSTRAINTS, STOP, TARGET, VOCABULARY, Setup, finish, make_engine, plain, shared_engine
 
 PROMPT = [5, 6]
 GRAMMAR = Constraint.regex("[a-c]{1,2}[xy]")
@@ -91,8 +91,7 @@ def law_p(engine: Engine, sampling: SamplingParams, grammar: Constraint, seeds: 
         jobs.append(engine.submit(PROMPT, constraint=constraint, sampling=random, max_new_tokens=8))
         while engine.stats().waiting >= 1000:  # max_queued
             engine.step()
-    for _ in engine.stream():
-        pass
+    finish(engine)
     counts = Counter(tuple(job.tokens) for job in jobs)
     if not set(counts) <= set(texts):
         return 0.0
@@ -210,8 +209,7 @@ def run(engine: Engine, order: list[int], together: bool, most: int = 24) -> dic
         jobs.append((index, job))
         while not together and not job.finished:
             engine.step()
-    for _ in engine.stream():
-        pass
+    finish(engine)
     for index, job in jobs:
         assert job.error == ""
         tokens[index] = list(job.tokens)
@@ -267,8 +265,7 @@ def test_greedy_rows_share_rounds_with_sampled_rows() -> None:
         engine.step()
         engine.step()
         engine.submit([seed], sampling=SamplingParams(seed=seed), max_new_tokens=3)
-    for _ in engine.stream():
-        pass
+    finish(engine)
     assert steady.tokens == plain([3, 1], 80).tokens
     engine.close()
 

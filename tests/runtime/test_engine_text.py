@@ -27,6 +27,7 @@ from stepgraph.runtime.text import TextCodec, TextStream
 from stepgraph.sampling.grammar import GrammarCompiler
 from stepgraph.sampling.grammar.constraints.python_types import typed_constraint
 from tests.helpers.schema_cases import BYTES, takes
+from tests.helpers.toy_engines import finish
 
 VOCABULARY = Vocabulary.printable()
 CODEC = TextCodec.of_bytes(VOCABULARY)
@@ -278,8 +279,7 @@ def test_stop_strings_end_the_text_wherever_their_tokens_begin(drafts: int, roun
         assert "".join(engine.stream_text("Ada is 36", sampling=sampling, max_new_tokens=60)) == job.text
     unstopped = engine.generate("Ada is 36", sampling=SamplingParams(stop="\x00"), max_new_tokens=60)
     assert (unstopped.tokens, unstopped.text, unstopped.stop_reason) == (whole.tokens, whole.text, None)
-    for _ in engine.stream():
-        pass
+    finish(engine)
     assert beside.tokens == engine.generate("beside", max_new_tokens=60).tokens
 
 
@@ -307,8 +307,7 @@ def test_stop_strings_are_exact_where_tokens_divide_characters(drafts: int) -> N
     assert whole.text == WORDS and sum("\ufffd" in piece for piece in pieces) > 5
     stops = [WORDS[begin : begin + length] for length in (1, 2, 5) for begin in range(len(WORDS) - length + 1)]
     jobs = [engine.submit("x", constraint=fixed, sampling=SamplingParams(stop=(stop, "\ufffd"))) for stop in stops]
-    for _ in engine.stream():
-        pass
+    finish(engine)
     for stop, job in zip(stops, jobs, strict=True):
         length = next(n for n in range(len(whole.tokens) + 1) if stop in engine.tokenizer.decode(whole.tokens[:n]))
         assert (job.text, job.tokens) == (WORDS.partition(stop)[0], whole.tokens[:length]), stop

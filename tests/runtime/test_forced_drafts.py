@@ -20,8 +20,7 @@ from stepgraph.sampling.grammar.matchers.forced import ForcedText
 from tests.helpers.c_library import needs_c
 from tests.helpers.oracles import Answer, greedy
 from tests.helpers.proposers import draft_ids_then_noise, noise, parrot
-from tests.helpers.toy_engines import needs_native, switch_draft_lengths
-from tools.bench import forced_drafts as bench_forced
+from tests.helpers.toy_engines import finish, needs_native, switch_draft_lengths
 
 WORDS = ("total", "quantity", "unit_price", "currency", '":', '",', ' "', "alpha", "alphabet", "bet")
 VOCABULARY = Vocabulary.printable(word.encode() for word in WORDS)
@@ -80,8 +79,7 @@ def run(made: Engine, **options: Any) -> list[tuple[Answer, Job]]:
     """Every constraint with its own prompt, a few at a time."""
     requests = [((7, index, 1), constraint) for index, constraint in enumerate(CONSTRAINTS)]
     jobs = [(ask, made.submit(list(ask[0]), constraint=ask[1], max_new_tokens=32, **options)) for ask in requests]
-    for _ in made.stream():
-        pass
+    finish(made)
     return [(answer(*ask), job) for ask, job in jobs]
 
 
@@ -180,8 +178,7 @@ def test_sampled_output_depends_only_on_its_seed() -> None:
         options: dict[str, Any] = {"sampling": SamplingParams(temperature=0.9, seed=11), "max_new_tokens": 32}
         texts.append([made.generate([7, 1], constraint=ORDER, **options).tokens])
         jobs = [made.submit([7, 1], constraint=constraint, **options) for constraint in (None, ORDER, CHOICE)]
-        for _ in made.stream():
-            pass
+        finish(made)
         texts[-1].append(jobs[1].tokens)
         assert made.stats().drafts.accepted_forced > 0
     assert texts[0][0] == texts[0][1] == texts[1][0] == texts[1][1]
@@ -249,8 +246,7 @@ def test_forced_drafts_replace_proposed_ones(k: int, draft: Any, link: str) -> N
         assert (after.drafts.accepted_forced > 0) == forced
         drawn = [made.generate([7, 1], constraint=ORDER, **sampled).tokens]
         batch = [made.submit([7, 1], constraint=constraint, **sampled) for constraint in (None, ORDER, CHOICE)]
-        for _ in made.stream():
-            pass
+        finish(made)
         assert drawn == [batch[1].tokens]
         rounds.append((sum(job.rounds for _, job in jobs), total))
         made.close()
@@ -287,8 +283,7 @@ def jobs_at_random(made: Engine, batches: int) -> list[tuple[Answer, Job]]:
             jobs.append((expected, job))
             for _ in range(random.randrange(4)):
                 made.step()
-        for _ in made.stream():
-            pass
+        finish(made)
     return jobs
 
 
@@ -395,13 +390,3 @@ def test_device_forces_the_drafts_of_the_host(k: int, draft: Any) -> None:
 def test_forced_drafter_without_masks_raises() -> None:
     with pytest.raises(ValueError, match=r"Engine\.draft: got 'forced' with draft_masks=False"):
         Engine(TARGET, "forced", vocabulary=VOCABULARY, config=config_of(4, draft_masks=False))
-
-
-def test_forced_draft_benchmark() -> None:
-    """Rounds per token with forced drafts off and on; no host queries when off, and K + 1 fills."""
-    vocabulary = Vocabulary.printable(word.encode() for word in bench_forced.WORDS)
-    person = {"person": bench_forced.CONSTRAINTS["person"]}
-    forced, free = (bench_forced.decode(vocabulary, 0.0, on, 3, person, prompts=1)["person"] for on in (True, False))
-    assert forced["rounds_per_token"] < 0.8 * free["rounds_per_token"]
-    assert free["forced_per_round"] == free["looks_per_round"] == 0.0 < forced["accepted_forced_per_round"]
-    assert max(forced["fills_per_round"], free["fills_per_round"]) <= 5  # four of a round, and those of one round after the last one

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from stepgraph import Constraint, Engine, EngineConfig, LogitsProcessor, ProcessorInput, SamplingParams
 from stepgraph.graphs.errors import CaptureError, StepError
 from stepgraph.sampling.params import GREEDY
-from tests.helpers.toy_engines import CONSTRAINTS, TARGET, VOCABULARY, Setup, make_engine, plain
+from tests.helpers.toy_engines import CONSTRAINTS, TARGET, VOCABULARY, Setup, finish, make_engine, plain
 
 BASE = Setup(k=3, greedy_only=False, buckets=(4,))
 SETUPS = {
@@ -66,8 +66,7 @@ def engine(request: pytest.FixtureRequest) -> Any:
 
 def run(engine: Engine, prompts: list[list[int]], **options: Any) -> list[list[int]]:
     jobs = [engine.submit(prompt, max_new_tokens=20, **options) for prompt in prompts]
-    for _ in engine.stream():
-        pass
+    finish(engine)
     assert not any(job.error for job in jobs)
     return [job.tokens for job in jobs]
 
@@ -83,8 +82,7 @@ def test_a_processor_equals_the_built_in_setting_that_does_the_same(engine: Engi
     jobs = [
         engine.submit(prompt, sampling=sampling, max_new_tokens=20, **options) for prompt in PROMPTS for sampling in (own, built_in, GREEDY)
     ]
-    for _ in engine.stream():
-        pass
+    finish(engine)
     for index, prompt in enumerate(PROMPTS):
         first, second, third = jobs[3 * index : 3 * index + 3]
         assert first.tokens == second.tokens == plain(prompt, 20, constraint, sampling=built_in).tokens
@@ -153,8 +151,7 @@ def test_a_result_that_is_not_finite_ends_its_own_request_only() -> None:
     with make_engine(BASE, logits_processors=(broken,)) as engine:
         bad = engine.submit([3], sampling=replace(GREEDY, logits_processors={"broken": ()}), max_new_tokens=9)
         good = engine.submit([3], sampling=replace(GREEDY, logprobs=True), max_new_tokens=9)
-        for _ in engine.stream():
-            pass
+        finish(engine)
     assert bad.finish_reason == "error" and "not finite" in bad.error
     assert good.tokens == plain([3], 9).tokens
 

@@ -21,7 +21,7 @@ from stepgraph.runtime.models.files.lora import read_lora
 from tests.helpers.adapters import save_adapter
 from tests.helpers.c_library import needs_c
 from tests.helpers.families import BASE, folder_of, hf_model, random_model, save
-from tests.helpers.toy_engines import TARGET
+from tests.helpers.toy_engines import TARGET, finish
 from tests.runtime.models.files.test_quantised_folder import SIZES, write
 
 FAMILY, PROMPT = "qwen2", [5 + index % 11 for index in range(40)]
@@ -48,8 +48,7 @@ def texts(engine: Engine, names: list[str]) -> list[list[int]]:
     found = list[list[int]]()
     for constraint in (None, GRAMMAR):
         jobs = [engine.submit(PROMPT, max_new_tokens=16, lora_name=name, constraint=constraint) for name in names]
-        while engine.has_work:
-            engine.step()
+        finish(engine)
         found += [job.tokens for job in jobs]
     return found
 
@@ -152,8 +151,7 @@ def test_a_removed_adapter_keeps_its_slot_until_its_requests_end(engine: Engine,
     assert engine.list_loras() == ["some"]
     with pytest.raises(ValueError, match=r"with no free slot, expected at most EngineConfig.max_loras=2 adapters, those of unfinished"):
         engine.add_lora("third", adapters / "some")
-    while engine.has_work:
-        engine.step()
+    finish(engine)
     assert job.tokens == merged["all"][0]
     engine.add_lora("third", adapters / "some")
     assert texts(engine, ["third", "some"]) == [merged["some"][0]] * 2 + [merged["some"][1]] * 2

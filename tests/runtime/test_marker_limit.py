@@ -10,7 +10,7 @@ import pytest
 from stepgraph import Constraint, SamplingParams
 from tests.helpers.c_library import needs_c
 from tests.helpers.oracles import accepts
-from tests.helpers.toy_engines import CONTROL, VOCABULARY, Setup, compiled, plain, shared_engine
+from tests.helpers.toy_engines import CONTROL, VOCABULARY, Setup, compiled, finish, plain, shared_engine
 
 pytestmark = needs_c
 
@@ -41,8 +41,7 @@ def test_tokens_are_those_of_a_plain_loop_and_the_marker_ends_the_text_at_its_li
         for marker in MARKERS
         for limit in LIMITS
     ]
-    for _ in engine.stream():
-        pass
+    finish(engine)
     for job, marker, limit in jobs:
         answer = plain(job.prompt_ids, MOST, job.constraint)
         assert (job.tokens, job.finish_reason) == (answer.tokens, answer.reason), job.error
@@ -65,8 +64,7 @@ def test_sampled_tokens_are_equal_on_both_lanes() -> None:
     for lane in ("device", "host"):
         engine = shared_engine(replace(DEVICE, grammar_lane=lane, greedy_only=False))
         job = engine.submit([1, 2], constraint=INNER.after("</think>", limit=6), sampling=sampling, max_new_tokens=MOST)
-        for _ in engine.stream():
-            pass
+        finish(engine)
         texts.append(job.tokens)
     assert texts[0] == texts[1] and b"</think>{" in VOCABULARY.decode(texts[0])
 
@@ -74,10 +72,8 @@ def test_sampled_tokens_are_equal_on_both_lanes() -> None:
 def test_a_resumed_request_counts_its_earlier_tokens() -> None:
     engine, constraint = shared_engine(replace(DEVICE, k=2)), INNER.after("</think>", limit=7)
     whole = engine.submit([4, 3], constraint=constraint, max_new_tokens=MOST)
-    for _ in engine.stream():
-        pass
+    finish(engine)
     for taken in (3, 7, 9, len(whole.tokens) - 2):
         rest = engine.submit([4, 3], constraint=constraint, max_new_tokens=MOST, resume_from=whole.tokens[:taken])
-        for _ in engine.stream():
-            pass
+        finish(engine)
         assert whole.tokens[:taken] + rest.tokens == whole.tokens

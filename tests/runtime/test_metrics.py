@@ -16,7 +16,7 @@ from stepgraph.runtime.metrics import engine_metrics, prometheus_text
 from stepgraph.runtime.scheduler import LossCause
 from stepgraph.runtime.stats import GraphStats, Histogram
 from stepgraph.sampling.native import why_not
-from tests.helpers.toy_engines import CONSTRAINTS, Setup, shared_engine
+from tests.helpers.toy_engines import CONSTRAINTS, Setup, finish, shared_engine
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]  # by name and labels
 
@@ -41,8 +41,7 @@ def run_once() -> EngineStats:
     engine = shared_engine(Setup(3))
     for index, constraint in enumerate((*CONSTRAINTS[:5], Constraint.regex("[ab]{4}", backend="xgrammar"))):
         engine.submit([1, 2, index], constraint=constraint, max_new_tokens=10)
-    for _ in engine.stream():
-        pass
+    finish(engine)
     engine.step()  # reads the rounds still in flight
     return engine.stats()
 

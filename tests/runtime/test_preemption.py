@@ -18,7 +18,7 @@ from stepgraph.runtime.preemption import PreemptingScheduler
 from stepgraph.runtime.request import ActiveRequest
 from stepgraph.sampling.grammar import GrammarLimits
 from tests.helpers.stat_checks import check_invariants
-from tests.helpers.toy_engines import VOCABULARY, Setup, make_engine, shared_engine
+from tests.helpers.toy_engines import VOCABULARY, Setup, finish, make_engine, shared_engine
 
 PLAIN, DRAFTED = (Setup(k=k, greedy_only=False, max_rows=2, buckets=(2,)) for k in (0, 3))
 SETUPS = {
@@ -68,8 +68,7 @@ def test_waiting_requests_have_rows_by_priority_then_in_turns_of_tenants(asks: l
         running = engine.submit([9], max_new_tokens=4)
         engine.step()
         jobs = [engine.submit([1, index], max_new_tokens=2, priority=p, tenant=tenant) for index, (p, tenant) in enumerate(asks)]
-        for _ in engine.stream():
-            pass
+        finish(engine)
         assert running.finished and started(jobs) == expected
 
 
@@ -79,8 +78,7 @@ def test_a_long_queue_of_one_tenant_delays_no_other() -> None:
         for _ in range(4):
             engine.step()
         late = engine.submit([2], max_new_tokens=2, tenant="late")
-        for _ in engine.stream():
-            pass
+        finish(engine)
         after = [job for job in many if job.submitted_at + (job.queue_seconds or 0) > late.submitted_at + (late.queue_seconds or 0)]
         assert len(after) >= 8
 
@@ -184,8 +182,7 @@ def test_a_request_takes_the_row_at_once_and_the_other_continues_after_it() -> N
         while not urgent.finished:
             engine.step()
         assert not slow.finished and slow.num_preemptions == 1 and not equal.tokens and len(slow.tokens) < 12
-        for _ in engine.stream():
-            pass
+        finish(engine)
         assert started([slow, equal])[0] == 1 or equal.finished
         expected = shared_engine(PLAIN).generate([4], max_new_tokens=40, sampling=SamplingParams(ignore_eos=True))
         assert slow.tokens == expected.tokens and slow.num_preemptions == 1
@@ -198,8 +195,7 @@ def test_tokens_that_a_preempted_request_finds_again_are_not_reported_as_cached(
             engine.step()
         reused = engine.stats().reused_tokens
         engine.submit([6], max_new_tokens=3, priority=-1)
-        for _ in engine.stream():
-            pass
+        finish(engine)
         assert slow.num_preemptions == 1 and engine.stats().reused_tokens > reused and slow.num_cached_tokens == 0
 
 
@@ -214,8 +210,7 @@ def test_a_request_takes_pages_at_once_however_much_of_its_prompt_could_be_cache
         while not urgent.finished:
             engine.step()
         assert not slow.finished and slow.num_preemptions == 1
-        for _ in engine.stream():
-            pass
+        finish(engine)
         assert slow.queue_seconds == queue_seconds and engine.stats().queue_seconds.count == 2, "it was queued once"
 
 
@@ -256,8 +251,7 @@ def test_a_request_whose_matcher_fails_when_it_is_preempted_or_resumed_ends_alon
         while len(slow.tokens) < len(expected.tokens):
             engine.step()
         urgent = engine.submit([6], max_new_tokens=3, priority=-1)
-        for _ in engine.stream():
-            pass
+        finish(engine)
         assert urgent.tokens == alone((6,), 3).tokens and (slow.tokens, slow.num_preemptions) == (expected.tokens, 1)
         for job in (expected, slow, *engine.generate([[4]], resume_from=slow.tokens, **ask)):
             assert job.finish_reason == FinishReason.ERROR and job.error.endswith("(GrammarLimits.row_items)")
@@ -271,8 +265,7 @@ def test_without_preemption_and_with_draws_that_depend_on_drafts_a_request_keeps
             while not slow.tokens:
                 engine.step()
             urgent = engine.submit([6], max_new_tokens=2, priority=-5)
-            for _ in engine.stream():
-                pass
+            finish(engine)
             assert urgent.finished and slow.num_preemptions == 0 and started([slow, urgent]) == [0, 1]
 
 
@@ -288,8 +281,7 @@ def test_a_preempted_request_can_be_cancelled_and_fails_with_the_engine() -> Non
             assert slow.num_preemptions == 1 and not slow.finished
             if end == "cancel":
                 assert engine.cancel(slow)
-                for _ in engine.stream():
-                    pass
+                finish(engine)
                 assert urgent.finish_reason == FinishReason.LENGTH
         assert slow.finish_reason == FinishReason.CANCELLED and len(slow.tokens) >= 3
 

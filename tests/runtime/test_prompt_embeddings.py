@@ -12,7 +12,7 @@ from torch import Tensor
 from stepgraph import Engine, Job, SamplingParams
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from tests.helpers.families import folder_of, hf_model
-from tests.helpers.toy_engines import Setup, shared_engine
+from tests.helpers.toy_engines import Setup, finish, shared_engine
 from tests.runtime.models.test_llama_engine import make_engine
 
 FAMILY = "smollm2"
@@ -34,8 +34,7 @@ def table() -> Tensor:
 def decode(engine: Engine, prompt: list[int], spans: dict[int, Tensor] | None, count: int = 12) -> Job:
     sampling = SamplingParams(temperature=0, logprobs=True)
     job = engine.submit(prompt, prompt_embeddings=spans, sampling=sampling, max_new_tokens=count)
-    for _ in engine.stream():
-        pass
+    finish(engine)
     return job
 
 
@@ -77,8 +76,7 @@ def test_embeddings_are_copied_at_submit(engine: Engine) -> None:
     mine = table()[PROMPT[4:12]].clone()
     job = engine.submit(PROMPT, prompt_embeddings={4: mine}, max_new_tokens=12)
     mine.fill_(torch.inf)
-    for _ in engine.stream():
-        pass
+    finish(engine)
     assert job.tokens == held.tokens
 
 
@@ -106,8 +104,7 @@ def test_invalid_embeddings_raise(engine: Engine, given: Any, message: str) -> N
         engine.submit(PROMPT, prompt_embeddings=given, max_new_tokens=1)
     assert not engine.has_work
     engine.submit(PROMPT, prompt_embeddings={20: GOOD}, max_new_tokens=1)
-    for _ in engine.stream():
-        pass
+    finish(engine)
 
 
 def test_target_without_embedding_size_raises() -> None:

@@ -8,19 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from stepgraph import Engine, EngineConfig, Job, SamplingParams
+from stepgraph import EngineConfig, Job, SamplingParams
 from stepgraph.sampling.params import GREEDY
 from tests.helpers.oracles import accepts, prefix_logits, processed
-from tests.helpers.toy_engines import CONSTRAINTS, STOP, TARGET, VOCABULARY, Setup, compiled, make_engine, plain
+from tests.helpers.toy_engines import CONSTRAINTS, STOP, TARGET, VOCABULARY, Setup, compiled, finish, make_engine, plain
 
 WIDTH = len(VOCABULARY.tokens)
 BASE = Setup(k=4, drafter="fair", greedy_only=False, buckets=(4,))
 PROMPTS = [[seed, 9] for seed in range(12)]
-
-
-def finish(engine: Engine) -> None:
-    for _ in engine.stream():
-        pass
 
 
 def departures(job: Job, top_n: int, delta: float) -> int:

@@ -12,7 +12,7 @@ import pytest
 from stepgraph import AsyncEngine, Constraint, Engine, EngineConfig, FinishReason, Job, SamplingParams
 from stepgraph.runtime.extras.replay import read_recording, replay
 from stepgraph.runtime.text import TextStream
-from tests.helpers.toy_engines import CONSTRAINTS, DRAFTERS, STOP, TARGET, VOCABULARY, Setup, shared_engine
+from tests.helpers.toy_engines import CONSTRAINTS, DRAFTERS, STOP, TARGET, VOCABULARY, Setup, finish, shared_engine
 from tests.runtime.models.test_llama_engine import make_engine as llama_engine
 
 PROMPT, TOKENS = [49, 65, 16, 66, 71, 26, 54, 7, 61, 46, 72], 20
@@ -31,11 +31,6 @@ SAMPLINGS = {
     "penalties": SamplingParams(temperature=0, min_new_tokens=9, logit_bias={STOP: 2.0}, **PENALTIES),
     "sampled": SamplingParams(temperature=1.3, top_p=0.95, seed=11, min_new_tokens=5, **PENALTIES),
 }
-
-
-def finish(engine: Engine) -> None:
-    for _ in engine.stream():
-        pass
 
 
 def later(job: Job, count: int) -> tuple[Any, ...]:

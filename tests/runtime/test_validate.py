@@ -12,7 +12,7 @@ from stepgraph import Constraint, Engine, EngineConfig, FinishReason, SamplingPa
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.runtime.validate import checked_ids
 from tests.helpers.oracles import greedy
-from tests.helpers.toy_engines import CONSTRAINTS, TARGET, VOCABULARY, Setup, make_engine, shared_engine
+from tests.helpers.toy_engines import CONSTRAINTS, TARGET, VOCABULARY, Setup, finish, make_engine, shared_engine
 
 SETUP = Setup(k=3)
 BAD_SUBMITS: list[tuple[dict[str, Any], str]] = [
@@ -107,8 +107,7 @@ def test_changing_logit_bias_after_submit_has_no_effect_and_is_checked_again() -
         sampling.logit_bias[5] = float("nan")  # type: ignore[index]
         with pytest.raises(ValueError, match=r"SamplingParams.logit_bias\[5\]: got nan"):
             engine.submit([1], sampling=sampling, max_new_tokens=3)
-        for _ in engine.stream():
-            pass
+        finish(engine)
     assert (job.tokens, job.error) == ([5, 5, 5], "")
 
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from stepgraph import AsyncEngine, Engine, EngineConfig, FinishReason, Job
+from stepgraph import AsyncEngine, Constraint, Engine, EngineConfig, FinishReason, Job
 from stepgraph.graphs import TapeBackend
 from stepgraph.runtime.request import EngineClosedError
 from stepgraph.runtime.watchdog import RoundTimeoutError
-from tests.helpers.toy_engines import CONSTRAINTS, DRAFTERS, TARGET, VOCABULARY, plain
+from tests.helpers.toy_engines import CONSTRAINTS, Setup, finish, make_engine, plain
 
 LIMIT = 0.2
 JOIN_SECONDS = 30
@@ -54,25 +54,8 @@ def hang() -> Iterator[Hang]:
 
 
 def make(hang: Callable[[str], object] | None, **others: Any) -> Engine:
-    options: dict[str, Any] = {"max_rows": 2, "buckets": (2,), "round_timeout_seconds": LIMIT, **others}
-    config = EngineConfig(
-        num_speculative_tokens=1,
-        draft_length=1,
-        max_length=48,
-        page_size=8,
-        greedy_only=True,
-        backend="tape",
-        compile_isolation="none",
-        grammar_lane="host",
-        host_link="python",
-        **options,
-    )
-    backend = TapeBackend(asynchronous=True, delay=hang)
-    engine = Engine(TARGET, DRAFTERS["fair"](), vocabulary=VOCABULARY, config=config, backend=backend)
-    engine.capture()
-    for constraint in filter(None, CONSTRAINTS[:2]):
-        engine.compile(constraint)
-    return engine
+    setup = Setup(1, max_rows=2, buckets=(2,), grammar_lane="host", host_link="python")
+    return make_engine(setup, TapeBackend(asynchronous=True, delay=hang), **{"round_timeout_seconds": LIMIT, **others})
 
 
 def submit(engine: Engine) -> list[Job]:
@@ -84,8 +67,7 @@ def test_hanging_host_node_raises_and_logs_a_report(hang: Hang, caplog: pytest.L
     jobs = submit(engine)
     doing = "stream main: waits for commit; stream side: host node commit"
     with pytest.raises(RoundTimeoutError, match=rf"did not finish within 0.2 s \(EngineConfig.round_timeout_seconds\): {doing}"):
-        for _ in engine.stream():
-            pass
+        finish(engine)
     (record,) = [record for record in caplog.records if record.name == "stepgraph"]
     reason = record.getMessage()
     assert "in flight: round 2 (rows=2 constrained greedy), round 3 (rows=2 constrained greedy)" in reason
@@ -135,13 +117,13 @@ def test_hanging_prefill_times_out(monkeypatch: pytest.MonkeyPatch, hang: Hang) 
     monkeypatch.setattr(TapeBackend, "run", run)
     job = engine.submit(list(range(1, 40)), max_new_tokens=4)
     with pytest.raises(RoundTimeoutError):
-        for _ in engine.stream():
-            pass
+        finish(engine)
     assert job.finish_reason == FinishReason.ERROR
 
 
 def test_idle_engine_and_pending_grammar_do_not_time_out() -> None:
     engine, held, building = make(None), threading.Event(), threading.Event()
+    constraint = Constraint.regex("[a-c]{5}")  # not compiled yet
     compiler = engine._parts.compiler
     assert compiler is not None
     real = compiler._backends.build
@@ -153,18 +135,16 @@ def test_idle_engine_and_pending_grammar_do_not_time_out() -> None:
 
     with pytest.MonkeyPatch.context() as patch, engine:
         patch.setattr(compiler._backends, "build", build)
-        job = engine.submit([3], constraint=CONSTRAINTS[4], max_new_tokens=8)
+        job = engine.submit([3], constraint=constraint, max_new_tokens=8)
         assert building.wait(JOIN_SECONDS)
         deadline = time.monotonic() + 1.5 * LIMIT
         while time.monotonic() < deadline:
             assert engine.step() == []
         held.set()
-        for _ in engine.stream():
-            pass
-        assert job.tokens == plain([3], 8, CONSTRAINTS[4]).tokens
+        finish(engine)
+        assert job.tokens == plain([3], 8, constraint).tokens
         jobs = submit(engine)
-        for _ in engine.stream():
-            pass
+        finish(engine)
         for job, index in zip(jobs, range(2), strict=True):
             assert job.tokens == plain([index], 20, CONSTRAINTS[index]).tokens
 

@@ -28,7 +28,7 @@ from stepgraph.runtime.upload import PinnedRing
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
 from tests.helpers.c_library import needs_c
 from tests.helpers.command_models import model_folder
-from tests.helpers.toy_engines import CONSTRAINTS, TARGET, VOCABULARY, switch_draft_lengths
+from tests.helpers.toy_engines import CONSTRAINTS, TARGET, VOCABULARY, finish, switch_draft_lengths
 
 CONFIG = EngineConfig(
     max_rows=2,
@@ -84,8 +84,7 @@ def busy_run(engine: Engine, ready: bool) -> list[Job]:
             engine.step()
         if index % 5 == 4:
             engine.cancel(jobs[-2])
-    for _ in engine.stream():
-        pass
+    finish(engine)
     return jobs
 
 
@@ -250,8 +249,7 @@ def test_full_disk_affects_no_request(strict: bool, tmp_path: Path) -> None:
         recorder._file.close()
         recorder._file = io.FileIO("/dev/full", "wb")
         jobs = [engine.submit([index], max_new_tokens=20) for index in range(4)]
-        for _ in engine.stream():
-            pass
+        finish(engine)
     assert all(job.finish_reason in ("length", "stop") for job in jobs)
     ending = f"the recording {path} ends here: [Errno 28] No space left on device"
     assert [str(each.message) for each in caught] == ([] if strict else [ending])

@@ -9,7 +9,7 @@ import pytest
 from stepgraph import Constraint, EngineConfig, FinishReason, SamplingParams
 from stepgraph.sampling.params import GREEDY
 from tests.helpers.oracles import accepts
-from tests.helpers.toy_engines import COMPILER, STOP, Setup, make_engine, shared_engine
+from tests.helpers.toy_engines import COMPILER, STOP, Setup, finish, make_engine, shared_engine
 
 PAIRS = Constraint.regex("([a-z][0-9])*")
 
@@ -56,8 +56,7 @@ def test_forced_acceptance_obeys_the_grammar(draft_masks: bool, sampling: Sampli
     """The token after the accepted drafts is legal, too; no two consecutive positions allow the same tokens."""
     engine = shared_engine(Setup(k=4, drafter="random", draft_masks=draft_masks, greedy_only=False, forced_acceptance=(1.0,) * 4))
     jobs = [engine.submit([token], constraint=PAIRS, sampling=sampling, max_new_tokens=40) for token in range(8)]
-    for _ in engine.stream():
-        pass
+    finish(engine)
     for job in jobs:
         assert job.error == "" and accepts(COMPILER.compile(PAIRS), job.tokens, finished=False)
     if draft_masks:

@@ -26,7 +26,6 @@ def test_every_variant_is_reported(library: str, monkeypatch: pytest.MonkeyPatch
     assert bench_grammar.main(["--rows", "1", "3", "--rounds", "20", "-k", "2", "--library", library]) == 0
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (document["library"], document["native"]) == (library, "available")
-    assert all(0 < row["ms"]["cached"] < row["ms"]["worker"] and row["grammar_bytes"] for row in document["compile"]["grammars"])
     for batch, rows in zip(document["batches"], (1, 3), strict=True):
         assert batch["rows"] == rows and batch["fills_per_round"] == 3 * rows and 2 * rows < batch["accepts_per_round"] <= 3 * rows
         assert set(batch["us_per_round"]) == {"python loop", "library batch", "python link", *NATIVE}
@@ -35,7 +34,6 @@ def test_every_variant_is_reported(library: str, monkeypatch: pytest.MonkeyPatch
         assert batch["processor_time_over_python_loop"].keys() == batch["over_python_loop"].keys()
         inside = batch["library_calls_over_python_loop"]
         assert inside is None if library != "xgrammar" or which("cc") is None else 0 < inside < batch["over_python_loop"]["python link"]
-        assert batch["bytecodes_in_the_host_node"]["native link"] == 0 < batch["bytecodes_in_the_host_node"]["python link"]
 
 
 @needs_native

@@ -15,7 +15,7 @@ import torch
 from stepgraph import Constraint, Engine, EngineConfig, Vocabulary
 from stepgraph.graphs import Backend, TapeBackend
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
-from tests.helpers.toy_engines import CONSTRAINTS, CONTROL, VOCABULARY, FixedDraft, compiled
+from tests.helpers.toy_engines import CONSTRAINTS, CONTROL, VOCABULARY, FixedDraft, compiled, finish
 from tools.gpu.baselines.three_graphs import Row, Sizes, ThreeGraphs
 from tools.gpu.baselines.transformers_generate import Timed, not_available, same_weights, small_assistant
 from tools.gpu.checks import others
@@ -65,8 +65,7 @@ def test_tokens_equal_those_of_the_engine(backend: Backend, k: int, drafter: str
     with Engine(TARGET, DRAFTS.get(drafter), vocabulary=VOCABULARY, config=replace(config, compile_isolation="none")) as engine:
         engine.capture()
         jobs = [engine.submit(prompt, constraint=constraint, max_new_tokens=14) for prompt, constraint in requested]
-        for _ in engine.stream():
-            pass
+        finish(engine)
         accepted = engine.stats().drafts.accepted
     assert found == [(job.tokens, job.finish_reason) for job in jobs]
     assert {reason for _, reason in found} >= {"constraint_complete", "length"}
@@ -84,8 +83,7 @@ def test_llama_and_eagle3_tokens_equal_those_of_the_engine(backend: Backend) -> 
     with Engine(pair.target, pair.draft, vocabulary=pair.vocabulary, config=config) as engine:
         engine.capture()
         jobs = [engine.submit(prompt, max_new_tokens=24) for prompt in PROMPTS]
-        for _ in engine.stream():
-            pass
+        finish(engine)
         accepted = engine.stats().drafts.accepted
     assert found == [(job.tokens, job.finish_reason) for job in jobs]
     assert loop.accepted == accepted > 0

@@ -22,7 +22,7 @@ from stepgraph.runtime.in_flight import InFlight
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from tests.helpers import nsys_files
 from tests.helpers.tool_runs import examples
-from tests.helpers.toy_engines import VOCABULARY
+from tests.helpers.toy_engines import VOCABULARY, finish
 from tools import nsys_profile, nsys_report
 from tools.profiling import command
 
@@ -126,8 +126,7 @@ def decode(eager: bool = False) -> list[list[int]]:
         engine.capture()
         engine.compile(constraint)
         jobs = [engine.submit([index + 1], constraint=one, max_new_tokens=24) for index, one in enumerate([None, constraint])]
-        while engine.has_work:
-            engine.step()
+        finish(engine)
     return [job.tokens for job in jobs]
 
 

@@ -282,7 +282,7 @@ def _measured(context: Context) -> Iterator[Call]:
         yield operations.free_argmax(device, batch, 4, width)
         yield operations.draw(device, batch, width, operations.UNFILTERED)
         yield operations.draw(device, batch, width, operations.FILTERED)
-        yield operations.process_all_masked(device, batch, 4, width, neutral=False)
+        yield operations.process_all_masked(device, batch, 4, width)
         yield operations.reject_sample(device, batch, 3, width)
         yield operations.chain_accept(device, batch, 3)
         yield operations.mask_status(device, batch, 4)

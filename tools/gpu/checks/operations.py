@@ -18,8 +18,6 @@ from stepgraph.sampling.rng import Purpose
 from stepgraph.sampling.sampler import Param
 from tools.gpu.checks.masks import MAX_BIASES, make_case, tag_inputs
 
-CHOICE_TILE, REJECTION_TILE, PROCESS_TILE = 4096, 1024, 512  # as in sampling/kernels/triton, which needs triton
-FILTER_TILE, FILTER_SUMS = 2048, 256
 SETTINGS = [[0.7, 50, 0.9, 0.01], [1.0, 0, 1, 0], [0.0, 0, 1, 0], [1.3, 0, 0.95, 0], [1.0, 5, 1, 0], [2.0, 0, 0.5, 0.05], [1.0, 0, 1e-6, 0]]
 FILTERED, UNFILTERED = SETTINGS[:2]
 Run = Callable[..., object]
@@ -29,7 +27,7 @@ Run = Callable[..., object]
 class Call:
     """One call of an operation. Outputs have arbitrary content; `writes`: positions of inputs that it changes; near: tolerance.
 
-    Bytes are counted without caches: the least that any implementation moves, and what the Triton program moves in addition.
+    least_bytes: what any implementation moves, without caches.
     """
 
     operation: Operation[Any, Any]
@@ -37,7 +35,6 @@ class Call:
     inputs: tuple[Any, ...]
     outputs: tuple[Tensor, ...]
     least_bytes: int = 0
-    additional_bytes: int = 0
     writes: tuple[int, ...] = ()
     tol: float = 0.0
 
@@ -103,10 +100,9 @@ def masked_argmax(
     padded = logits.to(device=device, dtype=dtype)
     inputs = (padded[..., :width], words.to(device), rows.to(device), constrained.to(device), None, status.to(device))
     outputs = torch.ones(batch, positions, dtype=torch.bool, device=device), filler(device, batch, positions)
-    num_positions = batch * positions
-    least = num_positions * (-(-width // BITS_PER_WORD) * 4 + 9 + width * dtype.itemsize)
+    least = batch * positions * (-(-width // BITS_PER_WORD) * 4 + 9 + width * dtype.itemsize)
     shape = f"B={batch} Q={positions} V={width} {str(dtype)[6:]}"
-    return Call(choice.masked_argmax, shape, inputs, outputs, least, num_positions * -(-width // CHOICE_TILE) * 16)
+    return Call(choice.masked_argmax, shape, inputs, outputs, least)
 
 
 def free_argmax(device: torch.device, batch: int, positions: int, width: int, dtype: torch.dtype = torch.bfloat16) -> Call:
@@ -132,10 +128,9 @@ def draw(device: torch.device, batch: int, width: int, setting: list[float] | No
         params = torch.tensor([setting] * batch, device=device)
     seed = torch.arange(batch, device=device)
     inputs = (logits, params, seed, seed, int(Purpose.DRAFT), seed, torch.zeros_like(logits), None)
-    scratch = batch * (-(-width // FILTER_TILE) * 20 + FILTER_SUMS * 8 + 16)
     shape = f"N={batch} V={width}{' top-k top-p' if setting == FILTERED else ''}"
     outputs = (filler(device, batch),)
-    return Call(filters.draw, shape, inputs, outputs, logits.nbytes * 2 + batch * 40, logits.nbytes * 3 + scratch, writes=(6,))
+    return Call(filters.draw, shape, inputs, outputs, logits.nbytes * 2 + batch * 40, writes=(6,))
 
 
 def distribution(device: torch.device, batch: int, width: int) -> Call:
@@ -187,7 +182,7 @@ def chain_accept(device: torch.device, batch: int, k: int) -> Call:
     outputs = tuple(filler(device, batch) for _ in range(3))
     least = batch * ((k + 1) * 17 + k * 8 + 3 * 8 + 5 * 8)
     inputs = (*(tensor.to(device) for tensor in on_cpu), None)
-    return Call(choice.chain_accept, f"B={batch} K={k}", inputs, outputs, least, batch * k * 8)
+    return Call(choice.chain_accept, f"B={batch} K={k}", inputs, outputs, least)
 
 
 def reject_sample(device: torch.device, batch: int, k: int, width: int) -> Call:
@@ -214,11 +209,10 @@ def reject_sample(device: torch.device, batch: int, k: int, width: int) -> Call:
     rejected = torch.nn.functional.pad(~certain, (0, 1)).gather(1, accepted[:, None]).squeeze(1)
     raced = batch + int((certain & (torch.arange(k, device=device) < accepted[:, None])).sum())
     facts = k * (8 + 4 + 4 + 1 + 1 + 8) + 8 + 5 * 8  # of a row: drafts, p and q of each, certain, finite, status; settings
-    tiles = -(-width // REJECTION_TILE)
     least = (raced + int(rejected.sum())) * width * 4 + batch * (facts + (k + 2) * 8)
     outputs = filler(device, batch, k + 1), filler(device, batch)
     shape = f"B={batch} K={k} V={width}"
-    return Call(rejection.reject_sample, shape, inputs, outputs, least, raced * tiles * 16 + batch * (tiles - 1) * facts)
+    return Call(rejection.reject_sample, shape, inputs, outputs, least)
 
 
 def mask_status(device: torch.device, batch: int, positions: int) -> Call:
@@ -236,21 +230,19 @@ def process_logits(
     return Call(processors.process_logits, f"B={batch} Q={positions} V={width} {str(dtype)[6:]} {kind}", case.arguments(()), case.outputs())
 
 
-def process_all_masked(device: torch.device, batch: int, positions: int, width: int, *, neutral: bool) -> Call:
-    """bfloat16, every row with a mask in use. Of four rows three request biases, penalties or stop tokens; if `neutral`, none does."""
+def process_all_masked(device: torch.device, batch: int, positions: int, width: int) -> Call:
+    """bfloat16, every row with a mask in use. Of four rows three request biases, penalties or stop tokens."""
     case = make_case(batch, positions, width, torch.bfloat16).on(device)
     assert case.mask is not None and case.rows is not None
     mask = case.mask._replace(constrained=torch.ones_like(case.mask.constrained), status=torch.ones_like(case.mask.status))
-    rows = case.rows[:1].expand(batch).contiguous() if neutral else case.rows  # the first row has the defaults
-    case = case._replace(mask=mask, rows=rows)
-    params, lines, tiles = case.settings.params[rows], batch * positions, -(-width // PROCESS_TILE)
+    case = case._replace(mask=mask)
+    params, lines = case.settings.params[case.rows], batch * positions
     penalised = (params[:, Param.PRESENCE_PENALTY] != 0).sum().item()
     repeated = (params[:, Param.REPETITION_PENALTY] != 1).sum().item()
-    biased = (case.settings.bias_ids[rows, 0] >= 0).sum().item()
+    biased = (case.settings.bias_ids[case.rows, 0] >= 0).sum().item()
     marked = int((mask.masks != 0).sum())  # a word without a bit spares its 32 logits
     penalties = width * (4 * penalised + repeated)  # output counts and prompt tokens, once for all positions of a row
     facts = biased * MAX_BIASES * 12 + batch * (len(Param) * 4 + 24)
     least = lines * (-(-width // BITS_PER_WORD) * 4 + 33) + marked * BITS_PER_WORD * 2 + lines * width * 4 + penalties + facts
-    again = (positions - 1) * penalties + (lines * tiles - batch) * facts // batch + lines * tiles * 16
-    shape = f"B={batch} Q={positions} V={width} {'neutral' if neutral else 'with requests'}"
-    return Call(processors.process_logits, shape, case.arguments(()), case.outputs(), int(least), int(again))
+    shape = f"B={batch} Q={positions} V={width} with requests"
+    return Call(processors.process_logits, shape, case.arguments(()), case.outputs(), int(least))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 from collections import Counter
 from functools import partial
@@ -208,21 +207,6 @@ def engine_matches_oracle(context: Context) -> Figures:
     return {"jobs": jobs, "tokens": tokens, "accepted_drafts": drafts}
 
 
-def devices_agree(context: Context) -> Figures:
-    """The same jobs on two devices: GPU and tape; on the tape, tape and eager engine."""
-    other = Context(rehearsal=True, quick=context.quick)
-    jobs = 0
-    for k in (0, 4):
-        reqs = [req._replace(cancel_after=None) for req in random_requests(7 + k, context.count(24, 6), k)]
-        with context.engine(k) as engine:
-            here = [outcome(job) for job in serve(engine, reqs)]
-        with other.engine(k, eager=context.on_tape) as engine:
-            there = [outcome(job) for job in serve(engine, reqs)]
-        assert here == there, "the jobs of the two devices differ"
-        jobs += len(reqs)
-    return {"jobs": jobs}
-
-
 def unconstrained_graph_has_no_host_nodes(context: Context) -> Figures:
     """Graphs of batches without grammars have no host nodes; with grammars K + 1, or one if drafts are not masked."""
     figures: Figures = {}
@@ -238,7 +222,8 @@ def unconstrained_graph_has_no_host_nodes(context: Context) -> Figures:
     return figures
 
 
-def _two_engines(context: Context) -> int:
+def several_engines(context: Context) -> Figures:
+    """Two engines alternate in one process."""
     with context.engine(2) as first, context.engine(3, draft_masks=False) as second:
         reqs = {engine: [req._replace(cancel_after=None) for req in random_requests(k, 6, k)] for engine, k in ((first, 2), (second, 3))}
         jobs = [
@@ -256,21 +241,4 @@ def _two_engines(context: Context) -> int:
         for req, job in jobs:
             check_against_oracle(req, job)
         assert any(req.constraint is not None for req, _ in jobs) and len(CONSTRAINTS) > 1
-        return len(jobs)
-
-
-def several_engines(context: Context) -> Figures:
-    """Two engines alternate in one process; closing them frees all device memory."""
-    jobs = _two_engines(context)  # allocates what torch and its libraries keep
-    gc.collect()
-    if context.on_tape:
-        return {"jobs": jobs}
-    torch.cuda.synchronize()
-    start = torch.cuda.memory_allocated()
-    jobs = _two_engines(context)
-    gc.collect()
-    torch.cuda.synchronize()
-    kept = torch.cuda.memory_allocated() - start
-    assert kept == 0, f"{kept} bytes are still allocated"
-    torch.cuda.empty_cache()
-    return {"jobs": jobs, "bytes_kept": kept, "reserved_after_empty_cache": torch.cuda.memory_reserved()}
+        return {"jobs": len(jobs)}

@@ -26,10 +26,9 @@ if __name__ == "__main__":
 import torch
 import triton
 
-from tools.gpu.checks import grammar_rows, layers, operations, rings, spin
+from tools.gpu.checks import grammar_rows, layers, operations, rings
 from tools.gpu.checks.llama import attention_call, rope_call
 from tools.gpu.checks.operations import Call
-from tools.gpu.checks.timing import answering
 
 WIDTH = 1_003  # a prime
 
@@ -59,7 +58,6 @@ def programs(device: torch.device) -> dict[str, Callable[[], bool]]:
         **equal,
         **rings.programs(device),
         "attention": partial(_attention_is_close, device),
-        "signal_and_spin": partial(_spin_ends, device),
     }
 
 
@@ -71,17 +69,6 @@ def compare(device: torch.device, names: Collection[str]) -> dict[str, str]:
 
 def _is_equal(call: Call) -> bool:
     return not any(call.different_rows(call.triton))
-
-
-def _spin_ends(device: torch.device) -> bool:
-    """The reply is read once and cleared."""
-    flags = torch.zeros(2, dtype=torch.int32, pin_memory=device.type == "cuda")
-    with answering(flags):
-        for _ in range(3):
-            spin.launch(flags)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-    return flags.tolist() == [0, 0]
 
 
 def _attention_is_close(device: torch.device) -> bool:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from tools.gpu.checks.context import Context, Figures, summary
 
@@ -61,12 +58,12 @@ def _graph_of(call: Call, times: int) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def device_seconds(call: Call, stream: torch.cuda.Stream | None = None) -> float:
+def device_seconds(call: Call) -> float:
     """Time between two events around the work of `call`."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record(stream)
+    begin.record()
     call()
-    end.record(stream)
+    end.record()
     end.synchronize()
     return float(begin.elapsed_time(end)) / 1000
 
@@ -79,23 +76,6 @@ def device_us(context: Context, call: Call) -> dict[str, float]:
 
 def times_of(context: Context, kernel: Call, reference: Call) -> Figures:
     return {"kernel_us": device_us(context, kernel)["median"], "reference_us": device_us(context, reference)["median"]}
-
-
-def for_seconds(seconds: float, least: int = 3) -> Iterator[int]:
-    """Turns until `seconds` are over, at least `least`."""
-    end = time.perf_counter() + seconds
-    return itertools.takewhile(lambda turn: turn < least or time.perf_counter() < end, itertools.count())
-
-
-def take_turns(watches: Mapping[str, Watch], turns: Iterable[int], title: str = "") -> dict[str, list[float]]:
-    """Run every watch once per turn, after one turn for warm-up."""
-    times: dict[str, list[float]] = {name: [] for name in watches}
-    for watch in watches.values():
-        watch()
-    for _ in tqdm(turns, desc=title, unit="turn", disable=not title or not sys.stderr.isatty(), leave=False):
-        for name, watch in watches.items():
-            times[name].append(watch())
-    return times
 
 
 def percentiles(values: Sequence[float], shares: Sequence[float], digits: int = 1) -> dict[str, float]:

@@ -1,24 +1,19 @@
-"""Times of launches, host nodes and rounds, and whether native host nodes need the GIL."""
+"""Times from a launch to a host node, and whether native host nodes need the GIL."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib.util
 import itertools
-import statistics
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from ctypes import byref
-from functools import partial
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from stepgraph.graphs import BufferSpec, GraphKey, StaticBuffers, current_context, run_eager
+from stepgraph.graphs import BufferSpec, GraphKey, StaticBuffers, current_context
 from stepgraph.graphs.capture import Backend, Recorded
 from stepgraph.graphs.cuda.context import HostCallback
 from stepgraph.graphs.errors import HostErrors
@@ -28,30 +23,12 @@ from stepgraph.sampling.grammar.status import TAG_FIELDS, HostColumn
 from stepgraph.sampling.kernels.c_kernel import PackedCall, join_calls
 from stepgraph.sampling.native import ARGUMENT, Unavailable, kernel
 from tools.gpu.checks.context import Context, Figures, Skipped, summary
-from tools.gpu.checks.driver_calls import WAIT_EQUAL, DriverCalls, MemsetChain
 from tools.gpu.checks.states import ROWS, RoundBench
-from tools.gpu.checks.stopwatch import device_seconds, take_turns, wall_us
 
 
 def _run_graph(backend: Backend, recorded: Recorded) -> None:
     recorded.replay()
     backend.synchronize()
-
-
-def _host_node_graphs(backend: Backend, nodes: int) -> tuple[Recorded, Recorded, list[float]]:
-    """A graph of one kernel, the same graph with host nodes after it, and the times when these ran."""
-    buffers = StaticBuffers([BufferSpec("x", (32,), torch.float32)], backend.device)
-    times: list[float] = []
-
-    def plain(b: StaticBuffers) -> None:
-        b.x.add_(1)
-
-    def with_nodes(b: StaticBuffers) -> None:
-        b.x.add_(1)
-        for index in range(nodes):
-            current_context().host_node(f"node {index}", lambda: times.append(time.monotonic()))
-
-    return backend.capture(plain, buffers), backend.capture(with_nodes, buffers), times
 
 
 MAX_STAMPS = 10_000
@@ -76,7 +53,8 @@ def gil_hold(context: Context) -> Figures:
     """Microseconds from launch to host node, Python and native, alone and beside a busy Python thread."""
     repeats, figures = context.count(300, 40), dict[str, object]()
     with context.backend(asynchronous=True) as backend:
-        _, recorded, times = _host_node_graphs(backend, 1)
+        times: list[float] = []
+        recorded = _with_host_node(backend, lambda: times.append(time.monotonic()))
 
         def in_python() -> float:
             times.clear()
@@ -87,7 +65,7 @@ def gil_hold(context: Context) -> Figures:
         nodes = {"": in_python}
         with contextlib.suppress(Unavailable):
             stamp = Stamp()
-            stamped = _stamped(backend, stamp)
+            stamped = _with_host_node(backend, stamp.node)
 
             def natively() -> float:
                 _run_graph(backend, stamped)
@@ -104,12 +82,12 @@ def gil_hold(context: Context) -> Figures:
     return figures
 
 
-def _stamped(backend: Backend, stamp: Stamp) -> Recorded:
+def _with_host_node(backend: Backend, node: Callable[[], object]) -> Recorded:
     buffers = StaticBuffers([BufferSpec("x", (32,), torch.float32)], backend.device)
 
     def step(b: StaticBuffers) -> None:
         b.x.add_(1)
-        current_context().host_node("stamp", stamp.node)
+        current_context().host_node("node", node)
 
     return backend.capture(step, buffers)
 
@@ -131,53 +109,6 @@ def _burn(stop: threading.Event) -> None:
     while not stop.is_set():
         for number in range(1000):
             total += number
-
-
-def figures(context: Context) -> Figures:
-    """Medians of launch and host-node cost, and of replayed and eager rounds, interleaved."""
-    repeats = context.count(200, 20)
-    found: Figures = {}
-    with context.backend(asynchronous=True) as backend:
-        nodes = 8
-        plain, with_nodes, _ = _host_node_graphs(backend, nodes)
-
-        def launch() -> float:
-            micros = wall_us(plain.replay)
-            backend.synchronize()
-            return micros
-
-        graphs = {name: partial(wall_us, partial(_run_graph, backend, graph)) for name, graph in (("alone", plain), ("loaded", with_nodes))}
-        times = {name: summary(each) for name, each in take_turns({**graphs, "launch": launch}, range(repeats)).items()}
-        found["launch_us"], found["launch_and_wait_us"] = times["launch"], times["alone"]
-        found["host_node_us"] = round((times["loaded"]["median"] - times["alone"]["median"]) / nodes, 2)
-    for k, constrained in ((0, False), (4, False), (4, True)):
-        with context.backend(asynchronous=True) as backend:
-            found[f"round K={k} {'constrained' if constrained else 'free'}"] = _round_times(context, backend, k, constrained)
-    return found
-
-
-def _round_times(context: Context, backend: Backend, k: int, constrained: bool) -> Figures:
-    bench = RoundBench(backend, k)
-    step = bench.round.step(GraphKey(ROWS, constrained))
-    recorded = backend.capture(step, bench.buffers)
-    bench.randomise(1)
-    start = bench.snapshot()
-
-    def prepared(call: Callable[[], object]) -> float:
-        backend.run(lambda: bench.restore(start))
-        backend.synchronize()
-        if constrained:
-            bench.push_batch(ROWS)
-        return wall_us(call)
-
-    def eagerly() -> None:
-        backend.run(lambda: run_eager(step, bench.buffers))
-        backend.synchronize()
-
-    watches = {"eager_us": partial(prepared, eagerly), "replay_us": partial(prepared, partial(_run_graph, backend, recorded))}
-    times = {name: summary(each) for name, each in take_turns(watches, range(context.count(60, 6))).items()}
-    ratio = round(times["eager_us"]["median"] / times["replay_us"]["median"], 2)
-    return {**times, "eager_over_replay": ratio, "nodes": sum(recorded.report.nodes.values())}
 
 
 HOLD_SECONDS = 0.2
@@ -243,147 +174,3 @@ def call_under_the_gil(node: HostCallback, times: int, seconds: float) -> tuple[
     gil_library.usleep(int(seconds * 1e6))
     assert library.pthread_join(thread, None) == 0
     return start, start + int(seconds * 1e9)
-
-
-REQUESTS_PER_GRAPH = 16  # requests to the host in a graph, which share the cost of its launch
-HostRequest = Callable[[StaticBuffers], None]
-
-
-@contextlib.contextmanager
-def answering(flags: Tensor) -> Iterator[None]:
-    """A thread that answers every request: sees the first word set, clears it, sets the second."""
-    words, stop = flags.numpy(), threading.Event()
-
-    def answer() -> None:
-        while not stop.is_set():
-            if words[0]:
-                words[0] = 0
-                words[1] = 1
-
-    thread, interval = threading.Thread(target=answer, daemon=True), sys.getswitchinterval()
-    sys.setswitchinterval(1e-4)  # the launching thread needs the interpreter, too
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
-        sys.setswitchinterval(interval)
-
-
-def host_node_latency(context: Context) -> Figures:
-    """Microseconds that each request to the host adds to a graph: by a native node, a Python node, a wait for a value, a spin kernel."""
-    found: Figures = {}
-    with context.backend(asynchronous=True) as backend:
-        buffers = StaticBuffers(
-            [BufferSpec("x", (32,), torch.float32), BufferSpec("flags_host", (2,), torch.int32, "pinned")], backend.device
-        )
-        graphs = {"nothing": backend.capture(_step_with(lambda b: None), buffers)}
-        with answering(buffers.flags_host):  # a capture on a GPU first runs the step
-            for name, request in _request_kinds(context, buffers, found):
-                try:
-                    graphs[name] = backend.capture(_step_with(request), buffers)
-                except RuntimeError as refusal:
-                    found[name] = f"not available: {refusal}"
-            watches = {name: partial(_us_per_request, context, backend, graph) for name, graph in graphs.items()}
-            times = take_turns(watches, context.turns(2 if context.rehearsal else 200, least=2))
-    nothing = statistics.median(times.pop("nothing"))
-    for name, each in times.items():
-        found[name] = {"us": round(statistics.median(each) - nothing, 3), **summary(each)}
-    return {"graph_without_us": round(nothing, 3), **found}
-
-
-def _step_with(request: HostRequest) -> HostRequest:
-    def step(b: StaticBuffers) -> None:
-        for _ in range(REQUESTS_PER_GRAPH):
-            b.x.add_(1)
-            request(b)
-
-    return step
-
-
-def _request_kinds(context: Context, buffers: StaticBuffers, found: Figures) -> Iterator[tuple[str, HostRequest]]:
-    yield "python host node", lambda b: current_context().host_node("ask", lambda: None)
-    try:
-        stamp = Stamp()
-        yield "native host node", lambda b: current_context().host_node("ask", stamp.node)
-    except Unavailable as missing:
-        found["native host node"] = f"not available: {missing}"
-    if context.on_tape:
-        yield "flag wait", lambda b: current_context().host_node("ask", lambda: _wait(buffers.flags_host), writes=[buffers.flags_host])
-        return
-    try:
-        yield "wait value", _wait_value(buffers.flags_host)
-    except RuntimeError as missing:
-        found["wait value"] = f"not available: {missing}"
-    if importlib.util.find_spec("triton") is None:
-        found["spin kernel"] = "not available: triton is not installed"
-        return
-    from tools.gpu.checks.spin import launch
-
-    launch_once = lambda b: launch(b.flags_host)  # noqa: E731
-    yield "spin kernel", launch_once
-
-
-def _wait(flags: Tensor) -> None:
-    """The device's part of a request, on the tape."""
-    words = flags.numpy()
-    words[0] = 1
-    while not words[1]:
-        time.sleep(0)
-    words[1] = 0
-
-
-def _wait_value(flags: Tensor) -> HostRequest:
-    """Memory operations of the stream: write the request, wait for the answer, clear it."""
-    calls = DriverCalls()
-    requested = calls.device_address(flags.data_ptr())
-
-    def request(b: StaticBuffers) -> None:
-        stream = torch.cuda.current_stream().cuda_stream
-        calls.call("cuStreamWriteValue32_v2", stream, requested, 1, 0)
-        calls.call("cuStreamWaitValue32_v2", stream, requested + 4, 1, WAIT_EQUAL)
-        calls.call("cuStreamWriteValue32_v2", stream, requested + 4, 0, 0)
-
-    return request
-
-
-def _us_per_request(context: Context, backend: Backend, graph: Recorded) -> float:
-    """Microseconds per request of one replay: on a GPU between two events of its own stream, else by the clock."""
-    if context.on_tape:
-        return wall_us(partial(_run_graph, backend, graph)) / REQUESTS_PER_GRAPH
-    seconds: list[float] = []
-    backend.run(lambda: seconds.append(device_seconds(graph.replay)))
-    return seconds[0] * 1e6 / REQUESTS_PER_GRAPH
-
-
-def conditional_node_cost(context: Context) -> Figures:
-    """Microseconds that an IF node adds to its body, and those of a node whose body is skipped; on the tape: those of a branch."""
-    count = 32
-    word = torch.zeros(1, dtype=torch.int32, device=context.device)
-    times = take_turns(_branches(context, word, count), context.turns(3 if context.rehearsal else 200, least=3))
-    plain, taken, skipped = (statistics.median(times[name]) / count for name in ("plain", "taken", "skipped"))
-    return {"memset_us": round(plain, 3), "taken_adds_us": round(taken - plain, 3), "skipped_us": round(skipped, 3)}
-
-
-def _branches(context: Context, word: Tensor, count: int) -> dict[str, Callable[[], float]]:
-    conditions = {"plain": None, "taken": True, "skipped": False}
-    if context.on_tape:
-
-        def run(taken: bool | None) -> None:
-            for _ in range(count):
-                if taken is not False:
-                    word.fill_(1)
-
-        return {name: partial(wall_us, partial(run, taken)) for name, taken in conditions.items()}
-    stream = torch.cuda.Stream()
-    try:
-        calls = DriverCalls()
-        chains = {name: MemsetChain(calls, word.data_ptr(), count, taken) for name, taken in conditions.items()}
-    except RuntimeError as missing:
-        raise Skipped(f"not available: {missing}") from None
-
-    def launch(chain: MemsetChain) -> float:
-        return device_seconds(partial(chain.launch, stream.cuda_stream), stream) * 1e6
-
-    return {name: partial(launch, chain) for name, chain in chains.items()}

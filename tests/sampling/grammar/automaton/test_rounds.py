@@ -9,6 +9,7 @@ from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.sampling.grammar.compile.limits import GrammarLimits
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
 from tests.helpers.c_library import needs_c
+from tests.helpers.toy_engines import finish
 
 pytestmark = needs_c
 
@@ -48,8 +49,7 @@ def texts(backend: BackendChoice, host_link: str) -> list[bytes]:
             for sampling in SAMPLINGS
             for constraint in CONSTRAINTS
         ]
-        while engine.has_work:
-            engine.step()
+        finish(engine)
         assert not any(job.error for job in jobs)
         return [VOCABULARY.decode(job.tokens) for job in jobs]
 
@@ -71,8 +71,7 @@ def test_a_text_that_nests_too_deep_ends_with_an_error(host_link: str) -> None:
             )
             for seed, bias in enumerate([{opening: 100.0}, *[{opening: 1.5, letter: -1.5}] * 12])
         ]
-        while engine.has_work:
-            engine.step()
+        finish(engine)
     too_deep = "no valid grammar mask: the text nests deeper than the stack of its automaton (GrammarLimits.automaton_depth)"
     for job in jobs:
         depth = job.tokens.count(opening)

@@ -16,7 +16,7 @@ from stepgraph.sampling import native as library
 from stepgraph.sampling.grammar.link import native, xgrammar_binding
 from stepgraph.sampling.grammar.link.native import NativeLibrary, load
 from stepgraph.sampling.native import Unavailable, find_library
-from tests.helpers.toy_engines import CONSTRAINTS, Setup, make_engine, needs_native, plain
+from tests.helpers.toy_engines import CONSTRAINTS, Setup, finish, make_engine, needs_native, plain
 
 COMPILER = shutil.which((sysconfig.get_config_var("CC") or "cc").split()[0])
 NOT_BUILT = "it was not built: there was no C compiler when stepgraph was installed"
@@ -35,8 +35,7 @@ def test_without_a_library_there_is_one_warning_a_note_and_the_same_output() -> 
     assert [Path(one.filename).name for one in caught if one.category is RuntimeWarning] == ["toy_engines.py"], "Engine's caller"
     assert engine.notes[0] == f"host link: python, under the GIL: no native link, {NOT_BUILT}"
     job = engine.submit([1], constraint=CONSTRAINTS[1], max_new_tokens=30)
-    for _ in engine.stream():
-        pass
+    finish(engine)
     assert job.tokens == plain([1], 30, CONSTRAINTS[1]).tokens
     engine.close()
     with warnings.catch_warnings():
@@ -62,8 +61,7 @@ def test_check_masks_uses_the_python_link(host_link: str) -> None:
         engine = make_engine(Setup(k=2, host_link=host_link), check_masks=True)
     assert engine.notes[0] == "host link: python, under the GIL: check_masks compares masks in Python"
     job = engine.submit([1], constraint=CONSTRAINTS[1], max_new_tokens=30)
-    for _ in engine.stream():
-        pass
+    finish(engine)
     assert job.tokens == plain([1], 30, CONSTRAINTS[1]).tokens
     engine.close()
 

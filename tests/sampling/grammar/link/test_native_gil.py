@@ -22,7 +22,7 @@ from stepgraph.sampling.grammar.link.python import PythonLink
 from stepgraph.sampling.grammar.matchers.protocol import Matcher
 from tests.helpers.link_bench import ROUND_STEPS, XGRAMMAR_COMPILER, A, Memory, letters_row, native_link, set_running
 from tests.helpers.planted import plant
-from tests.helpers.toy_engines import CONTROL, Setup, make_engine, needs_native, plain
+from tests.helpers.toy_engines import CONTROL, Setup, finish, make_engine, needs_native, plain
 from tools.gpu.checks.timing import call_under_the_gil
 
 pytestmark = needs_native
@@ -95,8 +95,7 @@ def bytecodes_in_host_nodes(host_link: str, constraints: Sequence[Constraint]) -
     try:
         engine = make_engine(Setup(k=3, host_link=host_link, grammar_lane="host"))
         jobs = [engine.submit([index], constraint=constraint, max_new_tokens=8) for index, constraint in enumerate(constraints)]
-        for _ in engine.stream():
-            pass
+        finish(engine)
         engine.close()
     finally:
         threading.settrace(before)

@@ -27,7 +27,7 @@ from stepgraph.sampling.native import Unavailable, find_library
 from tests.helpers.link_bench import LLGUIDANCE_COMPILER, A, LinkPair, Memory, resident_bytes, run_round
 from tests.helpers.link_bench import native_link as open_link
 from tests.helpers.planted import callbacks
-from tests.helpers.toy_engines import VOCABULARY, Setup, make_engine, needs_native, plain
+from tests.helpers.toy_engines import VOCABULARY, Setup, finish, make_engine, needs_native, plain
 from tests.sampling.grammar.llguidance_lib.test_llguidance import differences
 
 pytestmark = needs_native
@@ -196,8 +196,7 @@ def test_a_lexer_filled_by_other_texts_ends_no_text(link: str) -> None:
     counted = Constraint.regex("[a-z]{0,300}x(ab|cd|[a-m]*q|[e-z]{3,40}b)*[0-9]", "llguidance")
     with make_engine(Setup(k=0, max_rows=2, host_link=link), grammar_limits=GrammarLimits(lexer_states=100)) as engine:
         jobs = [engine.submit([seed], constraint=counted, max_new_tokens=40) for seed in range(1, 7)]
-        for _ in engine.stream():
-            pass
+        finish(engine)
     assert [(job.tokens, job.error) for job in jobs] == [(plain([seed], 40, counted).tokens, "") for seed in range(1, 7)]
 
 
@@ -231,8 +230,7 @@ def test_an_unknown_llguidance_is_driven_from_python_with_a_note(monkeypatch: py
     try:
         assert re.search(f"python, under the GIL: no native link, {why}", engine._parts.host_link.name)
         job = engine.submit([1], constraint=constraint, max_new_tokens=20)
-        for _ in engine.stream():
-            pass
+        finish(engine)
     finally:
         engine.close()
         llguidance_binding.llguidance_api.cache_clear()

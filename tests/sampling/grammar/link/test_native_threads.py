@@ -17,7 +17,7 @@ from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammarMatcher
 from tests.helpers.link_bench import ROUND_STEPS, A, Memory, letters_row, native_link, resident_bytes, run_round
 from tests.helpers.planted import plant
-from tests.helpers.toy_engines import CONSTRAINTS, CONTROL, Setup, make_engine, needs_native, plain
+from tests.helpers.toy_engines import CONSTRAINTS, CONTROL, Setup, finish, make_engine, needs_native, plain
 
 pytestmark = needs_native
 
@@ -100,8 +100,7 @@ def test_a_matcher_lives_until_the_rounds_that_use_it_have_ended() -> None:
     gc.collect()
     assert job.finished and matcher() is not None
     hold.set()
-    for _ in engine.stream():
-        pass
+    finish(engine)
     engine.step()
     assert matcher() is None
     assert other.tokens == plain([2], 30).tokens
@@ -142,8 +141,7 @@ def test_hundreds_of_requests_leak_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     for batch in range(5):
         for index in range(120):
             engine.submit([index % 90], constraint=constraints[index % len(constraints)], max_new_tokens=1 + index % 2)
-        for _ in engine.stream():
-            pass
+        finish(engine)
         engine.step()
         assert len(made) == 0, "matchers of finished requests are alive"
         if batch:

@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from stepgraph import Engine, EngineConfig, FinishReason
-from stepgraph.runtime.models.toy import ToyDraft
+from stepgraph import EngineConfig, FinishReason
 from stepgraph.sampling.grammar import Constraint, GrammarCompiler, MaskStatus, Matcher
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
 from stepgraph.sampling.grammar.matchers.checked import MAX_KEPT_MASKS, CheckedMatcher
 from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammarMatcher
 from tests.helpers.c_library import EACH_BACKEND
 from tests.helpers.grammar_texts import EXAMPLES, PRINTABLE, STOP, encode, fill_mask
-from tests.helpers.toy_engines import CONSTRAINTS, TARGET, VOCABULARY, plain
+from tests.helpers.toy_engines import CONSTRAINTS, Setup, finish, make_engine, plain
 
 CHECKED = GrammarCompiler(PRINTABLE, max_threads=1, check_masks=True)
 A = encode(b"a")[0]
@@ -126,22 +125,10 @@ def test_a_bounded_number_of_masks_is_kept() -> None:
 @pytest.mark.parametrize("check", [True, False])
 def test_a_disagreement_in_the_engine_is_one_requests_error(check: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The masks of one request lack a legal token. Without the check that token is a rejected draft."""
-    config = EngineConfig(
-        max_rows=2,
-        num_speculative_tokens=2,
-        draft_length=2,
-        max_length=96,
-        backend="tape",
-        greedy_only=True,
-        draft_masks=False,
-        host_link="python",  # also without the check: the bug is planted in Python
-        compile_isolation="none",
-        check_masks=check,
-    )
-    with Engine(TARGET, ToyDraft(TARGET, 1.0), vocabulary=VOCABULARY, config=config) as engine:
-        engine.capture()
+    setup = Setup(2, draft_masks=False, drafter="perfect", max_rows=2, host_link="python")  # also without the check: the bug is in Python
+    with make_engine(setup, check_masks=check) as engine:
         constraint = Constraint.regex("[^]{9}", "xgrammar")
-        assert engine.compile(constraint) and engine.compile(CONSTRAINTS[4])
+        engine.compile(constraint)
         # The drafter ignores masks and proposes the token that the mask lacks.
         prompt = next([token] for token in range(99) if plain([token], 2).tokens == plain([token], 2, constraint).tokens)
         missing = plain(prompt, 9, constraint).tokens[1]
@@ -159,8 +146,7 @@ def test_a_disagreement_in_the_engine_is_one_requests_error(check: bool, monkeyp
         row: Any = next(active for active in engine._scheduler.active if active.job is bad).matcher
         victim = row.matcher._inner if check else row.matcher
         monkeypatch.setattr(XGrammarMatcher, "fill_next_token_bitmask", without_one)
-        for _ in engine.stream():
-            pass
+        finish(engine)
         assert good.tokens == plain([5], 20, CONSTRAINTS[4]).tokens
         if check:
             assert bad.finish_reason == FinishReason.ERROR
@@ -170,14 +156,9 @@ def test_a_disagreement_in_the_engine_is_one_requests_error(check: bool, monkeyp
 
 
 def test_check_masks_changes_no_output() -> None:
-    config = EngineConfig(
-        max_rows=4, num_speculative_tokens=3, draft_length=3, max_length=96, backend="tape", greedy_only=True, check_masks=True
-    )
-    with Engine(TARGET, ToyDraft(TARGET, 0.7), vocabulary=VOCABULARY, config=config) as engine:
-        engine.capture()
+    with make_engine(Setup(3), check_masks=True) as engine:
         jobs = [engine.submit([index], constraint=constraint, max_new_tokens=40) for index, constraint in enumerate(CONSTRAINTS)]
-        for _ in engine.stream():
-            pass
+        finish(engine)
         for index, (job, constraint) in enumerate(zip(jobs, CONSTRAINTS, strict=True)):
             answer = plain([index], 40, constraint)
             assert (job.tokens, job.finish_reason) == (answer.tokens, answer.reason), job.error

@@ -15,7 +15,7 @@ from stepgraph.sampling.grammar.matchers.marker import Marker, MarkerMatcher
 from tests.helpers.c_library import EACH_BACKEND
 from tests.helpers.grammar_texts import fill_mask
 from tests.helpers.oracles import accepts
-from tests.helpers.toy_engines import CONSTRAINTS, CONTROL, VOCABULARY, Setup, compiled, plain, shared_engine
+from tests.helpers.toy_engines import CONSTRAINTS, CONTROL, VOCABULARY, Setup, compiled, finish, plain, shared_engine
 
 TOKENS = [b"a", b"b", b"aa", b"ab", b"aab", b"ba", b"bab", b"x", b"bx", b"<think>", b"</think>", b""]
 SMALL = Vocabulary(TOKENS, stop_token_ids=[11], logits_width=40, control_token_ids=[9, 10])
@@ -165,8 +165,7 @@ def test_a_marker_that_ends_inside_the_drafts_takes_effect_there(drafter: str, d
         inner = Constraint.json_schema(CONSTRAINT_SCHEMA, backend=backend)
         requests.append(([index, 7], inner, inner.after(marker), marker))
     jobs = [engine.submit(prompt, constraint=constraint, max_new_tokens=60) for prompt, _, constraint, _ in requests]
-    for _ in engine.stream():
-        pass
+    finish(engine)
     switched = 0
     for job, (prompt, inner, constraint, marker) in zip(jobs, requests, strict=True):
         answer = plain(prompt, 60, constraint)
@@ -198,8 +197,7 @@ def test_a_control_token_as_the_marker_in_the_engine() -> None:
     engine = shared_engine(Setup(k=3, drafter="illegal"))  # drafts CONTROL wherever it is legal
     constraint = CONSTRAINTS[1].after([CONTROL])
     jobs = [engine.submit([index], constraint=constraint, max_new_tokens=60) for index in range(4)]
-    for _ in engine.stream():
-        pass
+    finish(engine)
     for index, job in enumerate(jobs):
         answer = plain([index], 60, constraint)
         assert (job.tokens, job.finish_reason) == (answer.tokens, answer.reason)
