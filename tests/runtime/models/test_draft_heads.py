@@ -1,4 +1,4 @@
-"""Draft heads without a cache or features of their own, which read the target's cache, at advancing positions or at that of the last token."""
+"""Draft heads that read the target's cache and have none and no features, at advancing positions or at that of the last token."""
 
 from __future__ import annotations
 
