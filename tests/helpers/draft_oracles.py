@@ -160,3 +160,25 @@ class CachedDraft:
             logits, features = self.run(drafts[:, index : index + 1], features, start + index, step=index + 2)
             found.append(logits[:, 0])
         return found
+
+
+def text(width: int) -> tuple[Tensor, Tensor]:
+    """Two rows of 41 tokens, and the target's features of all but the last."""
+    made = torch.Generator().manual_seed(7)
+    return torch.randint(0, 60, (2, 41), generator=made), torch.randn(2, 40, width, generator=made)
+
+
+def close(ours: Tensor, theirs: Tensor) -> bool:
+    return bool((ours.double() - theirs).abs().max() < 1e-5 * theirs.abs().max())
+
+
+def check_chunking(drafting: CachedDraft, width: int, drafts: Tensor) -> None:
+    """The bits of `text` and of drafts after it do not depend on chunks and on the other row."""
+    tokens, features = text(width)
+    whole, last = drafting.read(tokens, features, 41)
+    reference = drafting.draft(41, drafts, last)
+    for size, rows in ((17, 2), (1, 2), (41, 1)):
+        drafting.buffers.reset()
+        logits, end = drafting.read(tokens[:rows], features[:rows], size)
+        assert torch.equal(logits[:, 1:], whole[:rows, 1:])
+        assert all(torch.equal(one, two[:rows]) for one, two in zip(drafting.draft(41, drafts[:rows], end), reference, strict=True))

@@ -9,12 +9,18 @@ import torch
 
 from stepgraph import Constraint, Engine, EngineConfig, Job, SamplingParams
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
-from stepgraph.sampling.grammar import GrammarCompiler, MaskStatus
+from stepgraph.sampling.grammar import CompiledConstraint, GrammarCompiler, MaskStatus
 from tests.helpers.families import folder_of, hf_model
+from tests.helpers.grammar_texts import fill_mask
 
 CONSTRAINTS = (None, Constraint.regex("[a-f]{3,9}[0-9]+[A-Z]?"), Constraint.choice(["yes", "no", "never"]), Constraint.json_object())
 CONFIG = EngineConfig(max_rows=3, num_speculative_tokens=0, max_length=64, page_size=4, prefill_chunk=5, backend="tape", buckets=(1, 3))
 PROMPTS = [[7, 30, 5], [9], [40 + index for index in range(17)], [12, 12, 3, 90, 33, 100], [60, 61, 62, 63, 64, 65, 66, 67]]
+
+
+@functools.cache
+def compiled(family: str, constraint: Constraint) -> CompiledConstraint:
+    return GrammarCompiler(open_checkpoint(folder_of(family)).vocabulary).compile(constraint)
 
 
 @functools.cache
@@ -23,18 +29,16 @@ def plain(
 ) -> tuple[list[int], str]:
     """Greedy tokens, each from a pass over the whole text so far."""
     model, vocabulary = hf_model(family, dtype), open_checkpoint(folder_of(family)).vocabulary
-    matcher = None if constraint is None else GrammarCompiler(vocabulary).compile(constraint).matcher()
-    masks = torch.zeros(1, vocabulary.mask_words, dtype=torch.int32)
+    matcher = None if constraint is None else compiled(family, constraint).matcher()
     tokens: list[int] = []
     while len(tokens) < count:
         with torch.no_grad():
             logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, -1, : len(vocabulary.tokens)]
         if matcher is not None:
-            status = matcher.fill_next_token_bitmask(masks, 0)
+            status, legal = fill_mask(matcher, vocabulary.mask_words)
             if status != MaskStatus.OK:
                 return tokens, {MaskStatus.COMPLETE: "constraint_complete", MaskStatus.DEAD_END: "dead_end"}[status]
-            legal = [int(masks[0, token // 32]) >> (token % 32) & 1 for token in range(len(vocabulary.tokens))]
-            logits = logits.masked_fill(~torch.tensor(legal, dtype=torch.bool), -torch.inf)
+            logits = torch.full_like(logits, -torch.inf).index_copy_(0, torch.tensor(legal), logits[legal])
         tokens.append(int(logits.argmax()))
         if matcher is not None:
             assert matcher.accept_token(tokens[-1])

@@ -49,8 +49,18 @@ class Fault:
         if self.due():
             raise RuntimeError(f"{CAUSE} {self.number}")
 
+    def before(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Each call of the function is an operation of the point."""
 
-Point = Callable[[Engine, Fault], contextlib.AbstractContextManager[None]]
+        def call(*arguments: Any) -> Any:
+            self.strike()
+            return function(*arguments)
+
+        return call
+
+
+Context = contextlib.AbstractContextManager[None]
+Point = Callable[[Engine, Fault], Context]
 
 
 class Failing:
@@ -61,14 +71,15 @@ class Failing:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._original, name)
-        if name != self._name:
-            return found
+        return found if name != self._name else self._fault.before(found)
 
-        def call(*arguments: Any) -> Any:
-            self._fault.strike()
-            return found(*arguments)
 
-        return call
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """A method, until the context ends, is what `change` makes of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, change(getattr(owner, name)))
+        yield
 
 
 def matcher_call(library: str, operation: str) -> Point:
@@ -88,51 +99,30 @@ def matcher_call(library: str, operation: str) -> Point:
                     inner.library_matcher = Failing(inner.library_matcher, CALLS[library][operation], fault)  # type: ignore[attr-defined]
             return row_of_link
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(engine._parts.host_link, "row", row)
+        with replaced(engine._parts.host_link, "row", lambda _: row):
             yield
 
     return point
 
 
-@contextlib.contextmanager
-def compile_fails(engine: Engine, fault: Fault) -> Iterator[None]:
+def compile_fails(engine: Engine, fault: Fault) -> Context:
     compiler = engine._parts.compiler
     assert compiler is not None
     compiler._cache.clear()  # otherwise nothing is compiled
-    original = compiler._backends.build
-
-    def build(*arguments: Any) -> Any:
-        fault.strike()
-        return original(*arguments)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiler._backends, "build", build)
-        yield
+    return replaced(compiler._backends, "build", fault.before)
 
 
-@contextlib.contextmanager
-def ring_full(engine: Engine, fault: Fault) -> Iterator[None]:
+def ring_full(engine: Engine, fault: Fault) -> Context:
     """The copy out of a reused ring slot is reported as pending, so that the writer has to wait."""
-    original = TapeEvent.query
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TapeEvent, "query", lambda event: not fault.due() and original(event))
-        yield
+    return replaced(TapeEvent, "query", lambda original: lambda event: not fault.due() and original(event))
 
 
-@contextlib.contextmanager
-def pages_empty(engine: Engine, fault: Fault) -> Iterator[None]:
-    rows = engine._scheduler.rows
-    original = rows.has_room
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rows, "has_room", lambda job: not fault.due() and original(job))
-        yield
+def pages_empty(engine: Engine, fault: Fault) -> Context:
+    return replaced(engine._scheduler.rows, "has_room", lambda original: lambda job: not fault.due() and original(job))
 
 
-@contextlib.contextmanager
-def target_not_finite(engine: Engine, fault: Fault) -> Iterator[None]:
-    with _countdown(engine, fault, "target_fault"):
-        yield
+def target_not_finite(engine: Engine, fault: Fault) -> Context:
+    return _countdown(engine, fault, "target_fault")
 
 
 def draft_not_finite(nonsense: float) -> Point:
@@ -204,60 +194,29 @@ def function_raises(fault: Fault) -> Callable[[Job], list[int]]:
     return draft
 
 
-@contextlib.contextmanager
-def host_node_raises(engine: Engine, fault: Fault) -> Iterator[None]:
-    original = HostCall.__call__
+def host_node_raises(engine: Engine, fault: Fault) -> Context:
+    def change(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(node: HostCall, skip: bool) -> None:
+            if not skip and fault.due():
+                raise HostNodeError(node.name, RuntimeError(CAUSE))
+            original(node, skip)
 
-    def call(node: HostCall, skip: bool) -> None:
-        if not skip and fault.due():
-            raise HostNodeError(node.name, RuntimeError(CAUSE))
-        original(node, skip)
+        return call
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HostCall, "__call__", call)
-        yield
+    return replaced(HostCall, "__call__", change)
 
 
-@contextlib.contextmanager
-def replay_raises(engine: Engine, fault: Fault) -> Iterator[None]:
+def replay_raises(engine: Engine, fault: Fault) -> Context:
     """A device operation fails in the middle of a round."""
-    original = Segment.__call__
-
-    def call(segment: Segment, skip: bool) -> None:
-        if not skip:
-            fault.strike()
-        original(segment, skip)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Segment, "__call__", call)
-        yield
+    return replaced(
+        Segment, "__call__", lambda original: lambda segment, skip: (original if skip else fault.before(original))(segment, skip)
+    )
 
 
-@contextlib.contextmanager
-def between_rounds_raises(engine: Engine, fault: Fault) -> Iterator[None]:
+def between_rounds_raises(engine: Engine, fault: Fault) -> Context:
     """Work between rounds fails: prompts through both models, tables, copies in and out."""
-    original = TapeBackend.run
-
-    def run(backend: TapeBackend, function: Callable[[], object]) -> None:
-        def job() -> None:
-            fault.strike()
-            function()
-
-        original(backend, job)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TapeBackend, "run", run)
-        yield
+    return replaced(TapeBackend, "run", lambda original: lambda backend, function: original(backend, fault.before(function)))
 
 
-@contextlib.contextmanager
-def push_batch_raises(engine: Engine, fault: Fault) -> Iterator[None]:
-    original = engine._parts.host_link.push_batch
-
-    def push_batch(batch: Any) -> None:
-        fault.strike()
-        original(batch)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine._parts.host_link, "push_batch", push_batch)
-        yield
+def push_batch_raises(engine: Engine, fault: Fault) -> Context:
+    return replaced(engine._parts.host_link, "push_batch", fault.before)

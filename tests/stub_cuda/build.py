@@ -101,7 +101,7 @@ def sources_of(library: str) -> list[Path]:
 def defined_functions(library: str) -> set[str]:
     """Functions that the sources of a library define, found by text search: each begins a line inside `extern "C"`."""
     text = "".join(path.read_text() for path in sources_of(library))
-    return set(re.findall(r"^[A-Za-z].*?\b(_*(?:cu|nccl)[A-Za-z0-9_]+)\s*\(", text, re.MULTILINE))
+    return set(re.findall(r"^[A-Za-z].*?\b(_*(?:cu|nccl)[A-Za-z0-9_]+)\s*(?:, )?\(", text, re.MULTILINE))
 
 
 def generated_source(library: str, names: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""Draft heads without features of their own, at advancing positions or at the position of the last token of the text."""
+"""Draft heads that read the target's cache and have none and no features, at advancing positions or at that of the last token."""
 
 from __future__ import annotations
 
@@ -57,19 +57,21 @@ def test_drafts_follow_the_declared_positions(advances: bool, eager: bool) -> No
     accepted = set[int]()
     with Engine(TARGET, Head(advances=advances), vocabulary=VOCABULARY, config=config) as engine:
         engine.capture()
-        job = engine.submit([5, 6, 7, 8, 9, 10, 11], max_new_tokens=30)
-        while not job.finished:
-            accepted.update(event.num_accepted_drafts for event in engine.step())
-            if job.tokens and not job.finished:
-                engine.backend.synchronize()
-                text, own, expected = [*job.prompt_ids, *job.tokens], 0, list[int]()
-                for step in range(1, K + 1):
-                    position = len(text) - 1 + (step - 1 if advances else 0)
-                    token = expected[-1] if expected else text[-1]
-                    own = summed(token, position, step, own if step > 1 else 0, text[len(text) - 2])
-                    expected.append(own)
-                useful = min(K, 30 - len(job.tokens))
-                assert engine.buffers.row_drafts[0].tolist()[:useful] == expected[:useful]
+        for last in (11, 12):  # the second prompt starts with a shared page
+            job = engine.submit([5, 6, 7, 8, 9, 10, last], max_new_tokens=30)
+            while not job.finished:
+                accepted.update(event.num_accepted_drafts for event in engine.step())
+                if job.tokens and not job.finished:
+                    engine.backend.synchronize()
+                    text, own, expected = [*job.prompt_ids, *job.tokens], 0, list[int]()
+                    for step in range(1, K + 1):
+                        position = len(text) - 1 + (step - 1 if advances else 0)
+                        token = expected[-1] if expected else text[-1]
+                        own = summed(token, position, step, own if step > 1 else 0, text[len(text) - 2])
+                        expected.append(own)
+                    useful = min(K, 30 - len(job.tokens))
+                    assert engine.buffers.row_drafts[0].tolist()[:useful] == expected[:useful]
+        assert engine.stats().reused_tokens == 4
     assert accepted >= {0, 1, 2}
 
 

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from stepgraph.runtime.models.eagle3 import Eagle3
 from stepgraph.runtime.models.llama_config import Eagle3Config, LlamaConfig, RopeConfig
-from tests.helpers.draft_oracles import CachedDraft, eagle3_logits
+from tests.helpers.draft_oracles import CachedDraft, check_chunking, close, eagle3_logits, text
 from tools.random_weights import randomised
 from tools.train.saving import layer_fields, save_eagle3
 
@@ -24,23 +23,13 @@ def head(norm_before_residual: bool = False) -> Eagle3:
     return randomised(Eagle3(config, d2t=D2T), 3)
 
 
-def text(rows: int = 2, length: int = 41, width: int = 60) -> tuple[Tensor, Tensor]:
-    """Tokens, and the target's features of all but the last."""
-    made = torch.Generator().manual_seed(7)
-    return torch.randint(0, 60, (rows, length), generator=made), torch.randn(rows, length - 1, width, generator=made)
-
-
-def close(ours: Tensor, theirs: Tensor) -> bool:
-    return bool((ours.double() - theirs).abs().max() < 1e-5 * theirs.abs().max())
-
-
 @pytest.mark.parametrize("norm_before_residual", [False, True])
 def test_logits_equal_the_reference_at_every_step(tmp_path: Path, norm_before_residual: bool) -> None:
     """The reference reads the saved file, so this also checks the tensor names."""
     model = head(norm_before_residual)
     tensors = load_file(save_eagle3(tmp_path, model, own_embedding=True) / "model.safetensors")
     fields = layer_fields(LAYER) | {"norm_before_residual": norm_before_residual}
-    tokens, features = text()
+    tokens, features = text(60)
     drafts = torch.tensor([[5, 9, 0, 59, 7, 7], [1, 1, 2, 30, 31, 8]])
     drafting = CachedDraft(model, 60)
     logits, last = drafting.read(tokens, features, 41)
@@ -53,13 +42,4 @@ def test_logits_equal_the_reference_at_every_step(tmp_path: Path, norm_before_re
 
 
 def test_bits_are_independent_of_chunking_and_batch() -> None:
-    tokens, features = text()
-    drafts = torch.tensor([[5, 9, 0], [1, 1, 2]])
-    drafting = CachedDraft(head(), 60)
-    whole, last = drafting.read(tokens, features, 41)
-    reference = drafting.draft(41, drafts, last)
-    for size, rows in ((17, 2), (1, 2), (41, 1)):
-        drafting.buffers.reset()
-        logits, end = drafting.read(tokens[:rows], features[:rows], size)
-        assert torch.equal(logits[:, 1:], whole[:rows, 1:])
-        assert all(torch.equal(one, two[:rows]) for one, two in zip(drafting.draft(41, drafts[:rows], end), reference, strict=True))
+    check_chunking(CachedDraft(head(), 60), 60, torch.tensor([[5, 9, 0], [1, 1, 2]]))

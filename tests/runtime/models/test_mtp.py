@@ -8,14 +8,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from stepgraph.graphs.layers.huge_pages import empty_weight
 from stepgraph.graphs.layers.quantised import KINDS, Grouped, pack, unpack
 from stepgraph.runtime.models.files.draft_layouts import mtp_slices
 from stepgraph.runtime.models.llama_config import LlamaConfig, RopeConfig
 from stepgraph.runtime.models.mtp import Mtp
-from tests.helpers.draft_oracles import CachedDraft, mtp_logits
+from tests.helpers.draft_oracles import CachedDraft, check_chunking, close, mtp_logits, text
 from tools.random_weights import randomised
 from tools.train.saving import extract_tensors
 
@@ -34,20 +34,9 @@ def modules(count: int) -> Mtp:
     return randomised(Mtp(replace(LAYER, windows=(None,) * count), embedding=embedding, head=head), 2)
 
 
-@functools.cache
-def text(rows: int = 2, length: int = 41, width: int = 32) -> tuple[Tensor, Tensor]:
-    """Tokens, and the target's features of all but the last."""
-    made = torch.Generator().manual_seed(7)
-    return torch.randint(0, 60, (rows, length), generator=made), torch.randn(rows, length - 1, width, generator=made)
-
-
-def close(ours: Tensor, theirs: Tensor) -> bool:
-    return bool((ours.double() - theirs).abs().max() < 1e-5 * theirs.abs().max())
-
-
 @pytest.mark.parametrize("count", [1, 2, 3, 6])
 def test_logits_equal_the_reference_at_every_step(count: int) -> None:
-    model, (tokens, features) = modules(count), text()
+    model, (tokens, features) = modules(count), text(32)
     tensors = extract_tensors(model, mtp_slices(model.config, 8))
     drafts = DRAFTS if count == 1 else DRAFTS[:, : count - 1]
     drafting = CachedDraft(model, 32, k=drafts.shape[1] + 1)
@@ -63,21 +52,13 @@ def test_logits_equal_the_reference_at_every_step(count: int) -> None:
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_bits_are_independent_of_chunking_and_batch(count: int) -> None:
-    model, (tokens, features) = modules(count), text()
-    drafting = CachedDraft(model, 32, k=3)
-    whole, last = drafting.read(tokens, features, 41)
-    reference = drafting.draft(41, DRAFTS[:, :2], last)
-    for size, rows in ((17, 2), (1, 2), (41, 1)):
-        drafting.buffers.reset()
-        logits, end = drafting.read(tokens[:rows], features[:rows], size)
-        assert torch.equal(logits[:, 1:], whole[:rows, 1:])
-        assert all(torch.equal(one, two[:rows]) for one, two in zip(drafting.draft(41, DRAFTS[:rows, :2], end), reference, strict=True))
+    check_chunking(CachedDraft(modules(count), 32, k=3), 32, DRAFTS[:, :2])
 
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_an_embedding_that_stays_quantised_gives_the_logits_of_its_values(count: int) -> None:
     packed = pack(KINDS["Q8_0"], Grouped(torch.arange(2048).view(64, 32) % 251, torch.full((64, 1), 0.01).half()))
-    (tokens, features), found = text(), []
+    (tokens, features), found = text(32), []
     for embedding in (packed, unpack(packed)):
         model = copy.deepcopy(modules(count))
         model.embedding = nn.Parameter(embedding, requires_grad=False)

@@ -151,14 +151,23 @@ int stub_attribute(int* value, int attribute) {
         return stub::INVALID_CONTEXT;                                       \
     }
 
+// Functions of one statement, with a context and without.
+#define STUB_CALL(name, parameters, result) \
+    int name parameters {                   \
+        STUB_ENTER_CONTEXT();               \
+        return result;                      \
+    }
+#define STUB_CALL_ANYWHERE(name, parameters, result) \
+    int name parameters {                            \
+        STUB_ENTER();                                \
+        return result;                               \
+    }
+
 extern "C" {
 
 // ---- initialisation, errors, contexts, devices ----
 
-int cuInit(unsigned) {
-    STUB_ENTER();
-    return SUCCESS;
-}
+STUB_CALL_ANYWHERE(cuInit, (unsigned), SUCCESS)
 
 int cuDriverGetVersion(int* version) { return stub_give(version, 13000); }
 
@@ -190,10 +199,7 @@ int cuCtxGetDevice(int* device) { return stub_give(device, 0); }
 int cuCtxGetLimit(size_t* value, int) { return stub_give(value, size_t{0}); }
 int cuCtxSetLimit(int, size_t) { return SUCCESS; }
 
-int cuCtxSynchronize() {
-    STUB_ENTER_CONTEXT();
-    return synchronize_device(__func__);
-}
+STUB_CALL(cuCtxSynchronize, (), synchronize_device(__func__))
 
 int cuDevicePrimaryCtxRetain(void** context, int) { return stub_give(context, static_cast<void*>(&context_object)); }
 int cuDevicePrimaryCtxRelease_v2(int) { return SUCCESS; }
@@ -224,30 +230,11 @@ int cuMemGetInfo_v2(size_t* available, size_t* total) {
     return SUCCESS;
 }
 
-int cuMemAlloc_v2(void** pointer, size_t size) {
-    STUB_ENTER_CONTEXT();
-    return allocate_device(pointer, size);
-}
-
-int cuMemFree_v2(void* pointer) {
-    STUB_ENTER_CONTEXT();
-    return free_device(pointer);
-}
-
-int cuMemHostAlloc(void** pointer, size_t size, unsigned) {
-    STUB_ENTER_CONTEXT();
-    return allocate_host(pointer, size);
-}
-
-int cuMemAllocHost_v2(void** pointer, size_t size) {
-    STUB_ENTER_CONTEXT();
-    return allocate_host(pointer, size);
-}
-
-int cuMemFreeHost(void* pointer) {
-    STUB_ENTER_CONTEXT();
-    return free_host(pointer);
-}
+STUB_CALL(cuMemAlloc_v2, (void** pointer, size_t size), allocate_device(pointer, size))
+STUB_CALL(cuMemFree_v2, (void* pointer), free_device(pointer))
+STUB_CALL(cuMemHostAlloc, (void** pointer, size_t size, unsigned), allocate_host(pointer, size))
+STUB_CALL(cuMemAllocHost_v2, (void** pointer, size_t size), allocate_host(pointer, size))
+STUB_CALL(cuMemFreeHost, (void* pointer), free_host(pointer))
 
 int cuMemHostGetDevicePointer_v2(void** device, void* host, unsigned) { return stub_give(device, host); }
 
@@ -284,111 +271,42 @@ int cuPointerGetAttribute(void* out, int attribute, void* pointer) {
     }
 }
 
-int cuMemcpyAsync(void* destination, const void* source, size_t size, void* stream) {
-    STUB_ENTER_CONTEXT();
-    return copy(stream, destination, source, size, 1, 0, 0);
-}
-
-int cuMemcpyHtoDAsync_v2(void* destination, const void* source, size_t size, void* stream) {
-    STUB_ENTER_CONTEXT();
-    return copy(stream, destination, source, size, 1, 0, 0);
-}
-
-int cuMemcpyDtoHAsync_v2(void* destination, const void* source, size_t size, void* stream) {
-    STUB_ENTER_CONTEXT();
-    return copy(stream, destination, source, size, 1, 0, 0);
-}
-
-int cuMemcpyDtoDAsync_v2(void* destination, const void* source, size_t size, void* stream) {
-    STUB_ENTER_CONTEXT();
-    return copy(stream, destination, source, size, 1, 0, 0);
-}
-
-int cuMemsetD8Async(void* destination, unsigned char value, size_t count, void* stream) {
-    STUB_ENTER_CONTEXT();
-    return fill(stream, destination, value, 1, count, 1, 0);
-}
-
-int cuMemsetD32Async(void* destination, unsigned value, size_t count, void* stream) {
-    STUB_ENTER_CONTEXT();
-    return fill(stream, destination, value, 4, count, 1, 0);
-}
+STUB_CALL(cuMemcpyAsync, (void* destination, const void* source, size_t size, void* stream),
+    copy(stream, destination, source, size, 1, 0, 0))
+STUB_CALL(cuMemcpyHtoDAsync_v2, (void* destination, const void* source, size_t size, void* stream),
+    copy(stream, destination, source, size, 1, 0, 0))
+STUB_CALL(cuMemcpyDtoHAsync_v2, (void* destination, const void* source, size_t size, void* stream),
+    copy(stream, destination, source, size, 1, 0, 0))
+STUB_CALL(cuMemcpyDtoDAsync_v2, (void* destination, const void* source, size_t size, void* stream),
+    copy(stream, destination, source, size, 1, 0, 0))
+STUB_CALL(cuMemsetD8Async, (void* destination, unsigned char value, size_t count, void* stream),
+    fill(stream, destination, value, 1, count, 1, 0))
+STUB_CALL(cuMemsetD32Async, (void* destination, unsigned value, size_t count, void* stream),
+    fill(stream, destination, value, 4, count, 1, 0))
 
 // ---- streams and events ----
 
-int cuStreamCreate(void** stream, unsigned flags) {
-    STUB_ENTER_CONTEXT();
-    return create_stream(stream, !(flags & 1));
-}
+STUB_CALL(cuStreamCreate, (void** stream, unsigned flags), create_stream(stream, !(flags & 1)))
+STUB_CALL(cuStreamCreateWithPriority, (void** stream, unsigned flags, int), create_stream(stream, !(flags & 1)))
+STUB_CALL(cuStreamDestroy_v2, (void* stream), destroy_stream(stream))
+STUB_CALL(cuStreamQuery, (void* stream), query_stream(stream))
+STUB_CALL(cuStreamSynchronize, (void* stream), synchronize_stream(stream))
+STUB_CALL(cuStreamWaitEvent, (void* stream, void* event, unsigned flags), wait_event(stream, event, flags & 1))
+STUB_CALL(cuEventCreate, (void** event, unsigned), create_event(event))
 
-int cuStreamCreateWithPriority(void** stream, unsigned flags, int) {
-    STUB_ENTER_CONTEXT();
-    return create_stream(stream, !(flags & 1));
-}
+STUB_CALL_ANYWHERE(cuEventDestroy_v2, (void* event), destroy_event(event))
 
-int cuStreamDestroy_v2(void* stream) {
-    STUB_ENTER_CONTEXT();
-    return destroy_stream(stream);
-}
-
-int cuStreamQuery(void* stream) {
-    STUB_ENTER_CONTEXT();
-    return query_stream(stream);
-}
-
-int cuStreamSynchronize(void* stream) {
-    STUB_ENTER_CONTEXT();
-    return synchronize_stream(stream);
-}
-
-int cuStreamWaitEvent(void* stream, void* event, unsigned flags) {
-    STUB_ENTER_CONTEXT();
-    return wait_event(stream, event, flags & 1);
-}
-
-int cuEventCreate(void** event, unsigned) {
-    STUB_ENTER_CONTEXT();
-    return create_event(event);
-}
-
-int cuEventDestroy_v2(void* event) {
-    STUB_ENTER();
-    return destroy_event(event);
-}
-
-int cuEventRecord(void* event, void* stream) {
-    STUB_ENTER_CONTEXT();
-    return record_event(event, stream, false);
-}
-
-int cuEventRecordWithFlags(void* event, void* stream, unsigned flags) {
-    STUB_ENTER_CONTEXT();
-    return record_event(event, stream, flags & 1);
-}
-
-int cuEventQuery(void* event) {
-    STUB_ENTER_CONTEXT();
-    return query_event(event);
-}
-
-int cuEventSynchronize(void* event) {
-    STUB_ENTER_CONTEXT();
-    return synchronize_event(event);
-}
+STUB_CALL(cuEventRecord, (void* event, void* stream), record_event(event, stream, false))
+STUB_CALL(cuEventRecordWithFlags, (void* event, void* stream, unsigned flags), record_event(event, stream, flags & 1))
+STUB_CALL(cuEventQuery, (void* event), query_event(event))
+STUB_CALL(cuEventSynchronize, (void* event), synchronize_event(event))
 
 int cuEventElapsedTime(float* milliseconds, void*, void*) { return stub_give(milliseconds, 0.01f); }
 
 // ---- capture ----
 
-int cuStreamBeginCapture_v2(void* stream, int mode) {
-    STUB_ENTER_CONTEXT();
-    return begin_capture(stream, mode);
-}
-
-int cuStreamEndCapture(void* stream, void** graph) {
-    STUB_ENTER_CONTEXT();
-    return end_capture(stream, graph);
-}
+STUB_CALL(cuStreamBeginCapture_v2, (void* stream, int mode), begin_capture(stream, mode))
+STUB_CALL(cuStreamEndCapture, (void* stream, void** graph), end_capture(stream, graph))
 
 int cuStreamIsCapturing(void* stream, int* status) {
     STUB_ENTER_CONTEXT();
@@ -416,10 +334,7 @@ int cuStreamGetCaptureInfo_v3(void* stream, int* status, uint64_t* id, void** gr
     return cuStreamGetCaptureInfo_v2(stream, status, id, graph, dependencies, count);
 }
 
-int cuThreadExchangeStreamCaptureMode(int* mode) {
-    STUB_ENTER();
-    return exchange_mode(mode);
-}
+STUB_CALL_ANYWHERE(cuThreadExchangeStreamCaptureMode, (int* mode), exchange_mode(mode))
 
 // ---- modules and kernels ----
 
@@ -492,10 +407,7 @@ int cuLaunchCooperativeKernel(
     return cuLaunchKernel(function, gx, gy, gz, bx, by, bz, shared, stream, arguments, nullptr);
 }
 
-int cuLaunchHostFunc(void* stream, void (*callback)(void*), void* data) {
-    STUB_ENTER_CONTEXT();
-    return host_call(stream, callback, data);
-}
+STUB_CALL(cuLaunchHostFunc, (void* stream, void (*callback)(void*), void* data), host_call(stream, callback, data))
 
 // ---- graphs ----
 
@@ -506,25 +418,13 @@ int cuGraphGetNodes(void* handle, void** nodes, size_t* count) {
     return graph && count ? give_list(handles(graph->nodes), nodes, count) : int(INVALID_VALUE);
 }
 
-int cuGraphGetEdges(void* graph, void** from, void** to, size_t* count) {
-    STUB_ENTER();
-    return give_edges(graph, from, to, count);
-}
-
-int cuGraphGetEdges_v2(void* graph, void** from, void** to, void*, size_t* count) {
-    STUB_ENTER();
-    return give_edges(graph, from, to, count);
-}
-
-int cuGraphNodeGetDependencies(Node* node, void** dependencies, size_t* count) {
-    STUB_ENTER();
-    return give_list(node->dependencies, dependencies, count);
-}
-
-int cuGraphNodeGetDependencies_v2(Node* node, void** dependencies, void*, size_t* count) {
-    STUB_ENTER();
-    return give_list(node->dependencies, dependencies, count);
-}
+STUB_CALL_ANYWHERE(cuGraphGetEdges, (void* graph, void** from, void** to, size_t* count), give_edges(graph, from, to, count))
+STUB_CALL_ANYWHERE(cuGraphGetEdges_v2, (void* graph, void** from, void** to, void*, size_t* count),
+    give_edges(graph, from, to, count))
+STUB_CALL_ANYWHERE(cuGraphNodeGetDependencies, (Node* node, void** dependencies, size_t* count),
+    give_list(node->dependencies, dependencies, count))
+STUB_CALL_ANYWHERE(cuGraphNodeGetDependencies_v2, (Node* node, void** dependencies, void*, size_t* count),
+    give_list(node->dependencies, dependencies, count))
 
 int cuGraphNodeGetType(Node* node, int* type) {
     STUB_ENTER();
@@ -574,15 +474,9 @@ int cuGraphHostNodeGetParams(Node* node, HostNodeParams* out) {
     return SUCCESS;
 }
 
-int cuGraphCreate(void** graph, unsigned) {
-    STUB_ENTER_CONTEXT();
-    return create_graph(graph);
-}
-
-int cuGraphConditionalHandleCreate(uint64_t* handle, void* graph, void* context, unsigned, unsigned) {
-    STUB_ENTER_CONTEXT();
-    return context == &context_object ? create_condition(handle, graph) : int(INVALID_CONTEXT);
-}
+STUB_CALL(cuGraphCreate, (void** graph, unsigned), create_graph(graph))
+STUB_CALL(cuGraphConditionalHandleCreate, (uint64_t* handle, void* graph, void* context, unsigned, unsigned),
+    context == &context_object ? create_condition(handle, graph) : int(INVALID_CONTEXT))
 
 int cuGraphAddNode_v2(void** out, void* graph, Node* const* dependencies, const void*, size_t count, NodeParams* params) {
     STUB_ENTER_CONTEXT();
@@ -631,29 +525,11 @@ int cuGraphAddMemsetNode(void** out, void* graph, Node* const* dependencies, siz
     return add_node(out, graph, dependencies, count, node);
 }
 
-int cuGraphInstantiateWithFlags(void** exec, void* graph, unsigned long long) {
-    STUB_ENTER_CONTEXT();
-    return instantiate(exec, graph);
-}
+STUB_CALL(cuGraphInstantiateWithFlags, (void** exec, void* graph, unsigned long long), instantiate(exec, graph))
+STUB_CALL(cuGraphUpload, (void* exec, void* stream), upload(exec, stream))
+STUB_CALL(cuGraphLaunch, (void* exec, void* stream), launch_graph(exec, stream))
 
-int cuGraphUpload(void* exec, void* stream) {
-    STUB_ENTER_CONTEXT();
-    return upload(exec, stream);
-}
-
-int cuGraphLaunch(void* exec, void* stream) {
-    STUB_ENTER_CONTEXT();
-    return launch_graph(exec, stream);
-}
-
-int cuGraphExecDestroy(void* exec) {
-    STUB_ENTER();
-    return destroy_exec(exec);
-}
-
-int cuGraphDestroy(void* graph) {
-    STUB_ENTER();
-    return destroy_graph(graph);
-}
+STUB_CALL_ANYWHERE(cuGraphExecDestroy, (void* exec), destroy_exec(exec))
+STUB_CALL_ANYWHERE(cuGraphDestroy, (void* graph), destroy_graph(graph))
 
 }  // extern "C"

@@ -113,6 +113,13 @@ int legacy_synchronous(const char* what) {
     STUB_ENTER()             \
     stub::has_context = true;
 
+// A function of one statement.
+#define STUB_CALL(name, parameters, result) \
+    int name parameters {                   \
+        STUB_ENTER_RUNTIME();               \
+        return done(result);                \
+    }
+
 extern "C" {
 
 // ---- registration of device code, and launches ----
@@ -142,10 +149,8 @@ int __cudaPopCallConfiguration(Dim3* grid, Dim3* block, size_t* shared, void** s
 
 int __cudaGetKernel(const void** kernel, const void* host) { return stub_give(kernel, host); }
 
-int cudaLaunchKernel(const void* host, Dim3 grid, Dim3 block, void** arguments, size_t shared, void* stream) {
-    STUB_ENTER_RUNTIME();
-    return done(launch(host, grid, block, arguments, shared, stream));
-}
+STUB_CALL(cudaLaunchKernel, (const void* host, Dim3 grid, Dim3 block, void** arguments, size_t shared, void* stream),
+    launch(host, grid, block, arguments, shared, stream))
 
 int __cudaLaunchKernel(const void* kernel, Dim3 grid, Dim3 block, void** arguments, size_t shared, void* stream) {
     return cudaLaunchKernel(kernel, grid, block, arguments, shared, stream);
@@ -159,10 +164,7 @@ int cudaLaunchKernelExC(const LaunchConfig* config, const void* host, void** arg
     return cudaLaunchKernel(host, config->grid, config->block, arguments, config->shared, config->stream);
 }
 
-int cudaLaunchHostFunc(void* stream, void (*callback)(void*), void* data) {
-    STUB_ENTER_RUNTIME();
-    return done(host_call(stream, callback, data));
-}
+STUB_CALL(cudaLaunchHostFunc, (void* stream, void (*callback)(void*), void* data), host_call(stream, callback, data))
 
 int cudaStreamAddCallback(void*, void (*)(void*, int, void*), void*, unsigned) { return done(NOT_SUPPORTED); }
 
@@ -232,10 +234,7 @@ int cudaDeviceGetPCIBusId(char* out, int size, int) {
 
 int cudaDeviceReset() { return done(801); }  // not supported; FlashInfer looks the name up
 
-int cudaDeviceSynchronize() {
-    STUB_ENTER_RUNTIME();
-    return done(synchronize_device(__func__));
-}
+STUB_CALL(cudaDeviceSynchronize, (), synchronize_device(__func__))
 
 int cudaGetDriverEntryPointByVersion(const char* name, void** entry, unsigned, unsigned long long, int* status) {
     // A requested name without a version means the newest one.
@@ -255,35 +254,12 @@ int cudaGetDriverEntryPoint(const char* name, void** entry, unsigned long long f
 
 // ---- memory ----
 
-int cudaMalloc(void** pointer, size_t size) {
-    STUB_ENTER_RUNTIME();
-    return done(allocate_device(pointer, size));
-}
-
-int cudaFree(void* pointer) {
-    STUB_ENTER_RUNTIME();
-    return done(free_device(pointer));
-}
-
-int cudaHostAlloc(void** pointer, size_t size, unsigned) {
-    STUB_ENTER_RUNTIME();
-    return done(allocate_host(pointer, size));
-}
-
-int cudaFreeHost(void* pointer) {
-    STUB_ENTER_RUNTIME();
-    return done(free_host(pointer));
-}
-
-int cudaHostRegister(void* pointer, size_t size, unsigned) {
-    STUB_ENTER_RUNTIME();
-    return done(register_host(pointer, size));
-}
-
-int cudaHostUnregister(void* pointer) {
-    STUB_ENTER_RUNTIME();
-    return done(unregister_host(pointer));
-}
+STUB_CALL(cudaMalloc, (void** pointer, size_t size), allocate_device(pointer, size))
+STUB_CALL(cudaFree, (void* pointer), free_device(pointer))
+STUB_CALL(cudaHostAlloc, (void** pointer, size_t size, unsigned), allocate_host(pointer, size))
+STUB_CALL(cudaFreeHost, (void* pointer), free_host(pointer))
+STUB_CALL(cudaHostRegister, (void* pointer, size_t size, unsigned), register_host(pointer, size))
+STUB_CALL(cudaHostUnregister, (void* pointer), unregister_host(pointer))
 
 int cudaMallocAsync(void**, size_t, void*) { return done(NOT_SUPPORTED); }
 int cudaFreeAsync(void*, void*) { return done(NOT_SUPPORTED); }
@@ -314,15 +290,10 @@ int cudaMemcpy(void* destination, const void* source, size_t size, int) {
     return SUCCESS;
 }
 
-int cudaMemcpyAsync(void* destination, const void* source, size_t size, int, void* stream) {
-    STUB_ENTER_RUNTIME();
-    return done(copy(stream, destination, source, size, 1, 0, 0));
-}
-
-int cudaMemcpyPeerAsync(void* destination, int, const void* source, int, size_t size, void* stream) {
-    STUB_ENTER_RUNTIME();
-    return done(copy(stream, destination, source, size, 1, 0, 0));
-}
+STUB_CALL(cudaMemcpyAsync, (void* destination, const void* source, size_t size, int, void* stream),
+    copy(stream, destination, source, size, 1, 0, 0))
+STUB_CALL(cudaMemcpyPeerAsync, (void* destination, int, const void* source, int, size_t size, void* stream),
+    copy(stream, destination, source, size, 1, 0, 0))
 
 int cudaMemcpy2DAsync(
     void* destination, size_t destination_pitch, const void* source, size_t source_pitch, size_t width, size_t height, int, void* stream) {
@@ -338,93 +309,34 @@ int cudaMemset(void* destination, int value, size_t count) {
     return SUCCESS;
 }
 
-int cudaMemsetAsync(void* destination, int value, size_t count, void* stream) {
-    STUB_ENTER_RUNTIME();
-    return done(fill(stream, destination, unsigned(value), 1, count, 1, 0));
-}
+STUB_CALL(cudaMemsetAsync, (void* destination, int value, size_t count, void* stream),
+    fill(stream, destination, unsigned(value), 1, count, 1, 0))
 
 // ---- streams and events ----
 
-int cudaStreamCreate(void** stream) {
-    STUB_ENTER_RUNTIME();
-    return done(create_stream(stream, true));
-}
-
-int cudaStreamCreateWithPriority(void** stream, unsigned flags, int) {
-    STUB_ENTER_RUNTIME();
-    return done(create_stream(stream, !(flags & 1)));
-}
-
-int cudaStreamDestroy(void* stream) {
-    STUB_ENTER_RUNTIME();
-    return done(destroy_stream(stream));
-}
+STUB_CALL(cudaStreamCreate, (void** stream), create_stream(stream, true))
+STUB_CALL(cudaStreamCreateWithPriority, (void** stream, unsigned flags, int), create_stream(stream, !(flags & 1)))
+STUB_CALL(cudaStreamDestroy, (void* stream), destroy_stream(stream))
 
 int cudaStreamGetPriority(void*, int* priority) { return stub_give(priority, 0); }
 
-int cudaStreamQuery(void* stream) {
-    STUB_ENTER_RUNTIME();
-    return done(query_stream(stream));
-}
-
-int cudaStreamSynchronize(void* stream) {
-    STUB_ENTER_RUNTIME();
-    return done(synchronize_stream(stream));
-}
-
-int cudaStreamWaitEvent(void* stream, void* event, unsigned flags) {
-    STUB_ENTER_RUNTIME();
-    return done(wait_event(stream, event, flags & 1));
-}
-
-int cudaEventCreate(void** event) {
-    STUB_ENTER_RUNTIME();
-    return done(create_event(event));
-}
-
-int cudaEventCreateWithFlags(void** event, unsigned) {
-    STUB_ENTER_RUNTIME();
-    return done(create_event(event));
-}
-
-int cudaEventDestroy(void* event) {
-    STUB_ENTER_RUNTIME();
-    return done(destroy_event(event));
-}
-
-int cudaEventRecord(void* event, void* stream) {
-    STUB_ENTER_RUNTIME();
-    return done(record_event(event, stream, false));
-}
-
-int cudaEventRecordWithFlags(void* event, void* stream, unsigned flags) {
-    STUB_ENTER_RUNTIME();
-    return done(record_event(event, stream, flags & 1));
-}
-
-int cudaEventQuery(void* event) {
-    STUB_ENTER_RUNTIME();
-    return done(query_event(event));
-}
-
-int cudaEventSynchronize(void* event) {
-    STUB_ENTER_RUNTIME();
-    return done(synchronize_event(event));
-}
+STUB_CALL(cudaStreamQuery, (void* stream), query_stream(stream))
+STUB_CALL(cudaStreamSynchronize, (void* stream), synchronize_stream(stream))
+STUB_CALL(cudaStreamWaitEvent, (void* stream, void* event, unsigned flags), wait_event(stream, event, flags & 1))
+STUB_CALL(cudaEventCreate, (void** event), create_event(event))
+STUB_CALL(cudaEventCreateWithFlags, (void** event, unsigned), create_event(event))
+STUB_CALL(cudaEventDestroy, (void* event), destroy_event(event))
+STUB_CALL(cudaEventRecord, (void* event, void* stream), record_event(event, stream, false))
+STUB_CALL(cudaEventRecordWithFlags, (void* event, void* stream, unsigned flags), record_event(event, stream, flags & 1))
+STUB_CALL(cudaEventQuery, (void* event), query_event(event))
+STUB_CALL(cudaEventSynchronize, (void* event), synchronize_event(event))
 
 int cudaEventElapsedTime(float* milliseconds, void*, void*) { return stub_give(milliseconds, 0.01f); }
 
 // ---- capture and graphs ----
 
-int cudaStreamBeginCapture(void* stream, int mode) {
-    STUB_ENTER_RUNTIME();
-    return done(begin_capture(stream, mode));
-}
-
-int cudaStreamEndCapture(void* stream, void** graph) {
-    STUB_ENTER_RUNTIME();
-    return done(end_capture(stream, graph));
-}
+STUB_CALL(cudaStreamBeginCapture, (void* stream, int mode), begin_capture(stream, mode))
+STUB_CALL(cudaStreamEndCapture, (void* stream, void** graph), end_capture(stream, graph))
 
 int cudaStreamIsCapturing(void* stream, int* status) {
     STUB_ENTER_RUNTIME();
@@ -453,10 +365,7 @@ int cudaStreamGetCaptureInfo_v2(void* stream, int* status, uint64_t* id, void** 
     return cudaStreamGetCaptureInfo(stream, status, id, graph, dependencies, nullptr, count);
 }
 
-int cudaThreadExchangeStreamCaptureMode(int* mode) {
-    STUB_ENTER_RUNTIME();
-    return done(exchange_mode(mode));
-}
+STUB_CALL(cudaThreadExchangeStreamCaptureMode, (int* mode), exchange_mode(mode))
 
 int cudaGraphGetNodes(void* handle, void** nodes, size_t* count) {
     STUB_ENTER_RUNTIME();
@@ -476,32 +385,14 @@ int cudaGraphNodeGetDependencies(Node* node, Node** dependencies, void*, size_t*
     return SUCCESS;
 }
 
-int cudaGraphInstantiateWithFlags(void** exec, void* graph, unsigned long long) {
-    STUB_ENTER_RUNTIME();
-    return done(instantiate(exec, graph));
-}
+STUB_CALL(cudaGraphInstantiateWithFlags, (void** exec, void* graph, unsigned long long), instantiate(exec, graph))
 
 int cudaGraphInstantiate(void** exec, void* graph, unsigned long long flags) { return cudaGraphInstantiateWithFlags(exec, graph, flags); }
 
-int cudaGraphLaunch(void* exec, void* stream) {
-    STUB_ENTER_RUNTIME();
-    return done(launch_graph(exec, stream));
-}
-
-int cudaGraphUpload(void* exec, void* stream) {
-    STUB_ENTER_RUNTIME();
-    return done(upload(exec, stream));
-}
-
-int cudaGraphExecDestroy(void* exec) {
-    STUB_ENTER_RUNTIME();
-    return done(destroy_exec(exec));
-}
-
-int cudaGraphDestroy(void* graph) {
-    STUB_ENTER_RUNTIME();
-    return done(destroy_graph(graph));
-}
+STUB_CALL(cudaGraphLaunch, (void* exec, void* stream), launch_graph(exec, stream))
+STUB_CALL(cudaGraphUpload, (void* exec, void* stream), upload(exec, stream))
+STUB_CALL(cudaGraphExecDestroy, (void* exec), destroy_exec(exec))
+STUB_CALL(cudaGraphDestroy, (void* graph), destroy_graph(graph))
 
 int cudaGraphDebugDotPrint(void* handle, const char* path, unsigned) {
     STUB_ENTER_RUNTIME();
