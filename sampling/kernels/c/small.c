@@ -3,7 +3,8 @@
 
 #include "native.h"
 
-enum { COPY, ADD, SUBTRACT, MULTIPLY, EQUAL, UNEQUAL, LESS, LESS_EQUAL, GREATER, GREATER_EQUAL, AND, OR, CLAMP_MIN, CLAMP_MAX, WHERE, GATHER };
+enum { COPY, ADD, SUBTRACT, MULTIPLY, EQUAL, UNEQUAL, LESS, LESS_EQUAL, GREATER, GREATER_EQUAL, AND, OR, CLAMP_MIN, CLAMP_MAX, WHERE,
+    GATHER };
 
 /* An integer of 1 (as bool), 2, 4 or 8 bytes; a scalar has no data. */
 INLINED int64_t element(const argument *from, int64_t at) {
