@@ -18,12 +18,6 @@ TYPES: dict[str, Any] = {
 }
 
 
-def _read_headers() -> str:
-    """The text of the headers without comments and preprocessor lines."""
-    text = "\n".join((FOLDER / name).read_text(encoding="utf-8") for name in HEADERS)
-    return re.sub(r"/\*.*?\*/|^#[^\n]*", "", text, flags=re.DOTALL | re.MULTILINE)
-
-
 def _sum(text: str, known: dict[str, int]) -> int:
     return sum(known[term] if term in known else int(term) for term in text.split(" + "))
 
@@ -66,7 +60,8 @@ def _functions(text: str) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
         yield name, kind, _arguments(arguments)
 
 
-_text = _read_headers()
+_text = "\n".join((FOLDER / name).read_text(encoding="utf-8") for name in HEADERS)
+_text = re.sub(r"/\*.*?\*/|^#[^\n]*", "", _text, flags=re.DOTALL | re.MULTILINE)  # without comments and preprocessor lines
 constants = SimpleNamespace(**_constants(_text))
 structs = SimpleNamespace(**dict(_structs(_text)))
 LINK_LAYOUT = (constants.LAYOUT_VERSION, *map(sizeof, vars(structs).values()))

@@ -35,7 +35,7 @@ class Param(IntEnum):
     PRESENCE_PENALTY = 5
     FREQUENCY_PENALTY = 6
     MIN_NEW_TOKENS = 7
-    TOP_LOGPROBS = 8  # alternatives.py
+    TOP_LOGPROBS = 8
 
 
 class TokenWeights(NamedTuple):

@@ -107,7 +107,7 @@ class Tape:
 
     def _run_stream(self, stream: str) -> None:
         (enabled, dtype), items = self._autocast, self._programs.get(stream, [])
-        casts = enabled or torch.is_autocast_enabled("cpu")  # autocast is a thread temporarily_set, but belongs to the recording
+        casts = enabled or torch.is_autocast_enabled("cpu")  # autocast is a setting of a thread, but belongs to the recording
         with torch.autocast("cpu", dtype=dtype, enabled=enabled) if casts else NULL_CONTEXT:
             for item in items if self._timed is None else self._timed(stream, items):
                 self.current_items[stream] = item

@@ -1,5 +1,5 @@
-"""Calls in C for operations of torch on few integers, and for copies of rows. Replays have many, and torch takes longer to start one than
-to compute it.
+"""Calls in C for operations of torch on few integers, and for copies of rows: those that rounds have many of. Torch takes longer to start
+one than to compute it.
 
 Every call that makes a new tensor is compared with torch's result when it is recorded (`replay_of`).
 """
@@ -20,13 +20,9 @@ Run = Callable[[], object]
 MAX_ELEMENTS = 1 << 14
 _DIMENSIONS = 4
 _INTEGERS = (torch.bool, torch.int32, torch.int64)
-_KINDS = (  # as in small.c
-    *("copy", "add", "sub", "mul", "eq", "ne", "lt", "le", "gt", "ge", "bitwise_and", "bitwise_or", "__lshift__", "clamp_min", "clamp_max"),
-    *("where", "sum", "cumprod", "gather", "scatter"),
-)
-_KIND_NUMBER = {name: number for number, name in enumerate(_KINDS)}
+_KINDS = "copy add sub mul eq ne lt le gt ge bitwise_and bitwise_or clamp_min clamp_max where gather".split()  # as in small.c
 _COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
-_ARITHMETIC = {"add", "sub", "mul", "bitwise_and", "bitwise_or", "__lshift__"}
+_ARITHMETIC = {"add", "sub", "mul", "bitwise_and", "bitwise_or"}
 _COPIES = {"copy_", "clone", "_to_copy"}
 _CONSTANTS = {"arange", "scalar_tensor", "full", "zeros", "ones", "full_like", "zeros_like", "ones_like"}
 
@@ -51,7 +47,7 @@ def small_operation(name: str, values: Mapping[str, Any], target: Tensor) -> Run
         return _small_call("copy", target, source) if same and not overlaps and _is_plain(source) else None
     if name == "cat":
         return _concatenation(target, values["tensors"], values["dim"])
-    if name in ("index", "embedding", "gather", "index_copy_"):
+    if name in ("index", "embedding", "gather"):
         return _indexing(name, values, target)
     return _arithmetic(name, values, target)
 
@@ -69,14 +65,6 @@ def _arithmetic(name: str, values: Mapping[str, Any], target: Tensor) -> Run | N
         if not isinstance(bound, int) or bound.bit_length() > 31 or None not in (least, most):
             return None
         return _small_call("clamp_min" if most is None else "clamp_max", target, first, bound)
-    if name == "cumprod":
-        last = values["dim"] in (-1, first.dim() - 1) and first.dtype is target.dtype is torch.int64
-        return _small_call(name, target, first) if last else None
-    if name == "sum":
-        if not values.get("dim") or target.dtype is not torch.int64 or not first.numel() or not 0 < first.dim() <= _DIMENSIONS:
-            return None
-        places = target if values.get("keepdim") else _unsqueeze(target, values["dim"], first.dim())
-        return _small_call(name, places.expand(first.shape), first)
     integers = target.dtype is torch.bool if name in _COMPARISONS else target.dtype is not torch.bool or name.startswith("bitwise")
     if name not in _COMPARISONS | _ARITHMETIC or not integers or values.get("alpha", 1) != 1:
         return None
@@ -90,12 +78,6 @@ def _arithmetic(name: str, values: Mapping[str, Any], target: Tensor) -> Run | N
 
 def _indexing(name: str, values: Mapping[str, Any], target: Tensor) -> Run | None:
     """Rows of tables, and elements, by indices in int64."""
-    if name == "index_copy_":
-        index, source = values["index"], values["source"]
-        if values["dim"] != 0 or source.dtype is not target.dtype or not source.dim() or not target.dim() or not _is_plain(source):
-            return None
-        place, index = target[:1].expand(source.shape), index.view(-1, *[1] * (source.dim() - 1)).expand(source.shape)
-        return _small_call("scatter", place, source, index, indexed=target)
     if name == "gather":
         table, dim, index = values["self"], values["dim"] % max(target.dim(), 1), values["index"]
         if not target.dim() or not table.dim() or not _is_plain(table):
@@ -129,15 +111,9 @@ def _is_plain(tensor: Tensor) -> bool:
     return tensor.element_size() <= 8 and not tensor.is_complex() and not tensor.is_neg() and tensor.dim() <= _DIMENSIONS
 
 
-def _unsqueeze(target: Tensor, dims: Sequence[int], count: int) -> Tensor:
-    for dim in sorted(dim % count for dim in dims):
-        target = target.unsqueeze(dim)
-    return target
-
-
 def _small_call(kind: str, target: Tensor, *operands: Tensor | int, indexed: Tensor | None = None, wraparound: bool = False) -> PackedCall:
     """indexed: a tensor whose first dimension is the one that is indexed."""
-    arguments: list[Tensor | int] = [_KIND_NUMBER[kind], _in_four_dims(target, target)]
+    arguments: list[Tensor | int] = [_KINDS.index(kind), _in_four_dims(target, target)]
     arguments += [_in_four_dims(each, target) if isinstance(each, Tensor) else int(each) for each in operands]
     packed = b"".join([pack_argument(each) for each in arguments] + [NONE] * (_DIMENSIONS - 1 - len(operands)))
     places = (0, 0) if indexed is None else (indexed.stride(0), indexed.shape[0])

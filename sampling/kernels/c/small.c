@@ -3,8 +3,8 @@
 
 #include "native.h"
 
-enum { COPY, ADD, SUBTRACT, MULTIPLY, EQUAL, UNEQUAL, LESS, LESS_EQUAL, GREATER, GREATER_EQUAL, AND, OR, SHIFT, CLAMP_MIN, CLAMP_MAX, WHERE,
-    SUM, CUMPROD, GATHER, SCATTER };
+enum { COPY, ADD, SUBTRACT, MULTIPLY, EQUAL, UNEQUAL, LESS, LESS_EQUAL, GREATER, GREATER_EQUAL, AND, OR, CLAMP_MIN, CLAMP_MAX, WHERE,
+    GATHER };
 
 /* An integer of 1 (as bool), 2, 4 or 8 bytes; a scalar has no data. */
 INLINED int64_t element(const argument *from, int64_t at) {
@@ -39,7 +39,6 @@ INLINED int64_t compute(int64_t kind, int64_t a, int64_t b, int64_t c) {
     case GREATER_EQUAL: return a >= b;
     case AND: return a & b;
     case OR: return a | b;
-    case SHIFT: return b < 0 || b > 63 ? 0 : (int64_t)((uint64_t)a << b);
     case CLAMP_MIN: return a > b ? a : b;
     case CLAMP_MAX: return a < b ? a : b;
     case WHERE: return a ? b : c;
@@ -55,21 +54,14 @@ INLINED int64_t indexed_offset(const argument *index, int64_t at, const argument
 }
 
 /* kind; out, a, b, c: tensors of four dimensions and of one shape, some with strides of 0, or numbers; stride and size of the dimension
-   that b is an index of, and whether it counts from the end where it is negative. GATHER: out is a at the index b. SCATTER: out at the
-   index b becomes a. SUM: out is the sum of the elements of a at the same place. CUMPROD: products along the last dimension. */
+   that b is an index of, and whether it counts from the end where it is negative. GATHER: out is a at the index b. */
 EXPORTED int stepgraph_small_operation(const argument *args) {
     const argument *out = args + 1, *a = args + 2, *b = args + 3, *c = args + 4;
-    int64_t kind = args->integer, size[4], indexed = kind == GATHER || kind == SCATTER;
-    memcpy(size, kind == SUM || kind == SCATTER ? a->size : out->size, sizeof size);
+    const int64_t kind = args->integer, indexed = kind == GATHER, *size = out->size;
     /* whether the last dimension can be copied at once */
     bool copyable = (kind == COPY || indexed) && a->integer == out->integer && a->stride[3] == 1 && out->stride[3] == 1 &&
         (!indexed || b->stride[3] == 0);
     int64_t inner = copyable ? 1 : size[3];
-    if (kind == SUM)
-        for (int64_t i = 0; i < size[0] * size[1] * size[2] * size[3]; i++) {
-            int64_t at[4] = {i / size[3] / size[2] / size[1], i / size[3] / size[2] % size[1], i / size[3] % size[2], i % size[3]};
-            set_element(out, at[0] * out->stride[0] + at[1] * out->stride[1] + at[2] * out->stride[2] + at[3] * out->stride[3], 0);
-        }
     for (int64_t i = 0; i < size[0]; i++)
         for (int64_t j = 0; j < size[1]; j++)
             for (int64_t k = 0; k < size[2]; k++)
@@ -82,18 +74,15 @@ EXPORTED int stepgraph_small_operation(const argument *args) {
                     if (indexed) {
                         int64_t offset = indexed_offset(b, at[2], args + 5, args + 6, args[7].integer);
                         if (offset < 0) return 1;
-                        at[kind == GATHER] += offset;
+                        at[1] += offset;
                     }
                     if (copyable) {
                         int64_t bytes = out->integer;
                         memcpy((char *)out->data + at[0] * bytes, (const char *)a->data + at[1] * bytes, (size_t)(size[3] * bytes));
                         continue;
                     }
-                    int64_t value = element(a, at[1]);
-                    if (kind == SUM) value += element(out, at[0]);
-                    else if (kind == CUMPROD && l) value *= element(out, at[0] - out->stride[3]);
-                    else value = compute(kind, value, indexed ? 0 : element(b, at[2]), indexed ? 0 : element(c, at[3]));
-                    set_element(out, at[0], value);
+                    int64_t second = indexed ? 0 : element(b, at[2]), third = indexed ? 0 : element(c, at[3]);
+                    set_element(out, at[0], compute(kind, element(a, at[1]), second, third));
                 }
     return 0;
 }

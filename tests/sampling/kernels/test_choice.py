@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from stepgraph.sampling import bitmask, kernels, native
-from stepgraph.sampling.native import Unavailable
 from tests.helpers.compared import compare_c
 
 pytestmark = pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
@@ -127,14 +126,10 @@ def test_chain_accept_equals_the_reference(batch: int) -> None:
         assert finishes == set(range(1, 8)) and lengths >= set(range(-1, 6))
 
 
-def test_unsupported_inputs_and_a_missing_library_run_as_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_inputs_run_as_the_reference() -> None:
     logits, masks, constrained = torch.randn(2, 1, 40), torch.full((2, 1, 2), -1, dtype=torch.int32), torch.tensor([True, True])
     prepare, outputs = kernels.masked_argmax.prepare, (torch.ones(2, 1, dtype=torch.bool), torch.zeros(2, 1, dtype=torch.int64))
     assert prepare(logits.half(), masks, None, constrained, None, None, *outputs) is None
     assert prepare(logits, masks[..., :1], None, constrained, None, None, *outputs) is None, "a mask narrower than the logits"
     assert prepare(logits, masks[:1], None, constrained, None, None, *outputs) is None, "fewer masks than rows"
     assert torch.equal(kernels.masked_argmax(logits.half(), masks, None, constrained)[1], logits.half().argmax(-1))
-    reason = Unavailable("they were not built")
-    monkeypatch.setattr(native, "load", lambda: reason)
-    assert prepare(logits, masks, None, constrained, None, None, *outputs) is None
-    assert torch.equal(kernels.masked_argmax(logits, masks, None, constrained)[1], logits.argmax(-1))

@@ -9,19 +9,18 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from stepgraph.sampling import acceptance, bitmask, kernels, native, rng, sampler
-from stepgraph.sampling.grammar.status import MaskStatus
-from stepgraph.sampling.kernels import filters, rejection
+from stepgraph.sampling import kernels, native
 from stepgraph.sampling.kernels import triton as programs
 from stepgraph.sampling.native import Unavailable, why_not
 from tests.helpers.c_library import needs_c
 from tools.aot_kernels import compile_usage, resident_blocks, spill_warnings, variants
+from tools.gpu.checks import operations
 
+CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
 SUITES = sorted(path.name for path in (ROOT / "tests/helpers/interpreted").glob("*.py") if path.name != "advance.py" or not why_not())
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -112,62 +111,8 @@ def test_resident_blocks_of_a_multiprocessor(registers: int, shared: int, warps:
     assert resident_blocks(registers, shared, warps, arch) == blocks
 
 
-def masked_argmax_inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    made = torch.Generator().manual_seed(1)
-    logits = torch.randn(3, 2, 110, generator=made)[..., :101]
-    masks = bitmask.pack(torch.rand(5, 2, 101, generator=made) < 0.3)
-    return logits, masks, torch.tensor([4, 0, 2]), torch.tensor([True, False, True])
-
-
-def chain_inputs() -> list[Any]:
-    sampled = torch.tensor([[1, 2, 3], [1, 2, 3]])
-    status = torch.full((2, 3), int(MaskStatus.OK))
-    drafts, stops = torch.tensor([[1, 0], [1, 2]]), torch.tensor([[-1, 3], [-1, -1]])
-    return [sampled, torch.ones(2, 3, dtype=torch.bool), drafts, torch.tensor([2, 2]), status, stops, torch.tensor([9, 9])]
-
-
-def rejection_inputs(k: int = 2) -> list[Any]:
-    """Six of eight rows; every third draft is certain."""
-    made = torch.Generator().manual_seed(k)
-    target, draft = (torch.randn(size, positions, 50, generator=made).softmax(-1) for size, positions in ((6, k + 1), (8, k)))
-    rows, certain = torch.tensor([7, 0, 5, 2, 3, 6]), (torch.arange(6)[:, None] + torch.arange(k)) % 3 == 1
-    drafts, count = torch.randint(0, 50, (6, k), generator=made), torch.full((6,), k)
-    status = torch.full((6, k + 1), int(MaskStatus.OK))
-    finite = torch.ones(6, k + 1, dtype=torch.bool)
-    return [target, draft, rows, certain, finite, drafts, count, status, torch.arange(6) + 40, torch.arange(6)]
-
-
-def test_operations_equal_plain_functions() -> None:
-    logits, masks, rows, constrained = masked_argmax_inputs()
-    finite, token = kernels.masked_argmax(logits, masks, rows, constrained)
-    expected = bitmask.apply(logits, masks[rows], constrained).max(-1)
-    assert torch.equal(finite, expected.values.isfinite()) and torch.equal(token, expected.indices)
-    weights, seed, position = torch.rand(4, 300), torch.arange(4), torch.arange(4) + 5
-    noise = rng.exponential(seed[:, None], position[:, None], rng.Purpose.DRAFT, torch.arange(300))
-    assert torch.equal(filters.race(weights, seed, position, rng.Purpose.DRAFT), sampler.race(weights, noise))
-    inputs = chain_inputs()
-    sampled, finite, drafts, count, status, stops, room = inputs
-    accepted = acceptance.count_accepted(sampled, finite, drafts, count, status)
-    outcome = acceptance.emit(sampled, finite, accepted, status, stops, room)
-    assert all(torch.equal(*pair) for pair in zip(kernels.chain_accept(*inputs), outcome, strict=True))
-    none = torch.tensor([0, 0])
-    assert kernels.chain_accept(sampled, finite, drafts, count, status, stops, room, none)[0].tolist() == [1, 1]
-
-
-def test_rejection_of_permuted_rows_with_certain_drafts() -> None:
-    lengths = set()
-    for k in (0, 1, 2, 8):
-        target, draft, rows, certain, finite, drafts, *others = rejection_inputs(k)
-        drafts[:, : k // 2] = target[:, : k // 2].argmax(-1)
-        expected = rejection.exact_rejection(target, draft[rows], certain, finite, drafts, *others)
-        found = kernels.reject_sample(target, draft, rows, certain, finite, drafts, *others)
-        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
-        lengths |= set(found[1].tolist())
-    assert len(lengths) > 2
-
-
 def test_distributions_of_different_shapes_are_refused() -> None:
-    target, draft, *others = rejection_inputs()
+    target, draft, *others = operations.reject_sample(CPU, 6, 2, 50).inputs
     with pytest.raises(AssertionError, match=r"draft torch\.Size"):
         kernels.reject_sample(target, draft[:, :1], *others)
     with pytest.raises(AssertionError, match="bfloat16"):
@@ -175,7 +120,7 @@ def test_distributions_of_different_shapes_are_refused() -> None:
 
 
 def test_masks_and_statuses_of_another_size_than_the_logits_are_refused() -> None:
-    logits, masks, rows, constrained = masked_argmax_inputs()
+    logits, masks, rows, constrained, *_ = operations.masked_argmax(CPU, 3, 2, 101).inputs
     with pytest.raises(AssertionError, match="masks"):
         kernels.masked_argmax(logits, masks[..., :3], rows, constrained)
     with pytest.raises(AssertionError, match="status"):

@@ -1,8 +1,7 @@
-"""The operations on tags, masks and processors: registration, values, tape; invalid masks are ignored."""
+"""The operations on tags, masks and processors: refused arguments; invalid masks are ignored."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import pytest
@@ -12,15 +11,12 @@ from torch import Tensor
 from stepgraph.graphs import TapeBackend, drafting
 from stepgraph.graphs.batch import read_batch
 from stepgraph.graphs.row_layout import Column
-from stepgraph.sampling import acceptance, bitmask, kernels
+from stepgraph.sampling import bitmask, kernels
 from stepgraph.sampling.grammar.status import FinishCode, MaskStatus
-from stepgraph.sampling.kernels import GrammarMask, processors
-from stepgraph.sampling.kernels.processors import RowSettings
+from stepgraph.sampling.kernels import GrammarMask
 from stepgraph.sampling.sampler import Param
-from tools.gpu.checks.masks import make_case, tag_inputs
+from tools.gpu.checks.masks import make_case
 from tools.gpu.checks.states import RoundBench
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -28,35 +24,6 @@ def backend() -> Iterator[TapeBackend]:
     backend = TapeBackend(poison="every")
     yield backend
     backend.close()
-
-
-def test_mask_status_of_permuted_rows() -> None:
-    tags, owner, generated, constrained, rows = tag_inputs(60, 4, CPU)
-    expected = acceptance.mask_status(tags[rows], owner, generated, constrained != 0, 2)
-    assert len(expected.unique()) == len(MaskStatus)
-    for given, chosen in ((tags, rows), (tags[rows], None)):
-        status, has_grammar = kernels.mask_status(given, owner, generated, constrained, 2, chosen)
-        assert torch.equal(status, expected) and torch.equal(has_grammar, constrained != 0)
-
-
-@pytest.mark.parametrize("own", [0, 50])
-@pytest.mark.parametrize("constrained", [True, False])
-def test_process_equals_plain_functions(constrained: bool, own: int) -> None:
-    for seed in range(4):
-        case = make_case(8, 1 if own else 3, 150, torch.float32, draft_vocabulary=own, masked=constrained, first=2 if own else 0, seed=seed)
-        assert case.rows is not None
-        masked, status = case.logits, torch.full(case.logits.shape[:2], int(MaskStatus.OK))
-        if case.mask is not None:
-            status = case.mask.status
-            masked = bitmask.apply(masked, case.mask.masks[case.mask.rows], case.mask.constrained, case.ids)
-            shut = case.mask.constrained[:, None] & (status != MaskStatus.OK)
-            masked[shut] = -math.inf
-        settings = RowSettings._make([*(table[case.rows] for table in case.settings[:-1]), case.settings.generated])
-        logits = processors.apply_settings(masked, settings, case.before, case.first, case.ids)
-        expected = processors.mark_dead_ends(status, masked.amax(-1).isfinite(), logits)
-        found = kernels.process(*case)
-        torch.testing.assert_close(found.logits, logits, rtol=0, atol=0, equal_nan=True)
-        assert torch.equal(found.finite, expected.finite) and torch.equal(found.status, expected.status)
 
 
 def test_arguments_of_wrong_shapes_are_refused() -> None:

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.library import opcheck
 
 from stepgraph.graphs import BufferSpec, StaticBuffers, TapeBackend
-from stepgraph.graphs.layers import slot_mapping
 from stepgraph.graphs.tape.replay_ops import same_bits
 from stepgraph.sampling import native
 from stepgraph.sampling.grammar.automaton import library as automaton_library
@@ -103,12 +102,12 @@ def test_a_tape_replays_the_operation_in_place(name: str, monkeypatch: pytest.Mo
     backend.close()
 
 
-def test_shifted_entries_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    (call,) = (call for call in CALLS.values() if call.operation is slot_mapping.shift_entries)
-    found = slot_mapping.shift_entries(*call.inputs)
-    monkeypatch.setattr(native, "load", lambda: Unavailable("they were not built"))
-    again = slot_mapping.shift_entries(*call.inputs)
-    assert all(map(torch.equal, found, again))
+@in_c
+def test_without_the_library_the_reference_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, reason = CALLS[name], Unavailable("they were not built")
+    monkeypatch.setattr(native, "load", lambda: reason)
+    assert call.operation.prepare(*call.inputs, *call.outputs) is None
+    assert all(map(same_bits, call.results(call.operation.out), call.results(call.operation.run_reference)))
 
 
 def test_missing_library_is_reported_without_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
