@@ -157,14 +157,6 @@ def test_choice_accepts_arbitrary_strings(backend: BackendChoice, options: list[
         assert all(matcher.accept_token(byte) for byte in option.encode()) and matcher.accept_token(256)
 
 
-@pytest.mark.parametrize("backend", EACH_BACKEND)
-def test_any_whitespace_is_optional_and_bounded(backend: BackendChoice) -> None:
-    fixed, free = Constraint.json_schema(PERSON, backend=backend), Constraint.json_schema(PERSON, True, backend)
-    text = '{%s"name": "a", "age": 1}'
-    assert [accepts(fixed, (text % (" " * n)).encode()) for n in (0, 1)] == [True, False]
-    assert [accepts(free, (text % (" " * n)).encode()) for n in (0, 32, 33)] == [True, True, False]
-
-
 @pytest.mark.parametrize(
     "build",
     [

@@ -287,7 +287,7 @@ def test_closed_schema_of_one_type_is_written_for_that_type() -> None:
     assert takes(compiled_of(listed), '{"next": 3}')
 
 
-@pytest.mark.parametrize("backend", [AUTOMATON, "xgrammar"])
+@pytest.mark.parametrize("backend", EACH_BACKEND)
 def test_blanks_between_tokens(backend: Any) -> None:
     schema = {"properties": {"a": {"type": "array"}, "b": {"const": {"x": [1]}}}, "required": ["b"], "type": "object"}
     constraint = Constraint.json_schema(schema, any_whitespace=True, backend=backend, objects="standard")
