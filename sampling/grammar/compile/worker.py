@@ -45,18 +45,8 @@ class Libraries:
     def __init__(self, options: dict[str, Any], tables: bytes) -> None:
         import numpy
 
-        # Imported here: the script must first make the package importable, and the parent needs only `send` and `receive`.
-        from stepgraph.sampling.grammar.schema.options import Options
-        from stepgraph.sampling.grammar.xgrammar_lib.ebnf import parsed_grammar
-
         self._options, width, raw = options, options["width"], 0  # the library's enum value for tokens that are bytes
-        self._least_bytes = options["limits"]["least_bytes"]
-        self._core = core = _xgrammar_bindings()
-
-        def parse(kind: str, payload: str, options: dict[str, Any]) -> Any:
-            return parsed_grammar(core, kind, payload, Options(**options), self._least_bytes)
-
-        self._parse = parse
+        self._core = _xgrammar_bindings()
         self._for_xgrammar, self._for_llguidance = marshal.loads(tables)
         tokenizer = self._core.TokenizerInfo(self._for_xgrammar, raw, width, options["stop_token_ids"], False)
         try:  # the newest form first: a TypeError of the bindings takes a fifth of a second
@@ -82,6 +72,13 @@ class Libraries:
         options, fuel = self._options, library_limits(self._options["limits"])
         self._llguidance = LLGuidance(self._for_llguidance, options["stop_token_ids"], options["non_text_ids"], fuel)
         return True
+
+    def _parse(self, kind: str, payload: str, options: dict[str, Any]) -> Any:
+        # Imported here: the script must first make the package importable, and the parent needs only `send` and `receive`.
+        from stepgraph.sampling.grammar.schema.options import Options
+        from stepgraph.sampling.grammar.xgrammar_lib.ebnf import parsed_grammar
+
+        return parsed_grammar(self._core, kind, payload, Options(**options), self._options["limits"]["least_bytes"])
 
     def automaton(self, kind: str, payload: str, options: dict[str, Any]) -> bytes:
         """The image of the automaton of a constraint."""

@@ -187,7 +187,6 @@ class Constraint:
             raise ValueError(f"Constraint.choice: got {clip_repr(options)}, expected a sequence of at least one string")
         for index, option in enumerate(options):
             check_value(f"Constraint.choice[{index}]", option, _NON_EMPTY)
-            _check_surrogates(f"Constraint.choice[{index}]", option)
         return cls("choice", json.dumps(list(dict.fromkeys(options)), ensure_ascii=False), backend=backend)
 
     @classmethod
@@ -195,7 +194,6 @@ class Constraint:
         """A text of a grammar in the GBNF notation of llama.cpp: `root ::= "a" | "b" root`. Enforced by an automaton or xgrammar."""
         check_value("Constraint.ebnf.grammar", grammar, _GRAMMAR)
         check_value("Constraint.ebnf.root", root, _RULE_NAME)
-        _check_surrogates("Constraint.ebnf.grammar", grammar)
         return cls("ebnf", json.dumps([root, grammar], ensure_ascii=False))
 
     @classmethod
@@ -243,9 +241,7 @@ def _canonical_json(value: Any, name: str) -> str:
         if chars <= MAX_JSON_CHARS:
             text = value if isinstance(value, str) else json.dumps(value, allow_nan=False)
             parsed = json.loads(text, object_pairs_hook=reject_repeated_keys, parse_constant=reject_constant)
-            canonical = json.dumps(parsed, separators=(",", ":"), allow_nan=False, ensure_ascii=False)  # 1e999 is parsed as infinity
-            _check_surrogates("a string", canonical)
-            return canonical
+            return json.dumps(parsed, separators=(",", ":"), allow_nan=False, ensure_ascii=False)  # 1e999 is parsed as infinity
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{name}: got a schema that is not JSON ({error}), expected a JSON object") from error
     raise ValueError(f"{name}: got {chars} characters{'' if isinstance(value, str) else ' or more'}, expected at most {MAX_JSON_CHARS}")

@@ -325,9 +325,8 @@ def _has_value(root: Any, where: str) -> bool:
 
 def reject_contradiction(normaliser: Normaliser) -> NoReturn:
     """UnsupportedError with the reason why no value satisfies a schema."""
-    root, conflicts = normaliser.document.root, normaliser.conflicts
-    where = conflicts[0].where if conflicts else "#"
-    places = conflicts[0].places if conflicts else ()
+    root = normaliser.document.root
+    where, places = next(iter(normaliser.conflicts), ("#", ()))
     if not places and len(json.dumps(root, default=float)) <= MAX_CONTRADICTION_CHARS:
         parts = next((parts for parts in _candidates(value_at(root, where)) if not _has_value(_with_only(root, where, parts), where)), ())
         places = tuple(pointer(where, keyword, index) if keyword == "allOf" else f"{where}: {keyword}" for keyword, index in parts)

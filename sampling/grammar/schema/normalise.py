@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any, Literal
@@ -63,20 +63,12 @@ _FORM_OF_TYPE = {
 }
 
 
-@dataclass(frozen=True)
-class Conflict:
-    """A schema whose parts contradict each other, or two schemas that do."""
-
-    where: str  # JSON pointer
-    places: tuple[str, ...] = ()  # JSON pointers of the two schemas
-
-
 class Normaliser:
     """Computes forms on demand. A form contains expressions, not forms, for the values inside, so recursive schemas need no recursion."""
 
     def __init__(self, document: Document, unknown_formats: Literal["annotation", "refuse"] = "annotation") -> None:
         self.document, self._unknown_formats = document, unknown_formats
-        self.conflicts = list[Conflict]()
+        self.conflicts = list[tuple[str, tuple[str, ...]]]()  # places of schemas whose parts, or two other schemas, contradict each other
         self.narrowed = dict[Unsupported, None]()  # parts not all of whose texts are generated
         self._forms: dict[Expr, Form] = {TRUE: ANY_VALUE, NEVER: NO_VALUE}
         self._in_progress = dict[Expr, None]()  # being computed
@@ -135,7 +127,7 @@ class Normaliser:
             met = self.meet(found, form, at)
             if met.is_nothing and not found.is_nothing and not form.is_nothing:
                 conflicting = (part[index - 1], part[index]) if part else ()
-                self.conflicts.append(Conflict(at, tuple(f"{'' if one.positive else 'not '}{one.node.where}" for one in conflicting)))
+                self.conflicts.append((at, tuple(f"{'' if one.positive else 'not '}{one.node.where}" for one in conflicting)))
             found = met
         return found
 

@@ -25,17 +25,6 @@ def test_each_kind_accepts_its_texts_only(kind: str) -> None:
     assert not accepts(constraint, bad)
 
 
-@pytest.mark.parametrize("kind", EXAMPLES)
-def test_mask_contains_each_token_of_a_legal_text(kind: str) -> None:
-    constraint, good, _ = EXAMPLES[kind]
-    matcher = matcher_of(constraint)
-    for token_id in [*encode(good), STOP]:
-        status, legal = fill_mask(matcher)
-        assert status in (MaskStatus.OK, MaskStatus.COMPLETE) and token_id in legal
-        assert matcher.accept_token(token_id)
-    assert fill_mask(matcher) == (MaskStatus.TERMINATED, [])
-
-
 @pytest.mark.parametrize("backend", EACH_BACKEND)
 def test_mask_status_along_a_text(backend: BackendChoice) -> None:
     matcher = matcher_of(Constraint.regex("ab?", backend))
@@ -166,14 +155,6 @@ def test_choice_accepts_arbitrary_strings(backend: BackendChoice, options: list[
     for option in options:
         matcher = compiled.matcher()
         assert all(matcher.accept_token(byte) for byte in option.encode()) and matcher.accept_token(256)
-
-
-@pytest.mark.parametrize("backend", EACH_BACKEND)
-def test_any_whitespace_is_optional_and_bounded(backend: BackendChoice) -> None:
-    fixed, free = Constraint.json_schema(PERSON, backend=backend), Constraint.json_schema(PERSON, True, backend)
-    text = '{%s"name": "a", "age": 1}'
-    assert [accepts(fixed, (text % (" " * n)).encode()) for n in (0, 1)] == [True, False]
-    assert [accepts(free, (text % (" " * n)).encode()) for n in (0, 32, 33)] == [True, True, False]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 /* A compiled grammar as one block of int32, without pointers: the same on the host and in device memory, and in the cache. */
 
-#ifndef STEPGRAPH_AUTOMATON_IMAGE_H
-#define STEPGRAPH_AUTOMATON_IMAGE_H
+#pragma once
 
 #include <stdint.h>
 
@@ -106,5 +105,3 @@ int32_t image_fill(const int32_t *image, const image_vocabulary *vocabulary, con
 
 /* Write bytes that must come next, at most `room`; returns their number. The text may not end before them. */
 int64_t image_forced(const int32_t *image, const image_place *place, const int32_t *stack, uint8_t *text, int64_t room);
-
-#endif

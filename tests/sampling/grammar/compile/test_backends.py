@@ -114,15 +114,6 @@ def test_backends_accept_the_same_texts_of_a_schema(backend: BackendChoice) -> N
     assert takes(compiled, '{"a": 1, "b": null}') and not takes(compiled, '{"a": 1}') and not takes(compiled, '{"a": "", "b": 1}')
 
 
-@needs_c
-@pytest.mark.parametrize(
-    ("constraint", "backend"), [(Constraint.ebnf('root ::= "a"'), "automaton"), (Constraint.lark('start: "a"'), "llguidance")]
-)
-def test_notation_selects_its_library(constraint: Constraint, backend: str) -> None:
-    compiled = AUTO.compile(constraint)
-    assert compiled.backend == backend and takes(compiled, "a") and not takes(compiled, "b")
-
-
 @pytest.mark.parametrize("backend", EACH_BACKEND)
 def test_explicit_backend_is_the_only_one_tried(backend: BackendChoice) -> None:
     constraint = Constraint.json_schema({"type": "integer"}, backend=backend)

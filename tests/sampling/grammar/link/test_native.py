@@ -212,8 +212,7 @@ def test_the_librarys_error_is_reported_and_freed() -> None:
 def test_a_message_of_the_maximum_length_is_kept() -> None:
     memory = Memory.make(1, 3)
     link = native_link(memory)
-    row = link.row(9, XGRAMMAR_COMPILER.compile(Constraint.regex("a+")).matcher())
-    assert isinstance(row, NativeRow)
+    row = letters_row(link)
     plant(row, "fill", lambda real, *arguments: fail(arguments[-1], b"x" * (constants.FAULT_BYTES - 1)))
     run_round(memory, link, [row])
     assert row.fault == "x" * (constants.FAULT_BYTES - 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepgraph.sampling.grammar import Constraint, GrammarCompiler, MaskStatus, Matcher, Vocabulary
+from stepgraph.sampling.grammar import Constraint, GrammarCompiler, MaskStatus, Vocabulary
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
 from stepgraph.sampling.grammar.link.native import NativeRow
 from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, HostLink, advance
@@ -184,12 +184,6 @@ def test_every_token_in_every_marker_state_equals_the_python_link(marker: str | 
 # one row
 
 
-def open_rows(memory: Memory, matchers: Sequence[Matcher]) -> tuple[Any, list[NativeRow]]:
-    link = native_link(memory)
-    rows = [link.row(1 + slot, matcher) for slot, matcher in enumerate(matchers)]
-    return link, rows
-
-
 @pytest.mark.parametrize("backend", WITH_MARKER)
 @pytest.mark.parametrize(
     ("function", "fault"),
@@ -198,7 +192,8 @@ def open_rows(memory: Memory, matchers: Sequence[Matcher]) -> tuple[Any, list[Na
 def test_a_library_failure_after_the_marker_is_the_rows_fault(function: str, fault: str, backend: BackendChoice) -> None:
     """Before its end the library is not called."""
     memory, grammar = Memory.make(1, 3), compiler(VOCABULARY, backend).compile(Constraint.regex("a+").after("ba"))
-    link, rows = open_rows(memory, [grammar.matcher()])
+    link = native_link(memory)
+    rows = [link.row(1, grammar.matcher())]
     plant(rows[0], function, lambda real, *arguments: fail(arguments[-1], b"stuck"))
     run_round(memory, link, rows, [A + 2, A + 3, A + 1])
     assert rows[0].fault == "" and memory.tags[:, 0, 3].tolist() == [MaskStatus.OK] * 4
@@ -213,7 +208,8 @@ def test_a_library_failure_after_the_marker_is_the_rows_fault(function: str, fau
 
 def test_only_the_grammar_after_the_marker_uses_fuel() -> None:
     memory, grammar = Memory.make(1, 3), compiler(VOCABULARY).compile(Constraint.regex("a+").after("b"))
-    link, rows = open_rows(memory, [grammar.matcher()])
+    link = native_link(memory)
+    rows = [link.row(1, grammar.matcher())]
     rows[0].struct.fuel_seconds = -1.0
     run_round(memory, link, rows, [A, A + 1, A])
     assert rows[0].fault.startswith("one step of the grammar took")

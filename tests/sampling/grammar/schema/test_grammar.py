@@ -18,7 +18,6 @@ import pytest
 from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, coverage
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
 from stepgraph.sampling.grammar.constraints.unsupported import UnsupportedError
-from stepgraph.sampling.grammar.matchers.protocol import Matcher
 from stepgraph.sampling.grammar.schema import automata, reader
 from stepgraph.sampling.grammar.schema.grammar import schema_grammar
 from stepgraph.sampling.grammar.schema.options import Options
@@ -27,10 +26,9 @@ from stepgraph.sampling.grammar.schema.reader import parse_json
 from stepgraph.sampling.native import why_not
 from tests.helpers.c_library import AUTOMATON, EACH_BACKEND
 from tests.helpers.grammar_texts import random_text
-from tests.helpers.schema_cases import BYTES, DATA
+from tests.helpers.schema_cases import BYTES, DATA, takes
 from tools.bench_schemas import OrderSearch, Tokens
 
-EOS = 256
 MAX_WALK = 600  # bytes
 BACKEND: BackendChoice = "xgrammar" if why_not() else "automaton"
 COMPILER = GrammarCompiler(BYTES, max_threads=1, isolation="none", backend=BACKEND)
@@ -51,17 +49,6 @@ def validator_of(schema: Any) -> Any:
 def compiled_of(schema: Any, **options: Any) -> CompiledConstraint:
     text = json.dumps(schema if isinstance(schema, dict) else {"allOf": [schema]}, default=float)
     return COMPILER.compile(Constraint.json_schema(text, **options))
-
-
-def matcher_of(schema: Any, **options: Any) -> Matcher:
-    return compiled_of(schema, **options).matcher()
-
-
-def accepts(matcher: Matcher, text: str) -> bool:
-    taken = [matcher.accept_token(byte) for byte in text.encode()]
-    finished = all(taken) and matcher.accept_token(EOS)
-    matcher.rollback(sum(taken) + finished)
-    return finished
 
 
 def test_two_hundred_schemas_are_written_with_valid_and_invalid_instances() -> None:
@@ -88,7 +75,7 @@ def test_instances_are_accepted_as_by_jsonschema(name: str) -> None:
     for test in tests:
         assert validator.is_valid(test["data"]) == test["valid"], test
         value = json.loads(json.dumps(test["data"], default=float))
-        as_written = accepts(compiled.matcher(), json.dumps(value, ensure_ascii=False))
+        as_written = takes(compiled, json.dumps(value, ensure_ascii=False))
         assert (as_written or OrderSearch(compiled, Tokens(BYTES)).is_accepted(value)) == test["valid"], test
 
 
@@ -220,16 +207,16 @@ def test_each_reason_to_refuse_a_schema_has_a_schema() -> None:
 
 def test_unknown_words_are_annotations_or_refused() -> None:
     schema = {"properties": {"a": {"readonly": True, "title": "t", "x-order": 1, "format": "color"}}}
-    matcher_of(schema)
+    compiled_of(schema)
     with pytest.raises(ValueError, match='#/properties/a: format: got "color", expected one of date, date-time'):
-        matcher_of(schema, unknown_formats="refuse")
+        compiled_of(schema, unknown_formats="refuse")
     newer = {"$schema": "http://json-schema.org/draft-04/schema", "properties": {"a": {"required": True}}}
-    matcher_of(newer)
+    compiled_of(newer)
     with pytest.raises(ValueError, match="#/properties/a: required: got true for no known keyword; remove it"):
-        matcher_of(newer, unknown_keywords="refuse")
+        compiled_of(newer, unknown_keywords="refuse")
     schema["properties"]["a"]["markdownDescription"] = "m"
     with pytest.raises(ValueError, match='#/properties/a: markdownDescription: got "m" for no known keyword; remove it'):
-        matcher_of(schema, unknown_keywords="refuse")
+        compiled_of(schema, unknown_keywords="refuse")
 
 
 @pytest.mark.parametrize(
@@ -254,31 +241,31 @@ def test_keywords_without_effect_beside_a_reference_are_refused_with_unknown_one
         "definitions": {"word": {"type": "string"}},
         "properties": {"a": {"$ref": "#/definitions/word", keyword: value}},
     }
-    assert accepts(matcher_of(schema), '{"a": "bcd"}')
+    assert takes(compiled_of(schema), '{"a": "bcd"}')
     if not reason:
-        assert accepts(matcher_of(schema, unknown_keywords="refuse"), '{"a": "bcd"}')
+        assert takes(compiled_of(schema, unknown_keywords="refuse"), '{"a": "bcd"}')
         return
     with pytest.raises(ValueError, match=re.escape(f"#/properties/a: {keyword}: got {json.dumps(value)} {reason}; remove it")):
-        matcher_of(schema, unknown_keywords="refuse")
+        compiled_of(schema, unknown_keywords="refuse")
 
 
 def test_closed_objects_have_declared_properties_only_and_patterns_match_whole_texts() -> None:
     schema = {"anyOf": [{"properties": {"a": {"pattern": "b+"}}, "required": ["c"]}, {"type": "object"}], "properties": {"d": {"const": 1}}}
     closed = schema_grammar(schema, Options())
-    matcher = COMPILER.compile(Constraint.ebnf(closed)).matcher()
+    compiled = COMPILER.compile(Constraint.ebnf(closed))
     texts = ['{"a": "bb", "c": 0, "d": 1}', '{"d": 1}', '{"a": "xb", "c": 0}', '{"d": 1, "x": 1}', "{}"]
-    assert [accepts(matcher, text) for text in texts] == [True, True, False, False, True]
+    assert [takes(compiled, text) for text in texts] == [True, True, False, False, True]
 
 
 def test_closed_conjunctions_and_unique_values_are_those_of_the_written_parts() -> None:
     short, word = {"not": {"type": "string", "maxLength": 3}}, {"not": {"type": "string", "pattern": "x"}}
-    matcher = matcher_of({"type": "object", "allOf": [{"properties": {"a": short}}, {"properties": {"a": word}}]})
-    assert accepts(matcher, '{"a": 1}') and accepts(matcher, '{"a": "long"}') and not accepts(matcher, '{"a": "ab"}')
-    matcher = matcher_of({"type": "array", "uniqueItems": True, "items": {"enum": ["ab", "b"], "pattern": "b"}})
-    assert accepts(matcher, '["b"]') and not accepts(matcher, '["ab"]')
+    compiled = compiled_of({"type": "object", "allOf": [{"properties": {"a": short}}, {"properties": {"a": word}}]})
+    assert takes(compiled, '{"a": 1}') and takes(compiled, '{"a": "long"}') and not takes(compiled, '{"a": "ab"}')
+    compiled = compiled_of({"type": "array", "uniqueItems": True, "items": {"enum": ["ab", "b"], "pattern": "b"}})
+    assert takes(compiled, '["b"]') and not takes(compiled, '["ab"]')
     parts = [{"not": {"type": "string", "pattern": "^a"}}, {"not": {"type": "string", "pattern": "^[^a]|^$"}}]
     with pytest.raises(ValueError, match="uniqueItems: got true, which is enforced for a list of values"):
-        matcher_of({"type": "array", "items": False, "uniqueItems": True, "prefixItems": parts})
+        compiled_of({"type": "array", "items": False, "uniqueItems": True, "prefixItems": parts})
 
 
 def test_closed_schema_of_one_type_is_written_for_that_type() -> None:
@@ -295,18 +282,18 @@ def test_closed_schema_of_one_type_is_written_for_that_type() -> None:
         ({"not": {"type": "integer"}}, "closed", [True, True, False]),
         ({"not": {"type": "object", "properties": {"a": {"type": "string"}}}}, "closed", [False, True, True]),
     ):
-        matcher = matcher_of(schema, objects=objects)
-        assert [accepts(matcher, text) for text in ("{}", "[1]", "3")] == taken, schema
-    assert accepts(matcher_of(listed), '{"next": 3}')
+        compiled = compiled_of(schema, objects=objects)
+        assert [takes(compiled, text) for text in ("{}", "[1]", "3")] == taken, schema
+    assert takes(compiled_of(listed), '{"next": 3}')
 
 
-@pytest.mark.parametrize("backend", [AUTOMATON, "xgrammar"])
+@pytest.mark.parametrize("backend", EACH_BACKEND)
 def test_blanks_between_tokens(backend: Any) -> None:
     schema = {"properties": {"a": {"type": "array"}, "b": {"const": {"x": [1]}}}, "required": ["b"], "type": "object"}
     constraint = Constraint.json_schema(schema, any_whitespace=True, backend=backend, objects="standard")
-    matcher = GrammarCompiler(BYTES, max_threads=1, isolation="none").compile(constraint).matcher()
+    compiled = GrammarCompiler(BYTES, max_threads=1, isolation="none").compile(constraint)
     texts = ['{"b":{"x":[1]}}', ' {"b":{"x":[1]}}', '{ "a" : [ 1 , "c" ] ,\n"b":{"x": [ 1\t] } }', '{"a":[],"b":{"x":[1]}' + " " * 33 + "}"]
-    assert [accepts(matcher, text) for text in texts] == [True, False, True, False]
+    assert [takes(compiled, text) for text in texts] == [True, False, True, False]
 
 
 def test_reason_of_a_worker_keeps_its_place() -> None:
@@ -317,8 +304,8 @@ def test_reason_of_a_worker_keeps_its_place() -> None:
 def test_long_texts_of_a_pattern_are_left_out_where_they_take_too_many_states(monkeypatch: pytest.MonkeyPatch) -> None:
     schema = {"type": "string", "pattern": "^(ab|c{2,4}d)*$", "maxLength": 321}
     monkeypatch.setattr(automata, "MAX_LENGTH_STATES", 300)
-    matcher = matcher_of(schema, objects="standard")
-    assert accepts(matcher, '"' + "ab" * 15 + 'ccd"') and not accepts(matcher, '"' + "ab" * 81 + '"') and not accepts(matcher, '"aba"')
+    compiled = compiled_of(schema, objects="standard")
+    assert takes(compiled, '"' + "ab" * 15 + 'ccd"') and not takes(compiled, '"' + "ab" * 81 + '"') and not takes(compiled, '"aba"')
 
 
 def test_pattern_with_too_many_states_is_refused_with_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,14 +325,14 @@ def test_properties_in_any_order(backend: Any) -> None:
     }
     schema["additionalProperties"] = {"const": 4}
     constraint = Constraint.json_schema(schema, backend=backend, property_order="any")
-    matcher = GrammarCompiler(BYTES, max_threads=1).compile(constraint).matcher()
+    compiled = GrammarCompiler(BYTES, max_threads=1).compile(constraint)
     values = {"a": 1, "b": 2, "c": 3, "x": 4, "y": 4}
     for size in range(5):
         for names in itertools.permutations(values, size):
             ordered = sorted(names, key=lambda name: name in "xy") == list(names)
             text = json.dumps({name: values[name] for name in names})
-            assert accepts(matcher, text) == ("b" in names and size <= 3 and ordered), text
-    assert not accepts(matcher, '{"b": 2, "b": 2}')
+            assert takes(compiled, text) == ("b" in names and size <= 3 and ordered), text
+    assert not takes(compiled, '{"b": 2, "b": 2}')
 
 
 @pytest.mark.parametrize(
@@ -357,8 +344,8 @@ def test_properties_in_any_order(backend: Any) -> None:
     ],
 )
 def test_undeclared_required_names_follow_declared_ones_in_order(schema: Any) -> None:
-    assert accepts(matcher_of(schema), '{"a": 1, "y": 2, "x": 3}')
-    assert not accepts(matcher_of(schema), '{"y": 2, "x": 3, "a": 1}')
+    assert takes(compiled_of(schema), '{"a": 1, "y": 2, "x": 3}')
+    assert not takes(compiled_of(schema), '{"y": 2, "x": 3, "a": 1}')
 
 
 @pytest.mark.parametrize(
@@ -382,7 +369,7 @@ def test_narrowed_parts_are_listed(schema: Any, keyword: str) -> None:
 def test_many_properties_in_any_order_are_refused() -> None:
     schema: dict[str, object] = {"items": {"properties": {f"p{index}": {} for index in range(9)}}}
     with pytest.raises(ValueError, match=r"#/items: properties: got .* has 9 names, expected at most 8 with property_order='any'"):
-        matcher_of(schema, property_order="any")
+        compiled_of(schema, property_order="any")
 
 
 def test_approximate_grammar_leaves_out_what_is_not_enforced() -> None:
@@ -396,10 +383,10 @@ def test_approximate_grammar_leaves_out_what_is_not_enforced() -> None:
         "minItems": 1,
     }
     with pytest.raises(ValueError, match=r"uniqueItems|pattern"):
-        matcher_of(schema)
-    matcher = matcher_of(schema, approximate=True)
+        compiled_of(schema)
+    compiled = compiled_of(schema, approximate=True)
     texts = ['[{"pattern": "ab"}, {"pattern": "ab"}]', "[]", '[{"pattern": "a"}]']
-    assert [accepts(matcher, text) for text in texts] == [True, False, False]
+    assert [takes(compiled, text) for text in texts] == [True, False, False]
     found = coverage(Constraint.json_schema(schema, approximate=True))
     assert found.backend == BACKEND and not found.enforced
     left_out = {(part.where, part.keyword) for part in found.unenforced}
@@ -410,7 +397,7 @@ def test_approximate_grammar_leaves_out_what_is_not_enforced() -> None:
     assert {part.keyword for part in found.unenforced} == {"pattern"} and [part.keyword for part in found.narrowed] == ["format"]
     for wrong in ({"type": "text", "uniqueItems": True}, {"allOf": [{"type": "string"}, {"type": "null"}]}):
         with pytest.raises(ValueError, match=r"type: got|schema: got .*: no value"):
-            matcher_of(wrong, approximate=True)
+            compiled_of(wrong, approximate=True)
 
 
 CHOICES = {
@@ -451,4 +438,4 @@ def test_alternatives_of_a_pattern_do_not_multiply_states(backend: BackendChoice
     text = schema_grammar({"type": "string", "pattern": "|".join(words)}, Options(objects="standard"))
     assert len(text) < 5_000
     grammar = GrammarCompiler(BYTES, max_threads=1, isolation="none", backend=backend).compile(Constraint.ebnf(text))
-    assert accepts(grammar.matcher(), '"-e04-"') and accepts(grammar.matcher(), '"t19a00"') and not accepts(grammar.matcher(), '"a01"')
+    assert takes(grammar, '"-e04-"') and takes(grammar, '"t19a00"') and not takes(grammar, '"a01"')
