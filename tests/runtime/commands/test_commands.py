@@ -365,10 +365,10 @@ def test_an_answer_that_is_complete_at_the_limit_does_not_fail(capsys: pytest.Ca
         ("bench toy --draft ngram", "--draft: got ngram with the toy pair, expected auto or none"),
         ("serve toy --port 0 --implementation transformers", "--implementation: got transformers with the toy pair, expected auto"),
         ("serve toy --port 0 --draft mtp", "--draft: got mtp with the toy pair, expected auto or none"),
-        ("replay run.jsonl --model toy", "run.jsonl: draft: got ToyDraft of"),
-        ("replay run.jsonl --model model --draft none", "draft: got none, expected the recorded NgramLookup"),
-        ("replay toy.jsonl --model model", "draft: got NgramLookup of 0 tensors"),
-        ("replay toy.jsonl --model toy --draft none", "draft: got none, expected the recorded ToyDraft of"),
+        ("replay run.jsonl --model toy", "run.jsonl: draft: got {'class': 'ToyDraft', "),
+        ("replay run.jsonl --model model --draft none", "draft: got None, expected the recorded {'class': 'NgramLookup', "),
+        ("replay toy.jsonl --model model", "draft: got {'class': 'NgramLookup', 'tensors': 0, "),
+        ("replay toy.jsonl --model toy --draft none", "draft: got None, expected the recorded {'class': 'ToyDraft', "),
     ],
 )
 def test_bad_input_exits_with_2_and_one_line(arguments: str, message: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
