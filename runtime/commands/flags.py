@@ -89,8 +89,6 @@ def add_generate_flags(parser: argparse.ArgumentParser) -> None:
     constraint_flags.add_argument("--grammar", metavar="FILE", help="a grammar in GBNF (.ebnf, .gbnf) or Lark (.lark) notation")
     constraint_flags.add_argument("--choice", metavar="TEXT", action="append", help="one of several texts; repeat the flag for each")
     constraint_flags.add_argument("--json-object", action="store_true", help="any JSON object")
-    kinds = sorted(set(GRAMMAR_KINDS.values()))
-    group.add_argument("--grammar-kind", choices=kinds, help="the notation, for files with another suffix")
     group.add_argument("--after", metavar="MARKER", help="apply the constraint only after this text or control token, such as </think>")
     group = parser.add_argument_group("sampling")
     for name, (kind, help_text) in SAMPLING_FLAGS.items():
@@ -104,14 +102,10 @@ def add_generate_flags(parser: argparse.ArgumentParser) -> None:
 def check_generate(options: argparse.Namespace) -> None:
     if options.schema is not None:
         options.schema = read_schema("--schema", options.schema)
-    if options.grammar is None and options.grammar_kind is not None:
-        raise ValueError(f"--grammar-kind: got {options.grammar_kind} without --grammar, expected both")
     if options.grammar is not None:
-        options.grammar_kind = options.grammar_kind or GRAMMAR_KINDS.get(options.grammar[options.grammar.rfind(".") :])
-        if options.grammar_kind is None:
-            accepted = f"a file with the suffix {', '.join(GRAMMAR_KINDS)}, or --grammar-kind"
-            raise ValueError(f"--grammar: got {clip_repr(options.grammar)}, expected {accepted}")
-        options.grammar = read_file("--grammar", options.grammar, "the path of a grammar")
+        if (kind := GRAMMAR_KINDS.get(Path(options.grammar).suffix)) is None:
+            raise ValueError(f"--grammar: got {clip_repr(options.grammar)}, expected a file with the suffix {', '.join(GRAMMAR_KINDS)}")
+        options.grammar = kind, read_file("--grammar", options.grammar, "the path of a grammar")
     constrained = options.json_object or any(getattr(options, name) is not None for name in ("schema", "regex", "grammar", "choice"))
     if options.after is not None and not constrained:
         accepted = "--schema, --regex, --grammar, --choice or --json-object with it"
@@ -126,7 +120,7 @@ def check_generate(options: argparse.Namespace) -> None:
 
 def add_bench_flags(parser: argparse.ArgumentParser) -> None:
     add_model(parser, OR_TOY)
-    prompts = "JSON lines with text, messages or token_ids, and optionally a schema (default: two built-in prompts)"
+    prompts = "JSON lines with text or messages, and optionally a schema (default: two built-in prompts)"
     parser.add_argument("--prompts", metavar="FILE", help=prompts)
     add_number(parser, "--repeats", 3, "answers of each variant to each prompt", 1)
     add_number(parser, "--max-new-tokens", 128, "maximum length of an answer", 2)
