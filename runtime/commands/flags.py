@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stepgraph.runtime.commands.inputs import open_listener, parse_token_ids, read_file, read_schema, require_folder, require_writable
+from stepgraph.runtime.commands.inputs import open_listener, parse_token_ids, read_file, read_schema, require_writable
 from stepgraph.runtime.demo.pair import DRAFTS
 from stepgraph.sampling.fields import clip_repr
 
@@ -28,6 +28,7 @@ SAMPLING_FLAGS = {
 DTYPES = ("bfloat16", "float16", "float32")
 GRAMMAR_KINDS = {".ebnf": "ebnf", ".gbnf": "ebnf", ".lark": "lark"}  # by file suffix
 TOY = "toy"
+TRACE_FILE = "timeline.json"
 OR_TOY = f", or {TOY} for the seeded toy pair"
 LEAST_SECONDS, SECONDS_PER_DAY = 0.001, 86_400  # of time limits
 STEP_EXAMPLE = """
@@ -61,13 +62,13 @@ def add_demo_flags(parser: argparse.ArgumentParser) -> None:
     add_threads(parser)
     add("--out", type=Path, default=Path("stepgraph-demo"), metavar="FOLDER", help="the folder for the timeline (default: %(default)s)")
     add("--no-timeline", action="store_true", help="do not write a timeline")
-    add("--html", metavar="FILE", help="also write answers, table and timeline as one HTML page, without scripts or network")
+    add("--html", type=Path, metavar="FILE", help="also write answers, table and timeline as one HTML page, without scripts or network")
     add("--toy", action="store_true", help="use the toy pair: nothing to install, texts without meaning")
 
 
 def check_demo(options: argparse.Namespace) -> None:
     if not options.no_timeline:
-        require_folder(options.out)  # checked now, since decoding takes minutes
+        require_writable("--out", options.out / TRACE_FILE)
     if options.html is not None:
         require_writable("--html", options.html)
 
