@@ -111,28 +111,23 @@ def _read_prompts(options: argparse.Namespace, codec: TextCodec) -> list[Prompt]
 def _read_prompt(line: str, codec: TextCodec) -> Prompt:
     entry = json.loads(line, object_pairs_hook=reject_repeated_keys)
     names = entry.keys() - {"schema"} if isinstance(entry, dict) else ()
-    if len(names) != 1 or not names <= {"text", "messages", "token_ids"}:
-        accepted = "an object with one of text, messages, token_ids, and optionally a schema"
-        raise ValueError(f"got {clip_repr(line)}, expected {accepted}")
+    if len(names) != 1 or not names <= {"text", "messages"}:
+        raise ValueError(f"got {clip_repr(line)}, expected an object with text or messages, and optionally a schema")
     constraint = Constraint.json_schema(entry["schema"]) if "schema" in entry else Constraint.json_object()
-    ids, width = _encode(entry, codec), codec.vocabulary.logits_width
-    if not isinstance(ids, list) or not ids or not all(type(each) is int and 0 <= each < width for each in ids):
-        raise ValueError(f"got {clip_repr(line)}, expected at least one token, with ids from 0 to {width - 1}")
+    if not (ids := _encode(entry, codec)):
+        raise ValueError(f"got {clip_repr(line)}, which has no tokens, expected at least one")
     return Prompt(ids, constraint)
 
 
 def _encode(entry: dict[str, Any], codec: TextCodec) -> list[int]:
     if "text" in entry:
         return codec.encode(entry["text"])
-    if "messages" in entry and codec.has_chat:
+    if codec.has_chat:
         return codec.chat(entry["messages"])
-    if "messages" in entry:  # a model without a chat template continues the contents
-        try:
-            return codec.encode("\n\n".join(message["content"] for message in entry["messages"]) + "\n\n")
-        except (KeyError, TypeError):
-            raise ValueError(f"messages: got {clip_repr(entry['messages'])}, expected a list of objects with a content") from None
-    ids: list[int] = entry["token_ids"]
-    return ids
+    try:  # a model without a chat template continues the contents
+        return codec.encode("\n\n".join(message["content"] for message in entry["messages"]) + "\n\n")
+    except (KeyError, TypeError):
+        raise ValueError(f"messages: got {clip_repr(entry['messages'])}, expected a list of objects with a content") from None
 
 
 def _measure(cases: list[Case], prompts: list[Prompt], options: argparse.Namespace) -> tuple[dict[bool, int], list[str]]:

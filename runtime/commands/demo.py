@@ -7,7 +7,6 @@ import contextlib
 import html
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,13 +14,13 @@ from tqdm import tqdm
 
 from stepgraph.graphs.spans import Span
 from stepgraph.runtime.commands import engines, terminal
+from stepgraph.runtime.commands.flags import TRACE_FILE
 from stepgraph.runtime.commands.terminal import ORIGINS
 from stepgraph.runtime.demo.variants import SCENARIOS, Case, Pair, Scenario, open_pair, tokens_per_second, toy_pair, variants
 from stepgraph.runtime.request import Job, StepEvent
 from stepgraph.runtime.trace import StageTime, Timeline
 from stepgraph.sampling.grammar.compile.compiler import CompiledConstraint
 
-TRACE_FILE = "timeline.json"
 TRACED_ROUNDS = 6
 MIN_LENGTH = 512
 WIDTH = 2400  # of the timeline in pixels; it can be scrolled
@@ -90,7 +89,7 @@ class Demonstration:
             document["timeline"] = self.timeline()
         if self.options.html:
             shown = [(each, self.pieces[each.name]) for each in SCENARIOS]
-            Path(self.options.html).write_text(page(self.pair.name, shown, head, rows, self.traced_timeline), encoding="utf-8")
+            self.options.html.write_text(page(self.pair.name, shown, head, rows, self.traced_timeline), encoding="utf-8")
             self._print(f"{self.options.html}: answers, table and timeline as a page")
         return document
 

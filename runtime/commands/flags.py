@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stepgraph.runtime.commands.inputs import open_listener, parse_token_ids, read_file, read_schema, require_folder, require_writable
+from stepgraph.runtime.commands.inputs import open_listener, parse_token_ids, read_file, read_schema, require_writable
 from stepgraph.runtime.demo.pair import DRAFTS
 from stepgraph.sampling.fields import clip_repr
 
@@ -28,6 +28,7 @@ SAMPLING_FLAGS = {
 DTYPES = ("bfloat16", "float16", "float32")
 GRAMMAR_KINDS = {".ebnf": "ebnf", ".gbnf": "ebnf", ".lark": "lark"}  # by file suffix
 TOY = "toy"
+TRACE_FILE = "timeline.json"
 OR_TOY = f", or {TOY} for the seeded toy pair"
 LEAST_SECONDS, SECONDS_PER_DAY = 0.001, 86_400  # of time limits
 STEP_EXAMPLE = """
@@ -61,13 +62,13 @@ def add_demo_flags(parser: argparse.ArgumentParser) -> None:
     add_threads(parser)
     add("--out", type=Path, default=Path("stepgraph-demo"), metavar="FOLDER", help="the folder for the timeline (default: %(default)s)")
     add("--no-timeline", action="store_true", help="do not write a timeline")
-    add("--html", metavar="FILE", help="also write answers, table and timeline as one HTML page, without scripts or network")
+    add("--html", type=Path, metavar="FILE", help="also write answers, table and timeline as one HTML page, without scripts or network")
     add("--toy", action="store_true", help="use the toy pair: nothing to install, texts without meaning")
 
 
 def check_demo(options: argparse.Namespace) -> None:
     if not options.no_timeline:
-        require_folder(options.out)  # checked now, since decoding takes minutes
+        require_writable("--out", options.out / TRACE_FILE)
     if options.html is not None:
         require_writable("--html", options.html)
 
@@ -89,8 +90,6 @@ def add_generate_flags(parser: argparse.ArgumentParser) -> None:
     constraint_flags.add_argument("--grammar", metavar="FILE", help="a grammar in GBNF (.ebnf, .gbnf) or Lark (.lark) notation")
     constraint_flags.add_argument("--choice", metavar="TEXT", action="append", help="one of several texts; repeat the flag for each")
     constraint_flags.add_argument("--json-object", action="store_true", help="any JSON object")
-    kinds = sorted(set(GRAMMAR_KINDS.values()))
-    group.add_argument("--grammar-kind", choices=kinds, help="the notation, for files with another suffix")
     group.add_argument("--after", metavar="MARKER", help="apply the constraint only after this text or control token, such as </think>")
     group = parser.add_argument_group("sampling")
     for name, (kind, help_text) in SAMPLING_FLAGS.items():
@@ -104,14 +103,10 @@ def add_generate_flags(parser: argparse.ArgumentParser) -> None:
 def check_generate(options: argparse.Namespace) -> None:
     if options.schema is not None:
         options.schema = read_schema("--schema", options.schema)
-    if options.grammar is None and options.grammar_kind is not None:
-        raise ValueError(f"--grammar-kind: got {options.grammar_kind} without --grammar, expected both")
     if options.grammar is not None:
-        options.grammar_kind = options.grammar_kind or GRAMMAR_KINDS.get(options.grammar[options.grammar.rfind(".") :])
-        if options.grammar_kind is None:
-            accepted = f"a file with the suffix {', '.join(GRAMMAR_KINDS)}, or --grammar-kind"
-            raise ValueError(f"--grammar: got {clip_repr(options.grammar)}, expected {accepted}")
-        options.grammar = read_file("--grammar", options.grammar, "the path of a grammar")
+        if (kind := GRAMMAR_KINDS.get(Path(options.grammar).suffix)) is None:
+            raise ValueError(f"--grammar: got {clip_repr(options.grammar)}, expected a file with the suffix {', '.join(GRAMMAR_KINDS)}")
+        options.grammar = kind, read_file("--grammar", options.grammar, "the path of a grammar")
     constrained = options.json_object or any(getattr(options, name) is not None for name in ("schema", "regex", "grammar", "choice"))
     if options.after is not None and not constrained:
         accepted = "--schema, --regex, --grammar, --choice or --json-object with it"
@@ -126,7 +121,7 @@ def check_generate(options: argparse.Namespace) -> None:
 
 def add_bench_flags(parser: argparse.ArgumentParser) -> None:
     add_model(parser, OR_TOY)
-    prompts = "JSON lines with text, messages or token_ids, and optionally a schema (default: two built-in prompts)"
+    prompts = "JSON lines with text or messages, and optionally a schema (default: two built-in prompts)"
     parser.add_argument("--prompts", metavar="FILE", help=prompts)
     add_number(parser, "--repeats", 3, "answers of each variant to each prompt", 1)
     add_number(parser, "--max-new-tokens", 128, "maximum length of an answer", 2)

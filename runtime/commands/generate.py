@@ -102,7 +102,8 @@ def constraint_of(options: argparse.Namespace, codec: TextCodec | None) -> Const
     elif options.regex is not None:
         constraint = Constraint.regex(options.regex)
     elif options.grammar is not None:
-        constraint = Constraint.ebnf(options.grammar) if options.grammar_kind == "ebnf" else Constraint.lark(options.grammar)
+        kind, grammar = options.grammar
+        constraint = Constraint.ebnf(grammar) if kind == "ebnf" else Constraint.lark(grammar)
     elif options.choice is not None:
         constraint = Constraint.choice(options.choice)
     elif options.json_object:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -47,21 +46,14 @@ def parse_token_ids(flag: str, value: str | None) -> list[int] | None:
         raise ValueError(f"{flag}: got {clip_repr(value)}, expected token ids such as 1,2,3") from None
 
 
-def require_folder(folder: Path) -> None:
+def require_writable(flag: str, path: Path) -> None:
+    """Creates the file and its folder, since decoding takes minutes before it is written."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        accepted = "a writable folder, or --no-timeline"
-        raise ValueError(f"--out: got {clip_repr(str(folder))} ({error.strerror}), expected {accepted}") from None
-
-
-def require_writable(flag: str, path: str) -> None:
-    try:
-        Path(path).open("a").close()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
-        raise ValueError(f"{flag}: got {clip_repr(path)} ({why}), expected the path of a file that can be written") from None
+        raise ValueError(f"{flag}: got {clip_repr(str(path))} ({why}), expected the path of a file that can be written") from None
 
 
 def open_listener(host: str, port: int) -> socket.socket:

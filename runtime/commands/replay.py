@@ -15,19 +15,9 @@ def run(options: argparse.Namespace) -> int:
     engines.set_threads(options)
     replayed = _replay(recorded, options)
     if options.json:
-        document = {
-            "equal": replayed.equal,
-            "requests": replayed.requests,
-            "left_out": replayed.skipped,
-            "tokens": replayed.tokens,
-            "recorded_tokens": replayed.recorded_tokens,
-            "rounds": replayed.rounds,
-            "recorded_steps": recorded.steps,
-            "ending": recorded.ending,
-            "differences": [difference._asdict() for difference in replayed.differences],
-            "other_versions": version_differences(recorded),
-        }
-        terminal.print_json(document)
+        document = vars(replayed) | {"differences": [difference._asdict() for difference in replayed.differences]}
+        document |= {"equal": replayed.equal, "recorded_steps": recorded.steps, "ending": recorded.ending}
+        terminal.print_json(document | {"other_versions": version_differences(recorded)})
     else:
         _print(recorded, replayed)
         terminal.report_failures("replay", version_differences(recorded) if replayed.differences else ())

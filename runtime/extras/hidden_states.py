@@ -20,8 +20,8 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -163,8 +163,16 @@ class StatesWriter:
             tensors |= {f"{index}.token_ids": text.token_ids, f"{index}.prompt_length": torch.tensor(text.prompt_length)}
             tensors |= {f"{index}.{part}": getattr(text, part).contiguous() for part, _ in self._layout.parts}
         # Ordered by time, and unique: several engines may write to one folder.
-        with atomic_file(self._folder / f"states-{time.time_ns():019}-{secrets.token_hex(4)}.safetensors") as part:
+        path = self._folder / f"states-{time.time_ns():019}-{secrets.token_hex(4)}.safetensors"
+        part = path.with_suffix(".part")
+        try:
             save_file(tensors, part, {FORMAT: json.dumps(asdict(self._layout))})
+            with part.open("rb") as written:
+                os.fsync(written.fileno())
+            os.replace(part, path)
+        finally:
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
 
 
 def open_shard(path: Path) -> tuple[Any, StatesLayout]:
@@ -177,20 +185,6 @@ def open_shard(path: Path) -> tuple[Any, StatesLayout]:
         return file, StatesLayout(**fields | {"feature_layers": tuple(fields["feature_layers"])})
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path}: {clip_error(error)}, expected a file written by EngineConfig.save_hidden_states") from None
-
-
-@contextmanager
-def atomic_file(path: Path) -> Iterator[Path]:
-    """Yields a temporary path that is renamed to `path` at the end of the block, or removed if the block raises."""
-    part = path.with_name(path.name + ".part")
-    try:
-        yield part
-        with part.open("rb") as written:
-            os.fsync(written.fileno())
-        os.replace(part, path)
-    finally:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
 
 
 class PromptCopy(NamedTuple):

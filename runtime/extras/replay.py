@@ -22,7 +22,7 @@ from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.engine import Engine
 from stepgraph.runtime.extras.record import FORMAT, SUBMIT_FIELDS, model_fingerprints, versions, vocabulary_fingerprint
 from stepgraph.runtime.request import FinishReason, Job
-from stepgraph.sampling.fields import clip_error, clip_name, clip_repr, is_int
+from stepgraph.sampling.fields import clip_error, clip_repr, is_int
 from stepgraph.sampling.grammar.compile.limits import GrammarLimits
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
@@ -271,14 +271,7 @@ def _check_fingerprints(run: RecordedRun, models: Mapping[str, Mapping[str, Any]
     recorded = run.header["models"]
     for role in sorted({*recorded, *models}):
         if recorded.get(role) != models.get(role):
-            got, expected = _model_text(models.get(role)), _model_text(recorded.get(role))
+            got, expected = clip_repr(models.get(role)), clip_repr(recorded.get(role))
             raise ValueError(f"{run.path}: {role}: got {got}, expected the recorded {expected}")
     if run.header.get("vocabulary") != vocabulary:
         raise ValueError(f"{run.path}: vocabulary: got {vocabulary}, expected the recorded {clip_repr(run.header.get('vocabulary'))}")
-
-
-def _model_text(fingerprint: Mapping[str, Any] | None) -> str:
-    if not isinstance(fingerprint, Mapping):
-        return "none" if fingerprint is None else clip_repr(fingerprint)
-    name, tensors, digest = (clip_name(fingerprint.get(key)) for key in ("class", "tensors", "fingerprint"))
-    return f"{name} of {tensors} tensors, fingerprint {digest}"

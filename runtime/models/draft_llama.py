@@ -76,14 +76,13 @@ def map_tokens(draft: Vocabulary, target: Vocabulary) -> TokenMap | None:
     for token, content in enumerate(target.tokens):
         key = (content, token in target.non_text_ids)
         same_id = token < len(draft.tokens) and (draft.tokens[token], token in draft.non_text_ids) == key
-        found = token if same_id else draft_id_of.get(key)
-        if content and found is None:
+        found = token if same_id else draft_id_of.get(key) if content else 0
+        if found is None:
             missing.append(token)
-        elif content and found is not None:
-            draft_ids[token] = found
+            continue
+        draft_ids[token] = found
+        if content:
             target_id_of.setdefault(found, token)
-        elif same_id:
-            draft_ids[token] = token
     if missing:
         first = f"{missing[0]} {target.tokens[missing[0]]!r:.60}"
         raise ValueError(f"vocabulary: lacks {len(missing)} of the target's {len(target.tokens)} tokens, such as {first}")

@@ -25,20 +25,13 @@ class ExpertMlp(nn.Module):
         super().__init__()
         self.experts, self.activation = experts, config.activation
         routed = torch.empty(0, dtype=torch.float32, device=like.device) if experts.routing else like
-        shapes = {
-            "router": (routed, experts.num_experts, config.hidden_size),
-            "gate_up": (like, experts.num_experts * 2 * experts.expert_size, config.hidden_size),
-            "down": (like, experts.num_experts * config.hidden_size, experts.expert_size),
-        }
-        for name, (kind, outer, inner) in shapes.items():
-            self.register_parameter(name, empty_weight(kind, outer, inner))
-            self.register_parameter(f"{name}_bias", empty_weight(kind, outer) if experts.biased else None)
-        self.router: nn.Parameter
-        self.gate_up: nn.Parameter
-        self.down: nn.Parameter
-        self.router_bias: nn.Parameter | None
-        self.gate_up_bias: nn.Parameter | None
-        self.down_bias: nn.Parameter | None
+        count, hidden, size = experts.num_experts, config.hidden_size, experts.expert_size
+        self.router = empty_weight(routed, count, hidden)
+        self.gate_up = empty_weight(like, count * 2 * size, hidden)
+        self.down = empty_weight(like, count * hidden, size)
+        self.router_bias = empty_weight(routed, count) if experts.biased else None
+        self.gate_up_bias = empty_weight(like, count * 2 * size) if experts.biased else None
+        self.down_bias = empty_weight(like, count * hidden) if experts.biased else None
         self.correction = empty_weight(routed, experts.num_experts) if experts.routing else None
         if experts.shared_size:
             self.shared_gate_up = empty_weight(like, 2 * experts.shared_size, config.hidden_size)

@@ -22,7 +22,7 @@ from stepgraph.graphs.model import cache_specs
 from stepgraph.graphs.model_call import ModelInput, ModelOutput
 from stepgraph.runtime.models.layer_parts import ExpertMlp, LatentProjection
 from stepgraph.runtime.models.llama_config import LlamaConfig
-from stepgraph.sampling.fields import is_int
+from stepgraph.sampling.fields import check_value, whole
 
 Rotation = tuple[Tensor, Tensor]  # cosines and sines of `rope_angles`
 
@@ -74,14 +74,13 @@ class Llama(LlamaBase):
     ) -> None:
         super().__init__(config, device)
         for layer in feature_layers:
-            if not is_int(layer) or not 0 <= layer <= config.num_layers:
-                raise ValueError(f"Llama.feature_layers: got {layer!r}, expected whole numbers from 0 to {config.num_layers}")
+            check_value("Llama.feature_layers", layer, whole(0, config.num_layers))
         self.config, self.name, self.feature_layers = config, name, tuple(feature_layers)
         self.vocab_size = config.vocab_size
         self.hidden_size, self.embedding_size, self.origin = config.hidden_size, config.hidden_size, ""
         self.feature_size = config.hidden_size * max(1, len(self.feature_layers))
         self.feature_dtype, self.lora_weights = config.dtype, config.lora_weights(name)
-        self._embedding_factor = config.embedding_factor
+        self._embedding_factor = float(torch.tensor(config.embedding_scale, dtype=config.dtype, device="cpu"))  # as in transformers
         like = torch.empty(0, dtype=config.dtype, device=device)
         self.embedding = empty_weight(like, config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(LlamaLayer(config, index, like) for index in range(config.num_layers))

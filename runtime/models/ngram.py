@@ -11,7 +11,7 @@ from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.model import NoCache
 from stepgraph.graphs.proposer import History
 from stepgraph.graphs.proposing import ANCHOR_TOKENS, look_up
-from stepgraph.sampling.fields import is_int
+from stepgraph.sampling.fields import check_value, whole
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,7 @@ class NgramLookup(NoCache):
 
     def __post_init__(self) -> None:
         for name, most in (("max_ngram", ANCHOR_TOKENS), ("min_ngram", self.max_ngram)):
-            value = getattr(self, name)
-            if not is_int(value) or not 1 <= value <= most:
-                raise ValueError(f"NgramLookup.{name}: got {value!r}, expected a whole number from 1 to {most}")
+            check_value(f"NgramLookup.{name}", getattr(self, name), whole(1, most))
 
     @property
     def notes(self) -> tuple[str, ...]:

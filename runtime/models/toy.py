@@ -15,6 +15,7 @@ from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model_call import ModelInput, ModelOutput
+from stepgraph.sampling.fields import check_value, number
 from stepgraph.sampling.kernels.operation import empty_of, operation
 
 _LIMBS, _LIMB_BITS, _HASH_BITS = 3, 14, 42  # a hash as three floats, which are exact in float32
@@ -60,8 +61,7 @@ class ToyDraft(nn.Module):
 
     def __init__(self, target: ToyTarget, agreement: float = 1.0, d2t: Sequence[int] | None = None, seed: int = 1) -> None:
         super().__init__()
-        if not 0.0 <= agreement <= 1.0:
-            raise ValueError(f"ToyDraft.agreement: got {agreement}, expected a number from 0 to 1")
+        check_value("ToyDraft.agreement", agreement, number(0, 1))
         self.target, self.agreement, self.seed = target, agreement, seed
         self.vocab_size = target.vocab_size if d2t is None else len(d2t)
         self.register_buffer("d2t", None if d2t is None else torch.tensor(d2t, dtype=torch.int64))

@@ -25,6 +25,7 @@ from stepgraph.graphs.model import AttentionShape, cache_specs
 from stepgraph.graphs.model_call import ModelInput, ModelOutput
 from stepgraph.runtime.models.draft_llama import TokenMap, TokenMapped
 from stepgraph.runtime.models.transformers_layers import DecoderCall, FusedLinear, LayerAttention, replace_modules
+from stepgraph.sampling.fields import check_value, whole
 
 PAGED_ATTENTION, INSPECTED_ATTENTION = "stepgraph", "stepgraph_inspected"  # names in transformers' attention interface
 _IGNORED_OPTIONS = {"dropout", "position_ids", "use_cache", "sliding_window", "is_causal"}  # options of attention that have no effect here
@@ -147,8 +148,7 @@ class TransformersModel(nn.Module):
         super().__init__()
         self.config, self.name, self.feature_layers, self.origin = sizes, name, tuple(feature_layers), ""
         for layer in self.feature_layers:
-            if not 0 <= layer <= sizes.num_layers:
-                raise ValueError(f"feature_layers: got {layer!r}, expected whole numbers from 0 to {sizes.num_layers}")
+            check_value("feature_layers", layer, whole(0, sizes.num_layers))
         self.vocab_size, self.hidden_size, self.embedding_size = sizes.vocab_size, sizes.hidden_size, sizes.hidden_size
         self.feature_size, self.feature_dtype = sizes.hidden_size * max(1, len(self.feature_layers)), sizes.dtype
         self.family = type(model).__name__

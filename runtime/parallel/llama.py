@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import functools
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.layers.dense import Residual
 from stepgraph.graphs.layers.huge_pages import empty_weight
 from stepgraph.graphs.layers.lora import ProductHook
 from stepgraph.graphs.layers.parallel import RankGroups, sum_over_ranks
-from stepgraph.graphs.layers.quantised import Grouped, pack
+from stepgraph.graphs.layers.quantised import Grouped
 from stepgraph.graphs.layers.vocabulary_shard import VocabularyShard, rank_slice
 from stepgraph.graphs.model_call import ModelInput
 from stepgraph.runtime.models.draft_llama import DraftLlama, TokenMap
 from stepgraph.runtime.models.files.checkpoint import Checkpoint, quantised_parameters
 from stepgraph.runtime.models.files.draft import DraftCheckpoint, StoredDraft
 from stepgraph.runtime.models.files.quantised_folder import QuantisedSource
-from stepgraph.runtime.models.files.weights import SafetensorsSource, Source, StoredTensor, llama_slices
+from stepgraph.runtime.models.files.weights import SafetensorsSource, StoredTensor, llama_slices
 from stepgraph.runtime.models.llama import Llama, LlamaLayer, unchanged
 from stepgraph.runtime.models.llama_config import LlamaConfig
 from stepgraph.runtime.parallel.ranks import Ranks
@@ -161,23 +160,16 @@ class ShardedCheckpoint(Checkpoint):
         return ShardedLlama(self.config, self.ranks, len(self.vocabulary.tokens), feature_layers, device)
 
 
-def require_equal_weights(stored: Checkpoint, ranks: Ranks, next_source: Source, model: nn.Module) -> None:
-    """ValueError on every rank, unless each rank loaded the weights that the rank before it reads from its own files. next_source: the next
-    rank's part in these files."""
-    own, following = list[int](), list[int]()
-    for name, target in stored.slices.items():
-        if kind := stored.packed.get(target.parameter):
-            own.append(checksum(model.get_parameter(target.parameter)[target.tiles]))
-            following.append(checksum(torch.cat([pack(kind, rows) for rows in next_source.read_grouped(name)])))
-        else:
-            own.append(checksum(target.of(model)))
-            following.append(checksum(next_source.read(name).to(stored.config.dtype)))
-    found = ranks.gather(torch.tensor([own, following]))
-    for rank, (_, expected) in enumerate(found):
-        loaded = (rank + 1) % ranks.size
-        for name, one, other in zip(stored.slices, found[loaded][0].tolist(), expected.tolist(), strict=True):
-            if one != other:
-                raise ValueError(f"{stored.path}: {name}: rank {loaded} loaded other weights than rank {rank} reads from its file")
+def require_equal_weights(checkpoint: Checkpoint, ranks: Ranks) -> None:
+    """ValueError on every rank unless the first rows of all matrices, and all vectors, are equal."""
+    source = checkpoint.source
+    assert isinstance(source, PartSource)
+    names = sorted(source.tensors)
+    first_rows = (source.read(name, 0, slice(1) if len(source.tensors[name].shape) > 1 else None) for name in names)
+    found = ranks.gather(torch.tensor([checksum(rows) for rows in first_rows]))
+    for rank, own in enumerate(found):
+        if different := (own != found[0]).nonzero().flatten().tolist():
+            raise ValueError(f"{checkpoint.path}: {names[different[0]]}: rank {rank} has other weights than rank 0")
 
 
 def checksum(tensor: Tensor) -> int:
@@ -226,7 +218,8 @@ def shard(checkpoint: Checkpoint, ranks: Ranks) -> ShardedCheckpoint:
     """This rank's part of the model."""
     tensors = sorted(checkpoint.source.tensors.items())
     ranks.require_equal("the configs and tensor tables of the models", repr((checkpoint.config, checkpoint.packed, tensors)).encode())
-    return ShardedCheckpoint(**vars(_own_part(checkpoint, ranks)), ranks=ranks)
+    require_equal_weights(checkpoint, ranks)
+    return ShardedCheckpoint(**vars(_divide(checkpoint, ranks.rank, ranks.size)), ranks=ranks)
 
 
 def shard_draft(draft: StoredDraft | None, ranks: Ranks) -> StoredDraft | None:
@@ -237,18 +230,14 @@ def shard_draft(draft: StoredDraft | None, ranks: Ranks) -> StoredDraft | None:
     if sum(parameter.numel() for parameter in last.parameters()) < MIN_LAYER_WEIGHTS:
         return draft
     try:
-        own = _own_part(check_divisible(draft.model, ranks.size), ranks, tokens=False)
+        own = _divide(check_divisible(draft.model, ranks.size), ranks.rank, ranks.size, tokens=False)
     except ValueError:  # not divisible, or another format
         return draft
     tensors = sorted(draft.source.tensors.items())
     ranks.require_equal("the configs and tensor tables of the drafts", repr((own.config, own.packed, tensors)).encode())
+    require_equal_weights(draft.model, ranks)
 
     def make(target_model: object, device: str | torch.device) -> DraftLlama:
         return ShardedDraft(own.config, draft.token_map, ranks, device)
 
-    return replace(draft, source=own.source, slices=own.slices, packed=own.packed, check_filled=own.check_filled, make=make)
-
-
-def _own_part(checkpoint: Checkpoint, ranks: Ranks, tokens: bool = True) -> Checkpoint:
-    own, following = (_divide(checkpoint, rank % ranks.size, ranks.size, tokens) for rank in (ranks.rank, ranks.rank + 1))
-    return replace(own, check_filled=functools.partial(require_equal_weights, own, ranks, following.source))
+    return replace(draft, source=own.source, slices=own.slices, packed=own.packed, make=make)

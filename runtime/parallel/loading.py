@@ -17,7 +17,7 @@ from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.models.files.draft import StoredDraft
 from stepgraph.runtime.models.files.loading import Loaded, load_models, uses_cuda
 from stepgraph.runtime.models.llama import Llama
-from stepgraph.runtime.parallel.llama import ShardedCheckpoint, check_divisible, checksum, shard, shard_draft
+from stepgraph.runtime.parallel.llama import ShardedCheckpoint, check_divisible, shard, shard_draft
 from stepgraph.runtime.parallel.ranks import TIMEOUT_SECONDS, Ranks, under_torchrun
 from stepgraph.sampling.fields import clip_repr
 
@@ -96,7 +96,8 @@ def _with_fixed_settings(loaded: Loaded, ranks: Ranks) -> Loaded:
         fixed = replace(fixed, grammar_lane="host")
     if fixed.draft_length == "auto":  # chosen by measured times
         fixed = replace(fixed, draft_length=fixed.num_speculative_tokens)
-    ranks.require_equal("the engine configs", _config_text(fixed).encode())
+    processors = [(each.name, each.num_arguments) for each in fixed.logits_processors]  # the repr of a function has its address
+    ranks.require_equal("the engine configs", repr((replace(fixed, logits_processors=()), processors)).encode())
     return loaded._replace(config=fixed)
 
 
@@ -112,13 +113,3 @@ def _require_picklable(config: EngineConfig) -> None:
             raise ValueError(
                 f"EngineConfig.logits_processors[{index}].function: got {clip_repr(processor.function)} with tensor_parallel, {expected}"
             )
-
-
-def _config_text(config: EngineConfig) -> str:
-    """A text that is equal on ranks with equal configs. The repr of a function contains its address."""
-    processors = []
-    for name, function, num_arguments in ((each.name, each.function, each.num_arguments) for each in config.logits_processors):
-        tensors = (*function.named_parameters(), *function.named_buffers()) if isinstance(function, torch.nn.Module) else ()
-        called = getattr(function, "__qualname__", type(function).__qualname__)
-        processors.append((name, num_arguments, called, [(part, checksum(tensor)) for part, tensor in tensors]))
-    return repr((replace(config, logits_processors=()), processors))

@@ -22,6 +22,7 @@ Steps = Generator[Delta | None, None, Result]
 class CallFormat:
     """A call is `prefix`, the function's name, `infix`, its arguments, `suffix`. A text of calls alone has `separator` between them."""
 
+    template_words: str  # in chat templates that describe the format
     trigger: str  # the text that begins a call, or a list of calls, and nothing else
     prefix: str
     infix: str
@@ -65,13 +66,9 @@ class CallFormat:
         return tag | ({"separator": self.separator} if parallel and self.parallel and (required or self.is_list) else {})
 
 
-FORMATS = {
-    "hermes": CallFormat("<tool_call>", '<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", "\n"),
-    "llama3": CallFormat('{"name":', '{"name": "', '", "parameters": ', "}", "; "),
-    "mistral": CallFormat("[TOOL_CALLS]", "[TOOL_CALLS]", "[ARGS]", ""),
-    "mistral-list": CallFormat("[TOOL_CALLS]", '{"name": "', '", "arguments": ', "}", ", ", "[TOOL_CALLS] [", "]"),
-    "qwen3-coder": CallFormat("<tool_call>", "<tool_call>\n<function=", ">\n", "</function>\n</tool_call>", "\n", style="qwen_xml"),
+FORMATS = {  # in this order they are looked for in a chat template
     "gpt-oss": CallFormat(
+        "<|channel|>",
         " to=functions.",
         " to=functions.",
         " <|constrain|>json<|message|>",
@@ -80,6 +77,13 @@ FORMATS = {
         other_infixes=("<|channel|>commentary json<|message|>",),  # as chat templates write earlier calls
         parallel=False,  # a stop token follows a call
     ),
+    "mistral": CallFormat("[ARGS]", "[TOOL_CALLS]", "[TOOL_CALLS]", "[ARGS]", ""),
+    "mistral-list": CallFormat("[TOOL_CALLS]", "[TOOL_CALLS]", '{"name": "', '", "arguments": ', "}", ", ", "[TOOL_CALLS] [", "]"),
+    "llama3": CallFormat('"parameters": dictionary', '{"name":', '{"name": "', '", "parameters": ', "}", "; "),
+    "qwen3-coder": CallFormat(
+        "<function=", "<tool_call>", "<tool_call>\n<function=", ">\n", "</function>\n</tool_call>", "\n", style="qwen_xml"
+    ),
+    "hermes": CallFormat("<tool_call>", "<tool_call>", '<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", "\n"),
 }
 
 
@@ -90,15 +94,7 @@ class ChosenFormat(NamedTuple):
 
 def choose_format(codec: TextCodec, name: str = "auto") -> ChosenFormat:
     """The format of that name, or the one that the chat template describes; Hermes if it describes no known format."""
-    described = {  # the first match is used
-        "gpt-oss": "<|channel|>",
-        "mistral": "[ARGS]",
-        "mistral-list": "[TOOL_CALLS]",
-        "llama3": '"parameters": dictionary',
-        "qwen3-coder": "<function=",
-        "hermes": "<tool_call>",
-    }
-    found = next((name for name, words in described.items() if codec.template_mentions(words)), "")
+    found = next((name for name, fmt in FORMATS.items() if codec.template_mentions(fmt.template_words)), "")
     chosen = (found or "hermes") if name == "auto" else name
     fmt = FORMATS[chosen]
     if codec.template_mentions(fmt.opening.replace(" ", "")):  # "[TOOL_CALLS][" of some Mistral models

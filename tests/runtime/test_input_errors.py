@@ -74,7 +74,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     ),
     (lambda: GrammarLimits(compile_seconds=4000), r"GrammarLimits\.compile_seconds: got 4000, expected a number above 0 and at most 3600"),
     (lambda: ToyDraft(TARGET, agreement=1.5), r"ToyDraft\.agreement: got 1\.5, expected a number from 0 to 1"),
-    (lambda: Llama(read_config(CONFIG), feature_layers=(3,)), r"Llama\.feature_layers: got 3, expected whole numbers from 0 to 2"),
+    (lambda: Llama(read_config(CONFIG), feature_layers=(3,)), r"Llama\.feature_layers: got 3, expected a whole number from 0 to 2"),
     (
         lambda: read_config(CONFIG | {"num_attention_heads": 5}),
         r"config\.num_attention_heads: got 5, expected a divisor of hidden_size=24, or a head_dim",

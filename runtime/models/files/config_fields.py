@@ -37,6 +37,12 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 _HEAD_SIZES = {GEMMA: 256, GPT_OSS: 64, "Qwen3ForCausalLM": 128}
 _WINDOWS = dict.fromkeys(("MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", QWEN_EXPERTS, GEMMA), 4096) | {GPT_OSS: 128}
 _GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, _ORIGINAL_LENGTH: 4096}
+_UNSUPPORTED = {  # fields that change the computation and are not implemented, and the values that turn them off
+    "pretraining_tp": 1,
+    "is_causal": True,
+    **dict.fromkeys(("mlp_bias", "quantization_config", "attention_multiplier", "logits_scaling"), False),
+    **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention"), False),
+}
 _REQUIRED_ROUTING = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 
 
@@ -85,7 +91,7 @@ def read_config(config: Mapping[str, Any]) -> LlamaConfig:
     """The LlamaConfig of a config.json. Raises ValueError for a field that is missing, out of range or not supported."""
     architecture = _architecture(config)
     gemma, gpt_oss, deepseek, glm = (architecture == name for name in (GEMMA, GPT_OSS, DEEPSEEK, GLM))
-    _check_unsupported(config)
+    require_off(config, _UNSUPPORTED)
     if gpt_oss:
         require_off(config, {"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "attention_bias": True})
     activation = "hidden_activation" if gemma else "hidden_act"
@@ -173,23 +179,6 @@ def _check_total_size(config: LlamaConfig) -> None:
     parameters = config.num_layers * per_layer + config.vocab_size * config.hidden_size
     if parameters > _MAX_PARAMETERS:
         raise ValueError(f"config: got sizes for {parameters:.1e} parameters, expected at most {_MAX_PARAMETERS:.1e}")
-
-
-def _check_unsupported(config: Mapping[str, Any]) -> None:
-    """Raises ValueError for a field that changes the computation and is not implemented."""
-    require_off(config, {"pretraining_tp": 1, "is_causal": True})
-    names = (
-        "mlp_bias",
-        "quantization_config",
-        "attention_multiplier",
-        "logits_scaling",
-        "final_logit_softcapping",
-        "attn_logit_softcapping",
-        "use_bidirectional_attention",
-    )
-    for name in names:
-        if config.get(name):
-            raise UnsupportedConfigError(f"config.{name}: got {config[name]!r:.200}, which is not supported")
 
 
 def _architecture(config: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 OWN_MTP = "mtp"
 Device = str | torch.device
 Draft = DraftLlama | Eagle3 | Mtp
-D = TypeVar("D", Eagle3, Mtp)
 
 
 @dataclass(frozen=True)
@@ -56,10 +55,6 @@ class DraftCheckpoint(StoredModel):
     def check_shapes(self, other_tensors: Iterable[str] = ()) -> DraftCheckpoint:
         """Check names, shapes and types of all tensors but the `other_tensors`. Raises ValueError that names the tensor. Returns self."""
         self.check_header(self._outline()[1], {"d2t", "t2d", *self.target_copies, *other_tensors})
-        for name, target_name in self.target_copies.items():
-            found, shape = self.source.tensors[name].shape, self._target_source.tensors[target_name].shape
-            if found != shape:
-                raise ValueError(f"{self.path}: {name}: got shape {found}, expected {shape}, the shape of the target's {target_name}")
         return self
 
     def memory(self, limits: Limits) -> MemoryNeed:
@@ -72,11 +67,6 @@ class DraftCheckpoint(StoredModel):
         shared = set(target.parameters())
         return [parameter for parameter in draft.parameters() if parameter not in shared]
 
-    @property
-    def _target_source(self) -> Source:
-        assert isinstance(self.target, Checkpoint)  # only MTP modules repeat tensors
-        return self.target.source
-
     def _outline(self) -> tuple[Llama | TransformersModel, Draft]:
         target = self.target.outline(self.feature_layers)
         return target, self.allocate_packed(self.make(target, "meta"))
@@ -84,9 +74,12 @@ class DraftCheckpoint(StoredModel):
     def load(self, target: Llama | TransformersModel, device: Device, progress: bool = False) -> Draft:
         """target: the loaded target."""
         for name, target_name in self.target_copies.items():
-            if not torch.equal(self.source.read(name), self._target_source.read(target_name)):
+            assert isinstance(self.target, Checkpoint)  # only MTP modules repeat tensors
+            if not torch.equal(self.source.read(name), self.target.source.read(target_name)):
                 raise ValueError(f"{self.path}: {name} differs from the target's {target_name}, which MTP modules share")
         model = self.allocate_packed(self.make(target, device))
+        if hasattr(target, "shard") and model.head is target.unembedding:  # ranks divide the head that both have
+            model.shard = target.shard
         self.fill(model, progress)
         return model
 
@@ -151,13 +144,6 @@ def open_draft(draft: str | Path, target: Target, dtype: torch.dtype | None = No
         raise error if str(path) in str(error) else ValueError(f"{path}: {error}") from None
 
 
-def _share_head(draft: D, target: object) -> D:
-    """If ranks divide the target's head, its shard is also that of the draft, which shares the head."""
-    if hasattr(target, "shard"):
-        draft.shard = target.shard
-    return draft
-
-
 def _open_eagle3(path: Path, fields: Mapping[str, object], target: Target) -> DraftCheckpoint:
     source = quantised_source(SafetensorsSource(path, renamed=layouts.eagle3_name), fields)
     config = layouts.read_eagle3(without_scheme(fields), target.config)
@@ -174,8 +160,7 @@ def _open_eagle3(path: Path, fields: Mapping[str, object], target: Target) -> Dr
 
     def make(target_model: Llama | TransformersModel, device: Device) -> Eagle3:
         embedding = None if own_embedding else target_model.embedding
-        made = Eagle3(config, d2t=d2t, embedding=embedding, head=None if own_head else target_model.unembedding, device=device)
-        return made if own_head else _share_head(made, target_model)
+        return Eagle3(config, d2t=d2t, embedding=embedding, head=None if own_head else target_model.unembedding, device=device)
 
     slices = layouts.eagle3_slices(config.layer, own_embedding, own_head)
     head = DraftCheckpoint(path, source, slices, "EAGLE-3 head", make, target, config.feature_layers).check_shapes()
@@ -201,7 +186,7 @@ def _open_mtp(path: Path, source: Source, fields: Mapping[str, object] | None, t
         config = layouts.read_mtp(fields, same, count) if fields is not None else replace(same, windows=same.windows[-1:] * count)
 
     def make(target_model: Llama | TransformersModel, device: Device) -> Mtp:
-        return _share_head(Mtp(config, embedding=target_model.embedding, head=target_model.unembedding, device=device), target_model)
+        return Mtp(config, embedding=target_model.embedding, head=target_model.unembedding, device=device)
 
     return DraftCheckpoint(
         path,

@@ -68,12 +68,8 @@ class TransformersCheckpoint:
 
     def load_model(self, device: str | torch.device, progress: bool) -> Any:
         kind, options = type(self.meta_model), {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
-        return _load_weights(kind, self.path, self.config.dtype, self.mtp_prefixes, progress, **options).to(device)
-
-    @property
-    def mtp_prefixes(self) -> tuple[str, ...]:
-        """Prefixes of the MTP modules' tensors: the modules are stored as layers after the model's last one."""
-        return tuple(f"model.layers.{self.config.num_layers + index}." for index in range(self.mtp_modules))
+        mtp_prefixes = tuple(_prefix(self.config.num_layers + index) for index in range(self.mtp_modules))  # after the model's last layer
+        return _load_weights(kind, self.path, self.config.dtype, mtp_prefixes, progress, **options).to(device)
 
 
 def _load_weights(kind: Any, path: Path, dtype: torch.dtype, unused: tuple[str, ...] = (), progress: bool = False, **options: Any) -> Any:

@@ -219,7 +219,6 @@ class StoredModel:
     source: Source
     slices: Slices
     packed: Mapping[str, QuantKind] = field(default_factory=dict, kw_only=True)  # parameters that stay quantised
-    check_filled: Callable[[nn.Module], object] = field(default=lambda model: None, kw_only=True)  # called with the model after `fill`
 
     def check_header(self, outline: nn.Module, unused: Iterable[str] = ()) -> None:
         """Check names, shapes and types. Raises ValueError for a tensor that is missing, does not fit, or is neither needed nor
@@ -265,7 +264,7 @@ class StoredModel:
                     require_finite(self.path, f"{name} in float16" if part.dtype is torch.float16 else name, part)
             except (SafetensorError, OSError) as error:
                 raise ValueError(f"{self.path}: {name}: {error}") from None
-        self.check_filled(model.eval())
+        model.eval()
 
     def _fill_packed(self, name: str, kind: QuantKind, weight: Tensor) -> None:
         start = 0

@@ -156,13 +156,13 @@ def test_a_served_model_is_named_after_its_folder(
     [
         ("--regex '[ab]{3,5}x'", r"[ab]{3,5}x"),
         ("--grammar g.gbnf", r"(ab)+c"),
-        ("--grammar g.txt --grammar-kind lark", r"x|y"),
+        ("--grammar g.lark", r"x|y"),
         ("--choice 'a b' --choice \u00e9\u6f22", r"a b|\u00e9\u6f22"),
     ],
 )
 def test_generated_text_obeys_its_constraint(flags: str, pattern: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "g.gbnf").write_text('root ::= ("ab")+ "c"', encoding="utf-8")
-    (folder / "g.txt").write_text('start: "x" | "y"', encoding="utf-8")
+    (folder / "g.lark").write_text('start: "x" | "y"', encoding="utf-8")
     code, out, errors = run(f"generate model hi --max-new-tokens 24 --temperature 1 --seed 2 {flags}", capsys)
     if code == 0:
         assert re.fullmatch(pattern, out.rstrip("\n"))
@@ -304,7 +304,6 @@ def test_an_answer_that_is_complete_at_the_limit_does_not_fail(capsys: pytest.Ca
         ("generate model hi --schema prompts.jsonl", "which is not JSON"),
         ('generate model hi --schema \'{"type": "object", "unevaluatedProperties": 1}\'', "unevaluatedProperties"),
         ("generate model hi --grammar my_step.py", "--grammar: got 'my_step.py', expected a file with the suffix .ebnf, .gbnf, .lark"),
-        ("generate model hi --grammar-kind lark", "--grammar-kind: got lark without --grammar"),
         ("generate model hi --after x", "--after: got 'x' without a constraint, expected --schema"),
         ("generate nowhere hi --regex '('", "--regex: cannot be compiled: pattern: got the end at position 1, expected a closing"),
         ('generate nowhere hi --schema \'{"type": "strnig"}\'', '#: type: got "strnig", expected one or several of null'),
@@ -365,10 +364,10 @@ def test_an_answer_that_is_complete_at_the_limit_does_not_fail(capsys: pytest.Ca
         ("bench toy --draft ngram", "--draft: got ngram with the toy pair, expected auto or none"),
         ("serve toy --port 0 --implementation transformers", "--implementation: got transformers with the toy pair, expected auto"),
         ("serve toy --port 0 --draft mtp", "--draft: got mtp with the toy pair, expected auto or none"),
-        ("replay run.jsonl --model toy", "run.jsonl: draft: got ToyDraft of"),
-        ("replay run.jsonl --model model --draft none", "draft: got none, expected the recorded NgramLookup"),
-        ("replay toy.jsonl --model model", "draft: got NgramLookup of 0 tensors"),
-        ("replay toy.jsonl --model toy --draft none", "draft: got none, expected the recorded ToyDraft of"),
+        ("replay run.jsonl --model toy", "run.jsonl: draft: got {'class': 'ToyDraft', "),
+        ("replay run.jsonl --model model --draft none", "draft: got None, expected the recorded {'class': 'NgramLookup', "),
+        ("replay toy.jsonl --model model", "draft: got {'class': 'NgramLookup', 'tensors': 0, "),
+        ("replay toy.jsonl --model toy --draft none", "draft: got None, expected the recorded {'class': 'ToyDraft', "),
     ],
 )
 def test_bad_input_exits_with_2_and_one_line(arguments: str, message: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

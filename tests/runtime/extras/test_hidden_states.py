@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from stepgraph import Engine, EngineConfig, Job, SamplingParams
 from stepgraph.graphs import TapeBackend
-from stepgraph.runtime.extras.hidden_states import SavedText, StatesLayout, StatesWriter, atomic_file
+from stepgraph.runtime.extras.hidden_states import SavedText, StatesLayout, StatesWriter
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.toy import ToyDraft
 from tests.helpers.families import FEATURE_LAYERS, folder_of, hf_model
@@ -223,19 +223,6 @@ def test_full_disk_leaves_only_complete_files(tmp_path: Path) -> None:
     assert str(tmp_path) in writer.error and (writer.saved, writer.unsaved) == (1, 1)
     assert [path.suffix for path in tmp_path.iterdir()] == [".safetensors"]
     assert [text.token_ids.tolist() for text in SavedStates(tmp_path)] == [[0, 1, 2, 3]]
-
-
-def test_failed_write_leaves_no_file(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("before")
-
-    def write() -> None:
-        with atomic_file(tmp_path / "file") as part:
-            part.write_text("half")
-            raise OSError("full")
-
-    with pytest.raises(OSError, match="full"):
-        write()
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("file", "before")]
 
 
 def test_memory_is_bounded(tmp_path: Path) -> None:

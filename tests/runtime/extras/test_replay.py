@@ -331,14 +331,16 @@ def test_replay_with_another_model_raises(tmp_path: Path) -> None:
     biased = ToyTarget(VOCABULARY.logits_width, seed=3, biases={1: 2.5})  # same shapes, other values
     wider = Vocabulary(VOCABULARY.tokens, VOCABULARY.stop_token_ids, VOCABULARY.logits_width)  # no control tokens
     for message, target, draft, vocabulary in (
-        ("draft: got ToyDraft of", TARGET, ToyDraft(TARGET, 0.7), VOCABULARY),
-        ("target: got ToyTarget of", biased, DRAFT, VOCABULARY),
+        ("draft: got {'class': 'ToyDraft', ", TARGET, ToyDraft(TARGET, 0.7), VOCABULARY),
+        ("target: got {'class': 'ToyTarget', ", biased, DRAFT, VOCABULARY),
         ("vocabulary: got", TARGET, DRAFT, wider),
     ):
         with pytest.raises(ValueError, match=message):
             replay(run, target, draft, vocabulary)
     pair = toy_pair()
-    with pytest.raises(ValueError, match=r"fingerprint \w{16}, expected the recorded ToyDraft of \d tensors, fingerprint \w{16}"):
+    with pytest.raises(
+        ValueError, match=r"'fingerprint': '\w{16}'}, expected the recorded {'class': 'ToyDraft', 'tensors': \d, 'fingerprint': '\w{16}'}"
+    ):
         replay(run, pair.target, pair.draft, pair.vocabulary)
     for role, text in (("extra", "x"), ("target", 5), ("target", {})):
         header = run.header | {"models": run.header["models"] | {role: text}}

@@ -108,7 +108,7 @@ def test_auto_selects_native_if_it_supports_the_config(tmp_path: Path, monkeypat
     assert type(open_target(folder_of("llama-2"))).__name__ == "Checkpoint"
     folder = changed(tmp_path, mlp_bias=True)
     assert type(open_target(folder)).__name__ == "TransformersCheckpoint"
-    with pytest.raises(ValueError, match="mlp_bias: got True, which is not supported"):
+    with pytest.raises(ValueError, match="mlp_bias: got True, expected False"):
         open_target(folder, implementation="native")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "transformers", None)

@@ -209,7 +209,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "Gemma's soft-cap": (
         {"architectures": ["Gemma3ForCausalLM"], "attn_logit_softcapping": 50.0},
-        "attn_logit_softcapping: got 50.0, which",
+        "attn_logit_softcapping: got 50.0, expected False",
     ),
     "too few experts": (
         {**MOE, "num_experts": 2, "num_experts_per_tok": 3},
@@ -228,7 +228,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "more experts than in the groups": ({**LATENT, "num_experts_per_tok": 5}, "num_experts_per_tok: got 5, .* from 1 to 4"),
     "a missing tensor of latent attention": (LATENT, "kv_a_proj_with_mqa.weight is missing"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act: got 'gelu', expected 'silu'"),
-    "biases": ({"mlp_bias": True}, "mlp_bias: got True, which is not supported"),
+    "biases": ({"mlp_bias": True}, "mlp_bias: got True, expected False"),
     "quantised": ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config.bits: got None, expected 4"),
     "partial rotary": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: got 0.5, expected 1"),
     "layer types": ({"layer_types": ["full_attention", "linear_attention"] * 2}, "layer_types: got .*expected 4 of"),
