@@ -97,8 +97,8 @@ class Scheduler:
         with self._queue.lock:
             return bool(self._active or self._queue.cancelled or any(queued.ready for queued in self._queue.waiting))
 
-    def pop_cancelled(self) -> list[tuple[Job, ActiveRequest | None]]:
-        """Remove the cancelled jobs from the queue, and return them. The first call of every step."""
+    def begin_step(self) -> list[tuple[Job, ActiveRequest | None]]:
+        """Remove the cancelled jobs from the queue, and return them."""
         if self._recorder:
             self._recorder.steps += 1
         cancelled = self._queue.pop_cancelled() if self._queue.cancelled else {}
@@ -137,8 +137,10 @@ class Scheduler:
             self.rows.start_prefill(request)
 
     def record_prefill(self, request: ActiveRequest, tokens: int) -> None:
-        """Record that the next `tokens` prompt tokens of a request are launched."""
+        """Record that the next `tokens` prompt tokens of a request are launched; after the last one it takes part in rounds."""
         with self._queue.lock:
+            request.num_prefilled += tokens
+            request.decoding = request.num_to_prefill == 0
             self.rows.publish_prompt(request)
             self.counters.prompt_tokens += tokens
 
