@@ -148,9 +148,8 @@ class Scheduler:
         """Add a round's result to its job, and finish the job if the round ended it."""
         job, counters, stops = request.job, self.counters, request.stop_stream
         tokens = tuple(result.tokens[: result.emitted])
-        if stops:
-            tokens = stops.up_to_stop(tokens)
-            result = result._replace(emitted=len(tokens), accepted=min(result.accepted, len(tokens)))
+        if stops and len(up_to_stop := stops.up_to_stop(tokens)) < len(tokens):
+            tokens, result = up_to_stop, result._replace(emitted=len(up_to_stop), accepted=min(result.accepted, len(up_to_stop)))
         forced = looked_up = relaxed = 0
         if result.draft_count:
             forced = result.forced if request.constrained else 0  # no round without grammars writes it

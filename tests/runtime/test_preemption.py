@@ -219,7 +219,7 @@ def test_a_request_takes_pages_at_once_however_much_of_its_prompt_could_be_cache
         assert slow.queue_seconds == queue_seconds and engine.stats().queue_seconds.count == 2, "it was queued once"
 
 
-@pytest.mark.parametrize("ask", [*ASKS, {"sampling": replace(SAMPLED, seed=-3)}], ids=str)
+@pytest.mark.parametrize("ask", [*ASKS, {"sampling": replace(SAMPLED, seed=-3)}], ids=range(len(ASKS) + 1))
 def test_a_request_gives_up_its_row_within_its_prompt(ask: dict[str, Any]) -> None:
     with make_engine(replace(DRAFTED, max_rows=1, buckets=(1,), prefill_chunk=4), preemption=True) as engine:
         (expected,) = engine.generate([[*range(40)]], max_new_tokens=20, cache_salt="other", **ask)
