@@ -173,7 +173,7 @@ class InFlight:
         """The results of the unfinished requests of the launch. slot: of the result rings."""
         b, batch, layout = self._buffers, launched.batch, _layout(launched.key.num_drafts(self._num_drafts))
         lines = self._results_ring[slot, : len(batch.requests)]
-        lines[:, layout.starts_of(self._unwritten)] = 0
+        lines[:, [layout.columns[name].start for name in self._unwritten]] = 0
         all_pairs = self._logprobs_ring[slot].tolist() if batch.reads_logprobs else itertools.repeat([])
         results = list[tuple[ActiveRequest, ResultRecord]]()
         for index, (request, line, pairs) in enumerate(zip(batch.requests, lines.tolist(), all_pairs, strict=False)):
