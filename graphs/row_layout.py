@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -72,9 +71,6 @@ class ResultLayout:
         assert all(a.stop == b.start for a, b in itertools.pairwise(columns)), "adjacent fields in the order of ResultRecord"
         values = [value if value.dim() == 2 else value[:, None] for value in fields.values()]
         lines[:, columns[0].start : columns[-1].stop].copy_(torch.cat(values, 1) if len(values) > 1 else values[0])
-
-    def starts_of(self, names: Iterable[str]) -> list[int]:
-        return [self.columns[name].start for name in names]
 
     def read(self, line: list[int], logprobs: list[list[Any]]) -> ResultRecord:
         return tuple.__new__(ResultRecord, (*self._fields_of(line), logprobs))  # `_make` is a call in Python, for each row and round

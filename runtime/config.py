@@ -124,8 +124,8 @@ class EngineConfig:
     max_loras: int = 0  # LoRA adapters loaded at once, each in a slot of the graphs; 0: requests cannot have an adapter
     max_lora_rank: int = 16  # memory is taken for this rank in every slot
     max_top_logprobs: int = 0  # limit of SamplingParams.top_logprobs, up to 100
-    # True: a request takes the row of one with a larger priority number, which continues later, with the same tokens. Sampled requests
-    # without a seed that have drafts keep their rows: their draws depend on the drafts
+    # True: a request takes the row of one with a larger priority number, which continues later, with the same tokens. After their prompts,
+    # sampled requests without a seed that have drafts keep their rows: their draws depend on the drafts
     preemption: bool = False
     max_queued: int = 4096  # requests waiting for a row; more raise QueueFullError
     forced_drafts: bool | None = None  # propose tokens that are the grammar's only choice; None: only without a draft model

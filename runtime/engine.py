@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _TOKENIZER = optional(Check(lambda value: isinstance(value, TextCodec) or callable(value), "a TextCodec, or a function that returns one"))
+_SECONDS = optional(number(0, threading.TIMEOUT_MAX))
 _TOKENIZER_RESULT = Check(lambda codec: isinstance(codec, TextCodec), "a TextCodec from the function")
 
 
@@ -195,7 +196,7 @@ class Engine(EngineCore, BoundToProcess):
     def wait(self, seconds: float | None = None) -> bool:
         """Sleep until a step may have something to do; True if it has. For a thread that only steps."""
         self._require_open("wait")
-        check_value("Engine.wait.seconds", seconds, optional(number(0, threading.TIMEOUT_MAX)))
+        check_value("Engine.wait.seconds", seconds, _SECONDS)
         return self._ready or (self.queue.wake.wait(seconds) and self._ready)
 
     @property

@@ -26,6 +26,7 @@ class EngineCore(EngineState):
             self.step_lock.check_owner()
             try:
                 events = self._admit()
+                self._prefill()
                 requests = self._launch(events)
                 events += self._collect(self.limits.rounds_in_flight if requests else 1)
                 if not events and self.queue.waiting and not self._scheduler.active:
@@ -36,11 +37,15 @@ class EngineCore(EngineState):
                 raise
 
     def _admit(self) -> list[StepEvent]:
-        """End cancelled jobs, give rows to queued requests, and launch up to one chunk of prompt tokens."""
+        """End cancelled jobs and those without a grammar, and give rows to queued requests."""
         events = self._preempt(self._scheduler) if isinstance(self._scheduler, PreemptingScheduler) else []
-        events += [self._end(job, request, FinishReason.CANCELLED) for job, request in self._scheduler.pop_cancelled()]
-        failed, budget = self._scheduler.admit(), self.limits.prefill_chunk
-        prefilling = [request for request in self._scheduler.active if not request.decoding]
+        events += [self._end(job, request, FinishReason.CANCELLED) for job, request in self._scheduler.begin_step()]
+        failed = self._scheduler.admit()
+        return events + [self._scheduler.finish(queued.job, None, FinishReason.ERROR, queued.error) for queued in failed]
+
+    def _prefill(self) -> None:
+        """Launch up to one chunk of prompt tokens."""
+        budget, prefilling = self.limits.prefill_chunk, [request for request in self._scheduler.active if not request.decoding]
         if prefilling:
             self._in_flight.interrupt()
         for request in prefilling:
@@ -52,7 +57,6 @@ class EngineCore(EngineState):
             taken = self._uploader.prefill(request, budget)
             self._scheduler.record_prefill(request, taken)
             budget -= taken
-        return events + [self._scheduler.finish(queued.job, None, FinishReason.ERROR, queued.error) for queued in failed]
 
     def _preempt(self, scheduler: PreemptingScheduler) -> list[StepEvent]:
         """Requeue requests that hold a row or pages for which an earlier one waits, once the results of all rounds in flight are read."""

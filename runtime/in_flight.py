@@ -26,8 +26,15 @@ from stepgraph.sampling.grammar.link.protocol import HostLink
 from stepgraph.sampling.kernels.processors import read_top_logprobs
 
 _layout = functools.cache(ResultLayout)
-BatchKind = tuple[int, bool, bool, bool]  # rows; whether some are constrained, some sampled, all grammars on the device
-LaunchKind = tuple[int, bool, bool, bool, Drafting]
+
+
+class BatchKind(NamedTuple):
+    """The arguments of GraphSet.key_for, but for the drafting."""
+
+    rows: int
+    constrained: bool
+    sampled: bool
+    device: bool
 
 
 class DecodeBatch(NamedTuple):
@@ -40,7 +47,7 @@ class DecodeBatch(NamedTuple):
 
 def batch_of(requests: tuple[ActiveRequest, ...]) -> DecodeBatch:
     constrained, sampled = any(request.constrained for request in requests), any(request.sampled for request in requests)
-    kind = len(requests), constrained, sampled, constrained and not any(request.matcher for request in requests)
+    kind = BatchKind(len(requests), constrained, sampled, constrained and not any(request.matcher for request in requests))
     return DecodeBatch(requests, kind, any(request.job.sampling.logprobs for request in requests))
 
 
@@ -52,7 +59,7 @@ class LaunchedRound(NamedTuple):
     batch: DecodeBatch
     key: GraphKey
     launched_at: float  # infinity after other work, which the device may still process
-    launch: LaunchKind
+    drafting: Drafting
     is_loop: bool = False
     caught_up: bool = False  # whether the draft model first processed skipped tokens
 
@@ -84,7 +91,7 @@ class InFlight:
         self._unwritten = tuple(name for name in ("forced", "looked_up", "relaxed") if f"row_{name}" not in buffers)
         self.pending: collections.deque[LaunchedRound] = collections.deque()
         self.rounds = 0
-        self.rounds_by_launch: dict[LaunchKind, int] = {}  # number of rounds; single operations only, as other threads read it
+        self.rounds_by_kind = collections.Counter[tuple[BatchKind, Drafting]]()  # single operations only, as other threads read it
 
     def capturing(self) -> AbstractContextManager[None]:
         """The context in which the graphs are captured."""
@@ -106,11 +113,11 @@ class InFlight:
         """Launch one round: write its batch to the ring, and replay. Does not wait."""
         number, slot, batch = self.rounds, self.rounds % self._ring_depth, self._batch(requests)
         self.rounds += 1
-        launch, key = self._choose_graph(batch)
-        self.rounds_by_launch[launch] = self.rounds_by_launch.get(launch, 0) + 1
+        drafting, key = self._choose_graph(batch)
+        self.rounds_by_kind[batch.kind, drafting] += 1
         self._send_batch(slot, batch, key)
         caught_up_at = 0.0
-        if self._chooser and (catch_up := self._catch_up) and self._chooser.needs_catch_up(launch[-1]):
+        if self._chooser and (catch_up := self._catch_up) and self._chooser.needs_catch_up(drafting):
             caught_up_at = self._now()
             self._backend.run(lambda: catch_up(key.rows))
         self._replay(key)
@@ -119,22 +126,22 @@ class InFlight:
         launched_at = math.inf if self._other_work else caught_up_at or self._now()
         self._other_work = False
         event = self._backend.event()
-        self.pending.append(LaunchedRound(event, number, batch, key, launched_at, launch, caught_up=bool(caught_up_at)))
+        self.pending.append(LaunchedRound(event, number, batch, key, launched_at, drafting, caught_up=bool(caught_up_at)))
 
     def _batch(self, requests: tuple[ActiveRequest, ...]) -> DecodeBatch:
         """The batch of the latest launch, if it has the same requests."""
         latest = self.pending[-1].batch if self.pending else None
         return latest if latest and latest.requests == requests else batch_of(requests)
 
-    def _choose_graph(self, batch: DecodeBatch) -> tuple[LaunchKind, GraphKey]:
+    def _choose_graph(self, batch: DecodeBatch) -> tuple[Drafting, GraphKey]:
         chooser, kind = self._chooser, batch.kind
         if chooser is None:
-            return (*kind, FULL), self._graphs.key_for(*kind)
+            return FULL, self._graphs.key_for(*kind)
         key = self._graphs.key_for(*kind)
         if self._graphs.records_on_demand and self._calibration and not chooser.costs.is_measured(key):
             self._calibration.measure(key)
-        launch = *kind, chooser.choose(batch.requests, key)
-        return launch, self._graphs.key_for(*launch)
+        drafting = chooser.choose(batch.requests, key)
+        return drafting, self._graphs.key_for(*kind, drafting)
 
     def _send_batch(self, slot: int, batch: DecodeBatch, key: GraphKey) -> None:
         line, size = self._batch_ring[slot], len(batch.requests)
@@ -158,7 +165,7 @@ class InFlight:
         self.pending.popleft()
         if launched.key.on_host:
             self._host_link.release_finished()
-        slot, drafting = launched.number % self._ring_depth, launched.launch[-1]
+        slot, drafting = launched.number % self._ring_depth, launched.drafting
         results = self._results(launched, slot)
         for request, result in results if self._hidden_states or self._catch_up else ():
             if self._hidden_states:
@@ -173,7 +180,7 @@ class InFlight:
         """The results of the unfinished requests of the launch. slot: of the result rings."""
         b, batch, layout = self._buffers, launched.batch, _layout(launched.key.num_drafts(self._num_drafts))
         lines = self._results_ring[slot, : len(batch.requests)]
-        lines[:, layout.starts_of(self._unwritten)] = 0
+        lines[:, [layout.columns[name].start for name in self._unwritten]] = 0
         all_pairs = self._logprobs_ring[slot].tolist() if batch.reads_logprobs else itertools.repeat([])
         results = list[tuple[ActiveRequest, ResultRecord]]()
         for index, (request, line, pairs) in enumerate(zip(batch.requests, lines.tolist(), all_pairs, strict=False)):

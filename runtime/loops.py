@@ -19,7 +19,7 @@ Poll = Callable[[Callable[[], bool]], None]
 class LoopInFlight(InFlight):
     """Only the last launch may still start new rounds. A launch of a graph with host nodes is one round.
 
-    In this class `rounds` and `rounds_by_launch` count rounds that were read.
+    In this class `rounds` and `rounds_by_kind` count rounds that were read.
     """
 
     def __init__(self, queue: RequestQueue, poll: Poll, max_rounds: int, *parts: Any) -> None:
@@ -47,14 +47,14 @@ class LoopInFlight(InFlight):
             return
         self._num_launches += 1
         batch = self._batch(requests)
-        launch, key = self._choose_graph(batch)
+        drafting, key = self._choose_graph(batch)
         self._send_batch(self._num_launches % self._ring_depth, batch, key)
         number = self._buffers.round_counters[: Counter.PUBLISHED]
         self._backend.run(lambda: number.add_(1))
         loops = key in self._loopable
         self._replay(key, **self._loop_arguments if loops else {})
         event = self._backend.event()
-        self.pending.append(LaunchedRound(event, self._num_launches, batch, key, time.perf_counter(), launch, loops))
+        self.pending.append(LaunchedRound(event, self._num_launches, batch, key, time.perf_counter(), drafting, loops))
 
     def interrupt(self, *, next_too: bool = False) -> None:
         self._control[Control.STOP_BEFORE] = self._num_launches + 1 + next_too
@@ -79,7 +79,7 @@ class LoopInFlight(InFlight):
                 self._end_oldest()
             launched = self.pending[0]
             self.rounds += 1
-            self.rounds_by_launch[launched.launch] = self.rounds_by_launch.get(launched.launch, 0) + 1
+            self.rounds_by_kind[launched.batch.kind, launched.drafting] += 1
             yield self._results(launched, slot)
             self._control[Control.READ] = self.rounds
         if ended and self.pending[0] is oldest:

@@ -38,7 +38,7 @@ class PreemptingScheduler(Scheduler):
 
 
 def _is_exact(request: ActiveRequest) -> bool:
-    """Whether a request can continue with the tokens it would have had: with a negative seed, draws depend on the drafts."""
+    """Whether a request can continue with the tokens it would have had: with a negative seed, draws depend on the drafts. In its prompt it
+    has drawn none."""
     job = request.job
-    depends = job.num_speculative_tokens and job.seed < 0
-    return request.decoding and not job.finished and not depends and not job.sampling.relaxed_top_n
+    return not request.decoding or not (job.sampling.relaxed_top_n or (job.num_speculative_tokens and job.seed < 0))

@@ -97,8 +97,8 @@ class Scheduler:
         with self._queue.lock:
             return bool(self._active or self._queue.cancelled or any(queued.ready for queued in self._queue.waiting))
 
-    def pop_cancelled(self) -> list[tuple[Job, ActiveRequest | None]]:
-        """Remove the cancelled jobs from the queue, and return them. The first call of every step."""
+    def begin_step(self) -> list[tuple[Job, ActiveRequest | None]]:
+        """Remove the cancelled jobs from the queue, and return them."""
         if self._recorder:
             self._recorder.steps += 1
         cancelled = self._queue.pop_cancelled() if self._queue.cancelled else {}
@@ -137,8 +137,10 @@ class Scheduler:
             self.rows.start_prefill(request)
 
     def record_prefill(self, request: ActiveRequest, tokens: int) -> None:
-        """Record that the next `tokens` prompt tokens of a request are launched."""
+        """Record that the next `tokens` prompt tokens of a request are launched; after the last one it takes part in rounds."""
         with self._queue.lock:
+            request.num_prefilled += tokens
+            request.decoding = request.num_to_prefill == 0
             self.rows.publish_prompt(request)
             self.counters.prompt_tokens += tokens
 
@@ -146,9 +148,8 @@ class Scheduler:
         """Add a round's result to its job, and finish the job if the round ended it."""
         job, counters, stops = request.job, self.counters, request.stop_stream
         tokens = tuple(result.tokens[: result.emitted])
-        if stops:
-            tokens = stops.up_to_stop(tokens)
-            result = result._replace(emitted=len(tokens), accepted=min(result.accepted, len(tokens)))
+        if stops and len(up_to_stop := stops.up_to_stop(tokens)) < len(tokens):
+            tokens, result = up_to_stop, result._replace(emitted=len(up_to_stop), accepted=min(result.accepted, len(up_to_stop)))
         forced = looked_up = relaxed = 0
         if result.draft_count:
             forced = result.forced if request.constrained else 0  # no round without grammars writes it

@@ -186,8 +186,8 @@ def take_stats(parts: EngineParts) -> EngineStats:
 def graph_stats(parts: EngineParts) -> tuple[GraphStats, ...]:
     """Largest first."""
     by_key: dict[GraphKey, list[int]] = {}
-    for launch, rounds in tuple(parts.in_flight.rounds_by_launch.items()):
-        rows, key = launch[0], parts.graphs.key_for(*launch)
+    for (kind, drafting), rounds in tuple(parts.in_flight.rounds_by_kind.items()):
+        rows, key = kind.rows, parts.graphs.key_for(*kind, drafting)
         sums = by_key.setdefault(key, [0, 0, 0])
         sums[0] += rounds
         sums[1] += rounds if rows < key.rows else 0

@@ -134,8 +134,14 @@ class TextCodec(BoundToProcess):
 
 def partial_match(text: str, delimiters: Sequence[str]) -> int:
     """Characters at the end of a text that may begin a delimiter."""
-    sizes = range(min(max(map(len, delimiters), default=1) - 1, len(text)), 0, -1)
-    return next((size for size in sizes if any(each.startswith(text[-size:]) for each in delimiters)), 0)
+    longest = max(map(len, delimiters), default=1) - 1
+    tail, found = text[-longest:] if longest else "", 0
+    for each in delimiters:
+        start = tail.find(each[0])
+        while start >= 0 and not each.startswith(tail[start:]):
+            start = tail.find(each[0], start + 1)
+        found = max(found, len(tail) - start if start >= 0 else 0)
+    return found
 
 
 class TextStream:
@@ -154,15 +160,20 @@ class TextStream:
 
     def push(self, token_ids: Iterable[int]) -> str:
         check_value("TextStream.push", token_ids, _TOKEN_IDS)
-        return self._release(self._decoder.decode(self._vocabulary.decode(token for token in token_ids if token not in self._stop_ids)))
+        return self._release(self._decoder.decode(self._vocabulary.decode([token for token in token_ids if token not in self._stop_ids])))
 
     def up_to_stop(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
         """Push these tokens up to the one that completes a stop string, and return them."""
-        for index, token in enumerate(token_ids):
-            self.push((token,))
-            if self.stopped:
-                return token_ids[: index + 1]
-        return token_ids
+        before = self._decoder.getstate(), self._pending_text
+        self.push(token_ids)  # together, as nearly always no string is complete
+        if not self.stopped:
+            return token_ids
+        self._decoder.setstate(before[0])
+        self._pending_text, self.stopped, count = before[1], False, 0
+        while not self.stopped:
+            self.push(token_ids[count : count + 1])
+            count += 1
+        return token_ids[:count]
 
     def finish(self) -> str:
         """The rest, with U+FFFD for an incomplete character. Resets the stream."""

@@ -111,7 +111,7 @@ class Uploader:
         return True
 
     def prefill(self, request: ActiveRequest, budget: int) -> int:
-        """Launch the next chunk of the prompt; after the last one the request is decoding. Returns the number of tokens."""
+        """Launch the next chunk of the prompt, and after the last one the row's state. Returns the number of tokens."""
         start, reused = request.num_prefilled, request.num_reused
         count = min(request.num_to_prefill, max(budget, reused - start + 1))  # recompute at least one token past the shared prefix
         chunk, spans = Chunk(request.row, start, count, reused, request.job.lora.slot), tuple(_embeddings(request.job, start, count + 1))
@@ -131,12 +131,10 @@ class Uploader:
             graph.replay(is_round=False)
         if self._states:
             self._states.prompt_launched(request.job, count)
-        request.num_prefilled += count
-        if request.num_to_prefill == 0:
+        if request.num_to_prefill == count:
             if request.arena_block is not None:
                 self._backend.wait_for(self._copy_events[request.arena_block])
             self._upload_state(request)
-            request.decoding = True
         return count
 
     def retire(self, row: int) -> None:

@@ -79,8 +79,8 @@ class LockstepScheduler(Scheduler):
             is_new = any(queued.job.id not in self._published for queued in self._queue.waiting)
         return (self._ranks.writer is not None and is_new) or super().runnable
 
-    def pop_cancelled(self) -> list[tuple[Job, ActiveRequest | None]]:
-        cancelled = super().pop_cancelled()
+    def begin_step(self) -> list[tuple[Job, ActiveRequest | None]]:
+        cancelled = super().begin_step()
         if self._ranks.writer:
             self._publish([job.id for job, _ in cancelled])
         self._steps += 1

@@ -105,12 +105,14 @@ def test_next_round_is_launched_before_the_previous_is_read() -> None:
     engine.close()
 
 
-def test_each_further_row_adds_few_python_calls_to_a_step() -> None:
+@pytest.mark.parametrize(("stop", "limit"), [((), 8), (("zq~zq", "END"), 24)], ids=["", "stop strings"])
+def test_each_further_row_adds_few_python_calls_to_a_step(stop: tuple[str, ...], limit: int) -> None:
     """They delay the launch of the next round."""
     calls = []
     with make_engine(Setup(k=3, max_rows=32, num_pages=32 * 12, buckets=(32,), prefill_chunk=512)) as engine:
         for size in (1, 32):
-            jobs = [engine.submit([5, index], max_new_tokens=80, sampling=SamplingParams(ignore_eos=True)) for index in range(size)]
+            sampling = SamplingParams(ignore_eos=True, stop=stop)
+            jobs = [engine.submit([5, index], max_new_tokens=80, sampling=sampling) for index in range(size)]
             while not all(job.tokens for job in jobs):
                 engine.step()
             frames = list[FrameType]()
@@ -121,7 +123,7 @@ def test_each_further_row_adds_few_python_calls_to_a_step() -> None:
             calls.append(sum("/tape/" not in frame.f_code.co_filename for frame in frames))
             assert not any(job.finished for job in jobs)
             finish(engine)
-    assert (calls[1] - calls[0]) / (4 * 31) < 8, calls
+    assert (calls[1] - calls[0]) / (4 * 31) < limit, calls
 
 
 def test_a_burst_of_arrivals_does_not_wait_for_the_device() -> None:

@@ -214,6 +214,26 @@ def test_a_request_takes_pages_at_once_however_much_of_its_prompt_could_be_cache
         assert slow.queue_seconds == queue_seconds and engine.stats().queue_seconds.count == 2, "it was queued once"
 
 
+@pytest.mark.parametrize("ask", [*ASKS, {"sampling": replace(SAMPLED, seed=-3)}], ids=range(len(ASKS) + 1))
+def test_a_request_gives_up_its_row_within_its_prompt(ask: dict[str, Any]) -> None:
+    with make_engine(replace(DRAFTED, max_rows=1, buckets=(1,), prefill_chunk=4), preemption=True) as engine:
+        (expected,) = engine.generate([[*range(40)]], max_new_tokens=20, cache_salt="other", **ask)
+        slow = engine.submit([*range(40)], max_new_tokens=20, **ask)
+        for _ in range(3):
+            engine.step()
+        urgent = engine.submit([6], max_new_tokens=3, priority=-1)
+        while not urgent.finished:
+            engine.step()
+        assert (slow.num_preemptions, slow.tokens, urgent.tokens) == (1, [], alone((6,), 3).tokens)
+        computed = engine.stats().prompt_tokens
+        for _ in engine.stream():
+            pass
+        assert engine.stats().prompt_tokens - computed < 39, "full pages of the prompt are kept"
+        if "num_speculative_tokens" in ask or ask.get("sampling", LASTING).greedy:
+            assert (slow.tokens, slow.finish_reason) == (expected.tokens, expected.finish_reason)
+        assert slow.num_preemptions == 1 and slow.finish_reason != FinishReason.ERROR
+
+
 def test_no_request_is_suspended_for_one_that_would_still_have_no_room() -> None:
     with make_engine(replace(PLAIN, num_pages=12, max_rows=3, buckets=(3,)), preemption=True) as engine:  # pages of eight tokens
         equal = engine.submit([4], max_new_tokens=63, sampling=LASTING)  # eight pages

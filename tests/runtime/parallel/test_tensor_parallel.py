@@ -424,11 +424,11 @@ def test_requests_are_published_before_their_grammars_are_compiled_and_not_as_fa
     scheduler = LockstepScheduler(ranks, queue, None, Limits(1, 0, 64, 16, 4, 16, 16, 0), PrefixSharing())
     queue.unfinished[job.id] = queued
     queue.enqueue_again(queued)
-    assert scheduler.runnable and not scheduler.pop_cancelled() and not scheduler.runnable
+    assert scheduler.runnable and not scheduler.begin_step() and not scheduler.runnable
     assert queue.cancel(job)
     queued.ready, queued.error = True, "cancelled"
     scheduler._publish([])  # of a step whose cancelled jobs were found before
-    assert scheduler.pop_cancelled() == [(job, None)]
+    assert scheduler.begin_step() == [(job, None)]
     assert [(len(each.submitted), each.cancelled, each.admissible) for each in found] == [(1, [], []), (0, [], []), (0, [1], [])]
 
 
