@@ -75,6 +75,8 @@ class ChatTemplate:
             raise ValueError(f"messages: got {clip_repr(messages)}, expected a list of objects with a role and a content")
         if tools is not None and not (isinstance(tools, (list, tuple)) and all(isinstance(tool, Mapping) for tool in tools)):
             raise ValueError(f"tools: got {clip_repr(tools)}, expected a list of objects in the format of OpenAI's API")
+        if tools and not self.mentions("tools"):
+            raise ValueError(f"tools: got {len(tools)} of them, expected none: the model's chat template does not read tools")
         if not isinstance(variables, (Mapping, type(None))) or not all(isinstance(name, str) for name in variables or ()):
             raise ValueError(f"variables: got {clip_repr(variables)}, expected a mapping of names to values, or None")
         stated = [{name: value for name, value in each.items() if value is not None} for each in messages]  # as in transformers
