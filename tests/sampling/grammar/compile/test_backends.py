@@ -289,7 +289,7 @@ NAMED = {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}
         ({"type": "text", "json_schema": {}}, "response_format.json_schema: got an unknown field"),
         ({"type": "json_schema"}, "response_format.json_schema: got None"),
         ({"type": "json_schema", "schema": {}}, "response_format.schema: got an unknown field, expected json_schema, type; a schema is"),
-        ({"type": "json_object", "schema": {}}, "response_format.schema: got an unknown field, expected type; a schema is json_schema.schema"),
+        ({"type": "json_object", "schema": {}}, "response_format.schema: got an unknown field, expected type; a schema is json_schema"),
         ({**NAMED, "strict": True}, "response_format.strict: got an unknown field"),
         ({"type": "json_schema", "json_schema": {"schema": {}}}, "response_format.json_schema.name: got None"),
         ({"type": "json_schema", "json_schema": {"name": "a"}}, "response_format.json_schema.schema: got None"),
