@@ -84,6 +84,8 @@ class ChatTemplate:
             if "content" in each:
                 each["content"] = joined_parts(each["content"], f"messages[{index}].content")
         base_variables = {"messages": stated, "tools": list(tools) if tools else None, "add_generation_prompt": answer}
+        if own := sorted(base_variables.keys() & (variables or {}).keys()):
+            raise ValueError(f"variables: got {own[0]!r}, expected names other than {', '.join(base_variables)}")
         names = {**self._special_tokens, "documents": None, **(variables or {}), **base_variables}
         try:
             return (self._with_tools if tools else self._without_tools).render(names)

@@ -321,6 +321,7 @@ REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": NaN}'}}]}]}, None),
     ({"messages": [{"role": "user", "content": "x", "name": {"a": 1}}]}, "messages[0].name"),
     ({"messages": []}, "messages"),
+    ({"chat_template_kwargs": {"add_generation_prompt": False}}, "chat_template_kwargs"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": "x", "mood": "good"}]}, "messages[0].mood"),
     ({"messages": [{"role": "assistant", "content": "x", "annotations": [{}]}]}, "messages[0].annotations"),
