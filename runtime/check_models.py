@@ -71,10 +71,10 @@ def checked_drafter(draft: Drafter | None, config: EngineConfig) -> DraftModel |
     """The drafter; a function is wrapped as a proposer. ValueError if it does not fit the config, or is missing."""
     if isinstance(draft, ForcedDrafts) and not config.draft_masks:
         raise ValueError(f"Engine.draft: got {FORCED!r} with draft_masks=False, expected draft_masks=True: its drafts come from the masks")
-    if draft is not None and not isinstance(draft, Proposer) and not hasattr(draft, "forward"):
+    if draft is not None and not hasattr(draft, "propose") and not hasattr(draft, "forward"):
         draft = _function_proposer(draft, config)
     if draft is not None:
-        check_members("Engine.draft", draft, Proposer if isinstance(draft, Proposer) else DraftModel)
+        check_members("Engine.draft", draft, DraftModel if hasattr(draft, "forward") and not isinstance(draft, Proposer) else Proposer)
     if config.look_up and isinstance(draft, Proposer):
         raise ValueError(
             f"EngineConfig.look_up: got {config.look_up} with the drafter {type(draft).__name__}, expected 0: "

@@ -30,7 +30,7 @@ from tools.train.saving import save_eagle3
 
 OUTPUTS = {  # pattern of the printed text, by a phrase of the block
     "Her name": r"[A-Z][a-z]{1,12}\n$",
-    'constants={"model": model}': r"^([0-9]+\n){5}$",
+    "attend(embed(buffers.token))": r"^1 \d+\n2 \d+\n3 \d+\n4 \d+\n5 \d+\n$",
     "class Recurrent": r"b'[a-z]{3,12}'\n$",
     "buffers.x.copy_(torch.tensor([0.0": r"tensor\(\[0\.00\d\d, 0\.0\d+, 0\.1\d+, 0\.8\d+\]\)\n$",
     "def add_one": r"tensor\(\[ 1\.,  4\.,  7\., 10\.\]\)\n$",

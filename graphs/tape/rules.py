@@ -225,7 +225,7 @@ class Rules:
                 pinned.append(tensor)
         for tensor in call.targets:
             if self.memory.kind(tensor) == "constant":
-                raise fail("constant-write", f"{name} writes the constant {self.memory.name(tensor)}; make it a buffer")
+                raise fail("constant-write", f"{name} writes the constant {self.memory.name(tensor)}; declare it with a BufferSpec")
         return pinned
 
     def _check_residence(self, call: OpCall, pinned: Sequence[Tensor]) -> None:

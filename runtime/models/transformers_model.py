@@ -92,7 +92,8 @@ def inspect_model(model: PreTrainedModel) -> ModelSizes:
         with torch.no_grad(), torch.device("meta"):
             decoder(input_ids=ids, position_ids=ids, attention_mask=ids.bool(), use_cache=False, stepgraph=inspection)
     except (RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
-        raise ValueError(f"{type(model).__name__}: a call without data failed, as a captured round would: {error}") from None
+        why = "a call without data failed, as a captured round or an attention outside transformers' attention interface would"
+        raise ValueError(f"{why}: {error}") from None
     layers, positions = range(config.num_hidden_layers), getattr(config, "max_position_embeddings", None) or 1 << 20
     missing = [index for index in layers if index not in inspection.layers]
     if missing:
@@ -121,7 +122,7 @@ def _window(layer: int, mask: Any, positions: int) -> int | None:
 def decoder_of(model: PreTrainedModel) -> nn.Module:
     decoder: nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
     if decoder is model or all(child is not decoder for child in model.children()):
-        raise ValueError(f"{type(model).__name__}: got no decoder among its own modules, expected a causal language model")
+        raise ValueError("its decoder is not one of its own modules, which is required here")
     return decoder
 
 

@@ -107,7 +107,7 @@ class App:
         return [self._model, *self.serving.list_loras()]
 
     def _model_entry(self, name: str) -> dict[str, Any]:
-        entry = {"id": name, "object": "model", "created": self._created, "owned_by": "stepgraph"}
+        entry = {"id": name, "object": "model", "created": self._created, "owned_by": "stepgraph", "max_model_len": self.serving.max_length}
         return entry if name == self._model else {**entry, "parent": self._model}
 
     def _authorize(self, request: Request) -> str:

@@ -53,7 +53,7 @@ _FIXED_FIELDS: dict[str, tuple[Any, ...]] = {  # fields that are accepted with t
     "service_tier": ("auto", "default"),
     "modalities": (["text"],),
 }
-_REQUEST_FIELDS = {runtime: field for field, runtime in _SAMPLING_FIELDS.items()}
+_REQUEST_FIELDS = {runtime: field for field, runtime in _SAMPLING_FIELDS.items()} | {"variables": "chat_template_kwargs"}
 MAX_STOPS = 4
 MAX_CHOICES = 16
 MAX_CHAT_LOGPROBS, MAX_COMPLETION_LOGPROBS = 20, 5  # as OpenAI's endpoints

@@ -50,7 +50,8 @@ class ToolUse:
     def prompt_ids(self, codec: TextCodec, messages: Sequence[Message], variables: Mapping[str, Any]) -> list[int]:
         """The conversation with the functions, described by the chat template if it has the format, else by a system message."""
         ids = codec.chat(messages, variables=variables)
-        with_tools = codec.chat(messages, self.allowed, variables=variables) if self.templated else ids
+        reads_tools = self.templated and codec.template_mentions("tools")
+        with_tools = codec.chat(messages, self.allowed, variables=variables) if reads_tools else ids
         return with_tools if with_tools != ids else codec.chat(self._as_system_message(messages), variables=variables)
 
     def _as_system_message(self, messages: Sequence[Message]) -> list[Message]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -139,6 +140,9 @@ def test_function_needs_one_round_in_flight_and_its_error_ends_its_job() -> None
         patch.setattr(Checkpoint, "load", lambda *_: pytest.fail("weights were loaded before the refusal"))
         with pytest.raises(ValueError, match=r"Engine.draft: got a function with rounds_in_flight=2"):
             Engine.from_pretrained(folder_of("llama-2"), broken, config=EngineConfig(max_rows=1, max_length=64))
+    without_state: Any = SimpleNamespace(propose=lambda history, buffers: history.tokens)
+    with pytest.raises(ValueError, match=r"^Engine.draft: got namespace.* without cache_specs, expected an object with"):
+        Engine(TARGET, without_state, config=CONFIG)
     with pytest.raises(ValueError, match=r"Engine.draft: got list, expected a draft model, a proposer, a function or a name"):
         Engine(TARGET, [1, 2], config=CONFIG)  # type: ignore[arg-type]
 

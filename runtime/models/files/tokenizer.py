@@ -72,6 +72,8 @@ class ChatTemplate:
             raise ValueError(f"messages: got {clip_repr(messages)}, expected a list of objects with a role and a content")
         if tools is not None and not (isinstance(tools, (list, tuple)) and all(isinstance(tool, Mapping) for tool in tools)):
             raise ValueError(f"tools: got {clip_repr(tools)}, expected a list of objects in the format of OpenAI's API")
+        if tools and not self.mentions("tools"):
+            raise ValueError(f"tools: got {len(tools)} of them, expected none: the model's chat template does not read tools")
         if not isinstance(variables, (Mapping, type(None))) or not all(isinstance(name, str) for name in variables or ()):
             raise ValueError(f"variables: got {clip_repr(variables)}, expected a mapping of names to values, or None")
         stated = [{name: value for name, value in each.items() if value is not None} for each in messages]  # as in transformers
@@ -79,6 +81,8 @@ class ChatTemplate:
             if "content" in each:
                 each["content"] = joined_parts(each["content"], f"messages[{index}].content")
         base_variables = {"messages": stated, "tools": list(tools) if tools else None, "add_generation_prompt": answer}
+        if own := sorted(base_variables.keys() & (variables or {}).keys()):
+            raise ValueError(f"variables: got {own[0]!r}, expected names other than {', '.join(base_variables)}")
         names = {**self._special_tokens, "documents": None, **(variables or {}), **base_variables}
         try:
             return (self._with_tools if tools else self._without_tools).render(names)

@@ -89,6 +89,7 @@ def _load_weights(kind: Any, path: Path, dtype: torch.dtype, unused: tuple[str, 
         raise ValueError(f"{path}: {kind.__name__}: {clip_error(error)}") from error
     _check_report(path, report, unused)
     loaded.eval().requires_grad_(False)
+    loaded.config.pad_token_id = None  # some models look for it in the tokens of a call, which copies them to the host
     for name, tensor in loaded.named_parameters():
         require_finite(path, name, tensor)
     return loaded
@@ -126,7 +127,9 @@ def _outline(path: Path, kind: Any, config: Any, dtype: torch.dtype) -> tuple[An
             meta_model = kind._from_config(config, **_model_options(dtype, INSPECTED_ATTENTION)).eval().requires_grad_(False)
         return meta_model, inspect_model(meta_model)
     except (ValueError, KeyError, TypeError, ZeroDivisionError, RuntimeError, AssertionError) as error:
-        raise ValueError(f"{path}: {kind.__name__}: {clip_error(error)}") from None
+        own = isinstance(error, KeyError) and INSPECTED_ATTENTION in str(error)  # of a table of the model's own attention classes
+        why = "it does not use the attention interface of transformers" if own else clip_error(error)
+        raise ValueError(f"{path}: {kind.__name__}: {why}") from None
 
 
 def why_no_transformers() -> str:

@@ -231,7 +231,8 @@ class Constraint:
 def _check_no_other_fields(value: dict[str, Any], known: Iterable[str], name: str) -> None:
     """ValueError for a field that would be ignored."""
     if unknown := [field for field in value if field not in known]:
-        raise ValueError(f"{name}.{clip_name(unknown[0])}: got an unknown field, expected {', '.join(sorted(known))}")
+        hint = "; a schema is json_schema.schema, of the type json_schema" if unknown[0] == "schema" else ""  # elsewhere of json_object too
+        raise ValueError(f"{name}.{clip_name(unknown[0])}: got an unknown field, expected {', '.join(sorted(known))}{hint}")
 
 
 def _canonical_json(value: Any, name: str) -> str:

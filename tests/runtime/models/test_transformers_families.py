@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 
-from stepgraph import Constraint, Engine, Vocabulary
+from stepgraph import Constraint, Engine, SamplingParams, Vocabulary
 from stepgraph.runtime.models.files.transformers_folder import open_target, open_transformers
 from stepgraph.runtime.models.llama_config import ARCHITECTURES
 from stepgraph.runtime.models.transformers_layers import Attention, GatedMlp, Layer
@@ -187,8 +187,18 @@ def test_classes_that_call_their_decoder_in_another_way(kind: str, tmp_path: Pat
         torch.testing.assert_close(cached.in_chunks(tokens, 17), model(tokens, use_cache=False).logits, rtol=1e-4, atol=1e-4)
 
 
+def test_a_captured_round_does_not_look_for_the_padding_token(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**BASE | {"pad_token_id": 0}, n_embd=64, n_head=4, n_layer=2)).eval()
+    with Engine.from_pretrained(save(model, tmp_path), "none", config=CONFIG) as engine:
+        tokens = engine.generate([5, 6, 7], max_new_tokens=8, sampling=SamplingParams(ignore_eos=True)).tokens
+    with torch.no_grad():
+        assert tokens == model(torch.tensor([[5, 6, 7, *tokens]]), use_cache=False).logits[0, 2:-1].argmax(-1).tolist()
+
+
 def unsupported(family: str, message: str, parent: Path, **fields: Any) -> None:
-    folder = save(random_model(family, BASE | fields, 0), parent / family)
+    stated = {name: value for name, value in {**BASE, **fields}.items() if value is not None}
+    folder = save(random_model(family, stated, 0), parent / family)
     with pytest.raises(ValueError, match=message):
         Engine.from_pretrained(folder, config=CONFIG)
 
@@ -200,6 +210,8 @@ def test_layers_without_paged_attention_are_refused(parent: Path) -> None:
         "Qwen3Next", r"layer_types: layer 0: got 'linear_attention', expected one of .*: the state of other", parent, **EXPERTS, **linear
     )
     unsupported("Mamba", "layer 0: got .linear_attention.", parent)
+    unsupported("Falcon", "FalconForCausalLM: it does not use the attention interface of transformers$", parent, alibi=False, head_dim=None)
+    unsupported("OPT", "OPTForCausalLM: its decoder is not one of its own modules", parent)
 
 
 def test_the_documented_families_are_those_tested() -> None:

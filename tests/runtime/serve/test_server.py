@@ -321,6 +321,7 @@ REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": NaN}'}}]}]}, None),
     ({"messages": [{"role": "user", "content": "x", "name": {"a": 1}}]}, "messages[0].name"),
     ({"messages": []}, "messages"),
+    ({"chat_template_kwargs": {"add_generation_prompt": False}}, "chat_template_kwargs"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": "x", "mood": "good"}]}, "messages[0].mood"),
     ({"messages": [{"role": "assistant", "content": "x", "annotations": [{}]}]}, "messages[0].annotations"),
@@ -418,7 +419,7 @@ def test_accepted_fields_and_roles(server: RunningServer) -> None:
         past: Any = [*CHAT, {**called.choices[0].message.model_dump(), "annotations": []}]  # as OpenAI's API answers
         past.append({"role": "tool", "tool_call_id": called.choices[0].message.tool_calls[0].id, "content": "done"})
         assert client.chat.completions.create(**request, messages=past).choices[0].message.content is not None
-        assert client.models.retrieve("toy").id == "toy"
+        assert client.models.retrieve("toy").id == "toy" and client.models.list().data[0].max_model_len == 4096
         with pytest.raises(openai.NotFoundError) as caught:
             client.models.retrieve("gpt/4")
         assert caught.value.code == "model_not_found"
