@@ -48,7 +48,7 @@ class Usage(NamedTuple):
     shared_bytes: int
     warps: int
     wide_loads: int  # loads of 16 bytes per thread
-    fences: int  # waits for stores of this thread to be visible beyond the block
+    fences: int  # waits until stores are visible beyond the block
     blocks: int  # resident on a multiprocessor
     occupancy: float  # share of a multiprocessor's warps
 
@@ -338,7 +338,7 @@ def compile_usage(variant: Variant, arch: int) -> Usage:
     options = {"num_warps": variant.warps, "num_stages": variant.stages, "maxnreg": variant.registers, "enable_fp_fusion": False}
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     wide = len(re.findall(r"ld\.global\S*\.v4\.b32", compiled.asm["ptx"]))
-    fences = len(re.findall(r"\.(?:acq_rel|acquire|release)\.|fence\.|membar\.", compiled.asm["ptx"]))
+    fences = len(re.findall(r"\.(?:gpu|sys)\.(?:acq_rel|acquire|release)\.|fence\.(?:acq_rel|sc)|membar\.", compiled.asm["ptx"]))
     report = _assemble(compiled.asm["ptx"], arch)
     registers, stack, stores, loads = (int(_find(pattern, report)) for pattern in _PATTERNS)
     shared = int(compiled.metadata.shared)
