@@ -20,6 +20,25 @@ FEATURE_TILE = 1024
 
 
 @triton.jit
+def search(row_text, begin, size, start, longest, shortest, expected, width, best, column, SEARCHED: tl.constexpr):
+    """The best score and its column in each lane, after the columns from `begin` on; and whether one of them has a given token."""
+    columns = begin + tl.arange(0, SEARCHED)
+    token = tl.load(row_text + columns, mask=columns < width, other=-1)
+    given = (columns >= start) & (token >= 0)
+    usable = (columns < size) | given
+    matching, matched = usable, tl.zeros((SEARCHED,), tl.int32)
+    for number in range(longest):
+        last = tl.load(row_text + size - 1 - number, mask=number < size, other=-2)
+        before = tl.load(row_text + columns - 1 - number, mask=usable & (columns > number), other=-1)  # does not wait for the one before
+        matching = matching & (before == last)
+        matched += matching.to(tl.int32)
+    given_score = 3 * width - 2 * tl.abs(columns - expected) - (columns < expected).to(tl.int32)
+    score = tl.where(usable & (matched >= shortest), matched * 4 * width + tl.where(columns < start, columns, given_score), -1)
+    better = score > best
+    return tl.where(better, score, best), tl.where(better, columns, column), tl.max(given.to(tl.int32), 0) > 0
+
+
+@triton.jit
 def look_up_row(
     text,  # [B, width] int32
     length,  # [B] int64
@@ -35,24 +54,20 @@ def look_up_row(
     SEARCHED: tl.constexpr,
     COUNT: tl.constexpr,
 ):
-    """SEARCHED and COUNT are powers of two, COUNT at least `count`. No two columns of a text have the same score."""
+    """SEARCHED and COUNT are powers of two, COUNT at least `count`. No two columns of a text have the same score.
+
+    Columns between the end of the text and `start`, and after the given text, are not searched: few texts are as long as they may be.
+    """
     batch_row = tl.program_id(0).to(tl.int64)
     row_text, size = text + batch_row * width, tl.load(length + batch_row * length_step).to(tl.int32)
     expected = (start + tl.load(generated + batch_row * generated_step)).to(tl.int32)
     best, column = tl.full((SEARCHED,), -1, tl.int32), tl.zeros((SEARCHED,), tl.int32)
-    for begin in range(0, width, SEARCHED):
-        columns = begin + tl.arange(0, SEARCHED)
-        token = tl.load(row_text + columns, mask=columns < width, other=-1)
-        matching = (columns < width) & ((columns < size) | ((columns >= start) & (token >= 0)))
-        usable, matched = matching, tl.zeros((SEARCHED,), tl.int32)
-        for number in range(longest):
-            last = tl.load(row_text + size - 1 - number, mask=number < size, other=-2)
-            matching = matching & (tl.load(row_text + columns - 1 - number, mask=matching & (columns > number), other=-1) == last)
-            matched += matching.to(tl.int32)
-        given_score = 3 * width - 2 * tl.abs(columns - expected) - (columns < expected).to(tl.int32)
-        score = tl.where(usable & (matched >= shortest), matched * 4 * width + tl.where(columns < start, columns, given_score), -1)
-        better = score > best
-        best, column = tl.where(better, score, best), tl.where(better, columns, column)
+    for begin in range(0, size, SEARCHED):
+        best, column, _ = search(row_text, begin, size, start, longest, shortest, expected, width, best, column, SEARCHED)
+    begin, is_given = start // SEARCHED * SEARCHED, size >= 0
+    while is_given & (begin < width):
+        best, column, is_given = search(row_text, begin, size, start, longest, shortest, expected, width, best, column, SEARCHED)
+        begin += SEARCHED
     top = tl.max(best, 0)
     match_column = tl.max(tl.where(best == top, column, 0), 0)
     index = tl.arange(0, COUNT)
