@@ -269,7 +269,7 @@ def _layer_variants() -> list[Variant]:
     types = ["*i64", "*i1", "*i1", "*i64", "i32", *["*i64"] * 4, "*i32", "*i1", "*i64", *["*i1"] * 3, "*i64", *["i32"] * 7]
     found.append(_variant("select_row", drafting.select_row, types, {"WIDTH": 8}, 1))
     types = ["*i64", "*i64", "*i64", "i32", "*i64", "*i32", "*i1", "*i64", "*i64", "*i1", "*i64", *["i32"] * 11]
-    found.append(_variant("choose_row", proposing.choose_row, types, {}, 1))
+    found.append(_variant("choose_row", proposing.choose_row, types, {"BLOCK": 8}, 1))
     types = [*["*i64"] * 4, "*i32", *["i32"] * 3]
     found.append(_variant("append_row", proposing.append_row, types, {"COUNT": 8}, 1))
     types = ["*i32", "*i64", "*i64", *["i32"] * 4, "*i64", *["i32"] * 3]
