@@ -214,8 +214,10 @@ def attention_variants() -> list[Variant]:
         label = f"attend_part {one.dtype} {one.size}, {tile.rows} rows, {where}"
         variant = _variant(label, paged_programs.attend_part, types, shape | {"WIDE": False}, tile.warps)
         found.append(variant._replace(stages=tile.stages, registers=tile.registers))
-    types = [*["*fp32"] * 3, "*bf16", "i32", "i32"]
-    found.append(_variant("combine_parts", paged_programs.combine_parts, types, {"PARTS": paged_programs.MAX_PARTS, "SIZE": 256}, 2))
+    for size in (64, 256):
+        constants = {"size": size, "PARTS": paged_programs.MAX_PARTS, "COMBINED": paged_programs.COMBINED_SUMS // size, "SIZE": size}
+        types = [*["*fp32"] * 3, "*bf16", "i32"]
+        found.append(_variant(f"combine_parts {size}", paged_programs.combine_parts, types, constants, 2))
     types = [*["*bf16"] * 5, "*i64", *["*bf16"] * 3, *["i32"] * 7]
     for half, cache in itertools.product((128, 64), ("*bf16", "*u8")):
         constants, types[6:8] = {"HALF": half, "SIZE": 256, "PARTIAL": half < 128}, [cache] * 2

@@ -153,12 +153,11 @@ def _sees(shape: Shape, length: int, query: int, positions: range) -> bool:
 
 def _join(shape: Shape, length: int, part: int, parts: int) -> int:
     """Bytes of combining the parts of one query and head, averaged over the queries."""
-    seen = [
-        sum(_sees(shape, length, query, range(index, index + part)) for index in range(0, part * parts, part))
-        for query in range(shape.queries)
-    ]
-    each = 2 * parts * SUM + shape.size * ITEM
-    return each + sum(seen) * (SUM + shape.size * SUM) // shape.queries
+    moved = 0
+    for query in range(shape.queries):
+        seen = [index // part for index in range(0, part * parts, part) if _sees(shape, length, query, range(index, index + part))]
+        moved += (parts + seen[-1] + 1) * SUM + len(seen) * (SUM + shape.size * SUM) + shape.size * ITEM
+    return moved // shape.queries
 
 
 def figures(shape: Shape) -> dict[str, Any]:
