@@ -48,7 +48,7 @@ class Usage(NamedTuple):
     shared_bytes: int
     warps: int
     wide_loads: int  # loads of 16 bytes per thread
-    fences: int  # waits for stores of this thread to be visible beyond the block
+    fences: int  # waits until stores are visible beyond the block
     blocks: int  # resident on a multiprocessor
     occupancy: float  # share of a multiprocessor's warps
 
@@ -214,8 +214,10 @@ def attention_variants() -> list[Variant]:
         label = f"attend_part {one.dtype} {one.size}, {tile.rows} rows, {where}"
         variant = _variant(label, paged_programs.attend_part, types, shape | {"WIDE": False}, tile.warps)
         found.append(variant._replace(stages=tile.stages, registers=tile.registers))
-    types = [*["*fp32"] * 3, "*bf16", "i32", "i32"]
-    found.append(_variant("combine_parts", paged_programs.combine_parts, types, {"PARTS": paged_programs.MAX_PARTS, "SIZE": 256}, 2))
+    for size in (64, 256):
+        constants = {"size": size, "PARTS": paged_programs.MAX_PARTS, "COMBINED": paged_programs.COMBINED_SUMS // size, "SIZE": size}
+        types = [*["*fp32"] * 3, "*bf16", "i32"]
+        found.append(_variant(f"combine_parts {size}", paged_programs.combine_parts, types, constants, 2))
     types = [*["*bf16"] * 5, "*i64", *["*bf16"] * 3, *["i32"] * 7]
     for half, cache in itertools.product((128, 64), ("*bf16", "*u8")):
         constants, types[6:8] = {"HALF": half, "SIZE": 256, "PARTIAL": half < 128}, [cache] * 2
@@ -269,7 +271,7 @@ def _layer_variants() -> list[Variant]:
     types = ["*i64", "*i1", "*i1", "*i64", "i32", *["*i64"] * 4, "*i32", "*i1", "*i64", *["*i1"] * 3, "*i64", *["i32"] * 7]
     found.append(_variant("select_row", drafting.select_row, types, {"WIDTH": 8}, 1))
     types = ["*i64", "*i64", "*i64", "i32", "*i64", "*i32", "*i1", "*i64", "*i64", "*i1", "*i64", *["i32"] * 11]
-    found.append(_variant("choose_row", proposing.choose_row, types, {}, 1))
+    found.append(_variant("choose_row", proposing.choose_row, types, {"BLOCK": 8}, 1))
     types = [*["*i64"] * 4, "*i32", *["i32"] * 3]
     found.append(_variant("append_row", proposing.append_row, types, {"COUNT": 8}, 1))
     types = ["*i32", "*i64", "*i64", *["i32"] * 4, "*i64", *["i32"] * 3]
@@ -338,7 +340,7 @@ def compile_usage(variant: Variant, arch: int) -> Usage:
     options = {"num_warps": variant.warps, "num_stages": variant.stages, "maxnreg": variant.registers, "enable_fp_fusion": False}
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     wide = len(re.findall(r"ld\.global\S*\.v4\.b32", compiled.asm["ptx"]))
-    fences = len(re.findall(r"\.(?:acq_rel|acquire|release)\.|fence\.|membar\.", compiled.asm["ptx"]))
+    fences = len(re.findall(r"\.(?:gpu|sys)\.(?:acq_rel|acquire|release)\.|fence\.(?:acq_rel|sc)|membar\.", compiled.asm["ptx"]))
     report = _assemble(compiled.asm["ptx"], arch)
     registers, stack, stores, loads = (int(_find(pattern, report)) for pattern in _PATTERNS)
     shared = int(compiled.metadata.shared)

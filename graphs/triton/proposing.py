@@ -20,6 +20,25 @@ FEATURE_TILE = 1024
 
 
 @triton.jit
+def search(row_text, begin, size, start, longest, shortest, expected, width, best, column, SEARCHED: tl.constexpr):
+    """The best score and its column in each lane, after the columns from `begin` on; and whether one of them has a given token."""
+    columns = begin + tl.arange(0, SEARCHED)
+    token = tl.load(row_text + columns, mask=columns < width, other=-1)
+    given = (columns >= start) & (token >= 0)
+    usable = (columns < size) | given
+    matching, matched = usable, tl.zeros((SEARCHED,), tl.int32)
+    for number in range(longest):
+        last = tl.load(row_text + size - 1 - number, mask=number < size, other=-2)
+        before = tl.load(row_text + columns - 1 - number, mask=usable & (columns > number), other=-1)  # does not wait for the one before
+        matching = matching & (before == last)
+        matched += matching.to(tl.int32)
+    given_score = 3 * width - 2 * tl.abs(columns - expected) - (columns < expected).to(tl.int32)
+    score = tl.where(usable & (matched >= shortest), matched * 4 * width + tl.where(columns < start, columns, given_score), -1)
+    better = score > best
+    return tl.where(better, score, best), tl.where(better, columns, column), tl.max(given.to(tl.int32), 0) > 0
+
+
+@triton.jit
 def look_up_row(
     text,  # [B, width] int32
     length,  # [B] int64
@@ -35,24 +54,20 @@ def look_up_row(
     SEARCHED: tl.constexpr,
     COUNT: tl.constexpr,
 ):
-    """SEARCHED and COUNT are powers of two, COUNT at least `count`. No two columns of a text have the same score."""
+    """SEARCHED and COUNT are powers of two, COUNT at least `count`. No two columns of a text have the same score.
+
+    Columns between the end of the text and `start`, and after the given text, are not searched: few texts are as long as they may be.
+    """
     batch_row = tl.program_id(0).to(tl.int64)
     row_text, size = text + batch_row * width, tl.load(length + batch_row * length_step).to(tl.int32)
     expected = (start + tl.load(generated + batch_row * generated_step)).to(tl.int32)
     best, column = tl.full((SEARCHED,), -1, tl.int32), tl.zeros((SEARCHED,), tl.int32)
-    for begin in range(0, width, SEARCHED):
-        columns = begin + tl.arange(0, SEARCHED)
-        token = tl.load(row_text + columns, mask=columns < width, other=-1)
-        matching = (columns < width) & ((columns < size) | ((columns >= start) & (token >= 0)))
-        usable, matched = matching, tl.zeros((SEARCHED,), tl.int32)
-        for number in range(longest):
-            last = tl.load(row_text + size - 1 - number, mask=number < size, other=-2)
-            matching = matching & (tl.load(row_text + columns - 1 - number, mask=matching & (columns > number), other=-1) == last)
-            matched += matching.to(tl.int32)
-        given_score = 3 * width - 2 * tl.abs(columns - expected) - (columns < expected).to(tl.int32)
-        score = tl.where(usable & (matched >= shortest), matched * 4 * width + tl.where(columns < start, columns, given_score), -1)
-        better = score > best
-        best, column = tl.where(better, score, best), tl.where(better, columns, column)
+    for begin in range(0, size, SEARCHED):
+        best, column, _ = search(row_text, begin, size, start, longest, shortest, expected, width, best, column, SEARCHED)
+    begin, is_given = start // SEARCHED * SEARCHED, size >= 0
+    while is_given & (begin < width):
+        best, column, is_given = search(row_text, begin, size, start, longest, shortest, expected, width, best, column, SEARCHED)
+        begin += SEARCHED
     top = tl.max(best, 0)
     match_column = tl.max(tl.where(best == top, column, 0), 0)
     index = tl.arange(0, COUNT)
@@ -107,30 +122,33 @@ def choose_row(
     forced_step,
     flag_row_step,
     flag_step,
+    BLOCK: tl.constexpr,
 ):
-    batch_row = tl.program_id(0).to(tl.int64)
-    row, max_drafts = tl.load(rows + batch_row), tl.load(limit + batch_row * limit_step)
-    alive = (tl.load(finish + batch_row * finish_step) == _RUNNING).to(tl.int32)
-    follows = alive
+    """All drafts at once: a loop would wait for the loads of each. BLOCK: `drafts`, rounded up."""
+    batch_row, index = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    row, max_drafts, inside = tl.load(rows + batch_row), tl.load(limit + batch_row * limit_step), index < drafts
+    candidate = tl.load(proposed + batch_row * drafts + index, mask=inside, other=-1)
+    token, unguided = tl.where((candidate >= 0) & (candidate < num_tokens), candidate, -1), tl.full((BLOCK,), -1, tl.int64)
     if masks is not None:
         masked = tl.load(constrained + batch_row).to(tl.int32)
-    for index in range(drafts):
-        candidate = tl.load(proposed + batch_row * drafts + index)
-        token = tl.where((follows != 0) & (candidate >= 0) & (candidate < num_tokens), candidate, -1)
-        if masks is not None:
-            valid = tl.load(status + batch_row * status_row_step + index * status_step) == _OK
-            word = tl.maximum(candidate, 0) // _BITS_PER_WORD
-            mask_word = tl.load(masks + row * mask_row_step + index * mask_step + word, mask=word < words, other=0)
-            legal = (valid & (((mask_word >> (candidate % _BITS_PER_WORD).to(tl.int32)) & 1) != 0)) | (masked == 0)
-            token = tl.where(legal | (token < 0), token, _REFUSED)
-            if forced is not None:
-                forced_token = tl.load(forced + index * forced_step + batch_row)
-                taken = (forced_token >= 0) & (masked != 0) & valid
-                token = tl.where(taken, forced_token, token)
-                tl.store(row_forced + row * flag_row_step + index * flag_step, taken)
-        token = tl.where((alive != 0) & (max_drafts > index), token, -1)
-        tl.store(chosen + batch_row * drafts + index, token)
-        alive, follows = (token >= 0).to(tl.int32), follows & (token == candidate).to(tl.int32)
+        valid = tl.load(status + batch_row * status_row_step + index * status_step, mask=inside, other=0) == _OK
+        bit = tl.maximum(candidate, 0)
+        word = bit // _BITS_PER_WORD
+        mask_word = tl.load(masks + row * mask_row_step + index * mask_step + word, mask=inside & (word < words), other=0)
+        legal = (valid & (((mask_word >> (bit % _BITS_PER_WORD).to(tl.int32)) & 1) != 0)) | (masked == 0)
+        token = tl.where(legal | (token < 0), token, _REFUSED)
+        if forced is not None:
+            forced_token = tl.load(forced + index * forced_step + batch_row, mask=inside, other=-1)
+            taken = (forced_token >= 0) & (masked != 0) & valid
+            token, unguided = tl.where(taken, forced_token, token), tl.where(taken, forced_token, unguided)
+            tl.store(row_forced + row * flag_row_step + index * flag_step, taken, mask=inside)
+    leaves = (token != candidate).to(tl.int32)
+    token = tl.where(tl.cumsum(leaves, 0) > leaves, unguided, token)  # after the first draft that is not the proposed one
+    token = tl.where(max_drafts > index, token, -1)
+    alive = tl.load(finish + batch_row * finish_step) == _RUNNING
+    ends = (token < 0).to(tl.int32)
+    token = tl.where(alive & (tl.cumsum(ends, 0) == ends), token, -1)  # nothing follows the first draft that is no token
+    tl.store(chosen + batch_row * drafts + index, token, mask=inside)
 
 
 def choose_chain(*arguments: Any) -> None:
@@ -139,7 +157,8 @@ def choose_chain(*arguments: Any) -> None:
     sizes = proposed.shape[1], 0 if masks is None else masks.shape[2], finish.stride(0), limit.stride(0)
     of_masks = (0, 0, 0, 0) if masks is None else (*masks.stride()[:2], *status.stride())
     of_forced = (0, 0, 0) if forced is None else (forced.stride(0), *row_forced.stride())
-    choose_row[(len(proposed),)](*arguments, *sizes, *of_masks, *of_forced, num_warps=1)
+    block = triton.next_power_of_2(proposed.shape[1])
+    choose_row[(len(proposed),)](*arguments, *sizes, *of_masks, *of_forced, BLOCK=block, num_warps=1)
 
 
 @triton.jit

@@ -19,6 +19,7 @@ from stepgraph.graphs.attention.triton.float8 import as_read
 MAX_PARTS = 64
 MIN_PART_KEYS = 128  # keys
 MAX_HEAD_SIZE = 256
+COMBINED_SUMS = 2048  # numbers of parts that one program combines at a time
 _LOG2_E = tl.constexpr(1.4426950408889634)
 # Triton 3.4 does not compile a branch at run time that changes tensors: with it, attention without a window is a separate program.
 _TWO_PROGRAMS = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) <= (3, 4))
@@ -188,8 +189,9 @@ def attend_part(
 
 
 @triton.jit
-def combine_parts(sums, peaks, totals, output, parts, size, PARTS: tl.constexpr, SIZE: tl.constexpr):
-    """Combine the parts of one query and head by their weights. PARTS is a power of two >= parts."""
+def combine_parts(sums, peaks, totals, output, parts, size: tl.constexpr, PARTS: tl.constexpr, COMBINED: tl.constexpr, SIZE: tl.constexpr):
+    """Combine the parts of one query and head by their weights, COMBINED at a time: a loop over parts would wait for the loads of each. The
+    parts after the last one with a visible key are not read. PARTS is a power of two >= parts."""
     output_row = tl.program_id(0).to(tl.int64)
     part_index, column = tl.arange(0, PARTS), tl.arange(0, SIZE)
     peak = tl.load(peaks + output_row * parts + part_index, mask=part_index < parts, other=float("-inf"))
@@ -197,14 +199,16 @@ def combine_parts(sums, peaks, totals, output, parts, size, PARTS: tl.constexpr,
     level = tl.where(highest == float("-inf"), 0.0, highest)
     total = tl.load(totals + output_row * parts + part_index, mask=peak != float("-inf"), other=0.0)
     total_weight = tl.sum(total * tl.exp2(peak - level), 0)
-    summed = tl.zeros([SIZE], tl.float32)
-    for part in range(0, parts):
-        part_peak = tl.load(peaks + output_row * parts + part)
-        written = tl.where(part_peak != float("-inf"), size, 0)
-        part_sum = tl.load(sums + (output_row * parts + part) * SIZE + column, mask=column < written, other=0.0)
-        summed += part_sum * tl.exp2(part_peak - level)
-    summed = summed / tl.where(total_weight == 0, 1.0, total_weight)
-    tl.store(output + output_row * size + column, summed.to(output.dtype.element_ty), mask=column < size)
+    last = tl.max(tl.where(peak != float("-inf"), part_index, -1), 0)
+    summed = tl.zeros([COMBINED, SIZE], tl.float32)
+    for first in range(0, last + 1, COMBINED):
+        part = first + tl.arange(0, COMBINED)
+        part_peak = tl.load(peaks + output_row * parts + part, mask=part <= last, other=float("-inf"))
+        written = (part_peak != float("-inf"))[:, None] & (column < size)[None, :]
+        part_sums = tl.load(sums + (output_row * parts + part)[:, None] * SIZE + column[None, :], mask=written, other=0.0)
+        summed += part_sums * tl.exp2(part_peak - level)[:, None]
+    result = tl.sum(summed, 0) / tl.where(total_weight == 0, 1.0, total_weight)
+    tl.store(output + output_row * size + column, result.to(output.dtype.element_ty), mask=column < size)
 
 
 def paged_attention(*arguments: Any, least_part: int = MIN_PART_KEYS) -> None:
@@ -228,5 +232,6 @@ def paged_attention(*arguments: Any, least_part: int = MIN_PART_KEYS) -> None:
     grid = (batch, kv_heads * parts, triton.cdiv(groups * count, tile.rows))  # CUDA limits the last two to 65,535
     attend_part[grid](*tensors, sinks, output, *partials, *numbers, **constants, enable_fp_fusion=False)
     if parts > 1:
-        constants = {"PARTS": triton.next_power_of_2(parts), "SIZE": tile.size, "num_warps": 2, "enable_fp_fusion": False}
-        combine_parts[(lines,)](*partials, output, parts, size, **constants)
+        width = triton.next_power_of_2(parts)
+        constants = {"size": size, "PARTS": width, "COMBINED": min(width, COMBINED_SUMS // tile.size), "SIZE": tile.size, "num_warps": 2}
+        combine_parts[(lines,)](*partials, output, parts, **constants, enable_fp_fusion=False)

@@ -199,8 +199,7 @@ def advance_rows(
     """advance_fill for one row. WORDS is a power of two; ALIGNED: `words` is a multiple of four."""
     if ALIGNED:  # shows the compiler the alignment, for loads and stores of 16 bytes
         words = words // _ALIGNMENT * _ALIGNMENT
-    slot = tl.program_id(0).to(tl.int64)
-    row = tl.load(rows + slot)
+    slot, row = tl.program_id(0).to(tl.int64), tl.load(rows + tl.program_id(0))
     offset, tags = tl.load(images + row * image_step), row_tags + row * positions * _TAG_FIELDS
     columns, line = state + row * state_row_step, drafts + (row if BY_ROW else slot) * draft_line_step
     owner, generated = tl.load(columns + _OWNER * state_column_step), tl.load(columns + _GENERATED * state_column_step)
@@ -209,12 +208,13 @@ def advance_rows(
     known, before = _status_of(tags, owner, generated, 0) != _NONE, tl.load(tags + 1)  # tokens of the history when mask 0 was filled
     read, index = _first_token(drafted, batch_forced, first, (finish == _RUNNING) & ~known, FILL_NEW, TAKES_FORCED)
     guide, is_open, origin, source = _origin(tags, row_places, row, owner, generated, index, known, before, positions)
-    _clear(batch_status, slot, status_step, first, last, _NONE)  # after these loads, which need not wait for the image
     inside, image = (offset > 0) & (offset <= arena_ints - _HEADER_INTS), arena + offset
-    if tl.load(image, mask=inside, other=0) == _VERSION:
-        running, ring = (finish == _RUNNING) & (tl.load(image + _MAX_DEPTH) <= room), positions + 1
+    version, max_depth = tl.load(image, mask=inside, other=0), tl.load(image + _MAX_DEPTH, mask=inside, other=0)
+    _clear(batch_status, slot, status_step, first, last, _NONE)  # after these loads, none of which waits for the image
+    if version == _VERSION:
+        running, ring = (finish == _RUNNING) & (max_depth <= room), positions + 1
         crossing, vocabulary = crossing_of(image), (token_text, token_starts, num_tokens)
-        step = first - (running & (index < first)).to(tl.int32)
+        step = first - (running & (index < first)).to(tl.int32) if FILL_NEW else first
         _clear(batch_forced, slot, forced_step, first, tl.minimum(last, positions - 2), -1)
         while step <= last:
             index = tl.where(step < first, 0, step)

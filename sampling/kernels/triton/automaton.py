@@ -66,7 +66,7 @@ def table(image, FIELD: tl.constexpr):
 
 @triton.jit
 def crossing_of(image):
-    """The argument `crossing` of fill(). At the end of the header, in a cache line of its own: the first read of it takes longer."""
+    """The argument `crossing` of fill(), to be read early: no other field in this part of the header is needed before fill()."""
     return table(image, _CROSS_START), table(image, _CROSS)
 
 

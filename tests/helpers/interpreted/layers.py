@@ -8,6 +8,7 @@ import pytest
 import torch
 import triton
 from torch import Tensor
+from triton.runtime.interpreter import InterpreterBuilder
 
 import tests.helpers.fast_interpreter  # noqa: F401
 from stepgraph.graphs import drafting, host_nodes, proposing
@@ -210,6 +211,23 @@ def test_looked_up_chains_equal_the_reference(tile: int, monkeypatch: pytest.Mon
     monkeypatch.setattr(proposed_programs, "SEARCHED", tile)
     for case in inert_texts():
         compare_program(proposing.look_up, *case)
+
+
+def test_look_up_reads_no_columns_between_text_and_given_text_nor_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text with room for 64 and 4,096 tokens: the same number of loads, and chains from history and given text."""
+    monkeypatch.setattr(proposed_programs, "SEARCHED", 16)
+    loads, original = list[int](), InterpreterBuilder.create_masked_load
+    for room in (64, 4096):
+        text = torch.full((2, 2 * room), -1, dtype=torch.int32)
+        text[0, :7] = torch.tensor([4, 5, 6, 7, 8, 4, 5])
+        text[1, :3], text[1, room : room + 40] = torch.tensor([0, 9, 20]), torch.arange(20, 60)
+        chain, counted = torch.zeros(2, 3, dtype=torch.int64), list[int]()
+        with monkeypatch.context() as patch:
+            patch.setattr(InterpreterBuilder, "create_masked_load", lambda *given, counted=counted: counted.append(1) or original(*given))
+            proposed_programs.look_up(text, torch.tensor([7, 3]), torch.tensor([1, 1]), room, 3, 8, 1, chain)
+        assert chain.tolist() == [[6, 7, 8], [21, 22, 23]]
+        loads.append(len(counted))
+    assert loads[0] == loads[1], loads
 
 
 @pytest.mark.parametrize("drafts", [1, 3, 8])
