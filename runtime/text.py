@@ -169,7 +169,7 @@ class TextStream:
         if not self.stopped:
             return token_ids
         self._decoder.setstate(before[0])
-        self._pending_text, self.stopped, count = before[1], False, 0
+        self._pending_text, self.found_stop, count = before[1], "", 0
         while not self.stopped:
             self.push(token_ids[count : count + 1])
             count += 1
