@@ -73,9 +73,8 @@ class AutomatonMatcher:
         return STATUSES[status]
 
     def rollback(self, num_tokens: int) -> None:
-        clipped = max(-1, min(num_tokens, (1 << 63) - 1))  # ctypes passes a longer number modulo 2**64
-        if self.functions.rollback(None, self.handle, clipped, self._error) < 0:
-            raise ValueError(self._error.value.decode().replace(f"got {clipped}", f"got {num_tokens}"))
+        failed = self.functions.rollback(None, self.handle, num_tokens, self._error) < 0
+        assert not failed, self._error.value
 
     def forced_bytes(self) -> bytes:
         """The bytes that must come next; the last character may be incomplete."""

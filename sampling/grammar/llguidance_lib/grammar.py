@@ -99,8 +99,7 @@ class LLGuidanceMatcher:
         return self.vocabulary.classify(row)
 
     def rollback(self, num_tokens: int) -> None:
-        if not 0 <= num_tokens <= self.num_accepted:
-            raise ValueError(f"rollback.num_tokens: got {num_tokens}, expected 0..{self.num_accepted}, the number of accepted tokens")
+        assert 0 <= num_tokens <= self.num_accepted
         count = num_tokens - self._ended if num_tokens else 0
         self._ended = self._ended and num_tokens == 0
         if count == 0 or self.fault:

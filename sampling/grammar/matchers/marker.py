@@ -189,9 +189,7 @@ class MarkerMatcher:
 
     def rollback(self, num_tokens: int) -> None:
         """Roll back the latest tokens, including tokens of the marker."""
-        limit = self._num_inner + self.num_free
-        if not 0 <= num_tokens <= limit:
-            raise ValueError(f"rollback.num_tokens: got {num_tokens}, expected 0..{limit}, the number of accepted tokens")
+        assert 0 <= num_tokens <= self._num_inner + self.num_free
         inner = min(num_tokens, self._num_inner)
         self.inner.rollback(inner)
         self._num_inner -= inner

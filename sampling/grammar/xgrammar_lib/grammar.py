@@ -62,8 +62,7 @@ class XGrammarMatcher:
         return self.vocabulary.classify(row)  # the library also sets bits beyond the vocabulary in the last word
 
     def rollback(self, num_tokens: int) -> None:
-        if not 0 <= num_tokens <= self.num_accepted:
-            raise ValueError(f"rollback.num_tokens: got {num_tokens}, expected 0..{self.num_accepted}, the number of accepted tokens")
+        assert 0 <= num_tokens <= self.num_accepted
         if num_tokens:
             self._call_library("rollback", num_tokens)
             self.num_accepted -= num_tokens

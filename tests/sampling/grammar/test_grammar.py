@@ -41,8 +41,6 @@ def test_mask_status_along_a_text(backend: BackendChoice) -> None:
     assert fill_mask(matcher) == (MaskStatus.OK, sorted([b, STOP]))
     matcher.rollback(1)
     assert fill_mask(matcher) == (MaskStatus.OK, [a])
-    with pytest.raises(ValueError, match=r"rollback.num_tokens: got 1, expected 0\.\.0"):
-        matcher.rollback(1)
 
 
 @pytest.mark.parametrize("backend", EACH_BACKEND)
@@ -140,8 +138,6 @@ def test_rollback_of_any_length(backend: BackendChoice) -> None:
     matcher = matcher_of(Constraint.regex("a*", backend))
     start = fill_mask(matcher)
     assert all(matcher.accept_token(encode(b"a")[0]) for _ in range(500))
-    with pytest.raises(ValueError, match=r"rollback.num_tokens: got 501, expected 0\.\.500"):
-        matcher.rollback(501)
     matcher.rollback(500)
     assert fill_mask(matcher) == start
 

@@ -72,8 +72,7 @@ static int rollback(const matcher_library *self, void *handle, int64_t tokens, c
     (void)self;
     automaton_matcher *matcher = handle;
     if (tokens < 0 || tokens > matcher->tokens) {
-        snprintf(error, FAULT_BYTES, "rollback.num_tokens: got %lld, expected 0..%lld, the number of accepted tokens", (long long)tokens,
-            (long long)matcher->tokens);
+        snprintf(error, FAULT_BYTES, "rollback of %lld of %lld tokens", (long long)tokens, (long long)matcher->tokens);
         return -1;
     }
     for (; tokens > 0; tokens--) {
