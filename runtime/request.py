@@ -217,7 +217,7 @@ class Job:
         if self.sampling.stop:
             stream = self.text_stream()
             stream.push(self.tokens)
-            if stream.stopped:
+            if stream.found_stop:
                 return stream.found_stop
         return self.tokens[-1] if self.tokens[-1] in self.sampling.stop_token_ids else None
 

@@ -176,7 +176,7 @@ class Scheduler:
         job.logprobs.extend(logprobs)
         job.num_accepted_drafts += result.accepted
         job.rounds += 1
-        if stops and stops.stopped:
+        if stops and stops.found_stop:
             self.finish(job, request, FinishReason.STOP)
         elif result.finish != FinishCode.RUNNING:
             code = FinishCode(result.finish)

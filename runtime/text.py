@@ -148,10 +148,6 @@ class TextStream:
         self._pending_text = ""
         self.found_stop = ""  # the stop string that was found; nothing after it is returned
 
-    @property
-    def stopped(self) -> bool:
-        return bool(self.found_stop)
-
     def push(self, token_ids: Iterable[int]) -> str:
         check_value("TextStream.push", token_ids, _TOKEN_IDS)
         return self._release(self._decoder.decode(self._vocabulary.decode(token for token in token_ids if token not in self._stop_ids)))
@@ -160,7 +156,7 @@ class TextStream:
         """Push these tokens up to the one that completes a stop string, and return them."""
         for index, token in enumerate(token_ids):
             self.push((token,))
-            if self.stopped:
+            if self.found_stop:
                 return token_ids[: index + 1]
         return token_ids
 
@@ -175,7 +171,7 @@ class TextStream:
         """`text`, and what was kept, up to a stop string or what may begin one."""
         if not self._stop:
             return text
-        text = "" if self.stopped else self._pending_text + text
+        text = "" if self.found_stop else self._pending_text + text
         found = [(index + len(stop), index, stop) for stop in self._stop if (index := text.find(stop)) >= 0]
         if found:
             _, end, self.found_stop = min(found)

@@ -183,7 +183,7 @@ class RequestValidator:
         for index, token in enumerate(ids):
             if token in job.stop_ids:
                 raise ValueError(f"resume_from[{index}]: got the stop token {token}, expected an output that has not ended")
-        if sampling.stop and job.text_stream().stopped:
+        if sampling.stop and job.text_stream().found_stop:
             raise ValueError(f"resume_from: got a text with one of {clip_repr(sampling.stop)}, expected an output that has not ended")
         if not sampling.greedy and sampling.seed is None:
             got = f"got None with resume_from and sampling.temperature={sampling.temperature:g}"
