@@ -115,7 +115,7 @@ class EngineConfig:
     prompt_graphs: bool | None = None
     max_stop_ids: int = 8  # per request, the vocabulary's included
     max_bias_ids: int = 256  # entries of a request's logit_bias and bad_token_ids together
-    max_bad_words: int = 0  # most SamplingParams.bad_words of a request
+    max_bad_words: int = 0  # most SamplingParams.bad_words of a request, where a text counts twice: alone and after a blank
     max_bad_word_tokens: int = 8  # most tokens of one bad word
     # Device functions that change the target's logits, for the requests that name them: part of each sampled round, and checked like a step
     logits_processors: tuple[LogitsProcessor, ...] = ()

@@ -310,15 +310,15 @@ def split_batch(prompt: Any, options: Mapping[str, Any]) -> list[tuple[Any, dict
 def check_options(sampling: SamplingParams, config: EngineConfig, limits: Limits) -> None:
     """ValueError for bad words, logits processors and relaxed acceptance that the engine does not allow."""
     if len(sampling.bad_words) > limits.max_bad_words:
-        expected = f"expected at most EngineConfig.max_bad_words={limits.max_bad_words}"
-        raise ValueError(f"sampling.bad_words: got {len(sampling.bad_words)} words, {expected}")
+        expected = f"expected at most EngineConfig.max_bad_words={limits.max_bad_words}; a text is two, alone and after a blank"
+        raise ValueError(f"sampling.bad_words: got {len(sampling.bad_words)} sequences of tokens, {expected}")
     for index, word in enumerate(sampling.bad_words):
         if isinstance(word, str):
             raise ValueError(f"sampling.bad_words[{index}]: got {clip_repr(word)}, expected token ids: the engine has no tokenizer")
         checked_ids(f"sampling.bad_words[{index}]", word, limits.num_tokens)
         if len(word) > limits.max_bad_word_tokens:
             expected = f"expected at most EngineConfig.max_bad_word_tokens={limits.max_bad_word_tokens}"
-            raise ValueError(f"sampling.bad_words[{index}]: got {len(word)} tokens, {expected}")
+            raise ValueError(f"sampling.bad_words: got a word of {len(word)} tokens, {expected}")  # the index is not that of a text
     allowed = {processor.name: processor for processor in config.logits_processors}
     for name, arguments in sampling.logits_processors.items():
         if name not in allowed:

@@ -41,7 +41,7 @@ _USE_MAX_NEW_TOKENS = "Engine.submit(max_new_tokens=)"
 _USE_CONSTRAINT = "Engine.submit(constraint=)"
 NAMES_ELSEWHERE = {
     **dict.fromkeys(("max_tokens", "max_new_tokens", "max_length", "n_predict"), _USE_MAX_NEW_TOKENS),
-    **dict.fromkeys(("structured_outputs", "guided_decoding", "grammar", "response_format"), _USE_CONSTRAINT),
+    **dict.fromkeys(("structured_outputs", "guided_decoding", "grammar", "response_format", "allowed_token_ids"), _USE_CONSTRAINT),
     **dict.fromkeys(("n", "best_of"), "as many equal prompts, and sampling=[SamplingParams(seed=), ...] in Engine.generate"),
     **dict.fromkeys(("min_tokens", "min_length"), "min_new_tokens"),
     "repeat_penalty": "repetition_penalty",
@@ -56,7 +56,6 @@ NAMES_ELSEWHERE = {
     "return_perf_metrics": "nothing: Job has queue_seconds, first_token_seconds and seconds",
     "random_seed": "seed",
     "embedding_bias": "logit_bias",
-    "allowed_token_ids": _USE_CONSTRAINT,
     "do_sample": "temperature: 0 is greedy",
     "logits_processor": "logits_processors, the names of EngineConfig.logits_processors",
 }  # in vLLM, TensorRT-LLM, llama-cpp-python and transformers

@@ -121,7 +121,7 @@ def test_texts_are_encoded_alone_and_after_a_blank() -> None:
     with Engine(TARGET, vocabulary=VOCABULARY, tokenizer=TextCodec.of_bytes(VOCABULARY), config=config) as engine:
         job = engine.generate([1], constraint=Constraint.regex("a[bc]"), sampling=SamplingParams(bad_words=("ab",)), max_new_tokens=9)
         assert job.text == "ac" and len(job.sampling.bad_words) == 2 and job.sampling.bad_words[0] == (A, B)
-        with pytest.raises(ValueError, match=r"sampling.bad_words: got 4 words, expected at most EngineConfig.max_bad_words=2"):
+        with pytest.raises(ValueError, match=r"sampling.bad_words: got 4 sequences of tokens, expected at most .*=2; a text is two"):
             engine.submit([1], sampling=SamplingParams(bad_words=("ab", "bc")))
 
 
@@ -145,8 +145,8 @@ def test_wrong_words_are_refused(words: Any, message: str) -> None:
 def test_words_beyond_the_sizes_of_the_engine_are_refused() -> None:
     with make_engine(BASE, max_bad_words=1, max_bad_word_tokens=3) as engine:
         for words, message in (
-            (((1,), (2,)), r"sampling.bad_words: got 2 words, expected at most EngineConfig.max_bad_words=1"),
-            (((1, 2, 3, 4),), r"sampling.bad_words\[0\]: got 4 tokens, expected at most EngineConfig.max_bad_word_tokens=3"),
+            (((1,), (2,)), r"sampling.bad_words: got 2 sequences of tokens, expected at most EngineConfig.max_bad_words=1"),
+            (((1, 2, 3, 4),), r"sampling.bad_words: got a word of 4 tokens, expected at most EngineConfig.max_bad_word_tokens=3"),
             (((1, 500),), r"sampling.bad_words\[0\]\[1\]: got 500, expected a token id from 0 to"),
             (("ab",), r"sampling.bad_words\[0\]: got 'ab', expected token ids: the engine has no tokenizer"),
         ):

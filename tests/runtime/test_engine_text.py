@@ -320,7 +320,7 @@ def test_a_text_stream_holds_back_a_possible_start_of_a_stop_string() -> None:
     stream = TextStream(VOCABULARY, ("abc", "bd"))
     ids = {text: CODEC.encode(text) for text in ("xa", "b", "e", "ab", "d", "c")}
     assert [stream.push(ids[text]) for text in ("xa", "b", "e", "ab", "d", "c")] == ["x", "", "abe", "", "a", ""]
-    assert stream.found_stop and stream.finish() == "" and not stream.found_stop
+    assert stream.found_stop == "bd" and stream.finish() == stream.found_stop == ""
     assert stream.push(ids["ab"]) == "" and stream.finish() == "ab", "an end without a stop string releases the rest"
 
 
@@ -328,7 +328,7 @@ def test_the_stop_string_that_ends_first_ends_the_text_however_tokens_cut_it() -
     stop, whole = ("bc", "abcd"), Vocabulary([b"abcd", b"<eos>"], [1])
     assert TextStream(whole, stop).push([0]) == TextStream(VOCABULARY, stop).push(CODEC.encode("abcd")) == "a"
     stream = TextStream(VOCABULARY, stop)
-    assert "".join(stream.push(CODEC.encode(char)) for char in "abcd") == "a" and stream.found_stop
+    assert "".join(stream.push(CODEC.encode(char)) for char in "abcd") == "a" and stream.found_stop == "bc"
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ _BLANKS = r"(?:\s|#[^\n]*(?:\n|\Z))*"
 _BEFORE_EMPTY = re.compile(rf"({_LITERAL_OR_CLASS.pattern})|(?:::=|[|(])(?={_BLANKS}\|)|\|(?={_BLANKS}(?:\)|[\w.-]+\s*::=|\Z))")
 # Any character, in the notation of llama.cpp. A dot beside a letter or digit is part of a name.
 _ANY_CHAR = re.compile(rf"({_LITERAL_OR_CLASS.pattern})|(?<![\w.-])\.(?![\w.-])")
+_ANY_CLASS = r"[\U00000000-\U0010ffff]"
 # The library reads numbers as 32 bits, and its parser of regular expressions is wrong: see `constraints.pattern`.
 _MISREAD = re.compile(r"[{(][\s\d,]*\d{10}|(?<![\w.-])Regex\s*\(")
 _SYNTAX_ERROR = re.compile(r"EBNF \w+ error at line (\d+), column (\d+): (.*)")
@@ -76,8 +77,12 @@ def _quoted_lines(payload: str) -> Iterator[None]:
         number, lines = int(found[1]), grammar.split("\n")
         if "root rule" in found[3] or (number > len(lines) and "is not defined" in found[3]):  # in the rule that is added
             raise ValueError(f"root: got {clip_repr(root)}, expected the name of a rule of the grammar") from None
-        where = f"at line {number}, column {found[2]}" if number <= len(lines) else "at the end of the last line"
-        raise ValueError(f"got {clip_repr(lines[min(number, len(lines)) - 1])} {where}: {found[3]}") from None
+        line, column = lines[min(number, len(lines)) - 1], int(found[2])
+        for dot in _ANY_CHAR.finditer(line):
+            if not dot[1] and column > dot.end():
+                column = max(dot.end(), column - len(_ANY_CLASS) + 1)
+        where = f"at line {number}, column {column}" if number <= len(lines) else "at the end of the last line"
+        raise ValueError(f"got {clip_repr(line)} {where}: {found[3]}") from None
 
 
 def ebnf_text(core: Any, kind: str, payload: str, options: Options) -> tuple[str, str]:
@@ -88,7 +93,7 @@ def ebnf_text(core: Any, kind: str, payload: str, options: Options) -> tuple[str
         root, grammar = json.loads(payload)
         if found := _MISREAD.search(_LITERAL_OR_CLASS.sub("", grammar)):
             raise ValueError(f"got {clip_repr(found.group())}, expected numbers below 1,000,000,000, and rules instead of Regex(...)")
-        grammar = _ANY_CHAR.sub(lambda found: found[1] or r"[\x00-\U0010ffff]", grammar)
+        grammar = _ANY_CHAR.sub(lambda found: found[1] or _ANY_CLASS, grammar)
         grammar = _BEFORE_EMPTY.sub(lambda found: found[1] or f'{found[0]} ""', grammar)
         return _with_safe_classes(core, grammar, root), root
     if kind == "regex":

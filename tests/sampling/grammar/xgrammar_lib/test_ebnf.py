@@ -99,6 +99,7 @@ def test_a_syntax_error_quotes_the_line_of_the_grammar() -> None:
     cases = {
         'root ::= "x" a\na ::= [z-a] | ': "got 'a ::= [z-a] | ' at line 2, column 8: Invalid character class: lower bound",
         'root ::= a\na ::= "é" b': "got 'a ::= \"é\" b' at line 2, column",
+        'root ::= . "." .{2} [z-a] .': "got 'root ::= . \".\" .{2} [z-a] .' at line 1, column 22: Invalid character class: lower bound",
         'root ::= ("x"': "got 'root ::= (\"x\"' at the end of the last line: ",
         'a ::= "x"': "root: got 'root', expected the name of a rule of the grammar",
         'a ::= "é"': "root: got 'root', expected the name of a rule of the grammar",
