@@ -124,13 +124,13 @@ class Scheduler:
                 else:
                     break
                 taken.append(queued)
-            self._queue.remove(taken)
+            if taken:
+                self._queue.remove(taken)
         return failed
 
     def _admissible(self) -> Iterator[QueuedRequest]:
         """The waiting requests that may have a row, in order. Under the lock."""
-        cancelled = self._queue.cancelled
-        return (queued for queued in self._queue.waiting if queued.ready and queued.job.id not in cancelled)
+        return (queued for queued in self._queue.waiting if queued.ready and queued.job.id not in self._queue.cancelled)
 
     def start_prefill(self, request: ActiveRequest) -> None:
         with self._queue.lock:
