@@ -124,13 +124,13 @@ class Scheduler:
                 else:
                     break
                 taken.append(queued)
-            self._queue.remove(taken)
+            if taken:
+                self._queue.remove(taken)
         return failed
 
     def _admissible(self) -> Iterator[QueuedRequest]:
         """The waiting requests that may have a row, in order. Under the lock."""
-        cancelled = self._queue.cancelled
-        return (queued for queued in self._queue.waiting if queued.ready and queued.job.id not in cancelled)
+        return (queued for queued in self._queue.waiting if queued.ready and queued.job.id not in self._queue.cancelled)
 
     def start_prefill(self, request: ActiveRequest) -> None:
         with self._queue.lock:
@@ -156,7 +156,8 @@ class Scheduler:
             looked_up = (~(-1 << result.draft_count) if self._only_looks_up else result.looked_up) & ~forced
             relaxed = result.relaxed if job.sampling.relaxed_top_n else 0  # greedy rounds do not write it
         drafts, origins = describe_drafts(len(tokens), result.accepted, forced, looked_up, relaxed)
-        max_drafts = min(job.num_speculative_tokens, len(result.drafts)) if result.draft_count or job.rounds else 0
+        could_draft = result.draft_count or len(job.tokens) > job.num_tokens_at_preemption  # not in the first round with this row
+        max_drafts = min(job.num_speculative_tokens, len(result.drafts)) if could_draft else 0
         if tokens and self._recorder:
             self._recorder.write("tokens", job=job.id, tokens=tokens)
         with self._queue.lock:
@@ -184,7 +185,8 @@ class Scheduler:
             job.seconds = time.perf_counter() - job.submitted_at
             job.error, job.finish_reason = error, reason
             queued = self._queue.unfinished.pop(job.id)
-            self.counters.finished[REFUSED_CONSTRAINT if reason == FinishReason.ERROR and queued.error else reason.value] += 1
+            refused = reason == FinishReason.ERROR and queued.error and not job.num_preemptions
+            self.counters.finished[REFUSED_CONSTRAINT if refused else reason.value] += 1
             if job.first_token_seconds is not None and len(job.tokens) > 1:
                 self.counters.token_seconds.add((job.seconds - job.first_token_seconds) / (len(job.tokens) - 1))
             if request is not None:

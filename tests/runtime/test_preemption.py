@@ -249,6 +249,18 @@ def test_no_request_is_suspended_for_one_that_would_still_have_no_room() -> None
         assert [job.finish_reason for job in (equal, later, first)] == [FinishReason.LENGTH] * 3
 
 
+def test_the_first_round_after_a_preemption_loses_no_drafts_in_statistics() -> None:
+    with make_engine(replace(DRAFTED, max_rows=1, buckets=(1,), drafter="perfect"), preemption=True) as engine:
+        slow = engine.submit([4], max_new_tokens=40, sampling=LASTING)
+        while len(slow.tokens) < 9:
+            engine.step()
+        engine.submit([6], max_new_tokens=3, priority=-1, num_speculative_tokens=0)
+        for _ in engine.stream():
+            pass
+        drafting = engine.stats().drafting
+        assert slow.num_preemptions == 1 and (drafting.rounds, drafting.undrafted) == (slow.rounds - 2, 0)
+
+
 def test_most_waiting_counts_preempted_requests() -> None:
     with make_engine(replace(PLAIN, num_pages=12), preemption=True) as engine:
         for index in range(2):
@@ -275,6 +287,8 @@ def test_a_request_whose_matcher_fails_when_it_is_preempted_or_resumed_ends_alon
         assert urgent.tokens == alone((6,), 3).tokens and (slow.tokens, slow.num_preemptions) == (expected.tokens, 1)
         for job in (expected, slow, *engine.generate([[4]], resume_from=slow.tokens, **ask)):
             assert job.finish_reason == FinishReason.ERROR and job.error.endswith("(GrammarLimits.row_items)")
+        finished = dict(engine.stats().finished)
+        assert (finished["error"], finished["refused"]) == (2, 1), "only the constraint of the resumed request was refused"
 
 
 def test_without_preemption_and_with_draws_that_depend_on_drafts_a_request_keeps_its_row() -> None:
