@@ -14,7 +14,9 @@ from stepgraph.sampling.kernels.advance import advance_fill
 from stepgraph.sampling.kernels.triton import advance as advance_programs
 from tests.helpers.grammar_rows import RowRounds
 from tests.helpers.hazards import hazards
+from tests.helpers.load_chains import load_chain
 from tests.sampling.kernels.test_advance import forcing_grammars, grammars, inputs, without_a_valid_image
+from tools.gpu.checks import grammar_rows
 
 assert triton.knobs.runtime.interpret, "run by test_kernels.py, with TRITON_INTERPRET=1"
 
@@ -41,6 +43,18 @@ def test_accesses_of_different_threads_are_separated_by_barriers(drafts: int, se
     with hazards() as found:
         RowRounds(forcing_grammars(True) if forced else grammars(), 2, drafts, seed, [program], forced=forced).run(3)
     assert found <= {("load in _class_codes", "store in _find_text")}, found  # of a word, and of a byte in it that is not used
+
+
+def test_longest_chain_of_loads_of_each_row() -> None:
+    """Rows of eight in the middle of texts: the first has an illegal draft, the second is inert; rows are in another order."""
+    arguments = list(grammar_rows.call_of(torch.device("cpu"), 8, 1003).inputs)
+    rows, found = arguments[2], list[int]()
+    for index in range(len(rows)):
+        arguments[2] = rows[index : index + 1].clone()
+        with load_chain() as chain:
+            advance_programs.advance_fill(*(value.clone() if isinstance(value, torch.Tensor) else value for value in arguments))
+        found.append(chain.longest)
+    assert sorted(found) == [4, 5, 9, 10, 10, 11, 11, 12], found
 
 
 @pytest.mark.soak
