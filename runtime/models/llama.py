@@ -80,7 +80,7 @@ class Llama(LlamaBase):
         self.hidden_size, self.embedding_size, self.origin = config.hidden_size, config.hidden_size, ""
         self.feature_size = config.hidden_size * max(1, len(self.feature_layers))
         self.feature_dtype, self.lora_weights = config.dtype, config.lora_weights(name)
-        self._embedding_factor = float(torch.tensor(config.embedding_scale, dtype=config.dtype, device="cpu"))  # as in transformers
+        self._embedding_factor = config.embedding_factor
         like = torch.empty(0, dtype=config.dtype, device=device)
         self.embedding = empty_weight(like, config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(LlamaLayer(config, index, like) for index in range(config.num_layers))

@@ -164,6 +164,11 @@ class LlamaConfig:
         return None if self.experts is None or layer in self.experts.dense_layers else self.experts
 
     @property
+    def embedding_factor(self) -> float:
+        """The scale of embeddings, rounded to `dtype` as in transformers."""
+        return float(torch.tensor(self.embedding_scale, dtype=self.dtype, device="cpu"))
+
+    @property
     def has_llama_layers(self) -> bool:
         """Whether layers have exactly the parts of a Llama layer, stored under the same names, as draft heads require."""
         plain = replace(self, output_norms=False, norm_offset=0.0, activation=Activation.SILU, attention_scale=None, embedding_scale=1.0)
