@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from stepgraph.runtime.aio import AsyncEngine
     from stepgraph.runtime.config import EngineConfig
     from stepgraph.runtime.engine import Engine
-    from stepgraph.runtime.request import DraftCounts, EngineClosedError, FinishReason, Job, Origin, StepEvent, TokenLogprob
+    from stepgraph.runtime.finish_reason import FinishReason
+    from stepgraph.runtime.request import DraftCounts, EngineClosedError, Job, Origin, StepEvent, TokenLogprob
     from stepgraph.runtime.request_queue import QueueFullError
     from stepgraph.runtime.stats import EngineStats
     from stepgraph.runtime.text import TextCodec
@@ -59,7 +60,7 @@ _MODULES = {
     "EngineClosedError": "runtime.request",
     "EngineConfig": "runtime.config",
     "EngineStats": "runtime.stats",
-    "FinishReason": "runtime.request",
+    "FinishReason": "runtime.finish_reason",
     "Job": "runtime.request",
     "LogitsProcessor": "graphs.logits_processors",
     "ModelInput": "graphs.model_call",

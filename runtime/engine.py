@@ -19,9 +19,10 @@ from stepgraph.runtime.check_models import Drafter
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.engine_core import EngineCore
 from stepgraph.runtime.extras.record import Recording
+from stepgraph.runtime.finish_reason import FinishReason
 from stepgraph.runtime.loras import LoraTable
 from stepgraph.runtime.parallel.loading import load_part
-from stepgraph.runtime.request import EngineClosedError, FinishReason, Job, StepEvent
+from stepgraph.runtime.request import EngineClosedError, Job, StepEvent
 from stepgraph.runtime.request_queue import QueuedRequest
 from stepgraph.runtime.stats import EngineStats, take_stats
 from stepgraph.runtime.text import Message, TextCodec

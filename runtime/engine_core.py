@@ -7,8 +7,9 @@
 from __future__ import annotations
 
 from stepgraph.runtime.engine_state import EngineState
+from stepgraph.runtime.finish_reason import FinishReason
 from stepgraph.runtime.preemption import PreemptingScheduler
-from stepgraph.runtime.request import ActiveRequest, FinishReason, Job, StepEvent
+from stepgraph.runtime.request import ActiveRequest, Job, StepEvent
 from stepgraph.sampling.grammar.status import FinishCode
 
 

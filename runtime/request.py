@@ -1,4 +1,4 @@
-"""A request: the job, its events and its finish reason; and the active request, a job that holds a row."""
+"""A request: the job and its events; and the active request, a job that holds a row."""
 
 from __future__ import annotations
 
@@ -12,26 +12,15 @@ from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor
 
+from stepgraph.runtime.finish_reason import FinishReason
+from stepgraph.runtime.job_text import JobText
 from stepgraph.runtime.page_cache import CachedPage
 from stepgraph.runtime.text import TextStream
 from stepgraph.sampling.grammar.automaton.arena import ArenaBlock
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
-from stepgraph.sampling.grammar.constraints.python_types import has_no_longer_text
 from stepgraph.sampling.grammar.link.protocol import MatcherRow
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.params import SamplingParams
-
-
-class FinishReason(str, enum.Enum):
-    """Why a job ended. Every job ends with one of these."""
-
-    STOP = "stop"  # a stop token was emitted, which is the last token of the output; or the text contains a stop text
-    LENGTH = "length"  # max_new_tokens were emitted; a constrained text may be complete, but its end is found one token later
-    CONSTRAINT_COMPLETE = "constraint_complete"  # the grammar allows only a stop token, which is not emitted
-    CANCELLED = "cancelled"
-    DEAD_END = "dead_end"  # the output is incomplete, but grammar and bad_token_ids leave no legal token
-    ERROR = "error"
-    __str__ = str.__str__
 
 
 class Origin(str, enum.Enum):
@@ -112,7 +101,7 @@ class Lora(NamedTuple):
 
 
 @dataclass(eq=False, repr=False)
-class Job:
+class Job(JobText):
     """A submitted request. Any thread may read it; only the engine writes it."""
 
     id: int
@@ -158,23 +147,6 @@ class Job:
         raise TypeError("Job: cannot be copied or pickled; pass its text, tokens or other fields: the job is a part of its engine")
 
     @property
-    def text(self) -> str:
-        """The output so far, `resume_from` included, without control and stop tokens, up to a stop string."""
-        stream, resumed = self._text_stream()
-        return resumed + stream.push(self.tokens) + stream.finish()
-
-    def text_stream(self) -> TextStream:
-        """A decoder for `tokens` in pieces. ValueError if the engine has no vocabulary."""
-        return self._text_stream()[0]
-
-    def _text_stream(self) -> tuple[TextStream, str]:
-        """The decoder, which has read `resume_from`, and the text of `resume_from`."""
-        if self.vocabulary is None:
-            raise ValueError("Job.text: the engine has no vocabulary, expected Engine(vocabulary=...)")
-        stream = TextStream(self.vocabulary, self.sampling.stop, self.sampling.stop_token_ids)
-        return stream, stream.push(self.resume_from)
-
-    @property
     def prior_output(self) -> tuple[int, ...]:
         """The output before the present row: `resume_from`, and the own tokens before the latest preemption."""
         return (*self.resume_from, *self.tokens[: self.num_tokens_at_preemption])
@@ -189,39 +161,6 @@ class Job:
         self.num_preemptions += 1
         self.num_tokens_at_preemption = len(self.tokens)
         self.__dict__.pop("context_ids", None)  # the cached value
-
-    @property
-    def parsed(self) -> Any:
-        """The output as the type given as `constraint`: an object of a pydantic model, a member of an enum, the match of a pattern, a
-        functools.partial of a function. JSON values for a Constraint that is JSON; otherwise the text, which a stop text or stop token
-        may have cut short. ValueError if a value is incomplete, or if the end of a text was not reached. At max_new_tokens, a JSON value
-        other than a number, and an option of a choice with which no longer one begins, have no longer text and are complete."""
-        ended = self.finish_reason in (FinishReason.STOP, FinishReason.CONSTRAINT_COMPLETE)
-        if ended or self.finish_reason == FinishReason.LENGTH:
-            text, marker, ids = self.text, self.constraint and self.constraint.marker, (*self.resume_from, *self.tokens)
-            if isinstance(marker, tuple) and self.vocabulary:  # the text does not show where token ids are
-                ends = (end for end in range(len(marker), len(ids)) if ids[end - len(marker) : end] == marker)
-                stream = TextStream(self.vocabulary, self.sampling.stop, self.sampling.stop_token_ids)
-                text = stream.push(ids[next(ends, len(ids)) :]) + stream.finish()
-            if ended or has_no_longer_text(self.constraint, text):
-                return self.parse(text)
-        raise ValueError(
-            "Job.parsed: the output is incomplete or its end was not reached, "
-            f"finish_reason is {self.finish_reason}{self.error and ': ' + self.error}"
-        )
-
-    @property
-    def stop_reason(self) -> str | int | None:
-        """What ended the output, as in vLLM: one of SamplingParams.stop or stop_token_ids. None for a stop token of the vocabulary, and if
-        `finish_reason` is not `stop`."""
-        if self.finish_reason != FinishReason.STOP:
-            return None
-        if self.sampling.stop:
-            stream = self.text_stream()
-            stream.push(self.tokens)
-            if stream.found_stop:
-                return stream.found_stop
-        return self.tokens[-1] if self.tokens[-1] in self.sampling.stop_token_ids else None
 
     @property
     def cache_key(self) -> tuple[str, int]:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from stepgraph.runtime.device_grammars import DeviceGrammars
 from stepgraph.runtime.extras.record import Recorder, request_fields
-from stepgraph.runtime.request import ActiveRequest, FinishReason, Job
+from stepgraph.runtime.finish_reason import FinishReason
+from stepgraph.runtime.request import ActiveRequest, Job
 from stepgraph.sampling.fields import Check, check_value, is_int
 from stepgraph.sampling.grammar.compile.compiler import Claim, CompiledConstraint, GrammarCompiler
 from stepgraph.sampling.grammar.constraints.constraint import Constraint

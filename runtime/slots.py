@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stepgraph.graphs.limits import Limits
+from stepgraph.runtime.finish_reason import FinishReason
 from stepgraph.runtime.page_cache import CachedPage, PageCache
-from stepgraph.runtime.request import ActiveRequest, FinishReason, Job
+from stepgraph.runtime.request import ActiveRequest, Job
 from stepgraph.sampling.grammar.link.protocol import MatcherRow
 
 

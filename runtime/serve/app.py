@@ -21,9 +21,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from stepgraph.runtime.finish_reason import FinishReason
 from stepgraph.runtime.metrics import gauge, prometheus_text
 from stepgraph.runtime.models.files.tokenizer import LONG_TEXT
-from stepgraph.runtime.request import EngineClosedError, FinishReason, Job, StepEvent
+from stepgraph.runtime.request import EngineClosedError, Job, StepEvent
 from stepgraph.runtime.request_queue import QueueFullError
 from stepgraph.runtime.serve.calls import Delta, choose_format
 from stepgraph.runtime.serve.fields import GenerationRequest, checked_model, parse_request, request_error

@@ -12,9 +12,9 @@ from typing import Any
 from stepgraph import AsyncEngine, Constraint, Engine, EngineConfig, SamplingParams, Vocabulary
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.model_call import ModelInput, ModelOutput
+from stepgraph.runtime.finish_reason import FinishReason
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.runtime.replicas.replica import AnswerPart, EngineInfo, ReplicaRequest, Tokens, info_of
-from stepgraph.runtime.request import FinishReason
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCABULARY = Vocabulary.printable()

@@ -70,7 +70,7 @@ CATALOGUE = (
     *_entries("engines", steps_never_wait=4, closing_frees_everything=6),
     *_entries("timing", native_nodes_need_no_gil=3),
     *_entries("law", sampled_texts_follow_the_target=8),
-    *_entries("sanitizer", programs_stay_in_bounds=12),
+    *_entries("sanitizer", load_seconds=BUILD_SECONDS, programs_stay_in_bounds=12),
     *_entries("timing", gil_hold=3),
     *_entries("numbers", kernels_against_floor=7, packed_products=4),
     # checks that decide a goal come first; the last one waits for a compiler
