@@ -41,7 +41,7 @@ class RowTable:
         self.page_cache = PageCache(limits.num_pages, limits.page_size, sharing.lookahead, sharing.max_idle_pages)
         self._free_rows = list(range(limits.max_rows))
         self.reused_tokens = self.most_used_pages = 0
-        self._refused: Job | None = None  # has no room until pages are freed or published. Each step asks, and a look-up reads the prompt
+        self._refused: Job | None = None  # its prompt is looked up again once pages are freed or published: each step asks
 
     def __len__(self) -> int:
         """The number of rows in use."""
@@ -65,10 +65,12 @@ class RowTable:
 
     def has_room(self, job: Job, without: Sequence[ActiveRequest] = ()) -> bool:
         """Whether a row and enough pages are free, or could be without these requests. Cached pages without a holder are free."""
-        if not (self._free_rows or without) or (job is self._refused and not without):
+        if not (self._free_rows or without):
             return False
         missing = self._num_pages(job) - self.page_cache.num_free - sum(len(request.pages) for request in without)
-        has_room = missing <= 0 or missing <= sum(page.ref_count > 0 for page in self._find(job))
+        if missing <= 0 or (job is self._refused and not without):
+            return missing <= 0
+        has_room = missing <= sum(page.ref_count > 0 for page in self._find(job))
         self._refused = self._refused if has_room or without else job
         return has_room
 
