@@ -91,6 +91,8 @@ class EngineCore(EngineState):
                 events.append(event := self._scheduler.record(request, result))
                 if event.finish_reason and result.finish == FinishCode.RUNNING:  # a stop string, which the device does not know
                     self._retire(request)
+        if not self._scheduler.active:
+            self._in_flight.latest_batch = None  # an idle engine keeps no request
         return events
 
     def _end(self, job: Job, request: ActiveRequest | None, reason: FinishReason, error: str = "") -> StepEvent:

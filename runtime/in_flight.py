@@ -55,6 +55,7 @@ class InFlight:
         # Fields that no round writes: their columns hold values of rounds with more drafts.
         self._unwritten = tuple(name for name in ("forced", "looked_up", "relaxed") if f"row_{name}" not in buffers)
         self.pending: collections.deque[LaunchedRound] = collections.deque()
+        self.latest_batch: DecodeBatch | None = None  # the next round may have the same
         self.rounds = 0
         self.rounds_by_kind = collections.Counter[tuple[BatchKind, Drafting]]()  # single operations only, as other threads read it
 
@@ -76,7 +77,7 @@ class InFlight:
 
     def launch(self, requests: tuple[ActiveRequest, ...]) -> None:
         """Launch one round: write its batch to the ring, and replay. Does not wait."""
-        number, slot, batch = self.rounds, self.rounds % self._ring_depth, self._batch(requests)
+        number, slot, batch = self.rounds, self.rounds % self._ring_depth, self._batch_of(requests)
         self.rounds += 1
         drafting, key = self._choose_graph(batch)
         self.rounds_by_kind[batch.kind, drafting] += 1
@@ -93,10 +94,10 @@ class InFlight:
         event = self._backend.event()
         self.pending.append(LaunchedRound(event, number, batch, key, launched_at, drafting, caught_up=bool(caught_up_at)))
 
-    def _batch(self, requests: tuple[ActiveRequest, ...]) -> DecodeBatch:
-        """The batch of the latest launch, if it has the same requests."""
-        latest = self.pending[-1].batch if self.pending else None
-        return latest if latest and latest.requests == requests else batch_of(requests)
+    def _batch_of(self, requests: tuple[ActiveRequest, ...]) -> DecodeBatch:
+        if self.latest_batch is None or self.latest_batch.requests != requests:
+            self.latest_batch = batch_of(requests)
+        return self.latest_batch
 
     def _choose_graph(self, batch: DecodeBatch) -> tuple[Drafting, GraphKey]:
         chooser, kind = self._chooser, batch.kind
@@ -170,3 +171,4 @@ class InFlight:
     def clear(self) -> None:
         """Drop the rounds in flight without reading them."""
         self.pending.clear()
+        self.latest_batch = None

@@ -47,7 +47,7 @@ class LoopInFlight(InFlight):
         if self._is_looping:
             return
         self._num_launches += 1
-        batch = self._batch(requests)
+        batch = self._batch_of(requests)
         drafting, key = self._choose_graph(batch)
         self._send_batch(self._num_launches % self._ring_depth, batch, key)
         number = self._buffers.round_counters[: Counter.PUBLISHED]
