@@ -18,8 +18,8 @@ BUDGETS = {  # each was the count when it was frozen; what made it grow, in abou
     # 8,964 at first. Server 1,600, commands 2,200, replicas 750, tensor parallelism 880, more families of models and their files 2,800,
     # automatic draft lengths 700, adapters 320, records and replays 760, checks of all public arguments
     "runtime": 16_266,
-    # 7,588 at first. Quantised products 900, experts 640, sums over ranks and parts of vocabularies 470, adapters 180, rings inside the graph
-    # 180, more rules of the tape and small operations of its replays 600, proposed chains 190, caches in eight bits 130
+    # 7,588 at first. Quantised products 900, experts 640, sums over ranks and parts of vocabularies 470, adapters 180, rings inside the
+    # graph 180, more rules of the tape and small operations of its replays 600, proposed chains 190, caches in eight bits 130
     "graphs": 12_212,
     # 17,265 at first. Automata whose masks states share 1,000, forced tokens 560, sampled rounds in C 475, likeliest tokens 160,
     # contradictions and refusals of schemas 400, rejection with and without seeds, filters over ranks 55
