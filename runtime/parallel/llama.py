@@ -165,7 +165,7 @@ def require_equal_weights(checkpoint: Checkpoint, ranks: Ranks) -> None:
     source = checkpoint.source
     assert isinstance(source, PartSource)
     names = sorted(source.tensors)
-    first_rows = (source.read(name, 0, slice(1) if len(source.tensors[name].shape) > 1 else None) for name in names)
+    first_rows = (source.read(name, 0, slice(0, 1) if len(source.tensors[name].shape) > 1 else None) for name in names)
     found = ranks.gather(torch.tensor([checksum(rows) for rows in first_rows]))
     for rank, own in enumerate(found):
         if different := (own != found[0]).nonzero().flatten().tolist():
