@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -67,10 +68,13 @@ class RowTable:
         """Whether a row and enough pages are free, or could be without these requests. Cached pages without a holder are free."""
         if not (self._free_rows or without):
             return False
-        missing = self._num_pages(job) - self.page_cache.num_free - sum(len(request.pages) for request in without)
+        held = collections.Counter(page for request in without for page in request.cached_pages)
+        freed = sum(len(request.pages) - len(request.cached_pages) for request in without)
+        freed += sum(page.ref_count == holders for page, holders in held.items())
+        missing = self._num_pages(job) - self.page_cache.num_free - freed
         if missing <= 0 or (job is self._refused and not without):
             return missing <= 0
-        has_room = missing <= sum(page.ref_count > 0 for page in self._find(job))
+        has_room = missing <= sum(page.ref_count > held[page] for page in self._find(job))
         self._refused = self._refused if has_room or without else job
         return has_room
 

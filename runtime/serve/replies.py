@@ -82,7 +82,7 @@ class Reply:
 
     @property
     def job_reason(self) -> FinishReason:
-        """Why decoding ended. The server cancels a job at a stop text that the runtime does not find, and when nobody reads the answer."""
+        """Why decoding ended. The server cancels a job at a stop text that the runtime does not find, and when its client has left."""
         return FinishReason.STOP if self.stopped else self.jobs[-1].finish_reason or FinishReason.CANCELLED
 
     def take_logprobs(self) -> dict[str, Any] | None:

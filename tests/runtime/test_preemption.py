@@ -249,6 +249,19 @@ def test_no_request_is_suspended_for_one_that_would_still_have_no_room() -> None
         assert [job.finish_reason for job in (equal, later, first)] == [FinishReason.LENGTH] * 3
 
 
+def test_shared_pages_of_a_request_count_once_as_room_for_another() -> None:
+    shared = [*range(1, 17)]  # two pages
+    with make_engine(replace(PLAIN, num_pages=12, max_rows=3, buckets=(3,)), preemption=True) as engine:
+        engine.submit([4], max_new_tokens=47, sampling=LASTING)  # six pages
+        later = engine.submit([*shared, 5], max_new_tokens=31, sampling=LASTING, priority=1)  # six pages
+        while not later.tokens:
+            engine.step()
+        engine.submit([*shared, 6], max_new_tokens=47, sampling=LASTING)  # eight pages, two of them those of `later`
+        while not later.finished:
+            engine.step()
+        assert later.num_preemptions == 0
+
+
 def test_the_first_round_after_a_preemption_loses_no_drafts_in_statistics() -> None:
     with make_engine(replace(DRAFTED, max_rows=1, buckets=(1,), drafter="perfect"), preemption=True) as engine:
         slow = engine.submit([4], max_new_tokens=40, sampling=LASTING)
