@@ -76,13 +76,24 @@ def choose_draft(
 
 def grammar_mask_of(buffers: StaticBuffers, after: Batch, step: int, on_device: bool = False, count: int = 1) -> GrammarMask:
     """The masks that guide drafts from `step` on, filled in this round. on_device: `advance_fill` filled all of them."""
+    if not on_device:
+        return check_masks(buffers, after.rows, step - 1, count)
     index = slice(step - 1, step - 1 + count)
-    if on_device:
-        status, has_grammar = buffers.batch_status[index, : len(after.rows)].T, after.has_grammar
-    else:
-        owner, generated, constraint = (after.column(column) for column in (Column.OWNER, Column.GENERATED, Column.CONSTRAINED))
-        status, has_grammar = kernels.mask_status(buffers.row_tags[:, index], owner, generated, constraint, step - 1, after.rows)
-    return GrammarMask(buffers.row_masks[:, index], after.rows, has_grammar, status)
+    return GrammarMask(buffers.row_masks[:, index], after.rows, after.has_grammar, buffers.batch_status[index, : len(after.rows)].T)
+
+
+def check_masks(buffers: StaticBuffers, rows: Tensor, first: int, count: int) -> GrammarMask:
+    """`checked_masks`, after their statuses are written."""
+    masks, columns = checked_masks(buffers, rows, first, count), (Column.OWNER, Column.GENERATED, Column.CONSTRAINED)
+    inputs = buffers.row_tags[:, first : first + count], *(buffers.row_state[:, column] for column in columns)
+    kernels.mask_status.out(*inputs, first, rows, masks.status, masks.constrained)
+    return masks
+
+
+def checked_masks(buffers: StaticBuffers, rows: Tensor, first: int, count: int) -> GrammarMask:
+    """The masks from `first` on, with the statuses that the latest `check_masks` found."""
+    size, masks = len(rows), buffers.row_masks[:, first : first + count]
+    return GrammarMask(masks, rows, buffers.batch_constrained[:size], buffers.checked_status[: size * count].view(size, count))
 
 
 def _draft_greedy(

@@ -44,9 +44,9 @@ class GrammarLane:
     context: CaptureContext
     on_device: bool  # all grammars of the batch are on the device
 
-    def fill_head(self) -> StreamEvent:
-        """During target_verify."""
-        return self._fill(lambda source: source.fill_head())
+    def fill_head(self, batch: Batch) -> StreamEvent:
+        """During target_verify. Also checks the masks that verify drafts: the main stream runs nothing more than without grammars."""
+        return self._fill(lambda source: source.fill_head(), batch)
 
     def fill_draft_masks(self, first: int, last: int) -> StreamEvent:
         """Fill masks of this round's drafts while the draft model computes."""
@@ -56,12 +56,15 @@ class GrammarLane:
         """The masks that guide drafts from `step` on, on the main stream after it waited for them."""
         return drafting.grammar_mask_of(self.buffers, after, step, self.on_device, count)
 
-    def _fill(self, fill: Callable[[MaskSource], None]) -> StreamEvent:
+    def _fill(self, fill: Callable[[MaskSource], None], checked: Batch | None = None) -> StreamEvent:
         reached = self.context.record()
         with self.context.stream(SIDE_STREAM):
             self.context.wait(reached)
             for source in self.sources:
                 fill(source)
+            if checked is not None:
+                with self.context.stage(f"check {HEAD_STAGE}"):
+                    drafting.check_masks(self.buffers, checked.rows, 0, checked.drafts.shape[1] + 1)
             return self.context.record()
 
 

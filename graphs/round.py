@@ -63,7 +63,7 @@ class Round:
         with context.stage("read_batch"):
             batch = read_batch(buffers, key.rows, self.attention, num_drafts)
 
-        masks_ready = grammar.fill_head() if grammar else None
+        masks_ready = grammar.fill_head(batch) if grammar else None
         with context.stage("target_verify"):
             logits, features = stages.target_verify(buffers, batch, target, self.limits)
         if masks_ready:

@@ -138,6 +138,8 @@ def round_specs(limits: Limits, samples_drafts: bool = True) -> tuple[BufferSpec
         BufferSpec("row_draft_probs", (rows, drafts if samples_drafts else 0, limits.num_tokens), torch.float32),
         BufferSpec("row_masks", (rows, positions, words), int32),
         BufferSpec("row_tags", (rows, positions, TAG_FIELDS), int64),
+        BufferSpec("checked_status", (batch * positions,), int64),  # [B, N]: of the N masks of each batch row that were checked last
+        BufferSpec("batch_constrained", (batch,), torch.bool),
         # the batch of one round: batch row -> row, and data that one stream writes and another reads
         BufferSpec("batch_rows", (batch,), int64, fill=limits.dummy_row),
         BufferSpec("batch_drafts", (drafts, batch), int64, fill=-1),

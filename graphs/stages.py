@@ -13,7 +13,7 @@ from torch import Tensor
 from stepgraph.graphs import sampled_stages
 from stepgraph.graphs.batch import Batch, model_input, model_logits
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.drafting import grammar_mask_of
+from stepgraph.graphs.drafting import checked_masks
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import TargetModel
 from stepgraph.graphs.model_call import check_shape, run_model
@@ -50,7 +50,7 @@ def accept(
     """Mask the logits, choose tokens, accept drafts, check for the end. Returns the emission and the batch after it."""
     mask = None
     if constrained:
-        mask = grammar_mask_of(buffers, batch, 1, count=logits.shape[1])
+        mask = checked_masks(buffers, batch.rows, 0, logits.shape[1])
         batch = batch._replace(constrained=mask.constrained)
     if sampled:
         batch = batch._replace(params=buffers.row_params[batch.rows])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -86,22 +86,24 @@ class Emission(NamedTuple):
     finish: Tensor  # [B] int64 FinishCode
 
 
-def _status_outputs(tags: Tensor, owner: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+def _status_outputs(tags: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     assert tags.dim() == 3 and tags.dtype is torch.int64 and tags.shape[2] == TAG_FIELDS, f"tags {tags.dtype} {tags.shape}"
-    status = torch.empty(len(owner), tags.shape[1], dtype=torch.int64, device=tags.device)
-    return status, torch.empty(len(owner), dtype=torch.bool, device=tags.device)
+    batch = len(tags if others[-1] is None else others[-1])
+    return tags.new_empty(batch, tags.shape[1]), tags.new_empty(batch, dtype=torch.bool)
 
 
-@operation(_status_outputs, triton=True, c=True, supports=lambda tags, owner, rows: rows is not None or len(tags) == len(owner))
+@operation(_status_outputs, triton=True, c=True, supports=lambda tags, owner: len(tags) == len(owner))
 def mask_status(
     tags: Dense, owner: StridedLongs, generated: StridedLongs, constrained: StridedLongs, first: int = 0, rows: Longs | None = None
 ) -> tuple[Tensor, Tensor]:
     """acceptance.mask_status of tags [R, N, 4] of which row b reads rows[b] ([B] int64; None: row b); and `constrained` as bool.
 
-    owner, generated, constrained [B] int64, the last one not 0 for rows with a constraint; first: the index of the first tag.
+    owner, generated, constrained [R] int64, the last one not 0 for rows with a constraint; first: the index of the first tag.
     """
+    if rows is not None:
+        tags, owner, generated, constrained = (table[rows] for table in (tags, owner, generated, constrained))
     has_grammar = constrained != 0
-    return acceptance.mask_status(tags if rows is None else tags[rows], owner, generated, has_grammar, first), has_grammar
+    return acceptance.mask_status(tags, owner, generated, has_grammar, first), has_grammar
 
 
 def _outputs(sampled: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:

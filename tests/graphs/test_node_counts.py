@@ -65,10 +65,14 @@ def test_plain_round_beside_a_draft_model_has_no_draft_stage_and_one_node_more()
 
 @pytest.mark.parametrize(("sampled", "more"), [(False, 5), (True, 6)])
 def test_grammars_on_the_device_take_at_most_one_node_per_mask_and_one_more(sampled: bool, more: int) -> None:
-    """One kernel for each of the K + 1 masks, and one that checks the masks of verification; a greedy round has one fill less."""
+    """One kernel for each of the K + 1 masks, and one that checks the masks of verification; a greedy round has one fill less. No stage of
+    the main stream has more nodes."""
     drafts, shape = 4, SHAPES["1B"]
     counts = [count_round(shape, GraphKey(1, on, sampled, device=on), drafts) for on in (True, False)]
-    assert counts[0].stages.total() - counts[1].stages.total() == more <= drafts + 2, counts[0].operations - counts[1].operations
+    constrained, free = (counter.stages for counter in counts)
+    assert constrained.total() - free.total() == more <= drafts + 2, counts[0].operations - counts[1].operations
+    assert free - constrained == ({} if sampled else {"accept": 1}), counts[1].operations - counts[0].operations
+    assert {name: nodes for name, nodes in (constrained - free).items() if name in free} == {}
 
 
 def test_notes_state_these_node_counts() -> None:

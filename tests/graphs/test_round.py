@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stepgraph.graphs import GraphKey, TapeBackend, run_eager, sampled_stages, stages
+from stepgraph.graphs import GraphKey, TapeBackend, drafting, run_eager, sampled_stages, stages
 from stepgraph.graphs.batch import read_batch
 from stepgraph.graphs.row_layout import Column, ResultLayout
 from stepgraph.sampling import bitmask, rng, sampler
@@ -201,6 +201,7 @@ def test_stale_mask_is_never_used(backend: TapeBackend, wrong: str, index: int, 
     if wrong != "nothing":
         b.row_tags[0, index, list(wrong_values).index(wrong)] = wrong_values[wrong]
     batch = read_batch(b, 1)
+    drafting.check_masks(b, batch.rows, 0, 3)
     emission, after = stages.accept(b, batch, stages.target_verify(b, batch, target, limits)[0], constrained=True, sampled=sampled)
     assert (poison in emission.tokens[0].tolist()) == (wrong == "nothing"), "also at positions that are not emitted"
     emitted, finish = emission.tokens[0, : int(emission.emitted[0])].tolist(), int(after.state[0, Column.FINISH])

@@ -192,6 +192,7 @@ class RoundSampler:
             drafting.store_chain(b, batch, torch.stack(drafts, 1))
             batch = read_batch(b, rows, max_drafts=self.verified)
         logits, _ = stages.target_verify(b, batch, self.target, replace(self.limits, num_speculative_tokens=self.verified))
+        drafting.check_masks(b, batch.rows, 0, logits.shape[1])
         emission, _ = stages.accept(b, batch, logits, constrained=True, sampled=True)
         return torch.nn.functional.pad(emission.tokens, (0, self.k - self.verified)), emission.emitted, emission.accepted
 

@@ -9,20 +9,20 @@ typedef struct {
     int64_t count, stops;
 } chain_call;
 
-/* tags [tag_rows, positions, TAG_FIELDS]; owner, generated, constrained [batch] of any stride; first; rows [batch] or NULL;
+/* tags [table_rows, positions, TAG_FIELDS]; owner, generated, constrained [table_rows] of any stride; first; rows [batch] or NULL;
    status [batch, positions], has_grammar [batch]. */
 EXPORTED int stepgraph_mask_status(const argument *args) {
     const argument *tags = args;
     const int64_t *owner = args[1].data, *generated = args[2].data, *constrained = args[3].data, *rows = args[5].data;
     bool *has_grammar = args[7].data;
     int64_t first = args[4].integer, positions = tags->size[1], *status = args[6].data;
-    for (int64_t row = 0; row < args[1].size[0]; row++) {
-        int64_t tag_row = rows ? index_in(rows[row], tags->size[0]) : row;
-        if (tag_row < 0) return 1;
-        int64_t own = owner[row * args[1].stride[0]], count = generated[row * args[2].stride[0]];
-        has_grammar[row] = constrained[row * args[3].stride[0]] != 0;
+    for (int64_t row = 0; row < args[6].size[0]; row++) {
+        int64_t table_row = rows ? index_in(rows[row], tags->size[0]) : row;
+        if (table_row < 0) return 1;
+        int64_t own = owner[table_row * args[1].stride[0]], count = generated[table_row * args[2].stride[0]];
+        has_grammar[row] = constrained[table_row * args[3].stride[0]] != 0;
         for (int64_t position = 0; position < positions; position++) {
-            const int64_t *tag = (const int64_t *)tags->data + tag_row * tags->stride[0] + position * tags->stride[1];
+            const int64_t *tag = (const int64_t *)tags->data + table_row * tags->stride[0] + position * tags->stride[1];
             bool valid = tag[0] == own && tag[1] == count && tag[2] == first + position;
             status[row * positions + position] = !has_grammar[row] ? STATUS_OK : valid ? tag[3] : STATUS_NONE;
         }

@@ -174,9 +174,9 @@ _RUNNING, _STOP, _LENGTH, _FINISHED_COMPLETE, _FINISHED_DEAD_END, _MASK_FAULT, _
 @triton.jit
 def check_tags(
     tags,  # [R, N, 4] int64
-    owner,  # [B] int64
-    generated,  # [B] int64
-    constrained,  # [B] int64
+    owner,  # [R] int64
+    generated,  # [R] int64
+    constrained,  # [R] int64
     first,
     rows,  # [B] int64, or None
     status,  # [B, N] int64, written
@@ -191,15 +191,15 @@ def check_tags(
 ):
     """mask_status for one row. POSITIONS is a power of two."""
     row = tl.program_id(0).to(tl.int64)
-    tag_row = table_row_of(row, rows)
+    table_row = table_row_of(row, rows)
     position = tl.arange(0, POSITIONS)
     inside = position < positions
-    source = tags + tag_row * tags_row_step + position * tags_position_step
-    is_valid = tl.load(source, mask=inside, other=0) == tl.load(owner + row * owner_step)
-    is_valid = is_valid & (tl.load(source + 1, mask=inside, other=0) == tl.load(generated + row * generated_step))
+    source = tags + table_row * tags_row_step + position * tags_position_step
+    is_valid = tl.load(source, mask=inside, other=0) == tl.load(owner + table_row * owner_step)
+    is_valid = is_valid & (tl.load(source + 1, mask=inside, other=0) == tl.load(generated + table_row * generated_step))
     is_valid = is_valid & (tl.load(source + 2, mask=inside, other=0) == position + first)
     tag_status = tl.where(is_valid, tl.load(source + 3, mask=inside, other=_NONE), _NONE)
-    has_mask = tl.load(constrained + row * constrained_step) != 0
+    has_mask = tl.load(constrained + table_row * constrained_step) != 0
     tl.store(flags + row, has_mask)
     tl.store(status + row * positions + position, tl.where(has_mask, tag_status, _OK), mask=inside)
 

@@ -81,7 +81,7 @@ def test_indices_out_of_range_are_refused(wrong: int) -> None:
             kernels.masked_argmax(logits, masks, rows, constrained, ids)
     one = torch.tensor([1])
     with pytest.raises(IndexError, match="outside of its table"):
-        kernels.mask_status(torch.ones(9, 1, 4, dtype=torch.int64), one, one, one, 0, torch.tensor([wrong]))
+        kernels.mask_status(torch.ones(9, 1, 4, dtype=torch.int64), *[torch.ones(9, dtype=torch.int64)] * 3, 0, torch.tensor([wrong]))
     zeros = torch.zeros(1, 9, dtype=torch.int64)
     with pytest.raises(IndexError, match="outside of its table"):
         kernels.chain_accept(zeros, zeros == 0, zeros[:, :8], one, zeros + 1, zeros, one, torch.tensor([wrong]))
@@ -95,12 +95,12 @@ def test_mask_status_equals_the_reference(batch: int) -> None:
         tags = torch.randint(0, 2, (9, positions + 1, 6), generator=made)[:, :positions, :4]
         tags[..., 2] += torch.arange(positions) + first - torch.randint(0, 2, (9, positions), generator=made) // 2
         tags[..., 3] = torch.randint(-1, 8, (9, positions), generator=made)
-        state = torch.randint(0, 2, (batch, 5), generator=made)
+        state = torch.randint(0, 2, (9, 5), generator=made)
         rows = torch.randint(-9, 9, (batch,), generator=made)
-        state[:, 4] = torch.randint(0, 4, (batch,), generator=made)
-        for chosen in (None, rows):
-            given = tags[:batch] if chosen is None else tags
-            status, _ = compare_c(kernels.mask_status, given, state[:, 1], state[:, 3], state[:, 4], first, chosen)
+        state[:, 4] = torch.randint(0, 4, (9,), generator=made)
+        for chosen, size in ((None, batch), (rows, 9)):
+            columns = (state[:size, column] for column in (1, 3, 4))
+            status, _ = compare_c(kernels.mask_status, tags[:size], *columns, first, chosen)
             seen |= set(status.flatten().tolist())
     assert len(seen) == {0: 0, 1: len(seen), 8: 9}[batch], "not every status occurred"
 

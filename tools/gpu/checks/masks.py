@@ -128,15 +128,15 @@ def _grammar_mask(batch: int, positions: int, vocabulary: int, rng: torch.Genera
 
 
 def tag_inputs(batch: int, positions: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Tags [R, N, 4] of permuted rows, some fields of which are wrong; owner, generated, constrained (three in four), rows."""
+    """Tags [R, N, 4], some fields of which are wrong; owner, generated, constrained (three in four) [R]; permuted rows."""
     rng = torch.Generator().manual_seed(batch + positions)
     rows = torch.randperm(batch + 2, generator=rng)[:batch]
-    state = torch.randint(0, 50, (batch, 7), generator=rng)
+    state = torch.randint(0, 50, (batch + 2, 7), generator=rng)
     tags = torch.randint(0, 50, (batch + 2, positions, 4), generator=rng)
-    tags[rows, :, :2], tags[rows, :, 2] = state[:, None, :2], torch.arange(2, 2 + positions)
+    tags[..., :2], tags[..., 2] = state[:, None, :2], torch.arange(2, 2 + positions)
     tags[..., 3] = torch.randint(0, len(MaskStatus), tags.shape[:2], generator=rng)
     wrong = torch.rand(*tags.shape[:2], 3, generator=rng) < 0.1
     tags[..., :3] += wrong.to(torch.int64)
-    state[:, 5] = torch.arange(1, batch + 1) % 4
+    state[:, 5] = torch.arange(1, batch + 3) % 4
     tags, state, rows = (tensor.to(device) for tensor in (tags, state, rows))
     return tags, state[:, 0], state[:, 1], state[:, 5], rows

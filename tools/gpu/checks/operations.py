@@ -218,7 +218,7 @@ def reject_sample(device: torch.device, batch: int, k: int, width: int) -> Call:
 def mask_status(device: torch.device, batch: int, positions: int) -> Call:
     tags, owner, generated, constrained, rows = tag_inputs(batch, positions, device)
     inputs, least = (tags, owner, generated, constrained, 2, rows), batch * (positions * 5 * 8 + 4 * 8 + 1)
-    return Call(choice.mask_status, f"B={batch} N={positions}", inputs, (filler(device, batch, positions), constrained < 0), least)
+    return Call(choice.mask_status, f"B={batch} N={positions}", inputs, (filler(device, batch, positions), rows < 0), least)
 
 
 def process_logits(

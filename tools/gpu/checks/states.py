@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from stepgraph.graphs import Backend, BufferSpec, Limits, StaticBuffers, drafting, host_nodes, run_eager, stages
-from stepgraph.graphs.batch import read_batch
+from stepgraph.graphs.batch import Batch, read_batch
 from stepgraph.graphs.capture import Step
 from stepgraph.graphs.model import ModelPair
 from stepgraph.graphs.proposer import Proposer
@@ -26,6 +26,7 @@ from stepgraph.sampling.grammar.compile.limits import DEFAULTS
 from stepgraph.sampling.grammar.link.native import open_host_link
 from stepgraph.sampling.grammar.link.protocol import MatcherRow
 from stepgraph.sampling.grammar.matchers.forced import Forcing, token_lookup
+from stepgraph.sampling.kernels import Emission
 from stepgraph.sampling.kernels.advance import PlaceColumn
 from stepgraph.sampling.rng import draft_seed
 from stepgraph.sampling.sampler import Param
@@ -207,13 +208,17 @@ class RoundBench:
             b.out_logits.copy_(verified)
             b.out_features.copy_(features)
 
+        def accept_in(b: StaticBuffers, batch: Batch) -> Emission:
+            if constrained:
+                drafting.check_masks(b, batch.rows, 0, batch.drafts.shape[1] + 1)
+            return stages.accept(b, batch, logits(b), constrained, sampled)[0]
+
         def accept(b: StaticBuffers) -> None:
-            stages.accept(b, read_batch(b, ROWS), logits(b), constrained, sampled)
+            accept_in(b, read_batch(b, ROWS))
 
         def draft_prefill(b: StaticBuffers) -> None:
             batch = read_batch(b, ROWS)
-            emission, _ = stages.accept(b, batch, logits(b), constrained, sampled)
-            drafted, features = drafting.draft_prefill(b, batch, emission, b.in_features, draft, limits)
+            drafted, features = drafting.draft_prefill(b, batch, accept_in(b, batch), b.in_features, draft, limits)
             b.out_logits[:, 0].copy_(drafted)
             b.out_features[:, :1].copy_(features)
 
