@@ -57,7 +57,7 @@ CATALOGUE = (
     *_entries("steps", capture_leaves_buffers_untouched=1, illegal_step_raises=2),
     *_entries("rounds", several_engines=3),
     *_entries("kernels", random_numbers_equal_the_cpu=2, kernels_equal_references=7),
-    *_entries("kernels", masks_and_processors_equal_references=7, grammar_rows_equal_reference=2),
+    *_entries("kernels", masks_and_processors_equal_references=7, grammar_rows_equal_reference=2, programs_repeat_bit_for_bit=4),
     *_entries("kernels", load_seconds=BUILD_SECONDS, filters_equal_references=8),
     *_entries("kernels", rejection_equals_reference=5),
     *_entries("llama", attention_equals_reference=8),

@@ -74,7 +74,8 @@ def call_of(device: torch.device, batch: int, width: int, index: int = 1, forces
         for row in range(batch):
             if tags[row, 0, 3] != MaskStatus.OK:
                 continue
-            drafts[row, 0] = draw.choice(bitmask.unpack(masks[row, 0], width).nonzero().flatten().tolist())
+            legal = bitmask.unpack(masks[row, 0], width).nonzero()
+            drafts[row, 0] = legal[draw.randrange(len(legal))]
             if turn < TOKENS - row % 5 or (turn == TOKENS and index == 0):
                 state[row, HostColumn.GENERATED] += 1
                 state[row, HostColumn.LAST_TOKEN] = drafts[row, 0]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from stepgraph.sampling.kernels import filters
 from stepgraph.sampling.rng import Purpose
 from tools.gpu.checks import grammar_rows, operations
 from tools.gpu.checks.context import Context, Figures
+from tools.gpu.checks.llama import attention_call
 from tools.gpu.checks.operations import Call
 from tools.gpu.checks.stopwatch import device_us, times_of
 
@@ -63,15 +66,33 @@ def grammar_rows_equal_reference(context: Context) -> Figures:
         if (context.rehearsal and width > 131_072) or not context.fits(f"advance_fill B={batch} V={width}"):
             continue
         call = grammar_rows.call_of(context.device, batch, width, index, forces)
-        assert not any(different := call.different_rows()), f"{call.name}: rows that differ, of each output: {different}"
+        assert not (difference := call.difference()), difference
         found[call.name] = {"kernel_us": device_us(context, call.kernel)["median"]}
     return found
+
+
+def programs_repeat_bit_for_bit(context: Context) -> Figures:
+    """Programs whose threads or blocks exchange data give the same bits in every run, also beside work on another stream."""
+    device, runs, (width, keys) = context.device, context.count(200, 40), (1_003, 60) if context.rehearsal else (131_072, 4000)
+    calls = [grammar_rows.call_of(device, 8, width, index) for index in (1, 0)]
+    forced = [grammar_rows.call_of(device, 8, width, index, forces=True) for index in (1, 0)]
+    calls += [replace(call, writes=(*call.writes, 18)) for call in forced]  # each run finds the forced texts again
+    calls += [operations.masked_argmax(device, 8, 4, width, all_masked=True), operations.draw(device, 8, width)]
+    calls += [operations.reject_sample(device, 8, 3, width), attention_call(device, 8, 4, keys, 64)[0]]
+    other, numbers = None if context.on_tape else torch.cuda.Stream(device), torch.zeros(keys << 12, device=device)
+    for call in calls:
+        expected = call.results(call.operation.out)
+        for run in range(2 if context.rehearsal else runs):
+            with torch.cuda.stream(other) if run % 2 else contextlib.nullcontext():
+                numbers.add_(1)
+            assert not (difference := call.difference(expected)), f"run {run}: {difference}"
+    return {"runs": runs, "calls": [call.name for call in calls]}
 
 
 def _compared(context: Context, calls: Iterable[Call]) -> Figures:
     found: Figures = {"implementation": kernels.describe(context.device)}
     for call in calls:
-        assert not any(different := call.different_rows()), f"{call.name}: rows that differ, of each output: {different}"
+        assert not (difference := call.difference()), difference
         found[call.name] = times_of(context, call.kernel, call.reference)
     return found
 

@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from stepgraph import SamplingParams
+from stepgraph.graphs.context import MAIN
 from stepgraph.graphs.layers import dense, quantised
-from stepgraph.graphs.spans import NO_ROUND
+from stepgraph.graphs.spans import BETWEEN_ROUNDS, NO_ROUND
 from stepgraph.runtime.trace import Timeline
 from tools.gpu.checks import grammar_rows, layers, operations
 from tools.gpu.checks.cases import Case, Variant, case_of, cell, ratio, take_turns
@@ -34,6 +35,7 @@ HOST = Variant("schema, host nodes", "schema", grammar_lane="host")
 PYTHON = Variant("schema, Python callbacks", "schema", grammar_lane="host", host_link="python")
 ANYTHING = Variant("anything", "anything")
 UNMASKED = Variant("schema, drafts not masked", "schema", draft_masks=False)
+MORE = {(16, 3): (HOST, PYTHON, UNMASKED), (64, 3): (UNMASKED,)}  # further variants of rounds, by rows and drafts
 SAMPLED = Variant("sampled", sampling=SamplingParams(temperature=0.8, top_k=0, top_p=1.0))
 FILTERED = Variant("sampled, top-k and top-p", sampling=SamplingParams(temperature=0.8, top_k=50, top_p=0.9))
 
@@ -42,18 +44,18 @@ def _cells(context: Context) -> list[tuple[int, int, str]]:
     """Rows, drafts, size; the most important first, because the budget may not suffice for all."""
     if context.rehearsal:
         return [(1, 3, size) for size in SIZES]
-    return [(rows, drafts, size) for drafts in (3, 5) for rows in (1, 16, 64, 4) for size in SIZES]
+    return [(rows, drafts, size) for drafts in (3, 5) for rows in (64, 1, 16, 4) for size in SIZES]
 
 
 def constrained_rounds(context: Context) -> Figures:
-    """Rounds with a schema or a recursive grammar over rounds without; grammars on the host as well, masked and unmasked drafts."""
+    """Rounds with a schema or a recursive grammar over rounds without; grammars on the host, unmasked drafts; times of stages."""
     cells = _cells(context)
     figures: dict[str, list[Excess]] = {size: [] for size in SIZES}
     for index, (rows, drafts, size) in enumerate(cells, 1):
         name = f"{size} batch {rows} K={drafts}"
         if index > len(SIZES) and not context.fits(name):
             continue
-        more = (HOST, PYTHON, UNMASKED) if (rows, drafts) == (16, 3) or context.rehearsal else ()
+        more = MORE.get((16, 3) if context.rehearsal else (rows, drafts), ())
         variants = [replace(variant, drafts=drafts) for variant in (FREE, AGAIN, SCHEMA, RECURSIVE, *more)]
         with cell(context, name):
             cases = [case_of(context, shape_of(context, size), rows, variant) for variant in variants]
@@ -61,7 +63,32 @@ def constrained_rounds(context: Context) -> Figures:
             context.figures[name], excess = _over_free({case.variant.name: case for case in cases}, blocks)
             figures[size].append(excess)
             context.figures[size] = worst_of(figures[size])
+            if (rows, drafts) == (64, 3) or context.rehearsal:
+                context.figures[f"{name} stages"] = _stages_over_free([case for case in cases if case.variant.grammar_lane == "auto"])
     return context.figures
+
+
+def _stages_over_free(cases: Sequence[Case], rounds: int = 16) -> Figures:
+    """Median microseconds of each stage in a trace, and by how much those of the main stream exceed the first case's."""
+    times = dict[str, dict[str, float]]()
+    for case in cases:
+        case.block(2)
+        with case.engine.trace(rounds=rounds) as trace:
+            case.block(rounds + 2)
+        times[case.variant.name] = stage_us(trace.timeline)
+    free, *others = times.items()
+    over = {name: {at: round(us - free[1].get(at, 0.0), 2) for at, us in each.items() if "side" not in at} for name, each in others}
+    return {"us": times, "over_free_us": over}
+
+
+def stage_us(timeline: Timeline) -> dict[str, float]:
+    """Median microseconds of each stage of a round, of the waits between stages of the main stream, and from a round to the next one."""
+    summary = timeline.summary()
+    stages = [stage for stage in summary.stages if stage.kind == "stage" and stage.name != BETWEEN_ROUNDS]
+    times = {f"{stage.stream}: {stage.name}": stage.median_ns / 1000 for stage in stages}
+    times["between stages"] = (summary.round_ns - sum(stage.median_ns for stage in stages if stage.stream == MAIN)) / 1000
+    times["between rounds"] = statistics.median(gaps_between_rounds(timeline))
+    return {name: round(us, 2) for name, us in times.items()}
 
 
 class Excess(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -66,6 +66,17 @@ class Call:
         found, expected = self.results(run or self.operation.out), self.results(self.operation.run_reference)
         equal = [one.isclose(other, self.tol, self.tol, equal_nan=True) for one, other in zip(found, expected, strict=True)]
         return [int((~each).reshape(len(each), -1).any(1).sum()) for each in equal]
+
+    def difference(self, expected: Sequence[Tensor] | None = None) -> str:
+        """Where results of the operation first differ from those of the reference, or from `expected`; empty if they do not."""
+        found, expected = self.results(self.operation.out), expected or self.results(self.operation.run_reference)
+        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+            unequal = ~one.isclose(other, self.tol, self.tol, equal_nan=True)
+            if bool(unequal.any()):
+                at = tuple(unequal.nonzero()[0].tolist())
+                values = f"{one[at].item()}, expected {other[at].item()}; {int(unequal.sum())} of {one.numel()} numbers differ"
+                return f"{self.name}: result {number} at {at} is {values}"
+        return ""
 
     def at_later_position(self, step: int) -> Call:
         """The same call of reject_sample at later positions, which give other random numbers."""
