@@ -91,6 +91,8 @@ def masked_candidates(
     line = row * tl.num_programs(1) + position
     word, bit_index = tl.arange(0, WORDS), tl.arange(0, 32)
     index, words = word[:, None] * 32 + bit_index[None, :], first_word + word
+    if bit_of is not None:  # one dimension: with two, Triton 3.6 moves logits and pointers between layouts before the load of mask bits
+        index = tl.arange(0, WORDS * 32)
     ids = first_word * 32 + index
     line_logits = logits + row.to(tl.int64) * logits_row_stride + position.to(tl.int64) * logits_position_stride
     if masks is not None:  # these loads are issued before the logits, on whose arrival a branch may wait
