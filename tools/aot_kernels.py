@@ -78,6 +78,7 @@ def variants(every: bool = False) -> list[Variant]:
             )
         types = [f"*{dtype}", *[None] * 5, "*i64", *["i32"] * 5]
         found.append(_variant(f"free_candidates {given}", choice.masked_candidates, types, constants, 8))
+    found += [each._replace(label=f"{each.label}, many rows", warps=4) for each in found if each.label.endswith("s bf16")]
     for has_finite in (True, False):
         types = ["*i64", "*i1" if has_finite else None, "*i64", "i32"]
         found.append(_variant(f"take_best {has_finite}", choice.take_best, types, {"TILES": 256}, 1))
@@ -230,10 +231,12 @@ def _dense_variants() -> list[Variant]:
     from stepgraph.graphs.layers.dense import Activation
     from stepgraph.graphs.layers.triton import dense
 
-    types = ["*bf16", "*bf16", None, "*bf16", *["i32"] * 5]
     constants: dict[str, object] = {"ROWS": dense.WIDE_ROWS, "COLUMNS": dense.COLUMN_TILE, "INNER": dense.INNER_TILE, "WIDE": False}
     warps, stages, registers = (dense.WIDE_OPTIONS[name] for name in ("num_warps", "num_stages", "maxnreg"))
-    found = [_variant("wide_product", dense.wide_product, types, constants, warps)._replace(stages=stages, registers=registers)]
+    found = []
+    for label, bias in (("wide_product", None), ("wide_product with bias", "*bf16")):
+        types = ["*bf16", "*bf16", bias, "*bf16", *["i32"] * 5]
+        found.append(_variant(label, dense.wide_product, types, constants, warps)._replace(stages=stages, registers=registers))
     for size, adds, shifted in ((128, False, False), (4096, True, False), (16_384, True, True)):
         types = [*["*bf16", "*bf16" if adds else None] * 2, "*bf16", *["i32"] * 3, "fp32", "fp32"]
         constants = {"SIZE": size, "SHIFTED": shifted}

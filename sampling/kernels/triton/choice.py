@@ -18,6 +18,7 @@ from torch import Tensor
 from stepgraph.sampling.grammar.status import FinishCode, MaskStatus
 
 CHOICE_TILE = 4096  # tokens per program
+MANY_PROGRAMS = 2048  # from which a program has 4 warps: a thread with 32 logits executes a fifth fewer instructions for each
 
 _OK = tl.constexpr(int(MaskStatus.OK))
 _LAST_ID = tl.constexpr(0x7FFFFFFF)
@@ -151,8 +152,8 @@ def masked_argmax(*tensors: Any, tile: int = CHOICE_TILE) -> None:
     grid = batch, positions, triton.cdiv(width, tile)
     candidates = torch.empty(batch * positions, grid[2], dtype=torch.int64, device=logits.device)
     sizes = width, *logits.stride()[:2], *(masks.stride()[:2] if masks is not None else (0, 0))
-    constants = {"WORDS": tile // 32, "ALIGNED": width % _WIDE.value == 0}
-    masked_candidates[grid](*inputs, candidates, *sizes, **constants, num_warps=8, enable_fp_fusion=False)
+    constants = {"WORDS": tile // 32, "ALIGNED": width % _WIDE.value == 0, "num_warps": 4 if candidates.numel() >= MANY_PROGRAMS else 8}
+    masked_candidates[grid](*inputs, candidates, *sizes, **constants, enable_fp_fusion=False)
     store_best(candidates, finite, token)
 
 
