@@ -428,7 +428,7 @@ def test_requests_are_published_before_their_grammars_are_compiled_and_not_as_fa
     assert queue.cancel(job)
     queued.ready, queued.error = True, "cancelled"
     scheduler._publish([])  # of a step whose cancelled jobs were found before
-    assert scheduler.begin_step() == [(job, None)]
+    assert scheduler.begin_step() == [(job, None, FinishReason.CANCELLED)]
     assert [(len(each.submitted), each.cancelled, each.admissible) for each in found] == [(1, [], []), (0, [], []), (0, [1], [])]
 
 
