@@ -719,6 +719,10 @@ def test_the_error_of_a_rank_is_printed_unless_the_caller_gets_the_same_one(capf
     with pytest.raises(RankError, match="a rank ended before it had loaded its part of the model; its error is on stderr"):
         Ranks.start(2, SECONDS, "not the arguments of a rank")
     assert "line" in (error := capfd.readouterr().err) and error.count("TypeError") == 1
+    with pytest.raises(RankError, match="a rank ended before it had loaded its part of the model; its error is on stderr"):
+        Ranks.start(2, SECONDS, (2, "/no/model", "none", None, {}))
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("ValueError: path: got '/no/model', expected a local folder"), "a refusal needs no traceback"
 
 
 def test_recordings_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
