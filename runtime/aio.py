@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from stepgraph.runtime.engine import Engine
+from stepgraph.runtime.finish_reason import FinishReason
 from stepgraph.runtime.parallel.lockstep import LockstepQueue
 from stepgraph.runtime.request import NO_DRAFTS, EngineClosedError, Job, StepEvent
 from stepgraph.runtime.request_queue import QueueFullError
@@ -211,7 +212,11 @@ class JobStream:
 
     def cancel(self) -> None:
         """Cancel the job without waiting; the last event says so. Idempotent."""
-        self._stepper.engine.cancel(self.job)
+        self.end(FinishReason.CANCELLED)
+
+    def end(self, reason: FinishReason) -> None:
+        """Like `cancel`, with a reason of the reader's, such as a stop text that only the reader finds."""
+        self._stepper.engine.queue.cancel(self.job, reason)
 
     async def text(self) -> AsyncIterator[str]:
         """The text piece by piece: `async for piece in stream.text()`. An error is in `job.error`."""

@@ -36,8 +36,8 @@ class Calibration:
         """Measure unconstrained greedy rounds of every draft length, after the capture."""
         costs, key_for, buckets = self._chooser.costs, self._graphs.key_for, self._graphs.buckets
         measured = sorted({buckets[0], buckets[-1]})
-        if self._catch_up:
-            costs.catch_up_seconds.update(self._by_rows([self._catch_up_seconds(rows) for rows in measured]))
+        if self._catch_up:  # of every bucket, also since it runs eagerly: the first products of a shape load a kernel
+            costs.catch_up_seconds.update({rows: self._catch_up_seconds(rows) for rows in buckets})
         keys = [[key_for(rows, False, False, False, drafting) for rows in measured] for drafting in self._chooser.choices]
         seconds = iter(self._round_seconds([key for of_drafting in keys for key in of_drafting]))
         for drafting in self._chooser.choices:

@@ -6,10 +6,13 @@
 
 from __future__ import annotations
 
+import torch
+
 from stepgraph.runtime.engine_state import EngineState
 from stepgraph.runtime.finish_reason import FinishReason
 from stepgraph.runtime.preemption import PreemptingScheduler
 from stepgraph.runtime.request import ActiveRequest, Job, StepEvent
+from stepgraph.sampling.fields import message_of
 from stepgraph.sampling.grammar.status import FinishCode
 
 
@@ -27,7 +30,7 @@ class EngineCore(EngineState):
             self.step_lock.check_owner()
             try:
                 events = self._admit()
-                self._prefill()
+                self._prefill(events)
                 requests = self._launch(events)
                 events += self._collect(self.limits.rounds_in_flight if requests else 1)
                 if not events and self.queue.waiting and not self._scheduler.active:
@@ -40,22 +43,28 @@ class EngineCore(EngineState):
     def _admit(self) -> list[StepEvent]:
         """End cancelled jobs and those without a grammar, and give rows to queued requests."""
         events = self._preempt(self._scheduler) if isinstance(self._scheduler, PreemptingScheduler) else []
-        events += [self._end(job, request, FinishReason.CANCELLED) for job, request in self._scheduler.begin_step()]
+        events += [self._end(job, request, reason) for job, request, reason in self._scheduler.begin_step()]
         failed = self._scheduler.admit()
-        return events + [self._scheduler.finish(queued.job, None, FinishReason.ERROR, queued.error) for queued in failed]
+        return events + [self._scheduler.finish(job, request, FinishReason.ERROR, error) for job, request, error in failed]
 
-    def _prefill(self) -> None:
-        """Launch up to one chunk of prompt tokens."""
+    def _prefill(self, events: list[StepEvent]) -> None:
+        """Launch up to one chunk of prompt tokens. A request without memory for its settings or its chunk ends with an event."""
         budget, prefilling = self.limits.prefill_chunk, [request for request in self._scheduler.active if not request.decoding]
         if prefilling:
             self._in_flight.interrupt()
         for request in prefilling:
             if budget <= 0 or not self._uploader.send_grammar(request):
                 continue
-            if not request.prefill_started:
-                self._scheduler.start_prefill(request)
-                self._uploader.begin(request)
-            taken = self._uploader.prefill(request, budget)
+            try:
+                if not request.prefill_started:
+                    self._scheduler.start_prefill(request)
+                    self._uploader.begin(request)
+                taken = self._uploader.prefill(request, budget)
+            except torch.OutOfMemoryError as error:  # of a GPU: what was launched concerns this row only
+                if self._parts.ranks:  # which would wait for this one
+                    raise
+                events.append(self._end(request.job, request, FinishReason.ERROR, message_of(error)))
+                continue
             self._scheduler.record_prefill(request, taken)
             budget -= taken
 

@@ -50,7 +50,7 @@ class RequestQueue:
         self.waiting: collections.deque[QueuedRequest] = collections.deque()
         self.active: dict[int, ActiveRequest] = {}  # by job id: requests that hold rows, in order of admission; the scheduler changes it
         self._turns: dict[tuple[int, str], list[int]] = {}  # by priority and tenant: the turns of those in `waiting`, ascending
-        self.cancelled: dict[int, Job] = {}  # since the last step
+        self.cancelled: dict[int, tuple[Job, FinishReason]] = {}  # since the last step
         self.submitted = self.most_waiting = 0
         call_after_fork(self._detach)
 
@@ -96,11 +96,11 @@ class RequestQueue:
         self.waiting.insert(self._index_of(queued.order), queued)
         self.most_waiting = max(self.most_waiting, len(self.waiting))
 
-    def pop_cancelled(self) -> dict[int, Job]:
-        """Cancelled jobs by id, which no longer wait."""
+    def pop_cancelled(self) -> dict[int, tuple[Job, FinishReason]]:
+        """Cancelled jobs by id, which no longer wait, and the reasons that they get."""
         with self.lock:
             cancelled, self.cancelled = self.cancelled, {}
-            self.remove([self.unfinished[job.id] for job in cancelled.values() if not (job.finished or job.id in self.active)])
+            self.remove([self.unfinished[job.id] for job, _ in cancelled.values() if not (job.finished or job.id in self.active)])
         return cancelled
 
     def remove(self, taken: Iterable[QueuedRequest]) -> None:
@@ -141,19 +141,19 @@ class RequestQueue:
         if queued.claim is not None:
             queued.claim.release()
 
-    def cancel(self, requested: Job | int) -> bool:
-        """Cancel a job at the next step. False if it has finished or is unknown."""
+    def cancel(self, requested: Job | int, reason: FinishReason = FinishReason.CANCELLED) -> bool:
+        """End a job at the next step with this reason. False if it has finished or is unknown."""
         job_id = requested.id if isinstance(requested, Job) else requested
         check_value("job", job_id, _JOB_ID)
-        if self._recorder:
-            self._recorder.write("cancel", job=job_id)
         with self.lock:
             queued = self.unfinished.get(job_id)
             # A job of another engine may have the id of one of this engine.
             if queued is None or queued.job.finished or requested not in (job_id, queued.job):
                 return False
             # The next step releases its claim: this may be a finaliser or a signal handler within a submit(), which locks the compiler.
-            self.cancelled[job_id] = queued.job
+            self.cancelled.setdefault(job_id, (queued.job, reason))
+        if self._recorder:
+            self._recorder.write("cancel", job=job_id, reason=str(reason))
         self.wake.notify()
         return True
 

@@ -16,6 +16,7 @@ from stepgraph.runtime.histogram import HistogramBuilder
 from stepgraph.runtime.request import NO_DRAFTS, ActiveRequest, DraftCounts, Job, StepEvent, TokenLogprob, describe_drafts
 from stepgraph.runtime.request_queue import QueuedRequest, RequestQueue
 from stepgraph.runtime.slots import PrefixSharing, RowTable
+from stepgraph.sampling.fields import error_summary
 from stepgraph.sampling.grammar.compile.limits import TOO_DEEP, with_limit_name
 from stepgraph.sampling.grammar.status import FinishCode, MaskStatus
 
@@ -98,27 +99,30 @@ class Scheduler:
         with self._queue.lock:
             return bool(self._active or self._queue.cancelled or any(queued.ready for queued in self._queue.waiting))
 
-    def begin_step(self) -> list[tuple[Job, ActiveRequest | None]]:
-        """Remove the cancelled jobs from the queue, and return them."""
+    def begin_step(self) -> list[tuple[Job, ActiveRequest | None, FinishReason]]:
+        """Remove the cancelled jobs from the queue, and return them with the reasons that they get."""
         if self._recorder:
             self._recorder.steps += 1
         cancelled = self._queue.pop_cancelled() if self._queue.cancelled else {}
-        return [(job, self._active.get(job.id)) for job in cancelled.values() if not job.finished]
+        return [(job, self._active.get(job.id), reason) for job, reason in cancelled.values() if not job.finished]
 
-    def admit(self) -> list[QueuedRequest]:
+    def admit(self) -> list[tuple[Job, ActiveRequest | None, str]]:
         """Give rows to queued requests in the order of the queue. The first one without a free row or pages holds back the rest; one whose
-        grammar is still being compiled does not. Returns the requests whose grammar failed."""
-        failed, taken = list[QueuedRequest](), list[QueuedRequest]()
+        grammar is still being compiled does not. Returns the requests whose grammar failed, each with its error."""
+        failed, taken = list[tuple[Job, ActiveRequest | None, str]](), list[QueuedRequest]()
         with self._queue.lock:
             for queued in self._admissible():
                 if queued.error:
-                    failed.append(queued)
+                    failed.append((queued.job, None, queued.error))
                 elif request := self.rows.allocate(queued.job, queued.matcher):
                     self._active[request.job.id] = request
                     if self._recorder:
                         self._recorder.write("admit", job=request.job.id)
                     if queued.claim:
-                        self._grammars.admit(request, queued.claim.result())
+                        try:
+                            self._grammars.admit(request, queued.claim.result())
+                        except Exception as error:  # of a matcher, for example: any exception fails this request only
+                            failed.append((queued.job, request, error_summary(error)))
                     if request.job.queue_seconds is None:  # otherwise it continues after a preemption
                         request.job.queue_seconds = time.perf_counter() - request.job.submitted_at
                         self.counters.queue_seconds.add(request.job.queue_seconds)

@@ -42,7 +42,6 @@ _FACTORIES = {
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _CHECKED = {*_SYNCS, *_POINTERS, *_FACTORIES, Tensor.to, torch.tensor_split, Tensor.tensor_split, _SET_DATA}
 _SYNCING_OPS = {
-    "aten::multinomial": "checks its probabilities on the host; draw with exponential noise and argmax instead",
     "aten::_linalg_check_errors": "reads an error code on the host; use the variant of the function that ends in _ex",
     "aten::linalg_matrix_exp": "copies coefficients from pageable memory",
     **dict.fromkeys(

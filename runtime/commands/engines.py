@@ -26,7 +26,7 @@ def load(options: argparse.Namespace, config: EngineConfig, progress: bool, **mo
         if "max_length" not in str(error) or not hasattr(options, "max_new_tokens"):
             raise
         got = f"got {options.max_new_tokens} after a prompt of {config.max_length - options.max_new_tokens} tokens"
-        raise ValueError(f"--max-new-tokens: {got}: {error}") from None
+        raise ValueError(f"--max-new-tokens: {got}: {str(error).removeprefix('EngineConfig.max_length: ')}") from None
 
 
 def failure_of(job: Job) -> str:

@@ -12,13 +12,14 @@ from collections.abc import Iterator, Mapping
 _OTHER_NAMES = {
     "num_speculative_tokens": "drafts",
     "max_loras": "lora_modules",
+    "marker": "after",
     "path": "model",
     "prompt": "token_ids",
     **{f"constraint {kind}": kind for kind in ("regex", "choice", "json_object")},
     **dict.fromkeys(("constraint ebnf", "constraint lark"), "grammar"),
     "constraint json_schema": "schema",
 }
-_FIELD = r"(?:(?:EngineConfig|SamplingParams|sampling)\.)?"
+_FIELD = r"(?:(?:EngineConfig|SamplingParams|Constraint|sampling)\.)?"
 _SUBJECT = re.compile(rf"{_FIELD}(constraint \w+|\w+)(?:\[\d+\])*(?=:)")
 _SETTING = re.compile(rf"'[^']*'|\"[^\"]*\"|\b{_FIELD}(\w+)=(?=\S)")  # quoted text is input
 
@@ -50,6 +51,11 @@ def naming_flags(flags: Mapping[str, str]) -> Iterator[None]:
         yield
     except ValueError as error:
         message = str(error)
+        if "lower max_rows" in message:
+            from stepgraph.graphs.errors import MEMORY_SETTINGS
+
+            names = filter(None, map(flag_of, (*re.findall(r"\w+", MEMORY_SETTINGS), "max_new_tokens")))
+            message = message.replace(MEMORY_SETTINGS, ", ".join(dict.fromkeys(names)))
         if (subject := _SUBJECT.match(message)) and (flag := flag_of(subject[1])):
             message = flag + message[subject.end() :]
         raise ValueError(_SETTING.sub(lambda found: f"{flag} " if (flag := flag_of(found[1])) else found[0], message)) from None

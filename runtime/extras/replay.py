@@ -36,6 +36,7 @@ class RecordedRequest:
     step: int  # steps begun before it was submitted
     options: dict[str, Any]  # arguments of Engine.submit; empty if it cannot be replayed
     tokens: list[int] = field(default_factory=list)
+    requested_reason: str = FinishReason.CANCELLED  # by the latest cancel()
     reason: FinishReason | None = None  # None: it had not ended at the end of the recording
     error: str = ""
     end_step: int = 0
@@ -82,7 +83,9 @@ class RecordedRun:
             self.closed, self.ending = True, str(event["why"])
         elif kind == "full":
             self.ending = "its size reached Recording.max_bytes"
-        elif kind not in ("end", "cancel"):
+        elif kind == "cancel":
+            self.by_id[event["job"]].requested_reason = str(event.get("reason", FinishReason.CANCELLED))
+        elif kind != "end":
             raise ValueError(f"kind: got {clip_repr(kind)}")
 
     @property
@@ -187,7 +190,7 @@ def _execute(run: RecordedRun, engine: Engine) -> dict[int, Job]:
     requests, chooser = [request for request in run.requests if request.options], engine._parts.draft_lengths
     # Within a step, submissions come before cancellations, and requests that got a row come first, in the order of their admission.
     submits = [(*(request.admission or (max(request.step + 1, request.end_step), run.num_admits)), request, False) for request in requests]
-    cancelled = [request for request in requests if request.reason == FinishReason.CANCELLED]
+    cancelled = [request for request in requests if request.reason == request.requested_reason]
     cancels = [(max(request.end_step, request.step + 1), run.num_admits + 1, request, True) for request in cancelled]
     actions = collections.deque(sorted([*submits, *cancels], key=lambda action: action[:2]))
     jobs, step = dict[int, Job](), 0

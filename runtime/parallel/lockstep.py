@@ -59,8 +59,8 @@ class LockstepQueue(RequestQueue):
     def _turn_of(self, job: Job) -> int:
         return super()._turn_of(job) if self.published_turn is None else self.published_turn
 
-    def cancel(self, requested: Job | int) -> bool:
-        found = super().cancel(requested)
+    def cancel(self, requested: Job | int, reason: FinishReason = FinishReason.CANCELLED) -> bool:
+        found = super().cancel(requested, reason)
         if not self.ranks.rank0_decides:
             self.ranks.note(found)
         return found
@@ -80,10 +80,10 @@ class LockstepScheduler(Scheduler):
             is_new = any(queued.job.id not in self._published for queued in self._queue.waiting)
         return (self._ranks.writer is not None and is_new) or super().runnable
 
-    def begin_step(self) -> list[tuple[Job, ActiveRequest | None]]:
+    def begin_step(self) -> list[tuple[Job, ActiveRequest | None, FinishReason]]:
         cancelled = super().begin_step()
         if self._ranks.writer:
-            self._publish([job.id for job, _ in cancelled])
+            self._publish([job.id for job, *_ in cancelled])
         self._steps += 1
         if not self._ranks.rank0_decides or self._steps % STEPS_PER_COMPARISON == 0:
             self._ranks.require_same_notes()

@@ -19,6 +19,7 @@ from stepgraph.runtime.parallel.loading import load_rank
 from stepgraph.runtime.parallel.lockstep import LockstepQueue, StepDecision
 from stepgraph.runtime.parallel.ranks import CAPTURE, Link, MessageReader, RankError, Ranks, keep_error
 from stepgraph.runtime.request import Job
+from stepgraph.sampling.fields import message_of
 
 
 def follow(link: Link, file: int, path: str) -> None:
@@ -79,6 +80,7 @@ def _exit_when_closed(link: Link) -> None:
 if __name__ == "__main__":
     try:
         follow(multiprocessing.connection.Connection(int(sys.argv[1])), int(sys.argv[2]), sys.argv[3])
-    except BaseException:
-        keep_error(sys.argv[3], traceback.format_exc())
+    except BaseException as error:
+        is_refusal = isinstance(error, (RankError, ValueError))  # whose message says what is wrong, and where
+        keep_error(sys.argv[3], f"{type(error).__name__}: {message_of(error)}" if is_refusal else traceback.format_exc())
         os._exit(1)  # the interpreter's exit would wait for the threads of a hanging sum

@@ -144,6 +144,10 @@ class ResumedStream:
         """End the request without waiting; the last event says so. Idempotent."""
         self._closing = self._closing or asyncio.ensure_future(self._close())
 
+    def end(self, reason: FinishReason) -> None:
+        """As `cancel`: Ray closes the generator of the replica, which carries no reason."""
+        self.cancel()
+
     async def aclose(self) -> None:
         self._closing = self._closing or asyncio.ensure_future(self._close())
         await asyncio.shield(self._closing)

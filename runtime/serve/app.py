@@ -267,7 +267,7 @@ class Answer:
                         break
                     self._check_end(stream.job, event)
             finally:  # at a stop text, or when the client disconnected; does not wait until the step in progress has ended
-                stream.cancel()
+                stream.end(reply.job_reason)
             room = request.options["max_new_tokens"] - reply.tokens - len(request.reasoning.closing_ids if request.reasoning else ())
             if not reply.over_budget or room < 1:
                 break

@@ -82,8 +82,11 @@ class Reply:
 
     @property
     def job_reason(self) -> FinishReason:
-        """Why decoding ended. The server cancels a job at a stop text that the runtime does not find, and when its client has left."""
-        return FinishReason.STOP if self.stopped else self.jobs[-1].finish_reason or FinishReason.CANCELLED
+        """Why decoding ended. The server ends a job at a stop text that the runtime does not find, after its limit of reasoning tokens, and
+        when its client has left."""
+        if self.stopped:
+            return FinishReason.STOP
+        return self.jobs[-1].finish_reason or (FinishReason.LENGTH if self.over_budget else FinishReason.CANCELLED)
 
     def take_logprobs(self) -> dict[str, Any] | None:
         """Log-probabilities of the tokens since the last call, in the endpoint's form."""

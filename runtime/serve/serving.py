@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from stepgraph.runtime.aio import AsyncEngine, JobStream
+from stepgraph.runtime.finish_reason import FinishReason
 from stepgraph.runtime.request import Job, StepEvent
 from stepgraph.runtime.text import TextCodec
 
@@ -29,8 +30,8 @@ class AnswerStream(Protocol):
     async def __anext__(self) -> StepEvent:
         """AnswerError if the answer cannot be completed."""
 
-    def cancel(self) -> None:
-        """End the request, without waiting. Idempotent."""
+    def end(self, reason: FinishReason) -> None:
+        """End the request, without waiting. Idempotent. reason: for the metrics of the engine."""
 
 
 class Serving(Protocol):

@@ -24,6 +24,7 @@ from stepgraph.sampling.grammar import GrammarCompiler
 from stepgraph.sampling.grammar.automaton.grammar import AutomatonGrammar
 from stepgraph.sampling.grammar.automaton.library import Field
 from stepgraph.sampling.grammar.compile.limits import GrammarLimits
+from stepgraph.sampling.grammar.link.protocol import MatcherRow
 from stepgraph.sampling.params import GREEDY
 from tests.helpers.toy_engines import CONSTRAINTS, TARGET, VOCABULARY, Setup, finish, make_engine, plain, shared_engine
 from tests.sampling.grammar.automaton.test_marker import BREAKS
@@ -108,6 +109,28 @@ def test_full_arena_sends_requests_to_the_host_until_there_is_room() -> None:
         lanes = engine.stats().lanes
         assert (lanes.device, lanes.host, lanes.arena_full) == (3, 1, 1) and lanes.evicted >= 1
         assert 'stepgraph_lane_requests_total{lane="device"} 3' in engine.metrics() and "stepgraph_arena_full_total 1" in engine.metrics()
+
+
+def test_a_grammar_that_cannot_be_placed_ends_only_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The arena is full, and the row of the host link that replaces the block cannot be made."""
+
+    def row(*_: object) -> MatcherRow:
+        raise MemoryError("no memory for a matcher")
+
+    with make_engine(DEVICE, grammar_arena_bytes=arena_for(SHAPES[2])) as engine:
+        first = submit(engine, [4, 0], SHAPES[2], 25)
+        engine.step()
+        with monkeypatch.context() as patched:
+            patched.setattr(engine._parts.host_link, "row", row)
+            failed, free = submit(engine, [4, 1], SHAPES[3], 25), submit(engine, [4, 2], None, 5)
+            finish(engine)
+        assert (failed.finish_reason, failed.error, failed.tokens) == ("error", "MemoryError: no memory for a matcher", [])
+        assert first.tokens == plain([4, 0], 25, SHAPES[2]).tokens and free.tokens == plain([4, 2], 5).tokens
+        stats = engine.stats()
+        assert (stats.running, stats.free_pages, dict(stats.finished)["error"]) == (0, stats.pages, 1)
+        again = submit(engine, [4, 1], SHAPES[3], 25)
+        finish(engine)
+        assert again.tokens == plain([4, 1], 25, SHAPES[3]).tokens
 
 
 def test_arena_memory_is_reused_while_rounds_of_cancelled_requests_are_in_flight() -> None:

@@ -19,7 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepgraph import Constraint, Engine, EngineConfig, Job, SamplingParams
+from stepgraph.graphs import StaticBuffers
 from stepgraph.graphs.graph_key import PLAIN, Drafting, GraphKey
+from stepgraph.graphs.model_call import ModelInput, ModelOutput
+from stepgraph.graphs.round_specs import MAX_SKIPPED
 from stepgraph.graphs.tape.backend import Tape
 from stepgraph.runtime.calibration import REPLAYS_PER_MEASUREMENT
 from stepgraph.runtime.draft_length import (
@@ -32,6 +35,7 @@ from stepgraph.runtime.draft_length import (
     initial_account,
 )
 from stepgraph.runtime.draft_tuning import DRAFT_RUN, SLACK
+from stepgraph.runtime.models.toy import ToyDraft
 from stepgraph.runtime.request import Origin
 from tests.graphs.test_graph_set import Refusing
 from tests.helpers.c_library import needs_c
@@ -334,6 +338,19 @@ def test_costs_are_measured_for_every_length() -> None:
         assert all(0 < seconds < 10 for seconds in lengths.costs.of(GraphKey(rows, constrained)).values())
     assert lengths.costs.catch_up_seconds.keys() == {1, 2} and all(seconds > 0 for seconds in lengths.costs.catch_up_seconds.values())
     engine.close()
+
+
+def test_the_capture_runs_the_draft_model_over_skipped_tokens_of_every_batch_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These runs are eager: on a GPU the first one of a shape loads kernels and initialises products."""
+    sizes, forward = list[tuple[int, ...]](), ToyDraft.forward
+
+    def logged(draft: ToyDraft, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:
+        sizes.append(tuple(inputs.tokens.shape))
+        return forward(draft, inputs, buffers)
+
+    monkeypatch.setattr(ToyDraft, "forward", logged)
+    make_engine(Setup(k=3, max_rows=4, buckets=(1, 2, 4)), draft_length="auto").close()
+    assert {(rows, MAX_SKIPPED) for rows in (1, 2, 4)} <= set(sizes)
 
 
 @pytest.mark.parametrize("number", [10, 12])

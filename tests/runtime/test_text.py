@@ -11,6 +11,7 @@ from typing import Any
 
 import gguf
 import pytest
+import tokenizers
 import transformers
 
 from stepgraph.runtime.models.files.tokenizer import open_tokenizer
@@ -173,14 +174,19 @@ def test_invalid_template_raises_at_open(tmp_path: Path, template: Any) -> None:
         TextCodec.open(folder_of(tmp_path, chat_template=template))
 
 
-@pytest.mark.parametrize(("config", "begins"), [({}, False), ({"add_bos_token": True}, True), ({"add_bos_token": False}, False)])
-def test_begin_token_follows_the_folder_config(tmp_path: Path, config: dict[str, Any], begins: bool) -> None:
-    codec = TextCodec.open(folder_of(tmp_path, chat_template="<|im_start|>the cat", **config))
-    (first,) = codec.encode("<|im_start|>")
+@pytest.mark.parametrize("config", [{}, {"add_bos_token": True}, {"add_bos_token": False}])
+@pytest.mark.parametrize("begins", [False, True])
+def test_begin_token_follows_tokenizer_json_as_in_transformers(tmp_path: Path, begins: bool, config: dict[str, Any]) -> None:
+    folder, first = folder_of(tmp_path, chat_template="<|im_start|>the cat", **config), "<|im_start|>"
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    token_id = tokenizer.token_to_id(first)
+    if begins:
+        tokenizer.post_processor = tokenizers.processors.TemplateProcessing(f"{first} $A", special_tokens=[(first, token_id)])
+        tokenizer.save(str(folder / "tokenizer.json"))
+    codec = TextCodec.open(folder)
     ids = codec.encode("the cat")
-    assert (ids[0] == first) == begins
-    assert codec.encode("<|im_start|>the cat").count(first) == 1, "the begin token is neither doubled nor removed"
-    assert codec.chat(MESSAGES) == [first, *ids[begins:]], "the template determines the first token of a chat"
+    assert (ids[0] == token_id) == begins and ids == hf_tokenizer(folder)("the cat")["input_ids"]
+    assert codec.chat(MESSAGES) == [token_id, *ids[begins:]], "the template determines the first token of a chat"
 
 
 def test_truncation_of_the_tokenizer_file_is_ignored(tmp_path: Path) -> None:

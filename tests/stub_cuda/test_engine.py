@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from stepgraph import SamplingParams
 from stepgraph.graphs.cuda.backend import CudaBackend
@@ -143,3 +145,34 @@ def test_grammars_are_copied_beside_rounds_and_ordered_with_them(monkeypatch: py
     else:
         assert unordered == prompts_only, "only the graph of the prompt runs beside the copy"
     assert bool(early) == (missing == "wait of the copy"), "rounds that may read the memory end before the copy"
+
+
+def all_memory() -> list[torch.Tensor]:
+    """Takes the memory of the device, in ever smaller parts."""
+    held = list[torch.Tensor]()
+    for nbytes in (1 << 30, 1 << 21, 512):
+        with contextlib.suppress(torch.OutOfMemoryError):
+            while True:
+                held.append(torch.empty(nbytes, dtype=torch.uint8, device="cuda"))
+    return held
+
+
+def test_a_request_without_memory_on_the_device_ends_alone() -> None:
+    engine = greedy_engine()
+    engine.capture()
+    engine.buffers.results_ring_host[..., FINISH_COLUMN] = RUNNING
+    first = engine.submit(list(range(1, 20)), max_new_tokens=200)
+    while not first.rounds:
+        engine.step()
+    held = all_memory()
+    failed = engine.submit(list(range(1, 30)), max_new_tokens=200)
+    while not failed.finished:
+        engine.step()
+    assert (failed.finish_reason, failed.tokens) == ("error", []) and "out of memory" in failed.error
+    rounds = first.rounds
+    held.clear()
+    later = engine.submit(list(range(1, 30)), max_new_tokens=200)
+    while not later.rounds:
+        engine.step()
+    assert first.rounds > rounds and engine.stats().running == 2
+    engine.close()

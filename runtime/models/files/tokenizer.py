@@ -113,7 +113,7 @@ def _raise(message: str) -> NoReturn:
 class OpenedTokenizer(NamedTuple):
     tokenizer: Any  # tokenizers.Tokenizer
     begin_id: int | None
-    adds_begin_id: bool | None  # whether a text starts with begin_id; None: the tokenizer's own post-processor decides
+    adds_begin_id: bool | None  # of a .gguf file: whether a text starts with begin_id; None: the tokenizer's own post-processor decides
     template: ChatTemplate | None
     vocabulary: Callable[[], Vocabulary]
 
@@ -162,11 +162,10 @@ def _open_folder(folder: Path) -> OpenedTokenizer:
     if "added_tokens_decoder" not in config and (folder / "special_tokens_map.json").exists():  # of earlier versions of transformers
         config = {**config, **read_json(folder / "special_tokens_map.json")}
     special = {name: text for name in _SPECIAL_TOKENS if (text := _token_text(config.get(name))) is not None}
-    adds_begin_id = config.get("add_bos_token")
     return OpenedTokenizer(
         tokenizer,
-        tokenizer.token_to_id(special["bos_token"]) if "bos_token" in special else None,
-        adds_begin_id if isinstance(adds_begin_id, bool) else None,
+        None,
+        None,  # tokenizer.json decides: the add_bos_token of the config is ignored, as by transformers 5
         _folder_template(folder, config, special),
         lambda: Vocabulary.from_tokenizer_json(folder),
     )

@@ -240,7 +240,7 @@ class _SerialisedGrammar:
         elif kind == _REPEAT and content[1]:
             alternative.parts[content[0]] = alternative.parts.get(content[0], 0) + content[1]
         elif kind == _REPEAT:
-            alternative.optional += (content[0],)
+            alternative.optional += (content[0],) if content[2] else ()  # none of at most 0
         elif kind == _TAGS:
             alternative.optional += tuple(content[1:-2:2])
         elif kind == _TOKEN_TAGS:

@@ -157,7 +157,6 @@ CALLS: dict[str, dict[str, SnippetStep]] = {
         "histogram_without_a_range": lambda b: torch.histc(b.x, 16),  # illegal
         "matrix_exponential": lambda b: torch.linalg.matrix_exp(b.x[:, :4]),  # illegal
         "split_by_tensor": lambda b: torch.tensor_split(b.x, b.index),  # illegal
-        "multinomial": lambda b: torch.multinomial(b.x.abs(), 1, generator=GENERATOR),  # illegal
         "applied": lambda b: b.x.apply_(lambda value: value + 1),  # illegal
         "mapped": lambda b: b.x.map_(b.y, lambda value, other: value * other),  # illegal
         "synchronised": lambda b: BACKEND.synchronize(),  # illegal
@@ -710,6 +709,7 @@ def random_draws(b: StaticBuffers) -> None:
     b.y.copy_(torch.rand(4, 8, device=b.device, generator=GENERATOR))
     b.index.copy_(torch.randint(0, 4, (4,), device=b.device, generator=GENERATOR))
     b.mask.copy_(torch.bernoulli(torch.full((4, 8), 0.5, device=b.device), generator=GENERATOR))
+    b.index.add_(torch.multinomial(b.x, 1, generator=GENERATOR)[:, 0] + torch.multinomial(b.x, 2, generator=GENERATOR)[:, 1])
 
 
 @legal

@@ -212,6 +212,19 @@ def test_replay_of_faults_and_cancelled_requests(tmp_path: Path) -> None:
     assert found.equal and found.tokens == found.recorded_tokens > 0, found.differences
 
 
+def test_replay_of_a_request_that_its_reader_ended(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    with recorded_engine(path) as engine:
+        job = engine.submit([1, 2], sampling=SamplingParams(ignore_eos=True), max_new_tokens=50)
+        while len(job.tokens) < 9:
+            engine.step()
+        engine.queue.cancel(job, FinishReason.STOP)
+        finish(engine)
+    assert job.finish_reason == FinishReason.STOP and len(job.tokens) < 50
+    found = again(path)
+    assert found.equal and found.tokens == found.recorded_tokens >= 9, found.differences
+
+
 def test_crash_keeps_the_lines_before_it(tmp_path: Path) -> None:
     """Every returned token is in the file already; an incomplete last line is ignored."""
     path, cut = tmp_path / "run.jsonl", tmp_path / "cut.jsonl"

@@ -15,7 +15,17 @@ from pathlib import Path
 import pytest
 
 from stepgraph.runtime.parallel import ranks
-from stepgraph.runtime.parallel.ranks import RANK_MODULE, Link, MessageReader, MessageWriter, RankError, Ranks, anonymous_file
+from stepgraph.runtime.parallel.ranks import (
+    RANK_MODULE,
+    Link,
+    MessageReader,
+    MessageWriter,
+    RankError,
+    Ranks,
+    _end_processes,
+    anonymous_file,
+    keep_error,
+)
 from tests.helpers.command_models import model_folder
 from tests.helpers.parallel_program import open_engine
 
@@ -109,6 +119,18 @@ def test_a_rank_that_ends_before_another_has_started_is_an_error_at_once(tmp_pat
     monkeypatch.setattr(ranks, "START_SECONDS", 5.0)
     with pytest.raises(RankError, match="a rank ended before it had loaded its part of the model"):
         Ranks.start(3, 0.0, None)
+
+
+@pytest.mark.parametrize(("raised", "printed"), [("rank 0 of 2: the configs differ", False), ("rank 0 of 2: another rank is lost", True)])
+def test_a_refusal_of_a_rank_is_one_line_unless_the_caller_gets_the_same_one(
+    raised: str, printed: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    keep_error(str(tmp_path / "rank-1"), "RankError: rank 1 of 2: the configs differ")
+    try:
+        raise RankError(raised)
+    except RankError:
+        _end_processes(os.getpid(), [], [], str(tmp_path))
+    assert capfd.readouterr().err == printed * "RankError: rank 1 of 2: the configs differ\n"
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="this system does not list the memory of a process")

@@ -428,7 +428,7 @@ def test_requests_are_published_before_their_grammars_are_compiled_and_not_as_fa
     assert queue.cancel(job)
     queued.ready, queued.error = True, "cancelled"
     scheduler._publish([])  # of a step whose cancelled jobs were found before
-    assert scheduler.begin_step() == [(job, None)]
+    assert scheduler.begin_step() == [(job, None, FinishReason.CANCELLED)]
     assert [(len(each.submitted), each.cancelled, each.admissible) for each in found] == [(1, [], []), (0, [], []), (0, [1], [])]
 
 
@@ -719,6 +719,10 @@ def test_the_error_of_a_rank_is_printed_unless_the_caller_gets_the_same_one(capf
     with pytest.raises(RankError, match="a rank ended before it had loaded its part of the model; its error is on stderr"):
         Ranks.start(2, SECONDS, "not the arguments of a rank")
     assert "line" in (error := capfd.readouterr().err) and error.count("TypeError") == 1
+    with pytest.raises(RankError, match="a rank ended before it had loaded its part of the model; its error is on stderr"):
+        Ranks.start(2, SECONDS, (2, "/no/model", "none", None, {}))
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("ValueError: path: got '/no/model', expected a local folder"), "a refusal needs no traceback"
 
 
 def test_recordings_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,8 @@ def test_an_answer_that_ends_within_its_reasoning_has_reached_its_length(server:
 
 
 def test_tokens_that_the_answer_itself_has_cached_are_not_reported(server: RunningServer) -> None:
-    """After closed reasoning the answer continues as a second request, which finds the pages of the first one."""
+    """After closed reasoning the answer continues as a second request, which finds the pages of the first one. Both count as `length`."""
+    before = server.count("length"), server.count("cancelled")
     with server.client as client:
         answers = [
             client.chat.completions.create(
@@ -75,6 +76,7 @@ def test_tokens_that_the_answer_itself_has_cached_are_not_reported(server: Runni
         ]
     assert all(answer.usage.completion_tokens == 60 for answer in answers)
     assert [answer.usage.prompt_tokens_details.cached_tokens for answer in answers] == [0, 48]
+    assert (server.count("length"), server.count("cancelled")) == (before[0] + 4, before[1])
 
 
 def test_reasoning_can_be_switched_off_and_calls_follow_it(server: RunningServer) -> None:

@@ -153,12 +153,23 @@ def test_a_stop_text_ends_an_answer_whose_last_event_is_an_error(server: Running
 
     async def generate(*_: object, **__: object) -> Stream:
         job = SimpleNamespace(finish_reason=FinishReason.ERROR, first_token_seconds=0.1, num_cached_tokens=0, rounds=3, constraint=None)
-        return Stream(job=job, cancel=lambda: None)
+        return Stream(job=job, end=lambda reason: None)
 
     monkeypatch.setattr(EngineServing, "generate", generate)
     with server.client as client:
         choice = client.completions.create(model="toy", prompt="abc", stop=".").choices[0]
     assert (choice.text, choice.finish_reason) == ("ab", "stop")
+
+
+def test_a_stop_text_beside_tools_counts_as_stop(server: RunningServer) -> None:
+    request: Any = {"model": "toy", "messages": CHAT, "tools": TOOLS, "temperature": 0}
+    with server.client as client:
+        text = client.chat.completions.create(**request, max_tokens=30, extra_body={"min_tokens": 30}).choices[0].message.content
+        before = server.count("stop"), server.count("cancelled")
+        answer = client.chat.completions.create(**request, stop=text[5], max_tokens=2000, extra_body={"min_tokens": 2000}).choices[0]
+    assert (answer.message.content, answer.finish_reason) == (text.partition(text[5])[0], "stop")
+    waited(lambda: server.count("stop") == before[0] + 1, "the row of an answer at its stop text still decodes")
+    assert server.count("cancelled") == before[1]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -30,6 +30,7 @@ LONG = {
 SERVED = [
     (Constraint.ebnf('root ::= "(" root ")" | root "+" root | "a"'), "((a)+a)"),
     (Constraint.ebnf('root ::= "a" rest\nrest ::= "" | "," root\nunused ::= "u" unused'), "a,a"),
+    (Constraint.ebnf('root ::= "ab" never{0}\nnever ::= "x" never'), "ab"),
     (
         Constraint.json_schema({"type": "object", "properties": {"a": {"type": "array", "items": {"$ref": "#"}}}, "required": ["a"]}),
         '{"a": []}',
