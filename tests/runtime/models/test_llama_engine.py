@@ -33,9 +33,7 @@ def make_engine(family: str, k: int, noise: float = 0.1, **changes: Any) -> Engi
     target = checkpoint.load("cpu")
     config = EngineConfig(**{**vars(CONFIG), "num_speculative_tokens": k, "draft_length": k, **changes})
     draft = DraftLlama(target, noise) if k else None
-    engine = Engine(target, draft, vocabulary=checkpoint.vocabulary, config=config)
-    engine.capture()
-    return engine
+    return Engine(target, draft, vocabulary=checkpoint.vocabulary, config=config)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +80,6 @@ def test_bits_are_independent_of_batch_rows_and_buckets(k: int) -> None:
 def test_bfloat16_texts_are_independent_of_the_batch() -> None:
     checkpoint = open_checkpoint(folder_of("qwen3"), torch.bfloat16)
     with Engine(checkpoint.load("cpu"), vocabulary=checkpoint.vocabulary, config=CONFIG) as engine:
-        engine.capture()
         together = decode(engine, PROMPTS, logprobs=True)
         alone = [decode(engine, [prompt], logprobs=True)[0] for prompt in PROMPTS]
         assert [(job.tokens, job.logprobs) for job in alone] == [(job.tokens, job.logprobs) for job in together]
