@@ -41,13 +41,14 @@ class Closable(Protocol):
         """Close, and wait at most `seconds` until that is done."""
 
 
-_closables: tuple[weakref.WeakSet[Closable], ...] = tuple(weakref.WeakSet() for _ in ExitStage)
+# In the order of creation: the thread of a device uses those of its streams until it ends.
+_closables: tuple[weakref.WeakKeyDictionary[Closable, None], ...] = tuple(weakref.WeakKeyDictionary() for _ in ExitStage)
 _fork_hooks: weakref.WeakKeyDictionary[object, Callable[[Any], None]] = weakref.WeakKeyDictionary()  # object -> method
 
 
 def close_at_exit(resource: Closable, stage: ExitStage = ExitStage.BACKGROUND) -> None:
     """Close `resource` when this interpreter exits, unless it was freed before. Not in forks."""
-    _closables[stage].add(resource)
+    _closables[stage][resource] = None
 
 
 def call_after_fork(method: Callable[[], None]) -> None:
@@ -60,7 +61,8 @@ def call_after_fork(method: Callable[[], None]) -> None:
 def _close_all() -> None:
     end = time.monotonic() + EXIT_SECONDS
     for resources in _closables:
-        for resource in tuple(resources):
+        while (resource := next((one for ref in resources.keyrefs() if (one := ref()) is not None), None)) is not None:
+            del resources[resource]  # closing it may add others, such as the thread of a stream whose first replay is in flight
             resource.close(max(1.0, end - time.monotonic()))  # a device that hangs leaves time to write hidden states
     for thread in threading.enumerate():  # their owners no longer exist, but the threads may release the last references to a model
         if thread.name.startswith(THREAD_NAME_PREFIX) and thread is not threading.current_thread():

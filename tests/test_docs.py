@@ -7,7 +7,6 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +15,11 @@ import torch
 
 from stepgraph.graphs import BufferSpec, CaptureError, StaticBuffers, capture
 from stepgraph.runtime import cli
-from stepgraph.runtime.commands import doctor
 from stepgraph.runtime.commands.flags import STEP_EXAMPLE
-from stepgraph.runtime.models.eagle3 import Eagle3
-from stepgraph.runtime.models.files.checkpoint import open_checkpoint
-from stepgraph.runtime.models.llama_config import Eagle3Config
 from tests.helpers.adapters import save_adapter
-from tests.helpers.command_models import doctor_answers, model_folder, model_gguf, recordings, tiny_model
+from tests.helpers.command_models import model_folder, model_gguf, recordings, tiny_model
 from tests.helpers.documents import BLOCKS, COMMANDS, DOCUMENTS, ROOT, Block
 from tests.helpers.tool_runs import parse_flags, run_tool
-from tools.random_weights import randomised
-from tools.train.saving import save_eagle3
 
 OUTPUTS = {  # pattern of the printed text, by a phrase of the block
     "Her name": r"[A-Z][a-z]{1,12}\n$",
@@ -59,7 +52,6 @@ EXECUTED = {  # documented command: the command that runs in a temporary folder,
     "python tools/gpu_table.py --write": "python tools/gpu_table.py --check",  # does not write into the repository
     "python -m tools.first_hour --lines": "python -m tools.first_hour --lines",
     "python -m tools.error_index --write": "python -m tools.error_index",
-    "python -m tools.operations --write": "python -m tools.operations",
     "python tools/nsys_profile.py --rounds 20-40 --out /tmp/bench --bench": "python tools/nsys_profile.py --rounds 20-40 --bench --print",
     "python tools/nsys_profile.py --rounds 100-200 --out /tmp/mine -- serve.py --port 8000": (
         "python tools/nsys_profile.py --rounds 100-200 --out /tmp/mine --print -- serve.py --port 8000"
@@ -68,11 +60,8 @@ EXECUTED = {  # documented command: the command that runs in a temporary folder,
         "python tools/train_head.py --target model --kind eagle3 --data prompts.jsonl --answers 4 --draft-vocab 128 --out head"
         " --steps 1 --batch-tokens 32 --ttt-steps 1 --report-texts 1 --report-tokens 4 --eval-share 0.5 --quiet"
     ),
-    "stepgraph bench MODEL --draft path/to/head": "stepgraph bench model --draft path/to/head --repeats 1 --max-new-tokens 2",
     "stepgraph capture-check my_step:make --replay": "stepgraph capture-check my_step:make --replay",
     "stepgraph check-schema person.json": "stepgraph check-schema person.json",
-    "stepgraph demo": "stepgraph demo --toy --repeats 1 --max-new-tokens 2 -k 1 --no-timeline",
-    "stepgraph doctor": "stepgraph doctor",
     'stepgraph generate MODEL "Ada is 36" --schema person.json --draft ngram -k 4': (
         'stepgraph generate model "Ada is 36" --schema person.json --draft ngram -k 4'
     ),
@@ -102,6 +91,10 @@ PARSED = {  # the others, and why they do not run here
     "python -m tests.helpers.architecture --write": "tests/test_architecture.py compares what it writes",
     "python -m tests.helpers.long_runs formats --json FILE": "minutes long; test_formats.py runs its parts",
     "python -m tests.helpers.long_runs masks --json FILE": "minutes long; tests/laws/test_draft_chains.py runs its parts",
+    "python -m tools.operations --write": "tests/tools/test_operations.py compares what it writes",
+    "stepgraph bench MODEL --draft path/to/head": "tests/runtime/commands/test_commands.py runs it",
+    "stepgraph demo": "tests/runtime/commands/test_demo.py runs it",
+    "stepgraph doctor": "tests/runtime/commands/test_doctor.py runs it",
     "python -m tests.fuzz": "tests/laws/test_fuzz.py runs it",
     "python -m tools.gpu.packing.triton_cache --out cache": "needs a CUDA build of torch; tests/stub_cuda runs it",
     "python -m tools.first_hour": "installs the package; tests/tools runs it (make models)",
@@ -154,12 +147,8 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "person.json").write_text(json.dumps(PERSON), encoding="utf-8")
     prompts = (f'{{"token_ids": [{first}, 2, 3]}}\n' for first in range(4, 12))
     (tmp_path / "prompts.jsonl").write_text("".join(prompts), encoding="utf-8")
-    target = open_checkpoint(model_folder()).config
-    head = Eagle3Config(replace(target, windows=(None,)), (0, 1, 2), target.hidden_size, target.vocab_size)
-    save_eagle3(tmp_path / "path" / "to" / "head", randomised(Eagle3(head)))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(doctor, "run_probes", doctor_answers)
     yield
     sys.modules.pop("my_step", None)
 

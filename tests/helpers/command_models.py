@@ -7,14 +7,18 @@ import functools
 import json
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import gguf
+import pytest
 
 from stepgraph import Engine, EngineConfig
 from stepgraph.runtime.commands.doctor import run_probes
 from stepgraph.runtime.demo.variants import toy_pair
+from stepgraph.sampling.grammar.compile import backends
+from stepgraph.sampling.grammar.compile.worker_process import CompileWorker
 from tests.helpers.families import BASE, random_model
 from tests.helpers.gguf_files import add_byte_level, write_gguf
 from tests.helpers.made_tokenizers import byte_level
@@ -75,3 +79,19 @@ def recordings() -> Path:
 def doctor_answers() -> dict[str, Any]:
     """The probes of `stepgraph doctor`, which take seconds, run once per process."""
     return run_probes()
+
+
+def compile_without_new_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines compile in this process, and all checks of constraints in one worker: starting one per command is slow."""
+    make_compiler = EngineConfig.grammar_compiler
+    monkeypatch.setattr(
+        EngineConfig, "grammar_compiler", lambda config, vocabulary: make_compiler(replace(config, compile_isolation="none"), vocabulary)
+    )
+    monkeypatch.setattr(backends, "CompileWorker", _kept_worker)
+
+
+@functools.cache
+def _kept_worker(*settings: Any, **options: Any) -> CompileWorker:
+    worker = CompileWorker(*settings, **options)
+    worker.close = lambda: None  # type: ignore[method-assign]
+    return worker

@@ -31,7 +31,16 @@ from tools.random_weights import randomised
 from tools.train.saving import extract_tensors, save_eagle3, save_mtp
 
 CONFIG = EngineConfig(
-    max_rows=2, max_length=48, page_size=4, prefill_chunk=5, backend="tape", buckets=(2,), greedy_only=True, eager=True, rounds_in_flight=1
+    max_rows=2,
+    max_length=48,
+    page_size=4,
+    prefill_chunk=5,
+    backend="tape",
+    buckets=(2,),
+    greedy_only=True,
+    eager=True,
+    rounds_in_flight=1,
+    compile_isolation="none",
 )
 NUM_LETTERS = 106  # of the families' tokenizer, after four markers
 OWN_IDS = [*range(NUM_LETTERS, NUM_LETTERS + 4), *range(NUM_LETTERS - 1, -1, -1)]  # ids in the smaller model, for each token of the target

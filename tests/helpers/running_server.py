@@ -16,6 +16,7 @@ import openai
 
 from stepgraph import AsyncEngine, Engine
 from stepgraph.runtime.cli import make_parser
+from stepgraph.runtime.commands.inputs import open_listener
 from stepgraph.runtime.commands.serve import open_engine
 from stepgraph.runtime.serve.app import App
 from stepgraph.runtime.serve.http import Bounds
@@ -48,7 +49,9 @@ class RunningServer:
 
     @property
     def client(self) -> Any:  # Any: the client's types lack some fields that tests send
-        return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0, timeout=SECONDS)
+        without_certificates = openai.DefaultHttpxClient(verify=False)  # reading them takes longer than most tests
+        address = f"http://127.0.0.1:{self.port}/v1"
+        return openai.OpenAI(base_url=address, api_key="none", max_retries=0, timeout=SECONDS, http_client=without_certificates)
 
     def count(self, reason: str) -> int:
         return dict(self.engine.stats().finished).get(reason, 0)
@@ -87,7 +90,7 @@ def running(engine: Engine, bounds: Bounds, keys: Sequence[str] = (), tool_forma
         async with AsyncEngine(engine) as serving:
             await App(EngineServing(serving), "toy", bounds, keys, tool_format).serve(listener, stop, asyncio.Event(), 60)
 
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = open_listener("127.0.0.1", 0)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # small, so that a client that does not read stalls the server soon
     server.port = listener.getsockname()[1]
     thread = threading.Thread(target=lambda: loop.run_until_complete(serve(listener)))

@@ -125,6 +125,7 @@ del worker
 """
 
 
+@pytest.mark.slow
 def test_interpreter_waits_for_threads_that_release_a_model_of_a_closed_engine() -> None:
     ran = subprocess.run([sys.executable, "-c", RELEASED_LATE], capture_output=True, text=True, timeout=60, check=False)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "released\n", "")

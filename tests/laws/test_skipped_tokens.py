@@ -57,7 +57,7 @@ def largest_difference(drafter: DraftCase, pause: int, looks_up: bool = False) -
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS, ids=lambda drafter: drafter.name)
-@pytest.mark.parametrize("pause", [3, 80, pytest.param(200, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("pause", [3, pytest.param(80, marks=pytest.mark.slow), pytest.param(200, marks=pytest.mark.soak)])
 def test_cache_after_a_pause_equals_that_of_every_round(drafter: DraftCase, pause: int) -> None:
     assert largest_difference(drafter, pause) < 1e-5
 

@@ -208,6 +208,7 @@ def test_stream_without_an_end_is_found(monkeypatch: pytest.MonkeyPatch) -> None
     assert not found["passed"] and any("a task still waits for its stream" in problem for problem in found["problems"])
 
 
+@pytest.mark.slow
 def test_ctrl_c_prints_the_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     real, handler = Soak._sample_settled, signal.getsignal(signal.SIGINT)
 

@@ -275,6 +275,7 @@ asyncio.get_event_loop_policy().new_event_loop().run_until_complete(main())
 """
 
 
+@pytest.mark.slow
 def test_interpreter_exits_cleanly_with_rounds_in_flight() -> None:
     """Neither the engine nor the loop is closed."""
     ran = subprocess.run([sys.executable, *NO_LINK_WARNING, "-c", EXITING], capture_output=True, text=True, timeout=120, check=False)

@@ -177,8 +177,9 @@ def test_copy_runs_beside_rounds_and_is_ordered_with_rounds(monkeypatch: pytest.
         log.append(name)
         time.sleep(0.005 if name != COPY_STREAM else 0)
         rounds = log.count("main") + (8 if missing else 1)
-        while name == COPY_STREAM and missing != "wait of the copy" and log.count("main") < rounds and time.monotonic() < until:
-            time.sleep(0.001)  # the copy lasts for this many rounds
+        while (name, "copied" in log) == (COPY_STREAM, True) and missing != "wait of the copy" and log.count("main") < rounds:
+            assert time.monotonic() < until
+            time.sleep(0.001)  # the second copy lasts for this many rounds
 
     monkeypatch.setattr(TapeBackend, "copy_aside", watched)
     if missing == "wait of the round":

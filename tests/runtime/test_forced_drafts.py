@@ -64,9 +64,7 @@ def config_of(k: int, **options: Any) -> EngineConfig:
 
 def make(draft: ToyDraft, k: int = K, **options: Any) -> Engine:
     config = config_of(k, **options)
-    made = Engine(TARGET, draft, vocabulary=VOCABULARY, config=config, backend=TapeBackend(asynchronous=True))
-    made.capture()
-    return made
+    return Engine(TARGET, draft, vocabulary=VOCABULARY, config=config, backend=TapeBackend(asynchronous=True))
 
 
 @functools.cache

@@ -35,9 +35,7 @@ def engine(draft: Any, k: int = 3, **options: Any) -> Engine:
         rounds_in_flight=1,
         **options,
     )
-    made = Engine(TARGET, draft, vocabulary=VOCABULARY, config=config)
-    made.capture()
-    return made
+    return Engine(TARGET, draft, vocabulary=VOCABULARY, config=config)
 
 
 def spelled(event: StepEvent) -> str:

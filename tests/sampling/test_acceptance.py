@@ -43,7 +43,7 @@ def test_apply_leaves_an_empty_row_without_a_finite_logit() -> None:
 statuses = st.sampled_from([OK] * 6 + [status for status in MaskStatus if status != OK])
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(data=st.data(), k=st.integers(0, 8))
 def test_acceptance_and_emission_equal_a_plain_loop(data: st.DataObject, k: int) -> None:
     tokens = st.integers(0, 4)  # few, so that drafts are often accepted

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
+from weakref import WeakKeyDictionary
 
 import pytest
 
@@ -33,10 +35,39 @@ def test_object_with_a_fork_hook_that_lives_until_exit_prints_nothing() -> None:
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
 
 
+class Resource:
+    """Closing it calls `closed`."""
+
+    def __init__(self, closed: Callable[..., object]) -> None:
+        self.closed = closed
+        lifetimes.close_at_exit(self)
+
+    def close(self, seconds: float) -> None:
+        self.closed(self, seconds)
+
+
+@pytest.fixture(autouse=True)
+def _no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lifetimes, "_closables", tuple(WeakKeyDictionary() for _ in lifetimes.ExitStage))
+
+
 def test_resources_that_hang_share_the_time_of_the_exit(monkeypatch: pytest.MonkeyPatch) -> None:
     waited = [0.0]
-    hanging = SimpleNamespace(close=waited.append)
     monkeypatch.setattr(lifetimes, "time", SimpleNamespace(monotonic=lambda: sum(waited)), raising=False)
-    monkeypatch.setattr(lifetimes, "_closables", ([hanging], [hanging], [hanging]))
+    hanging = [Resource(lambda _, seconds: waited.append(seconds)) for _ in range(3)]
     lifetimes._close_all()
-    assert waited == [0.0, lifetimes.EXIT_SECONDS, 1.0, 1.0]
+    assert waited == [0.0, lifetimes.EXIT_SECONDS, 1.0, 1.0] and len(hanging) == 3
+
+
+def test_resources_close_in_the_order_of_their_creation_and_those_that_start_meanwhile_too() -> None:
+    """A device uses the threads of its streams until it ends, and its first replay starts them."""
+    made, closed = list[Resource](), list[Resource]()
+
+    def close(resource: Resource, _: float) -> None:
+        closed.append(resource)
+        if resource is made[0]:
+            made.append(Resource(close))
+
+    made += [Resource(close) for _ in range(20)]
+    lifetimes._close_all()
+    assert closed == made and len(made) == 21

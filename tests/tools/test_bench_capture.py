@@ -20,6 +20,7 @@ def test_a_process_reports_graphs_times_and_memory() -> None:
     assert table[-1].split()[-4:] == ["1.25"] * 4 and len(table) == 3
 
 
+@pytest.mark.slow
 def test_another_checkout_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "stepgraph").mkdir()
     (tmp_path / "stepgraph" / "__init__.py").write_text("raise SystemError('the other one')")

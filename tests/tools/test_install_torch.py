@@ -25,17 +25,17 @@ def add_wheel(index: Path, name: str, version: str, *requirements: str) -> None:
     (folder / "index.html").write_text(f'<a href="{wheel}">{wheel}</a>')
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("needs_cuda", "cpu_index", "gpu", "installed", "said"),
     [
-        pytest.param(False, "cpu", False, "torch-2.13.0", "", id="the default index has a CPU build", marks=pytest.mark.slow),
+        pytest.param(False, "cpu", False, "torch-2.13.0", "", id="the default index has a CPU build"),
         pytest.param(True, "cpu", False, "torch-2.13.0+cpu", "has a build with CUDA libraries", id="CPU index"),
         pytest.param(
             *(True, "missing", False, "torch-2.13.0", "no CPU build of torch==2.13.0 could be installed"),
             id="the CPU index fails",
-            marks=pytest.mark.slow,
         ),
-        pytest.param(True, "cpu", True, "torch-2.13.0", "", id="a GPU", marks=pytest.mark.slow),
+        pytest.param(True, "cpu", True, "torch-2.13.0", "", id="a GPU"),
     ],
 )
 def test_the_build_that_is_installed(needs_cuda: bool, cpu_index: str, gpu: bool, installed: str, said: str, tmp_path: Path) -> None:

@@ -273,7 +273,7 @@ VERDICTS = {"race": 0, "replayed": 0}
 
 
 @given(st.lists(_operation, min_size=2, max_size=14), st.integers(0, 1000))
-@settings(max_examples=300)
+@settings(max_examples=200)
 def test_random_programs(program: list[tuple[str, str, int, int]], seed: int) -> None:
     buffers, step = StaticBuffers(SPECS), random_step(program)
     backend = TapeBackend(delay=Shaken(seed), poison="every")

@@ -27,7 +27,7 @@ from stepgraph.runtime.serve import app
 from stepgraph.runtime.serve.serving import Serving
 from stepgraph.runtime.text import TextCodec
 from stepgraph.sampling import native
-from tests.helpers.command_models import doctor_answers, model_folder, recordings
+from tests.helpers.command_models import compile_without_new_workers, doctor_answers, model_folder, recordings
 from tests.helpers.documents import DOCUMENTS
 
 SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False}
@@ -70,6 +70,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(doctor, "run_probes", doctor_answers)
     monkeypatch.setattr(sys, "path", list(sys.path))
+    compile_without_new_workers(monkeypatch)
     yield tmp_path
     for name in MODULES:
         sys.modules.pop(name.removesuffix(".py"), None)

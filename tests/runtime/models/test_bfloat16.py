@@ -83,7 +83,7 @@ def test_each_difference_to_transformers_is_a_near_tie(family: str) -> None:
     """Texts with drafts, compared with decoding by transformers in bfloat16 without a cache, which sums products in another order."""
     gaps = []
     for prompt, constraint, job in texts(family, 3):
-        gaps.append(gap(family, prompt, job.tokens, plain(family, tuple(prompt), constraint, 24, HALF)[0]))
+        gaps.append(gap(family, prompt, job.tokens, plain(family, tuple(prompt), constraint, 24, tuple(job.tokens), HALF)[0]))
     assert max(gaps) < NEAR[family], gaps
     assert family == "smollm2" or 1 <= sum(map(bool, gaps)) <= 8, f"of {len(gaps)}"
 

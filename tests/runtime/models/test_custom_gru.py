@@ -68,11 +68,9 @@ def plain(target: Any, prompt: Sequence[int], count: int, constraint: Constraint
 
 def decode(target: Any, draft: Any, drafts: int, sampling: SamplingParams | None = None, **options: Any) -> tuple[list[Job], float]:
     """Jobs for every prompt under every constraint, three at a time, and accepted drafts per round."""
-    config = EngineConfig(
-        max_rows=3, num_speculative_tokens=drafts, draft_length=drafts, max_length=40, page_size=4, prefill_chunk=3, **options
-    )
+    sizes = {"max_rows": 3, "max_length": 40, "page_size": 4, "prefill_chunk": 3, "compile_isolation": "none"}
+    config = EngineConfig(num_speculative_tokens=drafts, draft_length=drafts, **{**sizes, **options})
     with Engine(target, draft if drafts else None, vocabulary=VOCABULARY, config=config) as engine:
-        engine.capture()
         jobs = [
             engine.submit(prompt, constraint=constraint, sampling=sampling, max_new_tokens=16)
             for prompt in PROMPTS

@@ -68,7 +68,6 @@ def test_a_half_precision_custom_model(k: int) -> None:
     target, draft = Decay("mean", width, False).to(torch.bfloat16), Decay("draft", width, True).to(torch.bfloat16)
     config = EngineConfig(max_rows=3, num_speculative_tokens=k, draft_length=k, max_length=64, page_size=4, prefill_chunk=3)
     with Engine(target, draft if k else None, vocabulary=VOCABULARY, config=config) as engine:
-        engine.capture()
         prompts = [list(range(5, 5 + length)) for length in range(1, 10)]
         jobs = [engine.submit(prompt, max_new_tokens=20) for prompt in prompts]
         for _ in engine.stream():

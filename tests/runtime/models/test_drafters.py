@@ -80,7 +80,7 @@ def test_texts_equal_plain_greedy_decoding(drafter: DraftCase, lengths: tuple[in
     for k in (k for k in lengths if k <= drafter.max_drafts):
         with drafter.engine(k, draft_masks=k % 2 == 1, max_rows=4, buckets=(4,)) as engine:
             for job in decode(engine, (None, CONSTRAINTS[1 + k // 2 % 2]), SamplingParams(temperature=0)):
-                expected = plain(drafter.family, job.prompt_ids, job.constraint, TOKENS)
+                expected = plain(drafter.family, job.prompt_ids, job.constraint, TOKENS, tuple(job.tokens))
                 assert (job.tokens, str(job.finish_reason)) == expected, (k, job.constraint)
                 accepted += job.num_accepted_drafts
     assert accepted > 2

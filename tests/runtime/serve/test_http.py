@@ -201,6 +201,18 @@ def test_a_client_that_leaves_with_a_request_waiting_frees_its_row() -> None:
             steps.open()
 
 
+def test_a_body_does_not_wait_for_the_acknowledgement_of_its_head(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    accept, accepted = socket.socket.accept, list[int]()
+
+    def recorded(listener: socket.socket) -> Any:
+        connection, address = accept(listener)
+        accepted.append(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        return connection, address
+
+    monkeypatch.setattr(socket.socket, "accept", recorded)
+    assert server.statuses(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n") == [200] and all(accepted) and accepted
+
+
 def test_connections_above_the_limit_are_closed() -> None:
     engine = engine_of()
     health = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"

@@ -91,7 +91,7 @@ def forcing_grammars(merges: bool = False) -> list[AutomatonGrammar]:
     return [compiler.compile(constraint).grammar for constraint in constraints]  # type: ignore[misc]
 
 
-@pytest.mark.parametrize(("drafts", "rounds"), [(0, 150), (1, 100), pytest.param(4, 50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("drafts", "rounds"), [(0, 80), (1, 50), pytest.param(4, 50, marks=pytest.mark.slow)])
 def test_reference_and_c_equal_the_host_link(drafts: int, rounds: int) -> None:
     counts = Counter[MaskStatus]()
     for seed in range(8):
@@ -120,7 +120,7 @@ def test_reference_and_c_equal_the_host_link_in_long_runs(seed: int) -> None:
 
 def run_until_found(program: Any, drafts: int = 3, forced: bool = False) -> None:
     def run() -> None:
-        for seed in range(20):
+        for seed in range(12, 32):  # the first one finds every error that is planted here
             RowRounds(forcing_grammars() if forced else grammars(), 7, drafts, seed, [program], forced).run(100)
 
     with pytest.raises((AssertionError, IndexError)):

@@ -228,6 +228,7 @@ def test_document_is_saved_under_device_and_date(tmp_path: Path) -> None:
     assert file_name(part) == "x86-64-2026-11-20-rehearsal-quick-part.json"
 
 
+@pytest.mark.slow
 def test_an_unknown_name_and_a_missing_gpu_are_refused() -> None:
     unknown = gpu_check("--rehearse", "--only", "speed")
     assert (unknown.returncode, unknown.stdout) == (2, "")

@@ -156,7 +156,9 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> TrainingCase:
     return TrainingCase(checkpoint, save_answers(checkpoint.load("cpu", (0, 2, 4)), checkpoint.vocabulary, prompts, 20, 0.0, folder))
 
 
-@pytest.mark.parametrize(("kind", "margin"), [("eagle3", 0.25), pytest.param("mtp", 1.0, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    ("kind", "margin"), [pytest.param("eagle3", 0.25, marks=pytest.mark.slow), pytest.param("mtp", 1.0, marks=pytest.mark.soak)]
+)
 def test_training_raises_acceptance(case: TrainingCase, tmp_path: Path, kind: str, margin: float) -> None:
     """Measured in the engine on held-out texts; `margin` in tokens per round."""
     trainer = case.trainer(kind)
@@ -171,7 +173,7 @@ def test_training_raises_acceptance(case: TrainingCase, tmp_path: Path, kind: st
     assert evaluation["hits"][0] > 0.4 and evaluation["losses"][0] < 3, "over all held-out texts"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_resume_is_bit_exact(case: TrainingCase, tmp_path: Path, dtype: str) -> None:
     checkpoint = tmp_path / "checkpoint.safetensors"
     options: dict[str, Any] = {"steps": 7, "dtype": dtype, "draft_vocab": 100, "kind": "eagle3"}

@@ -57,7 +57,7 @@ def measured(path: Path, weights: str, copies: int = 1, implementation: str = "n
 @pytest.mark.parametrize(
     ("name", "weights"),
     [
-        ("safetensors", "dequantised"),
+        pytest.param("safetensors", "dequantised", marks=pytest.mark.slow),
         pytest.param("Q4_1.gguf", "dequantised", marks=pytest.mark.soak),
         pytest.param("Q4_1.gguf", "quantised", marks=[needs_c, pytest.mark.slow]),
         pytest.param("Q8_0.gguf", "quantised", marks=[needs_c, pytest.mark.soak]),
@@ -75,5 +75,6 @@ def test_a_load_by_transformers_takes_at_most_a_fifth_more_than_the_weights(save
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+@pytest.mark.slow
 def test_a_second_copy_is_measured(saved: Callable[[str], Path]) -> None:
     assert measured(saved("safetensors"), "dequantised", copies=2) > 1.9

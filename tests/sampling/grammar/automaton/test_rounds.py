@@ -43,7 +43,6 @@ def texts(backend: BackendChoice, host_link: str) -> list[bytes]:
         forced_drafts=True,
     )
     with Engine(TARGET, ToyDraft(TARGET, agreement=0.8), vocabulary=VOCABULARY, config=config) as engine:
-        engine.capture()
         jobs = [
             engine.submit([1, 2, 3], constraint=constraint, max_new_tokens=60, sampling=sampling)
             for sampling in SAMPLINGS
@@ -64,7 +63,6 @@ def test_a_text_that_nests_too_deep_ends_with_an_error(host_link: str) -> None:
     opening, letter = VOCABULARY.tokens.index(b"("), VOCABULARY.tokens.index(b"a")
     grammar = Constraint.ebnf('root ::= "(" root ")" | "a"')
     with Engine(TARGET, ToyDraft(TARGET, agreement=0.5), vocabulary=VOCABULARY, config=config) as engine:
-        engine.capture()
         jobs = [
             engine.submit(
                 [1, 2], constraint=grammar, max_new_tokens=60, sampling=SamplingParams(temperature=1.0, seed=seed, logit_bias=bias)

@@ -226,6 +226,7 @@ print(worker.pid)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.slow
 def test_worker_ends_with_its_parent_and_survives_a_fork() -> None:
     """The script comes from standard input, so there is no main module to import; the compiler is not closed."""
     found = subprocess.run(

@@ -44,7 +44,7 @@ pytestmark = needs_native
 schedules = st.tuples(st.integers(1, 6), st.integers(0, 5), st.booleans(), st.integers(1, 3), st.integers(0, 2**32))
 
 
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(schedule=schedules)
 def test_native_equals_python_bit_for_bit(schedule: tuple[int, int, bool, int, int]) -> None:
     """Masks, tags, forced tokens, faults, counters and the state of each row, after every node of a random schedule."""

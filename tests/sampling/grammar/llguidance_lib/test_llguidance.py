@@ -44,14 +44,14 @@ def matcher_of(constraint: Constraint) -> LLGuidanceMatcher:
     return cast(LLGuidanceMatcher, COMPILER.compile(constraint).matcher())
 
 
-@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in (1, 2))])
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 6))])
 def test_random_texts_satisfy_their_schemas(part: int) -> None:
     """Validated by jsonschema, which reads patterns as Python does; patterns of the suite are tested by the table of outcomes."""
     schemas: list[Any] = [group.schema for group in groups() if isinstance(group.schema, dict) and group.file != "pattern"]
     others = [*(case[0] for case in VALID), *SHAPES, *COMBINED * 3]
     schemas += [schema for schema in others if not schema.keys() & {"pattern", "nullable"}]  # nullable is a keyword of OpenAPI
     random, num_compared = Random(17), 0
-    for schema in schemas[part::3]:
+    for schema in schemas[part::6]:
         try:
             matcher = matcher_of(Constraint.json_schema(schema))
         except ValueError:
@@ -63,7 +63,7 @@ def test_random_texts_satisfy_their_schemas(part: int) -> None:
             if text is not None and not re.search(rb"[eE][+-]?\d{5}", text):  # Decimal has no larger exponents
                 validator.validate(json.loads(text, parse_float=Decimal))
                 num_compared += 1
-    assert num_compared > 133  # of more than 400 in the three parts
+    assert num_compared > 66  # of more than 400 in the six parts
 
 
 @needs_c

@@ -80,7 +80,7 @@ def test_instances_are_accepted_as_by_jsonschema(name: str) -> None:
 
 
 @pytest.mark.parametrize("objects", ["closed", "standard"])
-@pytest.mark.parametrize(("walks", "positions"), [(3, 10_000), pytest.param(20, 60_000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(("walks", "positions"), [(2, 6_500), pytest.param(20, 60_000, marks=pytest.mark.soak)])
 def test_random_texts_are_valid(objects: Any, walks: int, positions: int) -> None:
     draw, finished, walked = random.Random(11), 0, 0
     for name, entry in ENFORCED.items():
