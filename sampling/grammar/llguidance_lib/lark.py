@@ -35,6 +35,7 @@ _REPEATS = re.compile(r"~[ \t]*[+-]?[0-9]")
 _DECODER = json.JSONDecoder(object_pairs_hook=reject_repeated_keys, parse_constant=reject_constant, parse_float=Decimal)
 # Without no_forcing the library allows only one tokenization of forced bytes, from a tokenizer that it calls under the GIL.
 LLGUIDANCE_OPTIONS = {"no_forcing": True}
+_OPTIONS = ("no_forcing", "allow_initial_skip", "allow_invalid_utf8")  # that the library reads
 _UNSUPPORTED = {
     "max_tokens": "is not enforced when drafts are rolled back",
     "stop": "is not enforced when drafts are rolled back; suffix= is",
@@ -107,14 +108,13 @@ def checked_lark(grammar: str) -> tuple[str, list[object]]:
     cannot be enforced on text."""
     if "\0" in grammar:
         reject("#", "lark", "contains a NUL character; write \\x00 in a regular expression")
-    options: dict[str, object] | None = None
-    output, schemas, previous, position = list[str](), list[object](), "", 0
+    options, output, schemas, previous, position = dict[str, object](), list[str](), list[object](), "", 0
     while found := LARK_TOKEN.match(grammar, position):
         kind, piece, position = found.lastgroup, found.group(), found.end()
         if kind == "json":
             value, end = _json_value(grammar, position, piece)
             if piece == "%llguidance":
-                options, piece = _checked_options(value, options), ""
+                options, piece = options | _checked_options(value), ""
             elif piece == "%json":
                 piece = f"{_prefix(grammar, len(schemas))}root"
                 schemas.append(value)
@@ -125,7 +125,7 @@ def checked_lark(grammar: str) -> tuple[str, list[object]]:
             _check_token(piece, previous, bool(_REPEATS.match(grammar, found.start())))
             previous = piece
         output.append(piece)
-    return _header(options or {}) + "".join(output), schemas
+    return _header(options) + "".join(output), schemas
 
 
 def _check_token(piece: str, previous: str, repeats: bool) -> None:
@@ -146,9 +146,11 @@ def _json_value(grammar: str, position: int, keyword: str) -> tuple[object, int]
         reject("#", "lark", f"the text after {keyword} is not JSON ({error})")
 
 
-def _checked_options(options: object, previous: object) -> dict[str, object]:
-    if not isinstance(options, dict) or previous is not None:
+def _checked_options(options: object) -> dict[str, object]:
+    if not isinstance(options, dict):
         reject("#", "lark", "its %llguidance line is not one JSON object")
+    if unknown := [name for name in options if name not in _OPTIONS]:
+        reject("#", unknown[0][:40], f"is an option that the library would ignore; expected one of {', '.join(_OPTIONS)}")
     if options.get("allow_invalid_utf8"):
         reject("#", "allow_invalid_utf8", "allows bytes that are not text")
     return options

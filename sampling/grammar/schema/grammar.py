@@ -158,12 +158,12 @@ class GrammarWriter:
                 used_by.setdefault(child, []).append(part)
                 waiting.append(child)
         self._nonempty |= dict.fromkeys(forms, False)
-        pending = list(forms)
+        pending = dict.fromkeys(forms)  # the latest first: the values inside an object before it, which is slow to examine
         while pending:
-            part = pending.pop()
+            part, _ = pending.popitem()
             if not self._nonempty[part] and self._form_has_value(part, forms[part]):
                 self._nonempty[part] = True
-                pending += used_by.get(part, ())
+                pending.update(dict.fromkeys(used_by.get(part, ())))
 
     def _children(self, form: Form) -> Iterator[Expr]:
         for array in form.arrays:

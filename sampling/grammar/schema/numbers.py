@@ -100,9 +100,6 @@ class Numbers:
         """The texts of the numbers, with an exponent only if the bounds restrict only the sign. ValueError if the language is too large."""
         if (values := self.values(MAX_LISTED)) is not None:
             return words(map(decimal, values))
-        for multiple in (self.multiple, *self.not_multiples):
-            if multiple is not None and _scaled(multiple)[0] > MAX_MULTIPLE:
-                raise ValueError(f"got {decimal(multiple)}, expected at most {MAX_MULTIPLE} without the point, or bounds on both sides")
         if not self.multiple and not self.not_multiples and self.low in (None, 0) and self.high in (None, 0):
             return self._signed()
         mirrored = replace(
@@ -137,12 +134,23 @@ class Numbers:
         if self.high is not None:
             found = both(found, complement(_at_least(self.high, not self.high_open)))
         if self.multiple is not None and self.multiple != 1:
-            found = both(found, language.multiple_of(*_scaled(self.multiple)))
-        return both(found, *(complement(cat(language.multiple_of(*_scaled(other)), _ZEROS)) for other in self.not_multiples))
+            found = both(found, _multiples_of(self.multiple))
+        return both(found, *(complement(cat(_multiples_of(other), _ZEROS)) for other in self.not_multiples))
 
 
 def _least_common(first: Fraction, second: Fraction) -> Fraction:
     return Fraction(math.lcm(first.numerator, second.numerator), math.gcd(first.denominator, second.denominator))
+
+
+def _multiples_of(value: Fraction) -> Term:
+    """Texts of unsigned multiples. Final zeros of a whole number are those of its multiples and take no remainders."""
+    scaled, decimals = _scaled(value)
+    zeros = 0 if decimals else len(str(scaled)) - len(str(scaled).rstrip("0"))
+    if (factor := scaled // 10**zeros) > MAX_MULTIPLE:
+        expected = f"at most {MAX_MULTIPLE} without the point and final zeros, or bounds on both sides"
+        raise ValueError(f"got {decimal(value)}, expected {expected}")
+    found = language.multiple_of(factor, decimals)
+    return either(_ZERO, cat(found, words(["0" * zeros]))) if zeros else found
 
 
 def _scaled(value: Fraction) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import heapq
+import itertools
 import json
 import re
 from collections import defaultdict
@@ -46,6 +47,16 @@ _ANY_CLASS = r"[\U00000000-\U0010ffff]"
 # The library reads numbers as 32 bits, and its parser of regular expressions is wrong: see `constraints.pattern`.
 _MISREAD = re.compile(r"[{(][\s\d,]*\d{10}|(?<![\w.-])Regex\s*\(")
 _SYNTAX_ERROR = re.compile(r"EBNF \w+ error at line (\d+), column (\d+): (.*)")
+_TOKENS = "a grammar describes text, not tokens: write the text, or Constraint.after(marker)"
+_HINTS = {  # by the beginning of the library's message
+    "Unexpected character: <": _TOKENS,
+    "Unexpected character: !": _TOKENS,
+    "Unexpected character: ':'": "write a rule as NAME ::= BODY",
+    "Unexpected character: '": "write literals in double quotes",
+    "Unexpected character: /": "comments begin with #, and there are no regular expressions",
+    "Expect rule name": "write a rule as NAME ::= BODY",
+    "Character class escape": r"write the characters, such as [0-9] for \d",
+}
 _MAYBE_NON_ASCII = re.compile(r"[^\x00-\x7f]|\\[uUx]|\[\^")  # if found, a grammar may have a class beyond ASCII
 
 
@@ -70,19 +81,29 @@ def _quoted_lines(payload: str) -> Iterator[None]:
     """Within the block, a syntax error of the library quotes the line of the user's grammar."""
     try:
         yield
-    except RuntimeError as error:
-        found, (root, grammar) = _SYNTAX_ERROR.search(str(error)), json.loads(payload)
+    except (RuntimeError, UnicodeDecodeError) as error:  # the latter if the message ends with the first byte of a character
+        text = error.object.decode(errors="replace") if isinstance(error, UnicodeDecodeError) else str(error)
+        found, (root, grammar) = _SYNTAX_ERROR.search(text), json.loads(payload)
         if found is None:
             raise
-        number, lines = int(found[1]), grammar.split("\n")
-        if "root rule" in found[3] or (number > len(lines) and "is not defined" in found[3]):  # in the rule that is added
+        number, lines, reason = int(found[1]), grammar.split("\n"), found[3]
+        if "root rule" in reason or (number > len(lines) and "is not defined" in reason):  # in the rule that is added
             raise ValueError(f"root: got {clip_repr(root)}, expected the name of a rule of the grammar") from None
-        line, column = lines[min(number, len(lines)) - 1], int(found[2])
-        for dot in _ANY_CHAR.finditer(line):
-            if not dot[1] and column > dot.end():
-                column = max(dot.end(), column - len(_ANY_CLASS) + 1)
-        where = f"at line {number}, column {column}" if number <= len(lines) else "at the end of the last line"
-        raise ValueError(f"got {clip_repr(line)} {where}: {found[3]}") from None
+        line, where = lines[min(number, len(lines)) - 1], "at the end of the last line"
+        if number <= len(lines):
+            column = _user_column(line, int(found[2]))
+            where, reason = f"at line {number}, column {column}", reason.replace("\ufffd", line[column - 1 : column])
+        hint = next((f"; {hint}" for start, hint in _HINTS.items() if reason.startswith(start)), "")
+        raise ValueError(f"got {clip_repr(line)} {where}: {re.sub(', but got first_*$', '', reason)}{hint}") from None
+
+
+def _user_column(line: str, column: int) -> int:
+    """The character of a user's line at a column of the library, which counts the bytes of the text that it was given."""
+    added = {found.end() - 1: len(_ANY_CLASS) - 1 for found in _ANY_CHAR.finditer(line) if not found[1]}
+    added |= {found.end() - 1: len(' ""') for found in _BEFORE_EMPTY.finditer(line) if not found[1]}
+    added |= {found.end() - 1: 10 - len(found.group()) for found in EBNF_CHAR.finditer(line) if found[3]}  # see _fixed_width
+    ends = itertools.accumulate(len(char.encode()) + added.get(index, 0) for index, char in enumerate(line))
+    return next((index for index, end in enumerate(ends, 1) if end >= column), len(line) + 1)
 
 
 def ebnf_text(core: Any, kind: str, payload: str, options: Options) -> tuple[str, str]:

@@ -22,6 +22,7 @@ constexpr int64_t NFA_STATES_PER_STATE = 6; // two to three are usual; a grammar
 constexpr int MAX_HOST_NAMES = 3; // with more, strings become called automata
 constexpr size_t FEW_STATES = 40'000; // maximum for an automaton in which rules are copied
 constexpr int MAX_DEPTH = 3000; // nesting of expressions and rules: a level takes about 1,000 bytes of stack
+constexpr int DEEP = 2500; // the nesting from which rules are built later
 constexpr int32_t LAST_CODE_POINT = 0x10FFFF;
 
 using Range = std::pair<int32_t, int32_t>;
@@ -357,6 +358,12 @@ public:
             nfa.states[final].final_of = (int32_t)index;
             int32_t start = index ? expression(order[index], final, true) : rule(graph.grammar.root, final);
             nfa.starts.push_back(start);
+            while (!later.empty()) {
+                auto [number, continuation] = later.back();
+                later.pop_back();
+                int32_t known = state_of(~number, continuation);
+                follow(known, rule_body(number, continuation));
+            }
         }
         if (time_start >= 0) nfa.starts.resize(first_time + AHEAD, time_start), nfa.starts.resize(first_time + TIME_ENDS, 0); // 0: not used
         nfa.edges.sort(nfa.states.size());
@@ -441,13 +448,19 @@ private:
     // Each of the following functions returns the state from which the expression and then the continuation are read.
 
     int32_t rule(int32_t number, int32_t continuation) {
-        return once(~number, continuation, [&] {
-            auto left = left_linear.find(number);
-            if (left != left_linear.end()) return left_rule(number, continuation, left->second);
-            if (int32_t kind = graph.grammar.formats[number]; kind > 0) return host_name(kind / 2, kind % 2, continuation);
-            else if (kind && graph.grammar.has_times) return time(continuation);
-            return expression(graph.grammar.bodies[number], continuation, false);
-        });
+        if (int32_t &known = state_of(~number, continuation); depth > DEEP && known == NONE) {
+            later.push_back({number, continuation});
+            return known = state_before(continuation);
+        }
+        return once(~number, continuation, [&] { return rule_body(number, continuation); });
+    }
+
+    int32_t rule_body(int32_t number, int32_t continuation) {
+        auto left = left_linear.find(number);
+        if (left != left_linear.end()) return left_rule(number, continuation, left->second);
+        if (int32_t kind = graph.grammar.formats[number]; kind > 0) return host_name(kind / 2, kind % 2, continuation);
+        else if (kind && graph.grammar.has_times) return time(continuation);
+        return expression(graph.grammar.bodies[number], continuation, false);
     }
 
     // Labels of letters, digits and hyphens, separated by points: up to 63 characters each and `longest` in all. There is a state for each
@@ -790,6 +803,7 @@ private:
     enum TimeEnd { ANY_MINUTE = 60, NO_OFFSET, AHEAD, BEHIND, ANY_HOUR, IN_UTC, TIME_ENDS };
     int32_t first_time = 0, time_start = -1;
     int depth = 0, host_names = 0;
+    std::vector<std::pair<int32_t, int32_t>> later; // rules that are not built yet, and their continuations
 };
 
 } // namespace

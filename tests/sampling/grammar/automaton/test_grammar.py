@@ -233,6 +233,22 @@ def test_strings_are_called_if_copies_of_them_exceed_a_limit() -> None:
         assert all(matcher.accept_token(byte) for matcher in matchers)
 
 
+def test_long_chains_of_rules_take_a_bounded_stack() -> None:
+    """A rule for each state of a string of bounded length, and rules that lead back to the first one, and to themselves."""
+    slug = COMPILERS["automaton"].compile(Constraint.json_schema({"type": "string", "pattern": "^[a-z]+(-[a-z]+)*$", "maxLength": 2_000}))
+    for size, is_legal in ((2_000, True), (2_001, False)):
+        matcher = slug.matcher()
+        text = b'"' + b"a-" * ((size - 1) // 2) + b"b" * (2 - size % 2) + b'"'
+        assert len(text) == size + 2 and all(map(matcher.accept_token, text)) == is_legal
+    rules = [f'r{index} ::= "a" r{index + 1} | "b"' for index in range(3_500)]
+    chain = COMPILERS["automaton"].compile(
+        Constraint.ebnf("\n".join([*rules, 'r3500 ::= "d" r0 | left', 'left ::= left "c" | "e"']), root="r0")
+    )
+    matcher = chain.matcher()
+    assert all(map(matcher.accept_token, b"a" * 3_500 + b"d" + b"a" * 3_500 + b"ec"))
+    assert mask(matcher)[1] == [ord("c"), VOCABULARY.stop_token_ids[0]]
+
+
 TAGS = 'root ::= TagDispatch(("<t>", tag), loop_after_dispatch={}, excludes={})\ntag ::= "a"'
 
 

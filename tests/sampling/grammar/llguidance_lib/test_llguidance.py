@@ -237,12 +237,14 @@ def test_lark_grammar_keeps_options_and_checks_schemas() -> None:
     text = '%llguidance {"no_forcing": false}\nstart: "x" %json {"type": "object", "properties": {"%json": {"type": "integer"}}}'
     compiled = COMPILER.compile(Constraint.lark(text))
     assert takes(compiled, 'x{"%json": 1}') and not takes(compiled, 'x{"b": 1}')
+    lines = '%llguidance {"no_forcing": true}\n%llguidance {"allow_initial_skip": true}\n%ignore / /\nstart: "x"'
+    assert takes(COMPILER.compile(Constraint.lark(lines)), " x")
     for text, message in [
         ('start: %json {"not": {}}', "no value satisfies #: not"),
         ("start: %json {", "the text after %json is not JSON"),
         ('start: %json {"type": "null", "type": "null"}', "the text after %json is not JSON .the key 'type' appears twice"),
         ('%llguidance [1]\nstart: "a"', "its %llguidance line is not one JSON object"),
-        ('%llguidance {}\n%llguidance {}\nstart: "a"', "its %llguidance line is not one JSON object"),
+        ('%llguidance {}\n%llguidance {"skip_repetition": "once"}\nstart: "a"', "#: skip_repetition: is an option that the library would"),
         ('%llguidance {"allow_invalid_utf8": true}\nstart: "a"', "#: allow_invalid_utf8: allows bytes that are not text"),
         ("start: <[1]>", r"#: <\[1\]>: names tokens"),
         ("start: T\nT: ~/a/", "#: ~: allows bytes that are not text"),

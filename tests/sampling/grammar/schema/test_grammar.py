@@ -19,7 +19,8 @@ from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCo
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
 from stepgraph.sampling.grammar.constraints.unsupported import UnsupportedError
 from stepgraph.sampling.grammar.schema import automata, reader
-from stepgraph.sampling.grammar.schema.grammar import schema_grammar
+from stepgraph.sampling.grammar.schema.forms import Form
+from stepgraph.sampling.grammar.schema.grammar import GrammarWriter, schema_grammar
 from stepgraph.sampling.grammar.schema.options import Options
 from stepgraph.sampling.grammar.schema.parameters import parameters_grammar
 from stepgraph.sampling.grammar.schema.reader import parse_json
@@ -439,3 +440,12 @@ def test_alternatives_of_a_pattern_do_not_multiply_states(backend: BackendChoice
     assert len(text) < 5_000
     grammar = GrammarCompiler(BYTES, max_threads=1, isolation="none", backend=backend).compile(Constraint.ebnf(text))
     assert takes(grammar, '"-e04-"') and takes(grammar, '"t19a00"') and not takes(grammar, '"a01"')
+
+
+def test_an_object_is_examined_after_its_properties(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An object with n properties takes n steps to examine, so it must not be examined after each of them."""
+    examined, examine = list[Form](), GrammarWriter._form_has_value
+    monkeypatch.setattr(GrammarWriter, "_form_has_value", lambda self, part, form: examined.append(form) or examine(self, part, form))
+    names = [f"p{index}" for index in range(100)]
+    schema_grammar({"properties": {name: {"items": {"type": "string"}} for name in names}, "required": names}, Options())
+    assert 200 < len(examined) < 210

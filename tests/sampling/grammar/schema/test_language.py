@@ -172,10 +172,11 @@ BOUNDS = [
     Numbers(multiple=Fraction(7)),
     Numbers(not_multiples=frozenset([Fraction(1)]), low=Fraction(0)),
     Numbers(low=Fraction(10), high=Fraction(99), multiple=Fraction(5)),
+    Numbers(multiple=Fraction(20), not_multiples=frozenset([Fraction(100)])),
     Numbers(low=Fraction(0), low_open=True),
     Numbers(high=Fraction(0)),
 ]
-SAMPLES = [Fraction(number, 200) for number in range(-6000, 60000, 35)]
+SAMPLES = [Fraction(number, 200) for number in range(-6000, 60000, 25)]
 
 
 @pytest.mark.parametrize("numbers", BOUNDS)

@@ -99,7 +99,13 @@ def test_a_rule_that_is_only_a_repetition_of_itself_is_refused(grammar: str, rul
 def test_a_syntax_error_quotes_the_line_of_the_grammar() -> None:
     cases = {
         'root ::= "x" a\na ::= [z-a] | ': "got 'a ::= [z-a] | ' at line 2, column 8: Invalid character class: lower bound",
-        'root ::= a\na ::= "é" b': "got 'a ::= \"é\" b' at line 2, column",
+        'root ::= a\na ::= "é" b': "got 'a ::= \"é\" b' at line 2, column 11: Rule",
+        'root ::= "\\x41" | | . $': "got 'root ::= \"\\\\x41\" | | . $' at line 1, column 23: Unexpected character: $",
+        'root ::= "é" “a”': "got 'root ::= \"é\" “a”' at line 1, column 14: Unexpected character: “",
+        "\ufeffroot ::= [a]": "got '\\ufeffroot ::= [a]' at line 1, column 1: Unexpected character: \ufeff",
+        "root ::= <[9]>": "got 'root ::= <[9]>' at line 1, column 10: Unexpected character: <; a grammar describes text, not tokens: write",
+        "root : [a]": "got 'root : [a]' at line 1, column 6: Unexpected character: ':'; write a rule as NAME ::= BODY",
+        "root ::= # no body": "got 'root ::= # no body' at the end of the last line: Expect element",
         'root ::= . "." .{2} [z-a] .': "got 'root ::= . \".\" .{2} [z-a] .' at line 1, column 22: Invalid character class: lower bound",
         'root ::= ("x"': "got 'root ::= (\"x\"' at the end of the last line: ",
         'a ::= "x"': "root: got 'root', expected the name of a rule of the grammar",
