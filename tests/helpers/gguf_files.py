@@ -13,7 +13,7 @@ import numpy.typing as npt
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
-from tests.helpers.made_tokenizers import byte_level
+from tests.helpers.made_tokenizers import byte_level, sentence_pieces
 
 Quantise = Kind | Callable[[str], Kind]  # of all matrices, or by name
 NAMES = {
@@ -130,5 +130,18 @@ def add_byte_level(writer: gguf.GGUFWriter, pre: str = "gpt-2") -> None:
     writer.add_token_list(sorted(texts, key=texts.__getitem__))
     writer.add_token_types([special.get(index, 1) for index in range(len(texts))])
     writer.add_token_merges([" ".join(merge) for merge in content["model"]["merges"]])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+
+
+def add_pieces(writer: gguf.GGUFWriter) -> None:
+    """The SentencePiece tokenizer of `made_tokenizers`."""
+    pieces = sentence_pieces()
+    ids = range(pieces.vocab_size())
+    kinds = {6: pieces.is_byte, 3: pieces.is_control, 2: pieces.is_unknown, 4: lambda index: pieces.id_to_piece(index) == "<call>"}
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([pieces.id_to_piece(index) for index in ids])
+    writer.add_token_scores([pieces.get_score(index) for index in ids])
+    writer.add_token_types([next((kind for kind, is_kind in kinds.items() if is_kind(index)), 1) for index in ids])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
