@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +31,13 @@ TEXTS = ["<s>", "<|im_start|>", "</s>", "<call>", *(f"t{index}" for index in ran
 
 
 def write(
-    path: Path, family: str, kind: str, quantise: Kind | Callable[[str], Kind] | None = None, model: Any = None, more: Any = None
+    path: Path,
+    family: str,
+    kind: str,
+    quantise: Kind | Callable[[str], Kind] | None = None,
+    model: Any = None,
+    more: Any = None,
+    tensors_per_file: int = 0,
 ) -> Path:
     """more: further tensors, by name."""
 
@@ -42,7 +49,7 @@ def write(
         writer.add_token_types([3, 3, 3, 4, *[1] * (len(TEXTS) - 4)])
         writer.add_eos_token_id(2)
 
-    return write_gguf(path, kind, add_tokens, model or hf_model(family), quantise)
+    return write_gguf(path, kind, add_tokens, model or hf_model(family), quantise, tensors_per_file)
 
 
 def logits_of(path: Path) -> Tensor:
@@ -117,6 +124,40 @@ def test_integers_and_scales_of_blocks_give_the_values_of_the_reference(kind: st
     values = values if minimums is None else values + minimums[:, :, None]
     assert torch.equal(values.view(16, -1), torch.from_numpy(gguf.quants.dequantize(rows, Kind[kind])))
     assert len(numbers.unique()) == {"4": 16, "5": 32, "6": 64, "8": 256}[kind[1]]
+
+
+@needs_c
+@pytest.mark.parametrize(
+    "kind", [Kind.Q2_K, Kind.Q3_K, Kind.IQ2_XXS, Kind.IQ3_S, Kind.IQ4_NL, Kind.IQ4_XS, Kind.MXFP4], ids=lambda kind: kind.name
+)
+def test_other_types_are_dequantised_by_the_package(tmp_path: Path, kind: Kind) -> None:
+    path = write(tmp_path / "model.gguf", "", "llama", kind, random_model("Llama", BASE | BLOCK_SIZES, seed=1))
+    stored = {tensor.name: tensor.data for tensor in gguf.GGUFReader(path).tensors}
+    model = open_checkpoint(path, torch.float32).load("cpu")
+    for name, parameter in (("ffn_down", "down"), ("attn_output", "output")):
+        values = torch.from_numpy(gguf.quants.dequantize(stored[f"blk.0.{name}.weight"], kind))
+        assert torch.equal(model.layers[0].get_parameter(parameter), values) and len(values.unique()) > 8
+    with pytest.raises(ValueError, match=rf"model.embed_tokens.weight: got type {kind.name} and shape \(160, 256\), expected one of Q4_0"):
+        open_checkpoint(path, torch.float32, "quantised")
+
+
+def test_a_model_in_several_files_is_read_from_the_first(tmp_path: Path) -> None:
+    """As llama.cpp divides them. The other files have no metadata of the model."""
+    write(tmp_path / "model.gguf", "llama-2", "llama", tensors_per_file=15)
+    first, *others = sorted(tmp_path.glob("*.gguf"))
+    assert first.name == "model-00001-of-00003.gguf" and "llama.block_count" not in read_gguf_header(others[0]).metadata
+    whole = write(tmp_path / "whole.gguf", "llama-2", "llama")
+    assert torch.equal(logits_of(first), logits_of(whole))
+    with pytest.raises(ValueError, match=r"model-00002-of-00003.gguf: got part 1 of 3, expected the first, NAME-00001-of-00003.gguf"):
+        open_checkpoint(others[0])
+    with pytest.raises(ValueError, match=r"renamed.gguf: got part 0 of 3, expected the first, NAME-00001-of-00003.gguf"):
+        open_checkpoint(shutil.copy(first, tmp_path / "renamed.gguf"))
+    shutil.copy(others[0], others[1])
+    with pytest.raises(ValueError, match=r"model-00003-of-00003.gguf: got the tensor 'blk.* twice"):
+        open_checkpoint(first)
+    others[1].unlink()
+    with pytest.raises(ValueError, match=r"model-00003-of-00003.gguf: No such file or directory"):
+        open_checkpoint(first)
 
 
 @needs_c
