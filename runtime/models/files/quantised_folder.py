@@ -1,4 +1,4 @@
-"""Quantised weights in safetensors files: FP8, four and eight bits of compressed-tensors, and four bits of AWQ and GPTQ."""
+"""Quantised weights in safetensors files: FP8, four and eight bits of compressed-tensors and GPTQ, and four bits of AWQ."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ _FP8_BLOCK = 128
 _ROWS_AT_ONCE = 16 * TILE
 _FP8_SCALES = ("weight_scale", "weight_scale_inv")
 _SCALES = (*FLOATS, "F8_E8M0")
-_PACKED_FORMATS: dict[str, tuple[int, int, tuple[str, ...]]] = {  # dimension of the rows, packed dimension, names of the stored tensors
-    "pack-quantized": (0, 1, ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape")),
+# Dimension of the rows, packed dimension, names of the stored tensors; the last may be the group of each inner index.
+_PACKED_FORMATS: dict[str, tuple[int, int, tuple[str, ...]]] = {
+    "pack-quantized": (0, 1, ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")),
     "awq": (1, 1, ("qweight", "scales", "qzeros")),
     "gptq": (1, 0, ("qweight", "scales", "qzeros", "g_idx")),
 }
@@ -31,6 +32,7 @@ class QuantisationScheme(NamedTuple):
     zero_offset: int = 0  # added to words of zero points; fields carry, since words were subtracted
     bits: int = 4  # per weight in a word
     asymmetric: bool = False  # zero points are required
+    ordered: bool = False  # inner indices are in any group
 
 
 def read_scheme(config: object) -> QuantisationScheme:
@@ -44,15 +46,15 @@ def read_scheme(config: object) -> QuantisationScheme:
     if method == "fp8":
         fields.one_of("weight_block_size", None, [_FP8_BLOCK, _FP8_BLOCK])
         return QuantisationScheme("fp8")
-    fields.one_of("bits", 4)
     if method == "awq":
+        fields.one_of("bits", 4)
         fields.one_of("version", "gemm")
         fields.one_of("zero_point", True)
         return QuantisationScheme("awq", fields.group_size())
-    fields.one_of("desc_act", False, None)
     fields.one_of("dynamic", None, {})
-    stored_format = fields.one_of("checkpoint_format", None, "gptq", "gptq_v2")
-    return QuantisationScheme("gptq", fields.group_size(), 0 if stored_format == "gptq_v2" else 0x11111111)
+    eight, ordered = fields.one_of("bits", 4, 8) == 8, fields.one_of("desc_act", None, False, True) is True
+    offset = 0 if fields.one_of("checkpoint_format", None, "gptq", "gptq_v2") == "gptq_v2" else 0x01010101 if eight else 0x11111111
+    return QuantisationScheme("gptq", fields.group_size(), offset, 8 if eight else 4, ordered=ordered)
 
 
 def _read_compressed_tensors(fields: ConfigFields) -> QuantisationScheme:
@@ -76,10 +78,10 @@ def _read_compressed_tensors(fields: ConfigFields) -> QuantisationScheme:
     weights.one_of("type", "int")
     bits = weights.one_of("num_bits", 4, 8)
     assert isinstance(bits, int)
-    weights.one_of("actorder", None, "static", "weight")
+    ordered = weights.one_of("actorder", None, "static", "weight", "group") == "group"
     grouped = weights.one_of("strategy", "group", "channel") == "group"
     asymmetric = weights.one_of("symmetric", None, True, False) is False
-    return QuantisationScheme("pack-quantized", weights.group_size() if grouped else -1, 0, bits, asymmetric)
+    return QuantisationScheme("pack-quantized", weights.group_size() if grouped else -1, 0, bits, asymmetric, ordered)
 
 
 class ConfigFields(NamedTuple):
@@ -193,6 +195,7 @@ class QuantisedSource:
         zeros, zeros_shape = f"{module}.{others[0]}", (shape[0], -(-rows // fields)) if row_dim else (-(-rows // fields), shape[1])
         required = row_dim or scheme.asymmetric or zeros in self.tensors
         expected = {stored: ("I32", sizes)} | ({zeros: ("I32", zeros_shape)} if required else {})
+        expected |= {f"{module}.{others[-1]}": ("I32", (inner,))} if scheme.ordered else {}
         for name, wanted in (expected if row_dim else expected | {f"{module}.weight_shape": ("I64", (2,))}).items():
             found_type = self._source.tensors.get(name, StoredTensor((), "no tensor", False))
             if (found_type.kind, found_type.shape) != wanted:
@@ -201,6 +204,7 @@ class QuantisedSource:
         if scheme.bits == 8:
             narrow = self.tensors[f"{module}.{scales}"].kind == "F16" and f"{module}.{others[0]}" not in self.tensors
             kind = "INT8" if narrow else "INT8_RANGED"
+        kind = "INT_ORDERED" if scheme.ordered else kind
         for suffix in (words, scales, *others):
             self.tensors.pop(f"{module}.{suffix}", None)
         self.tensors[f"{module}.weight"] = StoredTensor((rows, inner), kind, True)
@@ -225,11 +229,19 @@ class QuantisedSource:
             numbers, zeros = (_unpack(found[each], places=_AWQ_COLUMNS).T for each in ("qweight", "qzeros"))
             scales = found["scales"].float().T
         else:
-            numbers, zeros = _unpack(found["qweight"].T.contiguous()), _unpack(found["qzeros"] + scheme.zero_offset).T
+            numbers = _unpack(found["qweight"].T.contiguous(), scheme.bits)
+            zeros = _unpack(found["qzeros"] + scheme.zero_offset, scheme.bits).T
             scales, inner = found["scales"].float().T, shape[1]
             order = torch.arange(inner) // (inner if scheme.group_size == -1 else scheme.group_size)
-            if "g_idx" in found and not torch.equal(found["g_idx"].long(), order):
+            if not scheme.ordered and "g_idx" in found and not torch.equal(found["g_idx"].long(), order):
                 raise ValueError(f"{module}.g_idx: got another order, expected the groups one after another (desc_act=False)")
+        if scheme.ordered:  # groups of one inner index each
+            groups, count = found[others[-1]].long(), scales.shape[1]
+            if bool(((groups < 0) | (groups >= count)).any()):
+                raise ValueError(
+                    f"{module}.{others[-1]}: got {int(groups.min())} to {int(groups.max())}, expected groups from 0 to {count - 1}"
+                )
+            scales, zeros = (each.expand(-1, count)[:, groups] for each in (scales, zeros))
         if part is not None and stored_dim == packed_dim:
             numbers = numbers.narrow(dim, part.start % width, part.stop - part.start)
         if scheme.bits == 8:  # kept as signed integers
