@@ -72,10 +72,18 @@ class _Inspection:
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
 
 
-def _attention(module: nn.Module, *tensors: Any, stepgraph: DecoderCall | _Inspection | None = None, **options: Any) -> tuple[Tensor, None]:
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,  # some families pass it by name
+    stepgraph: DecoderCall | _Inspection | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
     if stepgraph is None:
         raise ValueError(f"{type(module).__name__} does not pass keyword arguments to its attention, which is required here")
-    return stepgraph.attend(module, *tensors, **options), None
+    return stepgraph.attend(module, query, key, value, attention_mask, **options), None
 
 
 AttentionInterface.register(PAGED_ATTENTION, _attention)

@@ -194,7 +194,8 @@ class QuantisedSource:
             raise ValueError(f"{module}.{scales}: got shape {found}, expected {shape} for {stored} and groups of {group}")
         zeros, zeros_shape = f"{module}.{others[0]}", (shape[0], -(-rows // fields)) if row_dim else (-(-rows // fields), shape[1])
         required = row_dim or scheme.asymmetric or zeros in self.tensors
-        expected = {stored: ("I32", sizes)} | ({zeros: ("I32", zeros_shape)} if required else {})
+        expected: dict[str, tuple[str, tuple[int, ...]]] = {stored: ("I32", sizes)}
+        expected |= {zeros: ("I32", zeros_shape)} if required else {}
         expected |= {f"{module}.{others[-1]}": ("I32", (inner,))} if scheme.ordered else {}
         for name, wanted in (expected if row_dim else expected | {f"{module}.weight_shape": ("I64", (2,))}).items():
             found_type = self._source.tensors.get(name, StoredTensor((), "no tensor", False))
