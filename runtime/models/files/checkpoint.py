@@ -16,7 +16,7 @@ from stepgraph.graphs.limits import Limits
 from stepgraph.runtime.models.files.config_fields import DTYPES, read_config
 from stepgraph.runtime.models.files.draft_layouts import count_mtp_modules
 from stepgraph.runtime.models.files.gguf import GgufSource
-from stepgraph.runtime.models.files.quantised_folder import quantised_source, without_scheme
+from stepgraph.runtime.models.files.quantised_folder import quantised_source
 from stepgraph.runtime.models.files.weights import FLOATS, SafetensorsSource, Source, StoredModel, llama_slices, read_json
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import LlamaConfig
@@ -105,7 +105,7 @@ def open_checkpoint(path: str | Path, dtype: torch.dtype | None = None, weights:
         table = table_of_gguf_metadata(gguf.metadata, path, config.vocab_size)
     elif path.is_dir():
         fields = read_json(path / "config.json")
-        config = read_config(without_scheme(fields))
+        config = read_config(fields)
         source = quantised_source(SafetensorsSource(path), fields)
         head, embedding = "lm_head.weight", "model.embed_tokens.weight"
         stored = source.tensors

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.layers.quantised import TILE, Grouped
+from stepgraph.runtime.models.files.config_fields import LLAMA, MIXTRAL, QWEN_2, QWEN_3, QWEN_EXPERTS
 from stepgraph.runtime.models.files.weights import FLOATS, StoredTensor
-from stepgraph.runtime.models.llama_config import MIXTRAL, QWEN_EXPERTS
 from stepgraph.sampling.fields import is_int
 from stepgraph.sampling.grammar.tokenizers.gguf import GgufHeader, GgufTensor, read_gguf_header
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3moe": QWEN_EXPERTS}
-_ROTATED_PAIRS = (ARCHITECTURES["llama"], MIXTRAL)  # a llama with experts is a Mixtral
+ARCHITECTURES = {"llama": LLAMA, "qwen2": QWEN_2, "qwen3": QWEN_3, "qwen3moe": QWEN_EXPERTS}
+_ROTATED_PAIRS = (LLAMA, MIXTRAL)  # a llama with experts is a Mixtral
 _ROWS_AT_ONCE = 32  # the package handles 16 rows per call, which is too little work
 _VALUES_AT_ONCE = 2**18  # float32 values that fit in a cache
 _GROUPED_AT_ONCE = 2**17  # for weights that stay quantised; from 2**15 words on, torch starts threads, which takes longer than the work

@@ -1,4 +1,4 @@
-"""Quantised weights in safetensors files: FP8, four and eight bits of compressed-tensors and GPTQ, and four bits of AWQ."""
+"""Quantised weights in safetensors files: FP8, four and eight bits of compressed-tensors and GPTQ, four bits of AWQ, MXFP4 of GPT-OSS."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ _AWQ_COLUMNS = [0, 4, 1, 5, 2, 6, 3, 7]  # the index of each column among the ei
 _FP8_BLOCK = 128
 _ROWS_AT_ONCE = 16 * TILE
 _FP8_SCALES = ("weight_scale", "weight_scale_inv")
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _SCALES = (*FLOATS, "F8_E8M0")
 # Dimension of the rows, packed dimension, names of the stored tensors; the last may be the group of each inner index.
 _PACKED_FORMATS: dict[str, tuple[int, int, tuple[str, ...]]] = {
@@ -27,7 +28,7 @@ _PACKED_FORMATS: dict[str, tuple[int, int, tuple[str, ...]]] = {
 
 
 class QuantisationScheme(NamedTuple):
-    layout: str  # "fp8", or one of _PACKED_FORMATS
+    layout: str  # "fp8", "mxfp4", or one of _PACKED_FORMATS
     group_size: int = -1  # inner indices that share a scale; -1: a whole row
     zero_offset: int = 0  # added to words of zero points; fields carry, since words were subtracted
     bits: int = 4  # per weight in a word
@@ -40,9 +41,11 @@ def read_scheme(config: object) -> QuantisationScheme:
     if not isinstance(config, Mapping):
         raise ValueError(f"config.quantization_config: got {config!r:.200}, expected an object")
     fields = ConfigFields(config, "config.quantization_config")
-    method = fields.one_of("quant_method", "compressed-tensors", "fp8", "awq", "gptq")
+    method = fields.one_of("quant_method", "compressed-tensors", "fp8", "awq", "gptq", "mxfp4")
     if method == "compressed-tensors":
         return _read_compressed_tensors(fields)
+    if method == "mxfp4":
+        return QuantisationScheme("mxfp4")
     if method == "fp8":
         fields.one_of("weight_block_size", None, [_FP8_BLOCK, _FP8_BLOCK])
         return QuantisationScheme("fp8")
@@ -115,7 +118,7 @@ class QuantisedSource:
     def __init__(self, source: SafetensorsSource, scheme: QuantisationScheme) -> None:
         self._source, self._scheme = source, scheme
         self.tensors: dict[str, StoredTensor] = dict(source.tensors)
-        find = self._find_fp8 if scheme.layout == "fp8" else self._find_words
+        find = {"fp8": self._find_fp8, "mxfp4": self._find_mxfp4}.get(scheme.layout, self._find_words)
         self._quantised = {name for stored in source.tensors if (name := find(stored))}
         if not self._quantised:
             raise ValueError(f"config.quantization_config: got {scheme.layout}, and no tensor is quantised in this way")
@@ -124,6 +127,8 @@ class QuantisedSource:
         """part: indices of dimension `dim`. Of a quantised weight the file is read for their values and for all scales."""
         if name not in self._quantised:
             return self._source.read(name, dim, part)
+        if self._scheme.layout == "mxfp4":
+            return self._read_mxfp4(name, dim, part)
         numbers, scales, minimums = self._read_numbers(name, dim, part)
         number_type = torch.float8_e4m3fn if self._scheme.layout == "fp8" else torch.uint8 if self._scheme.bits == 4 else torch.int8
         values = numbers.view(number_type).float()
@@ -175,6 +180,30 @@ class QuantisedSource:
         if scale.dim() == 2 and scale.shape != (rows, 1):
             scale = scale.repeat_interleave(_FP8_BLOCK, 0)[:rows]
         return Grouped(numbers, scale.reshape(-1, 1).expand(rows, 1) if scale.numel() in (1, rows) else scale)
+
+    def _find_mxfp4(self, stored: str) -> str:
+        name, shape = stored.removesuffix("_blocks"), self._source.tensors[stored].shape
+        if name == stored:
+            return ""
+        for part, wanted in (("blocks", (*shape[:3], 16)), ("scales", shape[:3])):
+            found = self.tensors.pop(f"{name}_{part}", StoredTensor((), "no tensor", False))
+            if (found.kind, found.shape) != ("U8", wanted):
+                raise ValueError(f"{name}_{part}: got {found.kind} {found.shape}, expected U8 {wanted}")
+        self.tensors[name] = StoredTensor((shape[0], 32 * shape[2], shape[1]), "MXFP4", True)
+        return name
+
+    def _read_mxfp4(self, name: str, dim: int, part: slice | None) -> Tensor:
+        """[experts, inner, outer] in bfloat16, which holds every value: numbers of four bits times a power of two per 32 inner indices."""
+        place = (0, None) if dim == 1 else (dim // 2, part)
+        stored = [self._source.read(f"{name}_{each}", *place) for each in ("blocks", "scales")]
+        table, values = (
+            torch.tensor(_FP4),
+            torch.empty(len(stored[0]), self.tensors[name].shape[1], stored[0].shape[1], dtype=torch.bfloat16),
+        )
+        for expert, blocks, scales in zip(values, *stored, strict=True):
+            numbers = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2).int()
+            expert.copy_(torch.ldexp(table[numbers], scales.int()[..., None] - 127).flatten(1).T)
+        return values[:, part] if dim == 1 and part is not None else values
 
     def _find_words(self, stored: str) -> str:
         scheme, (row_dim, packed_dim, (words, scales, *others)) = self._scheme, _PACKED_FORMATS[self._scheme.layout]
@@ -271,8 +300,3 @@ def quantised_source(source: SafetensorsSource, fields: Mapping[str, Any]) -> So
     """The source, or a QuantisedSource over it. fields: of the config.json in its folder."""
     config = fields.get("quantization_config")
     return source if not config else QuantisedSource(source, read_scheme(config))
-
-
-def without_scheme(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a config.json without quantization_config."""
-    return {name: value for name, value in fields.items() if name != "quantization_config"}

@@ -15,8 +15,8 @@ import torch
 import transformers
 
 from stepgraph import Constraint, Engine, SamplingParams, Vocabulary
+from stepgraph.runtime.models.files.config_fields import ARCHITECTURES
 from stepgraph.runtime.models.files.transformers_folder import open_target, open_transformers
-from stepgraph.runtime.models.llama_config import ARCHITECTURES
 from stepgraph.runtime.models.transformers_layers import Attention, GatedMlp, Layer
 from stepgraph.sampling.grammar import GrammarCompiler, MaskStatus
 from tests.helpers.families import CONFIG, GRAMMAR, PROMPTS, CachedModel, random_model, save

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from stepgraph import Engine, EngineConfig
 from stepgraph.graphs.layers.quantised import unpack
@@ -349,6 +350,68 @@ def test_inspect_reports_quantised_weights(tmp_path: Path, capsys: pytest.Captur
     packed = sum(parameter.nbytes for parameter in kept.parameters() if parameter.dtype is torch.uint8)
     assert [way["bytes"].get("float8 in groups of 128", 0) for way in document["runs"]] == [0, packed]
     assert "quantization_config" in document["refused"]["transformers, dequantised"]
+
+
+def write_mxfp4(folder: Path, model: Any) -> None:
+    """The layout of the published GPT-OSS: random numbers and powers for the experts."""
+    save(model, folder)
+    draw, tensors = torch.Generator().manual_seed(1), load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inner, outer = tensors.pop(name).shape
+        tensors[f"{name}_blocks"] = torch.randint(256, (experts, outer, inner // 32, 16), generator=draw).to(torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(121, 125, (experts, outer, inner // 32), generator=draw).to(torch.uint8)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    path, scheme = folder / "config.json", {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | {"quantization_config": scheme}), encoding="utf-8")
+
+
+def gpt_oss() -> Any:
+    return random_model(
+        "GptOss", BASE | SIZES | {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0}, seed=2
+    )
+
+
+def test_mxfp4_of_gpt_oss_has_the_values_and_logits_of_transformers(tmp_path: Path) -> None:
+    model, tokens = gpt_oss(), torch.arange(40)[None]
+    write_mxfp4(tmp_path, model)
+    checkpoint, stored = open_checkpoint(tmp_path, torch.float32), load_file(tmp_path / "model.safetensors")
+    for name in ("gate_up_proj", "down_proj"):
+        key = f"model.layers.0.mlp.experts.{name}"
+        expected = convert_moe_packed_tensors(stored[f"{key}_blocks"], stored[f"{key}_scales"], dtype=torch.float32)
+        assert torch.equal(checkpoint.source.read(key).float(), expected) and len(expected.unique()) == 27
+        assert isinstance(checkpoint.source, QuantisedSource)
+        for dim, part in ((0, slice(1, 3)), (1, slice(5, 23)), (2, slice(5, 23))):
+            assert torch.equal(checkpoint.source.read(key, dim, part).float(), expected.movedim(dim, 0)[part].movedim(0, dim))
+        model.model.layers[0].mlp.experts.get_parameter(name).data = expected
+    with torch.no_grad():
+        answer = model(tokens).logits
+    torch.testing.assert_close(CachedModel(checkpoint.load("cpu")).run(tokens, 0, 40)[0], answer, rtol=1e-4, atol=1e-4)
+
+
+@needs_c
+def test_mxfp4_is_not_kept(tmp_path: Path) -> None:
+    write_mxfp4(tmp_path, gpt_oss())
+    with pytest.raises(ValueError, match=r"experts.gate_up_proj: got type MXFP4 and shape \(4, 128, 512\), expected one of Q4_0"):
+        open_checkpoint(tmp_path, weights="quantised")
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "message"),
+    [
+        ("blocks", lambda tensor: tensor[..., :8], r"blocks: got U8 \(4, 128, 8, 8\), expected U8 \(4, 128, 8, 16\)"),
+        ("blocks", lambda tensor: tensor[0], r"blocks: got U8 \(128, 8, 16\), expected U8"),
+        ("scales", lambda tensor: tensor[:3], r"scales: got U8 \(3, 128, 8\), expected U8 \(4, 128, 8\)"),
+        ("scales", lambda tensor: tensor.int(), r"scales: got I32 \(4, 128, 8\), expected U8"),
+        ("scales", lambda tensor: None, r"scales: got no tensor \(\), expected U8"),
+    ],
+)
+def test_broken_mxfp4_is_refused(tmp_path: Path, part: str, change: Callable[[Tensor], Tensor | None], message: str) -> None:
+    write_mxfp4(tmp_path, gpt_oss())
+    tensors, name = load_file(tmp_path / "model.safetensors"), f"model.layers.0.mlp.experts.down_proj_{part}"
+    found = change(tensors.pop(name))
+    save_file(tensors if found is None else tensors | {name: found.contiguous()}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=f"layers.0.mlp.experts.down_proj_{message}"):
+        open_checkpoint(tmp_path)
 
 
 def changed(config: dict[str, Any], path: str, value: object) -> dict[str, Any]:
