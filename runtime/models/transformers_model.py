@@ -28,7 +28,7 @@ from stepgraph.runtime.models.transformers_layers import DecoderCall, FusedLinea
 from stepgraph.sampling.fields import check_value, whole
 
 PAGED_ATTENTION, INSPECTED_ATTENTION = "stepgraph", "stepgraph_inspected"  # names in transformers' attention interface
-_IGNORED_OPTIONS = {"dropout", "position_ids", "use_cache", "sliding_window", "is_causal"}  # options of attention that have no effect here
+_IGNORED_OPTIONS = {"dropout", "position_ids", "use_cache", "sliding_window", "is_causal", "output_attentions"}  # have no effect here
 _PROBED_TOKENS = 2
 
 

@@ -327,7 +327,8 @@ def _yarn(fields: Mapping[str, Any], theta: float, head_size: int) -> RopeConfig
     first, last = max(first, 0), min(last, head_size - 1)
     ramp = (torch.arange(head_size // 2, device="cpu").double() - first) / (last - first or 0.001)
     ramp = ramp.clamp(0, 1)
-    magnitude = number_field(fields, "attention_factor", 0.0, 1e3, default=_yarn_magnitude(fields, factor))
+    multiple = number_field(fields, "attn_factor", 0.0, 1e3, default=1.0)  # as in vLLM; transformers ignores it
+    magnitude = number_field(fields, "attention_factor", 0.0, 1e3, default=_yarn_magnitude(fields, factor) * multiple)
     return RopeConfig(theta, divisors=tuple((1 / (ramp / factor + 1 - ramp)).tolist()), magnitude=magnitude)
 
 

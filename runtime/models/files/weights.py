@@ -227,10 +227,8 @@ class StoredModel:
             check_stored(self.path, self.source, name, target.stored_shape(outline))
         used = {*self.slices, *unused}
         extra = [name for name in self.source.tensors if name not in used and not name.endswith("rotary_emb.inv_freq")]
-        # AutoGPTQ stores a bias of zeros beside every weight.
-        biases = {f"{name.removesuffix('weight')}bias" for name in self.slices if name.endswith(".weight")}
-        extra = [name for name in extra if name not in biases or bool(self.source.read(name).any())]
-        if extra:
+        biases = {f"{name.removesuffix('weight')}bias" for name in self.slices}  # AutoGPTQ stores zeros as the bias of every weight
+        if extra := [name for name in extra if name not in biases or bool(self.source.read(name).any())]:
             raise ValueError(f"{self.path}: got {len(extra)} tensors that the config does not account for, such as {extra[0]}")
 
     def packable(self) -> dict[str, QuantKind]:
