@@ -56,7 +56,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Olmoe": EXPERTS,
     "Granite": {"logits_scaling": 3.0, "residual_multiplier": 0.5, "embedding_multiplier": 2.0, "attention_multiplier": 0.2},
     "Afmoe": {**EXPERTS, "sliding_window": 12, "global_attn_every_n_layers": 2, "num_dense_layers": 1},
-    "GraniteMoeShared": {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 48},
+    "GraniteMoeShared": {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 96, "residual_multiplier": 0.5},
     "Cohere2": {**SLIDING, "logit_scale": 0.25},
     "SmolLM3": {"no_rope_layers": [1, 0, 1]},
     "Glm4": {"partial_rotary_factor": 0.5},
