@@ -1,4 +1,4 @@
-"""Quantised weights in safetensors files: FP8, four and eight bits of compressed-tensors and GPTQ, four bits of AWQ, MXFP4 of GPT-OSS."""
+"""Quantised weights in safetensors files: FP8, compressed-tensors and GPTQ in four and eight bits, AWQ in four, MXFP4 of GPT-OSS."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PACKED_FORMATS: dict[str, tuple[int, int, tuple[str, ...]]] = {
 
 
 class QuantisationScheme(NamedTuple):
-    layout: str  # "fp8", "mxfp4", or one of _PACKED_FORMATS
+    layout: str  # "fp8" (also for whole bytes), "mxfp4", or one of _PACKED_FORMATS
     group_size: int = -1  # inner indices that share a scale; -1: a whole row
     zero_offset: int = 0  # added to words of zero points; fields carry, since words were subtracted
     bits: int = 4  # per weight in a word
@@ -44,11 +44,10 @@ def read_scheme(config: object) -> QuantisationScheme:
     method = fields.one_of("quant_method", "compressed-tensors", "fp8", "awq", "gptq", "mxfp4")
     if method == "compressed-tensors":
         return _read_compressed_tensors(fields)
-    if method == "mxfp4":
-        return QuantisationScheme("mxfp4")
     if method == "fp8":
         fields.one_of("weight_block_size", None, [_FP8_BLOCK, _FP8_BLOCK])
-        return QuantisationScheme("fp8")
+    if method in ("fp8", "mxfp4"):
+        return QuantisationScheme(str(method))
     if method == "awq":
         fields.one_of("bits", 4)
         fields.one_of("version", "gemm")
@@ -63,7 +62,7 @@ def read_scheme(config: object) -> QuantisationScheme:
 def _read_compressed_tensors(fields: ConfigFields) -> QuantisationScheme:
     for name in ("kv_cache_scheme", "sparsity_config", "transform_config"):
         fields.one_of(name, None, {})
-    stored_format = fields.one_of("format", "float-quantized", "pack-quantized")
+    stored_format = fields.one_of("format", "float-quantized", "int-quantized", "pack-quantized")
     groups = fields.config.get("config_groups")
     if not isinstance(groups, Mapping) or len(groups) != 1:
         raise ValueError(f"{fields.path}.config_groups: got {groups!r:.200}, expected an object with one group")
@@ -71,16 +70,18 @@ def _read_compressed_tensors(fields: ConfigFields) -> QuantisationScheme:
     group.one_of("targets", ["Linear"])
     group.one_of("output_activations", None)
     weights = group.inner("weights")
+    weights.one_of("type", "float" if stored_format == "float-quantized" else "int")
+    bits = weights.one_of("num_bits", *((4, 8) if stored_format == "pack-quantized" else (8,)))
+    assert isinstance(bits, int)
     if stored_format == "float-quantized":  # activations are not quantised, even if the scheme quantises them
-        weights.one_of("type", "float")
-        weights.one_of("num_bits", 8)
         if weights.one_of("strategy", "tensor", "channel", "block") == "block":
             weights.one_of("block_structure", [_FP8_BLOCK, _FP8_BLOCK])
         return QuantisationScheme("fp8")
+    if stored_format == "int-quantized":
+        weights.one_of("strategy", "tensor", "channel")
+        weights.one_of("symmetric", None, True)
+        return QuantisationScheme("fp8", bits=bits)
     group.one_of("input_activations", None)
-    weights.one_of("type", "int")
-    bits = weights.one_of("num_bits", 4, 8)
-    assert isinstance(bits, int)
     ordered = weights.one_of("actorder", None, "static", "weight", "group") == "group"
     grouped = weights.one_of("strategy", "group", "channel") == "group"
     asymmetric = weights.one_of("symmetric", None, True, False) is False
@@ -130,7 +131,7 @@ class QuantisedSource:
         if self._scheme.layout == "mxfp4":
             return self._read_mxfp4(name, dim, part)
         numbers, scales, minimums = self._read_numbers(name, dim, part)
-        number_type = torch.float8_e4m3fn if self._scheme.layout == "fp8" else torch.uint8 if self._scheme.bits == 4 else torch.int8
+        number_type = torch.float8_e4m3fn if self.tensors[name].kind == "FP8" else torch.uint8 if self._scheme.bits == 4 else torch.int8
         values = numbers.view(number_type).float()
         groups = values.view(len(values), scales.shape[1], -1)
         groups = groups * scales[:, :, None]
@@ -159,7 +160,7 @@ class QuantisedSource:
     def _find_fp8(self, stored: str) -> str:
         """The name of the weight if `stored` is one of this scheme, otherwise empty. Its other tensors are removed from `tensors`."""
         tensor = self._source.tensors[stored]
-        if tensor.kind != "F8_E4M3" or len(tensor.shape) != 2:  # the check of shapes names others
+        if tensor.kind != ("I8" if self._scheme.bits == 8 else "F8_E4M3") or len(tensor.shape) != 2:  # the check of shapes names others
             return ""
         module, (rows, inner) = stored.removesuffix(".weight"), tensor.shape
         scales = [self._scales(name).shape for suffix in _FP8_SCALES if (name := f"{module}.{suffix}") in self.tensors]
@@ -169,7 +170,7 @@ class QuantisedSource:
             raise ValueError(f"{module}.{_FP8_SCALES[0]}: got shapes {scales}, expected one of {', '.join(map(str, shapes))}")
         for suffix in (*_FP8_SCALES, "input_scale"):  # input_scale is of activations, which are not quantised here
             self.tensors.pop(f"{module}.{suffix}", None)
-        self.tensors[stored] = StoredTensor(tensor.shape, "FP8", True)
+        self.tensors[stored] = StoredTensor(tensor.shape, "INT8_RANGED" if self._scheme.bits == 8 else "FP8", True)
         return stored
 
     def _read_fp8(self, name: str, dim: int, part: slice | None) -> Grouped:
@@ -179,7 +180,8 @@ class QuantisedSource:
         numbers, rows = self._source.read(name, dim, part).view(torch.uint8), self.tensors[name].shape[0]
         if scale.dim() == 2 and scale.shape != (rows, 1):
             scale = scale.repeat_interleave(_FP8_BLOCK, 0)[:rows]
-        return Grouped(numbers, scale.reshape(-1, 1).expand(rows, 1) if scale.numel() in (1, rows) else scale)
+        scale = scale.reshape(-1, 1).expand(rows, 1) if scale.numel() in (1, rows) else scale
+        return Grouped(numbers, scale, torch.zeros_like(scale) if self._scheme.bits == 8 else None)
 
     def _find_mxfp4(self, stored: str) -> str:
         name, shape = stored.removesuffix("_blocks"), self._source.tensors[stored].shape
@@ -268,9 +270,7 @@ class QuantisedSource:
         if scheme.ordered:  # groups of one inner index each
             groups, count = found[others[-1]].long(), scales.shape[1]
             if bool(((groups < 0) | (groups >= count)).any()):
-                raise ValueError(
-                    f"{module}.{others[-1]}: got {int(groups.min())} to {int(groups.max())}, expected groups from 0 to {count - 1}"
-                )
+                raise ValueError(f"{module}.{others[-1]}: got {groups.min()} to {groups.max()}, expected groups from 0 to {count - 1}")
             scales, zeros = (each.expand(-1, count)[:, groups] for each in (scales, zeros))
         if part is not None and stored_dim == packed_dim:
             numbers = numbers.narrow(dim, part.start % width, part.stop - part.start)

@@ -87,6 +87,13 @@ def gptq(weight: Tensor, group: int, less: int, bits: int = 4) -> Written:
     return tensors | {"g_idx": order}, dense
 
 
+def int8(weight: Tensor, rows: int) -> Written:
+    """One scale per row, or one for `rows` rows."""
+    scales = torch.stack([block.abs().max() for block in weight.split(rows)]).to(torch.bfloat16)[:, None] / 127
+    numbers = (weight.float() / scales.float()).round().clamp(-128, 127).to(torch.int8)
+    return {"weight": numbers, "weight_scale": scales if len(scales) > 1 else scales[0]}, numbers.float() * scales.float()
+
+
 def compressed(layout: str, inputs: object = None, **weights: object) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
     return {"quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
@@ -130,6 +137,8 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Written]]] = {
         compressed("pack-quantized", strategy="group", group_size=128, **INT8),
         lambda weight: pack_quantized(weight, 128, True, 8, torch.bfloat16),
     ),
+    "8 bits per channel, activations too": (compressed("int-quantized", INT8, strategy="channel", **INT8), lambda weight: int8(weight, 1)),
+    "8 bits per tensor": (compressed("int-quantized", strategy="tensor", symmetric=True, **INT8), lambda weight: int8(weight, len(weight))),
     "AWQ": ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}, awq),
     "GPTQ": (GPTQ | {"group_size": 64}, lambda weight: gptq(weight, 64, 0x11111111)),
     "GPTQ, 8 bits": (GPTQ | {"bits": 8, "group_size": 128}, lambda weight: gptq(weight, 128, 0x01010101, 8)),
@@ -438,6 +447,9 @@ def changed(config: dict[str, Any], path: str, value: object) -> dict[str, Any]:
         ("GPTQ", "checkpoint_format", "marlin"),
         ("FP8 as DeepSeek", "weight_block_size", [64, 64]),
         ("FP8 per tensor", "format", "nvfp4-pack-quantized"),
+        ("8 bits per tensor", "config_groups.group_0.weights.num_bits", 4),
+        ("8 bits per tensor", "config_groups.group_0.weights.strategy", "group"),
+        ("8 bits per tensor", "config_groups.group_0.weights.symmetric", False),
         ("FP8 per tensor", "kv_cache_scheme", {"num_bits": 8}),
         ("FP8 per tensor", "config_groups", {}),
         ("FP8 per tensor", "config_groups.group_0.targets", ["Linear", "Embedding"]),
