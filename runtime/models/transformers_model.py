@@ -73,17 +73,11 @@ class _Inspection:
 
 
 def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,  # some families pass it by name
-    stepgraph: DecoderCall | _Inspection | None = None,
-    **options: Any,
+    module: nn.Module, *tensors: Any, attention_mask: Any = None, stepgraph: DecoderCall | _Inspection | None = None, **options: Any
 ) -> tuple[Tensor, None]:
     if stepgraph is None:
         raise ValueError(f"{type(module).__name__} does not pass keyword arguments to its attention, which is required here")
-    return stepgraph.attend(module, query, key, value, attention_mask, **options), None
+    return stepgraph.attend(module, *(*tensors, attention_mask)[:4], **options), None  # some families pass the mask by name
 
 
 AttentionInterface.register(PAGED_ATTENTION, _attention)

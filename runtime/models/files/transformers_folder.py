@@ -231,7 +231,8 @@ class MtpCheckpoint:
         draft = self._make(target, lambda layer: self._load(layer, progress).to(device))
         for module, layer in zip(draft.depths, self.layers, strict=True):
             for name, parameter in _JOIN.items():
-                module.get_parameter(parameter).copy_(read_finite(self.path, self.source, f"{_prefix(layer)}{name}"))
+                own = module.get_parameter(parameter)
+                own.copy_(read_finite(self.path, self.source, f"{_prefix(layer)}{name}", tuple(own.shape)))
             for name, repeated in _COPIES.items():
                 stored = f"{_prefix(layer)}{name}"
                 if stored in self.source.tensors and not torch.equal(

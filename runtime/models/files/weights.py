@@ -197,7 +197,8 @@ def check_stored(path: Path, source: Source, name: str, shape: tuple[int, ...]) 
         raise ValueError(f"{path}: {name}: got type {found.kind}, which is not supported")
 
 
-def read_finite(path: Path, source: Source, name: str) -> Tensor:
+def read_finite(path: Path, source: Source, name: str, shape: tuple[int, ...]) -> Tensor:
+    check_stored(path, source, name, shape)
     try:
         return require_finite(path, name, source.read(name))
     except (SafetensorError, OSError) as error:
