@@ -19,6 +19,7 @@ from torch import Tensor
 
 from stepgraph.graphs.layers.quantised import TILE, Grouped
 from stepgraph.runtime.models.files.config_fields import LLAMA, MIXTRAL, QWEN_2, QWEN_3, QWEN_EXPERTS
+from stepgraph.runtime.models.files.quantised_folder import ConfigFields
 from stepgraph.runtime.models.files.weights import FLOATS, StoredTensor
 from stepgraph.sampling.fields import is_int
 from stepgraph.sampling.grammar.tokenizers.gguf import GgufHeader, GgufTensor, read_gguf_header
@@ -41,6 +42,7 @@ _CONFIG_KEYS = {
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
 }
+_YARN_OPTIONS = {"yarn_ext_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0, "yarn_log_multiplier": 0.0}
 _TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head", "rope_freqs": "rope_freqs"}
 _LAYER_NAMES = {
     "attn_q": "self_attn.q_proj",
@@ -144,10 +146,13 @@ class GgufSource:
         kind = metadata.get("general.architecture")
         if not isinstance(kind, str) or kind not in ARCHITECTURES:
             raise ValueError(f"{self._path}: general.architecture: got {kind!r:.100}, expected one of {', '.join(ARCHITECTURES)}")
-        options = {"scaling.type": (None, "none"), "scaling.attn_factor": (None, 1)}
-        for name, off in {**options, **dict.fromkeys(("scaling.factor", "scale_linear"), (None, 0, 1))}.items():
-            if (scaling := metadata.get(f"{kind}.rope.{name}")) not in off:
-                raise ValueError(f"{self._path}: {kind}.rope.{name}: got {scaling!r:.100}, expected {off[-1]}")
+        start = f"{kind}.rope.scaling."
+        stated = {key.removeprefix(start): value for key, value in metadata.items() if key.startswith(start)}
+        stated = {"type": "linear", "factor": metadata.get(f"{kind}.rope.scale_linear"), **stated}  # the defaults of llama.cpp
+        scaling = ConfigFields(stated, f"{self._path}: {kind}.rope.scaling")
+        is_yarn = scaling.one_of("type", "none", "linear", "yarn") == "yarn"
+        for name, default in (_YARN_OPTIONS | ({} if is_yarn else {"attn_factor": 1.0})).items():
+            scaling.one_of(name, None, default)
         embedding = self.tensors.get("model.embed_tokens.weight")
         fields = {ours: metadata.get(f"{kind}.{theirs}") for ours, theirs in _CONFIG_KEYS.items()}
         return fields | {
@@ -156,6 +161,8 @@ class GgufSource:
             "vocab_size": embedding.shape[0] if embedding else None,
             "tie_word_embeddings": "lm_head.weight" not in self.tensors,
             "norm_topk_prob": True,  # llama.cpp supports no other models of this architecture
+            "rope_scaling": None if stated["type"] == "none" else stated | {"factor": stated["factor"] or 1.0},
+            "original_max_position_embeddings": stated.get("original_context_length"),
             "dtype": "bfloat16",
         }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import struct
 from collections.abc import Callable
@@ -38,10 +39,14 @@ def write(
     model: Any = None,
     more: Any = None,
     tensors_per_file: int = 0,
+    scaling: dict[str, Any] | None = None,
 ) -> Path:
-    """more: further tensors, by name."""
+    """more: further tensors, by name. scaling: fields of rope.scaling."""
 
     def add_tokens(writer: gguf.GGUFWriter) -> None:
+        for name, value in (scaling or {}).items():
+            add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)]
+            add(f"{kind}.rope.scaling.{name}", value)
         for name, tensor in (more or {}).items():
             writer.add_tensor(name, tensor)
         writer.add_tokenizer_model("gpt2")
@@ -93,6 +98,35 @@ def test_gguf_with_scaled_frequencies_of_llama_3_equals_the_source_model(tmp_pat
     for wrong, message in (integers, (divisors[:3], "expected 8 numbers above 0"), (-divisors, r"got \[-1.0.*expected 8 numbers above 0")):
         with pytest.raises(ValueError, match=f"rope_freqs.weight: .*{message}"):
             open_checkpoint(write(tmp_path / "model.gguf", "llama-3.1", "llama", more={"rope_freqs.weight": wrong}))
+    for scaling in ({"factor": 2.0}, {"type": "yarn", "factor": 2.0, "original_context_length": 16}):
+        path = write(tmp_path / "model.gguf", "llama-3.1", "llama", more={"rope_freqs.weight": divisors}, scaling=scaling)
+        with pytest.raises(ValueError, match=r"rope_freqs.weight: .* expected 8 numbers above 0, and no other scaling"):
+            open_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "stated"),
+    [
+        ({"type": "linear", "factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"type": "none", "factor": 4.0}, {"rope_type": "default"}),
+        ({"type": "linear", "factor": 0.0}, {"rope_type": "default"}),
+        (
+            {"type": "yarn", "factor": 4.0, "original_context_length": 16, "yarn_beta_fast": 32.0},
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+        ),
+        (
+            {"type": "yarn", "factor": 4.0, "original_context_length": 16, "attn_factor": 0.5},
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "attention_factor": 0.5 * (0.1 * math.log(4) + 1)},
+        ),
+    ],
+)
+def test_gguf_with_scaled_positions_equals_the_source_model(tmp_path: Path, scaling: dict[str, Any], stated: dict[str, Any]) -> None:
+    model = random_model("Qwen3", BASE | {"head_dim": 32, "rope_scaling": stated}, seed=1)
+    with torch.no_grad():
+        answer = model(TOKENS).logits
+    found = logits_of(write(tmp_path / "model.gguf", "", "qwen3", None, model, scaling=scaling))
+    assert float((found - answer).abs().max() / answer.abs().max()) < 1e-4
 
 
 @pytest.mark.parametrize(("kind", "tolerance"), [(Kind.Q8_0, 0.05), (Kind.Q4_1, 0.5), (Kind.BF16, 0.05), (Kind.F16, 0.01)])
@@ -390,10 +424,9 @@ def test_wrong_tensor_tables_are_refused(tmp_path: Path, table: bytes, message: 
     [
         ("gemma", None, "general.architecture: got 'gemma', expected one of llama, qwen2, qwen3"),
         (["llama"], None, r"general.architecture: got \['llama'\], expected one of llama, qwen2, qwen3"),
-        ("llama", ("llama.rope.scaling.type", "yarn"), "llama.rope.scaling.type: got 'yarn', expected none"),
-        ("llama", ("llama.rope.scaling.factor", 4.0), "llama.rope.scaling.factor: got 4.0, expected 1"),
-        ("llama", ("llama.rope.scale_linear", 2.0), "llama.rope.scale_linear: got 2.0, expected 1"),
-        ("llama", ("llama.rope.scaling.attn_factor", 1.5), "llama.rope.scaling.attn_factor: got 1.5, expected 1"),
+        ("llama", ("llama.rope.scaling.type", "longrope"), "rope.scaling.type: got 'longrope', expected one of 'none', 'linear', 'yarn'"),
+        ("llama", ("llama.rope.scaling.attn_factor", 1.5), "llama.rope.scaling.attn_factor: got 1.5, expected one of None, 1.0"),
+        ("llama", ("llama.rope.scaling.yarn_beta_fast", 16.0), "llama.rope.scaling.yarn_beta_fast: got 16.0, expected one of None, 32.0"),
     ],
 )
 def test_unsupported_gguf_models_are_refused(tmp_path: Path, kind: Any, entry: tuple[str, Any] | None, message: str) -> None:
