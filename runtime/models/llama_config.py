@@ -13,23 +13,6 @@ from stepgraph.graphs.layers.dense import Activation
 from stepgraph.graphs.layers.lora import LoraWeight
 from stepgraph.graphs.model import AttentionShape
 
-GEMMA, PHI, MIXTRAL, QWEN_EXPERTS, GPT_OSS, DEEPSEEK, GLM = (
-    f"{name}ForCausalLM" for name in ("Gemma3", "Phi3", "Mixtral", "Qwen3Moe", "GptOss", "DeepseekV3", "Glm4Moe")
-)
-ARCHITECTURES = (
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-    GEMMA,
-    PHI,
-    MIXTRAL,
-    QWEN_EXPERTS,
-    GPT_OSS,
-    DEEPSEEK,
-    GLM,
-)
-
 
 @dataclass(frozen=True)
 class RopeConfig:

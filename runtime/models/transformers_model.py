@@ -28,7 +28,7 @@ from stepgraph.runtime.models.transformers_layers import DecoderCall, FusedLinea
 from stepgraph.sampling.fields import check_value, whole
 
 PAGED_ATTENTION, INSPECTED_ATTENTION = "stepgraph", "stepgraph_inspected"  # names in transformers' attention interface
-_IGNORED_OPTIONS = {"dropout", "position_ids", "use_cache", "sliding_window", "is_causal"}  # options of attention that have no effect here
+_IGNORED_OPTIONS = {"dropout", "position_ids", "use_cache", "sliding_window", "is_causal", "output_attentions"}  # have no effect here
 _PROBED_TOKENS = 2
 
 
@@ -72,10 +72,12 @@ class _Inspection:
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
 
 
-def _attention(module: nn.Module, *tensors: Any, stepgraph: DecoderCall | _Inspection | None = None, **options: Any) -> tuple[Tensor, None]:
+def _attention(
+    module: nn.Module, *tensors: Any, attention_mask: Any = None, stepgraph: DecoderCall | _Inspection | None = None, **options: Any
+) -> tuple[Tensor, None]:
     if stepgraph is None:
         raise ValueError(f"{type(module).__name__} does not pass keyword arguments to its attention, which is required here")
-    return stepgraph.attend(module, *tensors, **options), None
+    return stepgraph.attend(module, *(*tensors, attention_mask)[:4], **options), None  # some families pass the mask by name
 
 
 AttentionInterface.register(PAGED_ATTENTION, _attention)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
-from tests.helpers.made_tokenizers import byte_level
+from tests.helpers.made_tokenizers import byte_level, sentence_pieces
 
 Quantise = Kind | Callable[[str], Kind]  # of all matrices, or by name
 NAMES = {
@@ -53,7 +53,9 @@ def side_by_side(weight: npt.NDArray[np.float32], heads: int) -> npt.NDArray[np.
 
 def scale_bytes(kind: Kind) -> slice:
     """The bytes of a block that hold its scales as float16."""
-    return slice(-2, None) if kind is Kind.Q6_K else slice(2) if kind in (Kind.Q4_0, Kind.Q5_0, Kind.Q8_0) else slice(4)
+    if kind in (Kind.Q2_K, Kind.Q3_K, Kind.Q6_K):
+        return slice(-4 if kind is Kind.Q2_K else -2, None)
+    return slice(2) if kind in (Kind.Q4_0, Kind.Q5_0, Kind.Q8_0) or kind.name.startswith("IQ") else slice(4)
 
 
 def random_blocks(values: npt.NDArray[np.float32], quantise: Kind) -> npt.NDArray[np.uint8]:
@@ -66,10 +68,15 @@ def random_blocks(values: npt.NDArray[np.float32], quantise: Kind) -> npt.NDArra
 
 
 def write_gguf(
-    path: Path, kind: str, add_tokens: Callable[[gguf.GGUFWriter], None], model: Any = None, quantise: Quantise | None = None
+    path: Path,
+    kind: str,
+    add_tokens: Callable[[gguf.GGUFWriter], None],
+    model: Any = None,
+    quantise: Quantise | None = None,
+    tensors_per_file: int = 0,
 ) -> Path:
-    """model: of transformers; without it the file has a tokenizer only."""
-    writer = gguf.GGUFWriter(path, kind)
+    """model: of transformers; without it the file has a tokenizer only. tensors_per_file: 0 for one file."""
+    writer = gguf.GGUFWriter(path, kind, split_max_tensors=tensors_per_file)
     add_tokens(writer)
     if model is not None:
         _add_model(writer, kind, model, quantise)
@@ -104,7 +111,8 @@ def _add_model(writer: gguf.GGUFWriter, kind: str, model: Any, quantise: Quantis
         values = side_by_side(values, heads) if heads and kind == "llama" else values
         if quantise is not None and values.ndim >= 2 and "mlp.gate." not in name:
             chosen = quantise if isinstance(quantise, Kind) else quantise(name)
-            blocks = (random_blocks if chosen.name.endswith("_K") else gguf.quants.quantize)(values, chosen)
+            cannot = chosen.name.endswith("_K") or chosen.name.startswith("IQ")
+            blocks = (random_blocks if cannot else gguf.quants.quantize)(values, chosen)
             writer.add_tensor(stored_name(name), blocks, raw_dtype=chosen)
         else:
             writer.add_tensor(stored_name(name), np.ascontiguousarray(values))
@@ -130,5 +138,18 @@ def add_byte_level(writer: gguf.GGUFWriter, pre: str = "gpt-2") -> None:
     writer.add_token_list(sorted(texts, key=texts.__getitem__))
     writer.add_token_types([special.get(index, 1) for index in range(len(texts))])
     writer.add_token_merges([" ".join(merge) for merge in content["model"]["merges"]])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+
+
+def add_pieces(writer: gguf.GGUFWriter) -> None:
+    """The SentencePiece tokenizer of `made_tokenizers`."""
+    pieces = sentence_pieces()
+    ids = range(pieces.vocab_size())
+    kinds = {6: pieces.is_byte, 3: pieces.is_control, 2: pieces.is_unknown, 4: lambda index: pieces.id_to_piece(index) == "<call>"}
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([pieces.id_to_piece(index) for index in ids])
+    writer.add_token_scores([pieces.get_score(index) for index in ids])
+    writer.add_token_types([next((kind for kind, is_kind in kinds.items() if is_kind(index)), 1) for index in ids])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)

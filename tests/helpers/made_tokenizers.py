@@ -62,7 +62,7 @@ def unigram() -> Tokenizer:
 def sentence_pieces() -> sentencepiece.SentencePieceProcessor:
     written = io.BytesIO()
     options: dict[str, Any] = {"vocab_size": 330, "byte_fallback": True, "model_type": "bpe", "user_defined_symbols": ["<call>"]}
-    options["minloglevel"] = 9
+    options |= {"minloglevel": 9, "normalization_rule_name": "identity", "remove_extra_whitespaces": False}  # as of Llama 2
     sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(TEXTS), model_writer=written, **options)
     return sentencepiece.SentencePieceProcessor(model_proto=written.getvalue())
 

@@ -18,8 +18,8 @@ from stepgraph.runtime.models.files.tokenizer import open_tokenizer
 from stepgraph.runtime.text import TextCodec
 from stepgraph.sampling.grammar import Vocabulary
 from stepgraph.sampling.grammar.tokenizers.gguf import read_gguf_header
-from tests.helpers.gguf_files import add_byte_level, write_gguf
-from tests.helpers.made_tokenizers import TOKENIZERS
+from tests.helpers.gguf_files import add_byte_level, add_pieces, write_gguf
+from tests.helpers.made_tokenizers import TOKENIZERS, sentence_pieces
 from tests.runtime.models.test_smollm2 import gguf_path
 
 TEXTS = ["the cat sat", "na\u00efve \u6f22\u5b57 \U0001f600", 'don\'t {"a": 1}\n\n  x', "", "<|im_start|>user\nhi<|im_end|>"]
@@ -260,7 +260,11 @@ def test_gguf_template_for_tools_and_further_special_tokens(tmp_path: Path) -> N
         ("gpt-2", ["It", "'s", "\u0120", "\u01202024", "!?", "\u010a", "\u010a", "x", ".", "y", "\u0120don", "'", "T"]),
         ("smollm", ["It", "'s", "\u0120\u0120", "2", "0", "2", "4", "!?", "\u010a", "\u010a", "x", ".", "y", "\u0120don", "'", "T"]),
         ("qwen2", ["It", "'s", "\u0120", "\u0120", "2", "0", "2", "4", "!?\u010a\u010a", "x", ".y", "\u0120don", "'T"]),
+        ("deepseek-r1-qwen", ["It", "'s", "\u0120", "\u0120", "2", "0", "2", "4", "!?\u010a\u010a", "x", ".y", "\u0120don", "'T"]),
         ("llama-bpe", ["It", "'s", "\u0120", "\u0120", "202", "4", "!?\u010a\u010a", "x", ".y", "\u0120don", "'T"]),
+        ("llama3", ["It", "'s", "\u0120", "\u0120", "202", "4", "!?\u010a\u010a", "x", ".y", "\u0120don", "'T"]),
+        ("smaug-bpe", ["It", "'s", "\u0120", "\u0120", "202", "4", "!?\u010a\u010a", "x", ".y", "\u0120don", "'T"]),
+        ("tekken", ["It", "'s", "\u0120", "\u0120", "2", "0", "2", "4", "!?\u010a\u010a", "x", ".y", "\u0120don", "'T"]),
     ],
 )
 def test_pre_tokenizer_of_each_gguf_family(tmp_path: Path, pre: str, pieces: list[str]) -> None:
@@ -311,13 +315,41 @@ def test_malformed_gguf_tokens_are_refused(tmp_path: Path) -> None:
         TextCodec.open(write_gguf(tmp_path / "made.gguf", "llama", add_tokens))
 
 
-def test_other_gguf_tokenizers_are_read_by_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    known = TextCodec.open(tokenizer_gguf(tmp_path / "known.gguf", "gpt-2"))
-    path = tokenizer_gguf(tmp_path / "made.gguf", "unheard-of")
-    assert [TextCodec.open(path).encode(text) for text in TEXTS] == [known.encode(text) for text in TEXTS]
+def test_a_file_of_tekken_starts_with_a_begin_token_and_keeps_pieces_that_are_tokens(tmp_path: Path) -> None:
+    """Its pattern separates words by their capital letters. A token that no merge makes is found as a whole."""
+    path = tokenizer_gguf(tmp_path / "made.gguf", "tekken")
+    opened, tokenizer = TextCodec.open(path), open_tokenizer(path).tokenizer
+    pieces = [piece for piece, _ in tokenizer.pre_tokenizer.pre_tokenize_str("parseHTMLText a/\n/b")]
+    assert pieces == ["parse", "HTMLText", "\u0120a", "/\u010a/", "b"]
+    whole = next(text for text, _ in tokenizer.get_vocab().items() if text == "\u0120the")
+    assert opened.encode(" the") == [1, tokenizer.token_to_id(whole)]
+
+
+def test_pieces_of_gguf_are_those_of_sentencepiece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random texts, with spaces at their beginnings and in rows. The file of Llama 2 has no setting of the begin token."""
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ValueError, match="needs the transformers package: pip install transformers"):
-        TextCodec.open(path)
+    codec, pieces, drawn = TextCodec.open(write_gguf(tmp_path / "made.gguf", "llama", add_pieces)), sentence_pieces(), random.Random(1)
+    words = ["the", " cat", "  ", " ", "\n", "na\u00efve", "\u6f22\u5b57", '{"a": 1', "\U0001f600", "don't", "mat", "\u00a0", "qu"]
+    texts = ["".join(drawn.choices(words, k=drawn.randrange(1, 12))) for _ in range(300)]
+    assert [codec.encode(text) for text in texts] == [[1, *pieces.encode(text)] for text in texts]
+
+
+def test_pieces_without_a_space_before_a_text(tmp_path: Path) -> None:
+    """The space is also not added after a control token; by default both are."""
+
+    def add_tokens(writer: gguf.GGUFWriter) -> None:
+        add_pieces(writer)
+        writer.add_add_space_prefix(False)
+
+    without, default = (TextCodec.open(write_gguf(tmp_path / "made.gguf", "llama", add)) for add in (add_tokens, add_pieces))
+    assert [codec.decode(codec.encode("the cat</s>the cat")) for codec in (without, default)] == ["the cat" * 2, " the cat" * 2]
+
+
+@pytest.mark.parametrize("pre", ["deepseek-coder", "default", "unheard-of"])
+def test_byte_pairs_with_another_pre_tokenizer_are_refused(tmp_path: Path, pre: str) -> None:
+    """transformers splits their texts like those of GPT-2."""
+    with pytest.raises(ValueError, match=f"made.gguf: tokenizer.ggml.pre: got '{pre}', expected one of gpt-2, smollm, qwen2, .*tekken"):
+        TextCodec.open(tokenizer_gguf(tmp_path / "made.gguf", pre))
 
 
 @pytest.mark.models

@@ -16,10 +16,10 @@ from stepgraph.graphs.limits import Limits
 from stepgraph.runtime.models.files.config_fields import DTYPES, read_config
 from stepgraph.runtime.models.files.draft_layouts import count_mtp_modules
 from stepgraph.runtime.models.files.gguf import GgufSource
-from stepgraph.runtime.models.files.quantised_folder import quantised_source, without_scheme
+from stepgraph.runtime.models.files.quantised_folder import quantised_source
 from stepgraph.runtime.models.files.weights import FLOATS, SafetensorsSource, Source, StoredModel, llama_slices, read_json
 from stepgraph.runtime.models.llama import Llama
-from stepgraph.runtime.models.llama_config import LlamaConfig
+from stepgraph.runtime.models.llama_config import LlamaConfig, RopeConfig
 from stepgraph.sampling.fields import checked_path, clip_repr
 from stepgraph.sampling.grammar.tokenizers.gguf import table_of_gguf_metadata
 from stepgraph.sampling.grammar.tokenizers.readers import read_folder
@@ -98,14 +98,14 @@ def open_checkpoint(path: str | Path, dtype: torch.dtype | None = None, weights:
         kind = gguf.metadata["general.architecture"]
         if (rotated := gguf.metadata.get(f"{kind}.rope.dimension_count", config.head_size)) != config.head_size:
             raise ValueError(f"{path}: {kind}.rope.dimension_count: got {rotated!r:.100}, expected {config.head_size}, the size of a head")
-        rope, count = replace(config.rope, divisors=tuple(gguf.rope_divisors)), config.head_size // 2
-        if rope.divisors and (len(rope.divisors) != count or not all(0 < each < math.inf for each in rope.divisors)):
-            raise ValueError(f"{path}: rope_freqs.weight: got {gguf.rope_divisors!r:.200}, expected {count} numbers above 0")
-        config = replace(config, rope=rope)
+        rope, count, divisors = config.rope, config.head_size // 2, gguf.rope_divisors
+        if divisors and (rope != RopeConfig(rope.theta) or len(divisors) != count or not all(0 < each < math.inf for each in divisors)):
+            raise ValueError(f"{path}: rope_freqs.weight: got {divisors!r:.200}, expected {count} numbers above 0, and no other scaling")
+        config = replace(config, rope=replace(rope, divisors=tuple(divisors) or rope.divisors))
         table = table_of_gguf_metadata(gguf.metadata, path, config.vocab_size)
     elif path.is_dir():
         fields = read_json(path / "config.json")
-        config = read_config(without_scheme(fields))
+        config = read_config(fields)
         source = quantised_source(SafetensorsSource(path), fields)
         head, embedding = "lm_head.weight", "model.embed_tokens.weight"
         stored = source.tensors

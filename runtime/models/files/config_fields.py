@@ -10,37 +10,28 @@ from typing import Any
 import torch
 
 from stepgraph.graphs.layers.dense import Activation
-from stepgraph.runtime.models.llama_config import (
-    ARCHITECTURES,
-    DEEPSEEK,
-    GEMMA,
-    GLM,
-    GPT_OSS,
-    MIXTRAL,
-    PHI,
-    QWEN_EXPERTS,
-    ExpertsConfig,
-    LatentConfig,
-    LlamaConfig,
-    RopeConfig,
-    Routing,
-)
+from stepgraph.runtime.models.llama_config import ExpertsConfig, LatentConfig, LlamaConfig, RopeConfig, Routing
 from stepgraph.sampling.fields import is_int
 
+ARCHITECTURES = tuple(
+    f"{name}ForCausalLM"
+    for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma3", "Phi3", "Mixtral", "Qwen3Moe", "GptOss", "DeepseekV3", "Glm4Moe")
+)
+LLAMA, MISTRAL, QWEN_2, QWEN_3, GEMMA, PHI, MIXTRAL, QWEN_EXPERTS, GPT_OSS, DEEPSEEK, GLM = ARCHITECTURES
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MTP_COUNT = "num_nextn_predict_layers"
 _MAX_PARAMETERS = 1 << 42
 _ORIGINAL_LENGTH = "original_max_position_embeddings"
 _MAX_HEAD_SIZE = 1024
-_LAYER_TYPES = ("full_attention", "sliding_attention")
+LAYER_TYPES = ("full_attention", "sliding_attention")
 # Where the fields are absent, as in transformers.
-_HEAD_SIZES = {GEMMA: 256, GPT_OSS: 64, "Qwen3ForCausalLM": 128}
-_WINDOWS = dict.fromkeys(("MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", QWEN_EXPERTS, GEMMA), 4096) | {GPT_OSS: 128}
+_HEAD_SIZES = {GEMMA: 256, GPT_OSS: 64, QWEN_3: 128}
+_WINDOWS = dict.fromkeys((MISTRAL, QWEN_2, QWEN_3, QWEN_EXPERTS, GEMMA), 4096) | {GPT_OSS: 128}
 _GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, _ORIGINAL_LENGTH: 4096}
 _UNSUPPORTED = {  # fields that change the computation and are not implemented, and the values that turn them off
     "pretraining_tp": 1,
     "is_causal": True,
-    **dict.fromkeys(("mlp_bias", "quantization_config", "attention_multiplier", "logits_scaling"), False),
+    **dict.fromkeys(("mlp_bias", "attention_multiplier", "logits_scaling"), False),
     **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention"), False),
 }
 _REQUIRED_ROUTING = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
@@ -112,7 +103,7 @@ def read_config(config: Mapping[str, Any]) -> LlamaConfig:
     head_size = count_field(config, "head_dim", 1024, default=hidden // heads)
     if head_size % 2:
         raise ValueError(f"config.head_dim: got {head_size}, expected an even number")
-    biased = ("LlamaForCausalLM", "Qwen3ForCausalLM", GEMMA, QWEN_EXPERTS)
+    biased = (LLAMA, QWEN_3, GEMMA, QWEN_EXPERTS)
     bias = gpt_oss or (flag_field(config, "attention_bias") if architecture in biased else False)
     windows = _windows(config, architecture, layers)
     rope, local_rope = _ropes(config, architecture, head_size if latent is None else latent.rotated_size)
@@ -134,7 +125,7 @@ def read_config(config: Mapping[str, Any]) -> LlamaConfig:
         norm_epsilon=number_field(config, "rms_norm_eps", 0.0, 1.0, default=1e-5 if architecture in (PHI, MIXTRAL, GPT_OSS, GLM) else 1e-6),
         rope=rope,
         local_rope=local_rope,
-        qkv_bias=bias or architecture == "Qwen2ForCausalLM" or (glm and flag_field(config, "attention_bias")),
+        qkv_bias=bias or architecture == QWEN_2 or (glm and flag_field(config, "attention_bias")),
         output_bias=bias,
         head_norms=gemma or architecture.startswith("Qwen3") or (glm and flag_field(config, "use_qk_norm")),
         output_norms=gemma,
@@ -195,15 +186,15 @@ def _windows(config: Mapping[str, Any], architecture: str, layers: int) -> tuple
         period = 2 if architecture == GPT_OSS else count_field(config, "sliding_window_pattern", 4096, default=6)
         sliding = [(layer + 1) % period != 0 for layer in range(layers)]
     else:
-        first = 0 if architecture in ("MistralForCausalLM", PHI, MIXTRAL) and config.get("sliding_window") is not None else layers
+        first = 0 if architecture in (MISTRAL, PHI, MIXTRAL) and config.get("sliding_window") is not None else layers
         if architecture.startswith("Qwen") and flag_field(config, "use_sliding_window"):
             alternates = architecture != QWEN_EXPERTS
             first = count_field(config, "max_window_layers", 4096, least=0, default=28) if alternates and stated is None else 0
         sliding = [layer >= first for layer in range(layers)]
     if stated is not None:
         rule = ["sliding_attention" if slides else "full_attention" for slides in sliding]
-        if not isinstance(stated, list) or len(stated) != layers or any(kind not in _LAYER_TYPES for kind in stated):
-            raise ValueError(f"config.layer_types: got {stated!r:.200}, expected {layers} of {_LAYER_TYPES}")
+        if not isinstance(stated, list) or len(stated) != layers or any(kind not in LAYER_TYPES for kind in stated):
+            raise ValueError(f"config.layer_types: got {stated!r:.200}, expected {layers} of {LAYER_TYPES}")
         # Some engines follow the field, and others, such as transformers, ignore it.
         if not alternates and stated != rule:
             raise ValueError(f"config.layer_types: got {stated!r:.200}, expected {rule[0]!r} for all layers of this {architecture}")
@@ -285,8 +276,8 @@ def _ropes(config: Mapping[str, Any], architecture: str, head_size: int) -> tupl
 def _gemma_ropes(config: Mapping[str, Any], head_size: int) -> tuple[RopeConfig, RopeConfig]:
     """`rope_scaling` is that of layers without a window, where `type` has no effect, as in transformers."""
     parts, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
-    if not isinstance(parts, Mapping) or not parts.keys() <= set(_LAYER_TYPES):
-        raise ValueError(f"config.rope_parameters: got {parts!r:.200}, expected an object for each of {_LAYER_TYPES}")
+    if not isinstance(parts, Mapping) or not parts.keys() <= set(LAYER_TYPES):
+        raise ValueError(f"config.rope_parameters: got {parts!r:.200}, expected an object for each of {LAYER_TYPES}")
     if scaling and (not isinstance(scaling, Mapping) or "rope_type" not in scaling):
         raise ValueError(f"config.rope_scaling: got {scaling!r:.200}, expected an object with rope_type")
     inner = {"head_size": head_size}
@@ -336,7 +327,8 @@ def _yarn(fields: Mapping[str, Any], theta: float, head_size: int) -> RopeConfig
     first, last = max(first, 0), min(last, head_size - 1)
     ramp = (torch.arange(head_size // 2, device="cpu").double() - first) / (last - first or 0.001)
     ramp = ramp.clamp(0, 1)
-    magnitude = number_field(fields, "attention_factor", 0.0, 1e3, default=_yarn_magnitude(fields, factor))
+    multiple = number_field(fields, "attn_factor", 0.0, 1e3, default=1.0)  # as in vLLM; transformers ignores it
+    magnitude = number_field(fields, "attention_factor", 0.0, 1e3, default=_yarn_magnitude(fields, factor) * multiple)
     return RopeConfig(theta, divisors=tuple((1 / (ramp / factor + 1 - ramp)).tolist()), magnitude=magnitude)
 
 

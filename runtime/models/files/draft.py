@@ -16,7 +16,7 @@ from stepgraph.runtime.models.eagle3 import Eagle3
 from stepgraph.runtime.models.files import draft_layouts as layouts
 from stepgraph.runtime.models.files.checkpoint import DEQUANTISED, Checkpoint, MemoryNeed, memory_need
 from stepgraph.runtime.models.files.config_fields import MTP_COUNT, UnsupportedConfigError
-from stepgraph.runtime.models.files.quantised_folder import quantised_source, without_scheme
+from stepgraph.runtime.models.files.quantised_folder import quantised_source
 from stepgraph.runtime.models.files.transformers_folder import (
     MtpCheckpoint,
     Target,
@@ -146,7 +146,7 @@ def open_draft(draft: str | Path, target: Target, dtype: torch.dtype | None = No
 
 def _open_eagle3(path: Path, fields: Mapping[str, object], target: Target) -> DraftCheckpoint:
     source = quantised_source(SafetensorsSource(path, renamed=layouts.eagle3_name), fields)
-    config = layouts.read_eagle3(without_scheme(fields), target.config)
+    config = layouts.read_eagle3(fields, target.config)
     d2t = layouts.read_d2t(source, config)
     own_embedding, own_head = (name in source.tensors for name in ("embed_tokens.weight", "lm_head.weight"))
     same_width = config.layer.hidden_size == target.config.hidden_size

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,14 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.layers.quantised import TILE, Grouped
-from stepgraph.runtime.models.files.weights import StoredTensor
-from stepgraph.runtime.models.llama_config import MIXTRAL, QWEN_EXPERTS
-from stepgraph.sampling.grammar.tokenizers.gguf import read_gguf_header
+from stepgraph.runtime.models.files.config_fields import LLAMA, MIXTRAL, QWEN_2, QWEN_3, QWEN_EXPERTS
+from stepgraph.runtime.models.files.quantised_folder import ConfigFields
+from stepgraph.runtime.models.files.weights import FLOATS, StoredTensor
+from stepgraph.sampling.fields import is_int
+from stepgraph.sampling.grammar.tokenizers.gguf import GgufHeader, GgufTensor, read_gguf_header
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3moe": QWEN_EXPERTS}
-_ROTATED_PAIRS = (ARCHITECTURES["llama"], MIXTRAL)  # a llama with experts is a Mixtral
+ARCHITECTURES = {"llama": LLAMA, "qwen2": QWEN_2, "qwen3": QWEN_3, "qwen3moe": QWEN_EXPERTS}
+_ROTATED_PAIRS = (LLAMA, MIXTRAL)  # a llama with experts is a Mixtral
 _ROWS_AT_ONCE = 32  # the package handles 16 rows per call, which is too little work
 _VALUES_AT_ONCE = 2**18  # float32 values that fit in a cache
 _GROUPED_AT_ONCE = 2**17  # for weights that stay quantised; from 2**15 words on, torch starts threads, which takes longer than the work
@@ -40,6 +42,7 @@ _CONFIG_KEYS = {
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
 }
+_YARN_OPTIONS = {"yarn_ext_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0, "yarn_log_multiplier": 0.0}
 _TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head", "rope_freqs": "rope_freqs"}
 _LAYER_NAMES = {
     "attn_q": "self_attn.q_proj",
@@ -69,47 +72,53 @@ class GgufSource:
 
     def __init__(self, path: Path) -> None:
         try:
-            from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+            import gguf  # noqa: F401
         except ModuleNotFoundError:
             raise ValueError(f"{path}: reading GGUF needs the gguf package: pip install 'stepgraph[gguf]'") from None
-        header = read_gguf_header(path)
-        self._path, self.metadata, self.dtype = path, header.metadata, torch.float32
-        self._data = np.asarray(np.memmap(path, mode="r"))  # operations on a memmap itself are slow
+        parts = _read_parts(path)
+        self._path, self.metadata, self.dtype = path, parts[path].metadata, torch.float32
         self._rows: dict[str, Bytes] = {}  # [rows, bytes per row]
         self.tensors: dict[str, StoredTensor] = {}
-        for stored_name, tensor in header.tensors.items():
-            name = self._renamed(stored_name, len(tensor.shape))
-            try:
-                kind = GGMLQuantizationType(tensor.kind)
-            except ValueError:
-                raise ValueError(f"{path}: {stored_name}: got tensor type {tensor.kind}, which is unknown") from None
-            values_per_block, block_bytes = GGML_QUANT_SIZES[kind]
-            if not tensor.shape or 0 in tensor.shape or tensor.shape[-1] % values_per_block:
-                raise ValueError(
-                    f"{path}: {stored_name}: got shape {tensor.shape}, expected rows of a multiple of {values_per_block} values"
-                )
-            rows = (*tensor.shape[:-1], tensor.shape[-1] // values_per_block * block_bytes)
-            end = tensor.offset + math.prod(rows)
-            if end > len(self._data):
-                raise ValueError(f"{path}: not a complete GGUF file: {stored_name} ends at byte {end}, the file at {len(self._data)}")
-            blocks = self._data[tensor.offset : end].reshape(rows)
-            for index, part in enumerate(blocks) if _EACH_EXPERT in name else [(0, blocks)]:
-                part_name = name.replace(_EACH_EXPERT, str(index))
-                shape = tensor.shape if part is blocks else tensor.shape[1:]
-                self._rows[part_name] = part.reshape(-1, rows[-1])
-                self.tensors[part_name] = StoredTensor(shape, kind.name, kind.name in ("F32", "F16", "BF16", *BLOCK_LAYOUTS))
-        self.config = self._read_config(header.tensors)
+        for part, header in parts.items():
+            data = np.asarray(np.memmap(part, mode="r"))  # operations on a memmap itself are slow
+            for name, tensor in header.tensors.items():
+                self._add(part, data, name, tensor)
+        self.config = self._read_config()
         divisors = self.tensors.get(_ROPE_DIVISORS)  # of Llama 3.1 and later
         if divisors and not divisors.readable:
             raise ValueError(f"{path}: rope_freqs.weight: got tensor type {divisors.kind}, expected F32, F16 or BF16")
         self.rope_divisors = self.read(_ROPE_DIVISORS).tolist() if divisors else []
         self.tensors.pop(_ROPE_DIVISORS, None)
 
+    def _add(self, path: Path, data: Bytes, stored_name: str, tensor: GgufTensor) -> None:
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
+
+        name = self._renamed(stored_name, len(tensor.shape))
+        try:
+            kind = GGMLQuantizationType(tensor.kind)
+        except ValueError:
+            raise ValueError(f"{path}: {stored_name}: got tensor type {tensor.kind}, which is unknown") from None
+        values_per_block, block_bytes = GGML_QUANT_SIZES[kind]
+        if not tensor.shape or 0 in tensor.shape or tensor.shape[-1] % values_per_block:
+            raise ValueError(f"{path}: {stored_name}: got shape {tensor.shape}, expected rows of a multiple of {values_per_block} values")
+        rows = (*tensor.shape[:-1], tensor.shape[-1] // values_per_block * block_bytes)
+        end = tensor.offset + math.prod(rows)
+        if end > len(data):
+            raise ValueError(f"{path}: not a complete GGUF file: {stored_name} ends at byte {end}, the file at {len(data)}")
+        blocks = data[tensor.offset : end].reshape(rows)
+        readable = kind.name in FLOATS or hasattr(quants, kind.name)  # the package has a class for each type that it dequantises
+        for index, part in enumerate(blocks) if _EACH_EXPERT in name else [(0, blocks)]:
+            part_name = name.replace(_EACH_EXPERT, str(index))
+            if part_name in self.tensors:
+                raise ValueError(f"{path}: got the tensor {stored_name!r} twice")
+            self._rows[part_name] = part.reshape(-1, rows[-1])
+            self.tensors[part_name] = StoredTensor(tensor.shape if part is blocks else tensor.shape[1:], kind.name, readable)
+
     def read(self, name: str) -> Tensor:
         import gguf
 
         stored, (shape, kind, _) = self._rows[name], self.tensors[name]
-        values = torch.empty(len(stored), shape[-1], dtype=self.dtype if kind in BLOCK_LAYOUTS else torch.float32)
+        values = torch.empty(len(stored), shape[-1], dtype=torch.float32 if kind in FLOATS else self.dtype)
         rows = max(_VALUES_AT_ONCE // values.shape[1] // _ROWS_AT_ONCE, 1) * _ROWS_AT_ONCE
         for first, part in enumerate(values.split(rows)):
             blocks = stored[first * rows :][: len(part)]
@@ -132,23 +141,28 @@ class GgufSource:
             tensor = tensor.view(heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
         return tensor
 
-    def _read_config(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    def _read_config(self) -> dict[str, Any]:
         metadata = self.metadata
         kind = metadata.get("general.architecture")
         if not isinstance(kind, str) or kind not in ARCHITECTURES:
             raise ValueError(f"{self._path}: general.architecture: got {kind!r:.100}, expected one of {', '.join(ARCHITECTURES)}")
-        options = {"scaling.type": (None, "none"), "scaling.attn_factor": (None, 1)}
-        for name, off in {**options, **dict.fromkeys(("scaling.factor", "scale_linear"), (None, 0, 1))}.items():
-            if (scaling := metadata.get(f"{kind}.rope.{name}")) not in off:
-                raise ValueError(f"{self._path}: {kind}.rope.{name}: got {scaling!r:.100}, expected {off[-1]}")
-        embedding = tensors.get("token_embd.weight")
+        start = f"{kind}.rope.scaling."
+        stated = {key.removeprefix(start): value for key, value in metadata.items() if key.startswith(start)}
+        stated = {"type": "linear", "factor": metadata.get(f"{kind}.rope.scale_linear"), **stated}  # the defaults of llama.cpp
+        scaling = ConfigFields(stated, f"{self._path}: {kind}.rope.scaling")
+        is_yarn = scaling.one_of("type", "none", "linear", "yarn") == "yarn"
+        for name, default in (_YARN_OPTIONS | ({} if is_yarn else {"attn_factor": 1.0})).items():
+            scaling.one_of(name, None, default)
+        embedding = self.tensors.get("model.embed_tokens.weight")
         fields = {ours: metadata.get(f"{kind}.{theirs}") for ours, theirs in _CONFIG_KEYS.items()}
         return fields | {
             "architectures": [MIXTRAL if kind == "llama" and fields["num_local_experts"] else ARCHITECTURES[kind]],
             "rope_theta": metadata.get(f"{kind}.rope.freq_base", 10_000.0),  # of all architectures, as in llama.cpp
             "vocab_size": embedding.shape[0] if embedding else None,
-            "tie_word_embeddings": "output.weight" not in tensors,
+            "tie_word_embeddings": "lm_head.weight" not in self.tensors,
             "norm_topk_prob": True,  # llama.cpp supports no other models of this architecture
+            "rope_scaling": None if stated["type"] == "none" else stated | {"factor": stated["factor"] or 1.0},
+            "original_max_position_embeddings": stated.get("original_context_length"),
             "dtype": "bfloat16",
         }
 
@@ -165,6 +179,20 @@ class GgufSource:
         if len(parts) == 4 and parts[0] == "blk" and parts[2] in block:
             return f"model.layers.{parts[1]}.{block[parts[2]]}.{parts[3]}"
         raise ValueError(f"{self._path}: got the tensor {stored!r:.100}, which a model of the Llama family does not have")
+
+
+def _read_parts(path: Path) -> dict[Path, GgufHeader]:
+    """The headers of a file, and of those after it if the model is divided: NAME-00001-of-00003.gguf."""
+    first = read_gguf_header(path)
+    count = first.metadata.get("split.count", 0)
+    if count in (0, 1):
+        return {path: first}
+    end = f"-of-{count:05d}.gguf" if is_int(count) else ""
+    if first.metadata.get("split.no") != 0 or not path.name.endswith(f"-00001{end}"):
+        raise ValueError(f"{path}: got part {first.metadata.get('split.no')!r:.20} of {count!r:.20}, expected the first, NAME-00001{end}")
+    stem = path.name.removesuffix(f"00001{end}")
+    others = [path.with_name(f"{stem}{number:05d}{end}") for number in range(2, count + 1)]
+    return {path: first} | {other: read_gguf_header(other) for other in others}
 
 
 def read_blocks(kind: str, rows: Bytes) -> Grouped:

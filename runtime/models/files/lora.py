@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stepgraph.graphs.layers.lora import LoraWeight
 from stepgraph.runtime.models.files.quantised_folder import ConfigFields
-from stepgraph.runtime.models.files.weights import SafetensorsSource, check_stored, read_finite, read_json, require_finite
+from stepgraph.runtime.models.files.weights import SafetensorsSource, read_finite, read_json, require_finite
 from stepgraph.sampling.fields import is_int, is_number
 
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_[AB]\.weight")
@@ -60,8 +60,8 @@ def read_lora(folder: Path, weights: Mapping[str, LoraWeight], max_rank: int, dt
         weight, content = weights[name], contents[name]
         sizes = list(weight.parts.values())
         first, column = sum(sizes[:index]), index * max_rank
-        down = _read(folder, source, f"base_model.model.{module}.lora_A.weight", (rank, weight.inner))
-        up = _read(folder, source, f"base_model.model.{module}.lora_B.weight", (sizes[index], rank))
+        down = read_finite(folder, source, f"base_model.model.{module}.lora_A.weight", (rank, weight.inner))
+        up = read_finite(folder, source, f"base_model.model.{module}.lora_B.weight", (sizes[index], rank))
         content.down[column : column + rank] = require_finite(folder, f"{module}.lora_A.weight in {dtype}", down.to(dtype))
         scaled = require_finite(folder, f"{module}.lora_B.weight times lora_alpha / r", (up.float() * scale).to(dtype))
         content.up[first : first + sizes[index], column : column + rank] = scaled
@@ -80,8 +80,3 @@ def _read_config(path: Path, max_rank: int) -> tuple[int, float]:
     if not is_number(alpha) or not 0 < alpha < 1e6:
         raise ValueError(f"{path}.lora_alpha: got {alpha!r:.100}, expected a number above 0 and below 1e6")
     return rank, alpha / rank**0.5 if fields.one_of("use_rslora", None, False, True) else alpha / rank
-
-
-def _read(folder: Path, source: SafetensorsSource, name: str, shape: tuple[int, ...]) -> Tensor:
-    check_stored(folder, source, name, shape)
-    return read_finite(folder, source, name)

@@ -18,7 +18,7 @@ import torch
 
 from stepgraph.graphs.limits import Limits
 from stepgraph.runtime.models.files.checkpoint import DEQUANTISED, Checkpoint, MemoryNeed, memory_need, open_checkpoint
-from stepgraph.runtime.models.files.config_fields import DTYPES, UnsupportedConfigError
+from stepgraph.runtime.models.files.config_fields import DTYPES, LAYER_TYPES, UnsupportedConfigError
 from stepgraph.runtime.models.files.draft_layouts import MAX_DRAFTS, count_mtp_modules, mtp_layers
 from stepgraph.runtime.models.files.weights import SafetensorsSource, check_stored, read_finite, read_json, require_finite
 from stepgraph.runtime.models.mtp import TransformersMtp
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 AUTO, NATIVE, TRANSFORMERS = "auto", "native", "transformers"
 _EXPERTS_IMPLEMENTATION = "batched_mm"  # the implementation of experts that reads nothing on the host
-_LAYER_TYPES = ("full_attention", "sliding_attention")
 _VARYING_ROPE = ("dynamic", "longrope")
 _JOIN = {"enorm.weight": "token_norm", "hnorm.weight": "state_norm", "eh_proj.weight": "join"}
 _COPIES = {"embed_tokens.weight": "embedding", "shared_head.head.weight": "unembedding"}  # copies of target tensors
@@ -161,9 +160,9 @@ def _check_config(path: Path, config: Any) -> None:
         raise _refused(path, "quantization_config", quantised, "weights that are not quantised")
     text = config.get_text_config()
     for index, kind in enumerate(getattr(text, "layer_types", None) or ()):
-        if kind not in _LAYER_TYPES:
+        if kind not in LAYER_TYPES:
             why = "the state of other layers is not one entry per token, and drafts could not be undone"
-            raise ValueError(f"{path / 'config.json'}: layer_types: layer {index}: got {kind!r}, expected one of {_LAYER_TYPES}: {why}")
+            raise ValueError(f"{path / 'config.json'}: layer_types: layer {index}: got {kind!r}, expected one of {LAYER_TYPES}: {why}")
     rope = getattr(text, "rope_parameters", None) or {}
     for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         if part.get("rope_type") in _VARYING_ROPE:
@@ -232,7 +231,8 @@ class MtpCheckpoint:
         draft = self._make(target, lambda layer: self._load(layer, progress).to(device))
         for module, layer in zip(draft.depths, self.layers, strict=True):
             for name, parameter in _JOIN.items():
-                module.get_parameter(parameter).copy_(read_finite(self.path, self.source, f"{_prefix(layer)}{name}"))
+                own = module.get_parameter(parameter)
+                own.copy_(read_finite(self.path, self.source, f"{_prefix(layer)}{name}", tuple(own.shape)))
             for name, repeated in _COPIES.items():
                 stored = f"{_prefix(layer)}{name}"
                 if stored in self.source.tensors and not torch.equal(

@@ -197,7 +197,8 @@ def check_stored(path: Path, source: Source, name: str, shape: tuple[int, ...]) 
         raise ValueError(f"{path}: {name}: got type {found.kind}, which is not supported")
 
 
-def read_finite(path: Path, source: Source, name: str) -> Tensor:
+def read_finite(path: Path, source: Source, name: str, shape: tuple[int, ...]) -> Tensor:
+    check_stored(path, source, name, shape)
     try:
         return require_finite(path, name, source.read(name))
     except (SafetensorError, OSError) as error:
@@ -227,7 +228,8 @@ class StoredModel:
             check_stored(self.path, self.source, name, target.stored_shape(outline))
         used = {*self.slices, *unused}
         extra = [name for name in self.source.tensors if name not in used and not name.endswith("rotary_emb.inv_freq")]
-        if extra:
+        biases = {f"{name.removesuffix('weight')}bias" for name in self.slices}  # AutoGPTQ stores zeros as the bias of every weight
+        if extra := [name for name in extra if name not in biases or bool(self.source.read(name).any())]:
             raise ValueError(f"{self.path}: got {len(extra)} tensors that the config does not account for, such as {extra[0]}")
 
     def packable(self) -> dict[str, QuantKind]:

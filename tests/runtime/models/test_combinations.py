@@ -11,11 +11,11 @@ import pytest
 
 from stepgraph import Engine
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
-from stepgraph.runtime.models.llama_config import ARCHITECTURES
+from stepgraph.runtime.models.files.config_fields import ARCHITECTURES
 from tests.helpers.c_library import needs_c
 from tests.helpers.draft_engines import save_draft
 from tests.helpers.families import BASE, CONFIG, FAMILIES, GRAMMAR, PROMPTS, random_model, save
-from tests.runtime.models.files.test_quantised_folder import write
+from tests.runtime.models.files.test_quantised_folder import write, write_mxfp4
 
 STORED, DEQUANTISED, KEPT = "stored", "dequantised", "quantised"
 ALL, ANY_LAYERS = ("n-gram", "model", "EAGLE-3", "MTP"), ("n-gram", "model", "EAGLE-3")
@@ -29,11 +29,11 @@ COMBINATIONS = {  # by the names of families in tests/helpers/families.py; each 
     "phi-4-mini": (EVERY, ANY_LAYERS),
     "mixtral": (EVERY, ANY_LAYERS),
     "qwen3-moe": (EVERY, ANY_LAYERS),
-    "gpt-oss": ((STORED,), ANY_LAYERS),
+    "gpt-oss": ((STORED, DEQUANTISED), ANY_LAYERS),
     "deepseek-v3": (EVERY, ALL),
     "glm-4.5": (EVERY, ALL),
 }
-QUICK = (("gemma-3", KEPT), ("phi-4-mini", KEPT), ("qwen3-moe", KEPT), ("deepseek-v3", KEPT))
+QUICK = (("gemma-3", KEPT), ("gpt-oss", DEQUANTISED), ("phi-4-mini", KEPT), ("qwen3-moe", KEPT), ("deepseek-v3", KEPT))
 CASES = [(family, weights) for family, (kinds, _) in COMBINATIONS.items() for weights in kinds]
 SIZES = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 128}
 LATENT = {"q_lora_rank": 128, "kv_lora_rank": 128, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32, "head_dim": 16}
@@ -50,7 +50,10 @@ def target(family: str, weights: str, folder: Path) -> Path:
     model = random_model(kind, {**BASE, **changes, **sizes}, seed=len(family))
     if weights == STORED:
         return save(model, folder)
-    write(folder, "FP8 per tensor", model)
+    if family == "gpt-oss":
+        write_mxfp4(folder, model)
+    else:
+        write(folder, "FP8 per tensor", model)
     return folder
 
 

@@ -16,8 +16,8 @@ import torch
 import transformers
 
 from stepgraph import Constraint, Engine, SamplingParams, Vocabulary
+from stepgraph.runtime.models.files.config_fields import ARCHITECTURES
 from stepgraph.runtime.models.files.transformers_folder import open_target, open_transformers
-from stepgraph.runtime.models.llama_config import ARCHITECTURES
 from stepgraph.runtime.models.transformers_layers import Attention, GatedMlp, Layer
 from stepgraph.runtime.models.transformers_model import TransformersModel
 from stepgraph.sampling.grammar import GrammarCompiler, MaskStatus
@@ -57,6 +57,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Olmo3": SLIDING,
     "Olmoe": EXPERTS,
     "Granite": {"logits_scaling": 3.0, "residual_multiplier": 0.5, "embedding_multiplier": 2.0, "attention_multiplier": 0.2},
+    "Afmoe": {**EXPERTS, "sliding_window": 12, "global_attn_every_n_layers": 2, "num_dense_layers": 1},
+    "GraniteMoeShared": {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 96, "residual_multiplier": 0.5},
     "Cohere2": {**SLIDING, "logit_scale": 0.25},
     "SmolLM3": {"no_rope_layers": [1, 0, 1]},
     "Glm4": {"partial_rotary_factor": 0.5},
@@ -65,7 +67,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 COUNT = 16
 ONE_SIZE = replace(CONFIG, buckets=(3,))
-VARIES = ("Mixtral", "Qwen3Moe", "GptOss", "Olmoe", "DeepseekV3", "Glm4Moe")
+VARIES = ("Mixtral", "Qwen3Moe", "GptOss", "Olmoe", "Afmoe", "GraniteMoeShared", "DeepseekV3", "Glm4Moe")
 
 
 @functools.cache

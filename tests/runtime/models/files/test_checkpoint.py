@@ -229,7 +229,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "a missing tensor of latent attention": (LATENT, "kv_a_proj_with_mqa.weight is missing"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act: got 'gelu', expected 'silu'"),
     "biases": ({"mlp_bias": True}, "mlp_bias: got True, expected False"),
-    "quantised": ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config.bits: got None, expected 4"),
+    "quantised": ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config.bits: got None, expected one of 4, 8"),
     "partial rotary": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: got 0.5, expected 1"),
     "layer types": ({"layer_types": ["full_attention", "linear_attention"] * 2}, "layer_types: got .*expected 4 of"),
     "unknown dtype": ({"dtype": "float8"}, "dtype: got 'float8', expected one of float32"),

@@ -73,3 +73,10 @@ def test_fields_that_transformers_reads_in_another_way_are_refused(case: str) ->
     with pytest.raises(ValueError, match=rf"config\.{message}"):
         read_config({**BASE, "architectures": [f"{kind}ForCausalLM"], **fields})
     read_config({**BASE, "architectures": [f"{kind}ForCausalLM"], "sliding_window": 16})
+
+
+def test_the_factor_of_yarn_in_public_folders_multiplies_the_default() -> None:
+    """DeepSeek-R1-0528-Qwen3-8B was published with a factor that cancels the growth of the scores; transformers ignores it."""
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, "attn_factor": 0.8782488562869419}
+    rope = read_config({**BASE, "architectures": ["Qwen3ForCausalLM"], "rope_scaling": scaling}).rope
+    assert rope.magnitude == pytest.approx(1.0) and max(rope.divisors) == 4.0

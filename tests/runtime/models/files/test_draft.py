@@ -287,7 +287,7 @@ SPOILED: dict[str, tuple[DraftCase, Callable[[Path], object], str]] = {
         rf"{QUERY}: got shape \(32, 32\), expected \(32, 64\)",
     ),
     "no fc": (EAGLE3, tensors(lambda held: held.pop("fc.weight")), r"fc.weight is missing, expected it with shape \(32, 144\)"),
-    "unexpected tensor": (EAGLE3, tensors(lambda held: held.update({"fc.bias": torch.zeros(32)})), "account for, such as fc.bias"),
+    "unexpected tensor": (EAGLE3, tensors(lambda held: held.update({"fc.bias": torch.ones(32)})), "account for, such as fc.bias"),
     "no embedding": (
         EAGLE3,
         tensors(lambda held: held.pop("embed_tokens.weight")),

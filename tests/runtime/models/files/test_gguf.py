@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -30,11 +32,21 @@ TEXTS = ["<s>", "<|im_start|>", "</s>", "<call>", *(f"t{index}" for index in ran
 
 
 def write(
-    path: Path, family: str, kind: str, quantise: Kind | Callable[[str], Kind] | None = None, model: Any = None, more: Any = None
+    path: Path,
+    family: str,
+    kind: str,
+    quantise: Kind | Callable[[str], Kind] | None = None,
+    model: Any = None,
+    more: Any = None,
+    tensors_per_file: int = 0,
+    scaling: dict[str, Any] | None = None,
 ) -> Path:
-    """more: further tensors, by name."""
+    """more: further tensors, by name. scaling: fields of rope.scaling."""
 
     def add_tokens(writer: gguf.GGUFWriter) -> None:
+        for name, value in (scaling or {}).items():
+            add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)]
+            add(f"{kind}.rope.scaling.{name}", value)
         for name, tensor in (more or {}).items():
             writer.add_tensor(name, tensor)
         writer.add_tokenizer_model("gpt2")
@@ -42,7 +54,7 @@ def write(
         writer.add_token_types([3, 3, 3, 4, *[1] * (len(TEXTS) - 4)])
         writer.add_eos_token_id(2)
 
-    return write_gguf(path, kind, add_tokens, model or hf_model(family), quantise)
+    return write_gguf(path, kind, add_tokens, model or hf_model(family), quantise, tensors_per_file)
 
 
 def logits_of(path: Path) -> Tensor:
@@ -86,6 +98,35 @@ def test_gguf_with_scaled_frequencies_of_llama_3_equals_the_source_model(tmp_pat
     for wrong, message in (integers, (divisors[:3], "expected 8 numbers above 0"), (-divisors, r"got \[-1.0.*expected 8 numbers above 0")):
         with pytest.raises(ValueError, match=f"rope_freqs.weight: .*{message}"):
             open_checkpoint(write(tmp_path / "model.gguf", "llama-3.1", "llama", more={"rope_freqs.weight": wrong}))
+    for scaling in ({"factor": 2.0}, {"type": "yarn", "factor": 2.0, "original_context_length": 16}):
+        path = write(tmp_path / "model.gguf", "llama-3.1", "llama", more={"rope_freqs.weight": divisors}, scaling=scaling)
+        with pytest.raises(ValueError, match=r"rope_freqs.weight: .* expected 8 numbers above 0, and no other scaling"):
+            open_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "stated"),
+    [
+        ({"type": "linear", "factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"type": "none", "factor": 4.0}, {"rope_type": "default"}),
+        ({"type": "linear", "factor": 0.0}, {"rope_type": "default"}),
+        (
+            {"type": "yarn", "factor": 4.0, "original_context_length": 16, "yarn_beta_fast": 32.0},
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+        ),
+        (
+            {"type": "yarn", "factor": 4.0, "original_context_length": 16, "attn_factor": 0.5},
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "attention_factor": 0.5 * (0.1 * math.log(4) + 1)},
+        ),
+    ],
+)
+def test_gguf_with_scaled_positions_equals_the_source_model(tmp_path: Path, scaling: dict[str, Any], stated: dict[str, Any]) -> None:
+    model = random_model("Qwen3", BASE | {"head_dim": 32, "rope_scaling": stated}, seed=1)
+    with torch.no_grad():
+        answer = model(TOKENS).logits
+    found = logits_of(write(tmp_path / "model.gguf", "", "qwen3", None, model, scaling=scaling))
+    assert float((found - answer).abs().max() / answer.abs().max()) < 1e-4
 
 
 @pytest.mark.parametrize(("kind", "tolerance"), [(Kind.Q8_0, 0.05), (Kind.Q4_1, 0.5), (Kind.BF16, 0.05), (Kind.F16, 0.01)])
@@ -117,6 +158,40 @@ def test_integers_and_scales_of_blocks_give_the_values_of_the_reference(kind: st
     values = values if minimums is None else values + minimums[:, :, None]
     assert torch.equal(values.view(16, -1), torch.from_numpy(gguf.quants.dequantize(rows, Kind[kind])))
     assert len(numbers.unique()) == {"4": 16, "5": 32, "6": 64, "8": 256}[kind[1]]
+
+
+@needs_c
+@pytest.mark.parametrize(
+    "kind", [Kind.Q2_K, Kind.Q3_K, Kind.IQ2_XXS, Kind.IQ3_S, Kind.IQ4_NL, Kind.IQ4_XS, Kind.MXFP4], ids=lambda kind: kind.name
+)
+def test_other_types_are_dequantised_by_the_package(tmp_path: Path, kind: Kind) -> None:
+    path = write(tmp_path / "model.gguf", "", "llama", kind, random_model("Llama", BASE | BLOCK_SIZES, seed=1))
+    stored = {tensor.name: tensor.data for tensor in gguf.GGUFReader(path).tensors}
+    model = open_checkpoint(path, torch.float32).load("cpu")
+    for name, parameter in (("ffn_down", "down"), ("attn_output", "output")):
+        values = torch.from_numpy(gguf.quants.dequantize(stored[f"blk.0.{name}.weight"], kind))
+        assert torch.equal(model.layers[0].get_parameter(parameter), values) and len(values.unique()) > 8
+    with pytest.raises(ValueError, match=rf"model.embed_tokens.weight: got type {kind.name} and shape \(160, 256\), expected one of Q4_0"):
+        open_checkpoint(path, torch.float32, "quantised")
+
+
+def test_a_model_in_several_files_is_read_from_the_first(tmp_path: Path) -> None:
+    """As llama.cpp divides them. The other files have no metadata of the model."""
+    write(tmp_path / "model.gguf", "llama-2", "llama", tensors_per_file=15)
+    first, *others = sorted(tmp_path.glob("*.gguf"))
+    assert first.name == "model-00001-of-00003.gguf" and "llama.block_count" not in read_gguf_header(others[0]).metadata
+    whole = write(tmp_path / "whole.gguf", "llama-2", "llama")
+    assert torch.equal(logits_of(first), logits_of(whole))
+    with pytest.raises(ValueError, match=r"model-00002-of-00003.gguf: got part 1 of 3, expected the first, NAME-00001-of-00003.gguf"):
+        open_checkpoint(others[0])
+    with pytest.raises(ValueError, match=r"renamed.gguf: got part 0 of 3, expected the first, NAME-00001-of-00003.gguf"):
+        open_checkpoint(shutil.copy(first, tmp_path / "renamed.gguf"))
+    shutil.copy(others[0], others[1])
+    with pytest.raises(ValueError, match=r"model-00003-of-00003.gguf: got the tensor 'blk.* twice"):
+        open_checkpoint(first)
+    others[1].unlink()
+    with pytest.raises(ValueError, match=r"model-00003-of-00003.gguf: No such file or directory"):
+        open_checkpoint(first)
 
 
 @needs_c
@@ -349,10 +424,9 @@ def test_wrong_tensor_tables_are_refused(tmp_path: Path, table: bytes, message: 
     [
         ("gemma", None, "general.architecture: got 'gemma', expected one of llama, qwen2, qwen3"),
         (["llama"], None, r"general.architecture: got \['llama'\], expected one of llama, qwen2, qwen3"),
-        ("llama", ("llama.rope.scaling.type", "yarn"), "llama.rope.scaling.type: got 'yarn', expected none"),
-        ("llama", ("llama.rope.scaling.factor", 4.0), "llama.rope.scaling.factor: got 4.0, expected 1"),
-        ("llama", ("llama.rope.scale_linear", 2.0), "llama.rope.scale_linear: got 2.0, expected 1"),
-        ("llama", ("llama.rope.scaling.attn_factor", 1.5), "llama.rope.scaling.attn_factor: got 1.5, expected 1"),
+        ("llama", ("llama.rope.scaling.type", "longrope"), "rope.scaling.type: got 'longrope', expected one of 'none', 'linear', 'yarn'"),
+        ("llama", ("llama.rope.scaling.attn_factor", 1.5), "llama.rope.scaling.attn_factor: got 1.5, expected one of None, 1.0"),
+        ("llama", ("llama.rope.scaling.yarn_beta_fast", 16.0), "llama.rope.scaling.yarn_beta_fast: got 16.0, expected one of None, 32.0"),
     ],
 )
 def test_unsupported_gguf_models_are_refused(tmp_path: Path, kind: Any, entry: tuple[str, Any] | None, message: str) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from stepgraph import Engine, EngineConfig
 from stepgraph.graphs.layers.quantised import unpack
@@ -73,13 +74,24 @@ def awq(weight: Tensor) -> Written:
     return {"qweight": words_of(numbers.T, order), "qzeros": words_of(zeros.T, order), "scales": scales.T.contiguous()}, dense
 
 
-def gptq(weight: Tensor, group: int, less: int) -> Written:
+def gptq(weight: Tensor, group: int, less: int, bits: int = 4) -> Written:
     """less: subtracted from the words of zero points, as GPTQModel does; a row of positive weights has the zero point 0, which borrows."""
     weight = torch.cat([weight[:1].abs() + 0.1, weight[1:]])
-    numbers, scales, zeros, dense = integers(weight, group, False)
-    order = torch.arange(weight.shape[1], dtype=torch.int32) // group
-    tensors = {"qweight": words_of(numbers).T.contiguous(), "qzeros": words_of(zeros.T) - less, "scales": scales.T.contiguous()}
+    numbers, scales, zeros, dense = integers(weight, group, False, bits)
+    order, fields = torch.arange(weight.shape[1], dtype=torch.int32) // group, tuple(range(32 // bits))
+    tensors = {
+        "qweight": words_of(numbers, fields).T.contiguous(),
+        "qzeros": words_of(zeros.T, fields) - less,
+        "scales": scales.T.contiguous(),
+    }
     return tensors | {"g_idx": order}, dense
+
+
+def int8(weight: Tensor, rows: int) -> Written:
+    """One scale per row, or one for `rows` rows."""
+    scales = torch.stack([block.abs().max() for block in weight.split(rows)]).to(torch.bfloat16)[:, None] / 127
+    numbers = (weight.float() / scales.float()).round().clamp(-128, 127).to(torch.int8)
+    return {"weight": numbers, "weight_scale": scales if len(scales) > 1 else scales[0]}, numbers.float() * scales.float()
 
 
 def compressed(layout: str, inputs: object = None, **weights: object) -> dict[str, Any]:
@@ -125,8 +137,11 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Written]]] = {
         compressed("pack-quantized", strategy="group", group_size=128, **INT8),
         lambda weight: pack_quantized(weight, 128, True, 8, torch.bfloat16),
     ),
+    "8 bits per channel, activations too": (compressed("int-quantized", INT8, strategy="channel", **INT8), lambda weight: int8(weight, 1)),
+    "8 bits per tensor": (compressed("int-quantized", strategy="tensor", symmetric=True, **INT8), lambda weight: int8(weight, len(weight))),
     "AWQ": ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}, awq),
     "GPTQ": (GPTQ | {"group_size": 64}, lambda weight: gptq(weight, 64, 0x11111111)),
+    "GPTQ, 8 bits": (GPTQ | {"bits": 8, "group_size": 128}, lambda weight: gptq(weight, 128, 0x01010101, 8)),
     "GPTQ, second format": (GPTQ | {"group_size": 128, "checkpoint_format": "gptq_v2"}, lambda weight: gptq(weight, 128, 0)),
 }
 
@@ -196,6 +211,73 @@ def test_zero_points_may_not_fill_their_last_word(tmp_path: Path, layout: str) -
     model = random_model("Llama", BASE | SIZES | {"num_attention_heads": 32, "num_key_value_heads": 1, "head_dim": 10}, seed=1)
     dense, source = write(tmp_path, layout, model), open_checkpoint(tmp_path, torch.float32).source
     assert all(torch.equal(source.read(name), weight) for name, weight in dense.items())
+
+
+def in_any_order(layout: str, bits: int) -> Callable[[Tensor], Written]:
+    """Columns are quantised in a random order, and stored in their own."""
+
+    def write_one(weight: Tensor) -> Written:
+        order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(weight.numel()))
+        numbers, scales, zeros, dense = integers(weight[:, order], 64, False, bits)
+        back, fields = order.argsort(), tuple(range(32 // bits))
+        groups = (torch.arange(weight.shape[1], dtype=torch.int32) // 64)[back]
+        if layout == "gptq":
+            tensors = {"qweight": words_of(numbers[:, back]).T.contiguous(), "qzeros": words_of(zeros.T), "g_idx": groups}
+            return tensors | {"scales": scales.T.contiguous()}, dense[:, back]
+        tensors = {"weight_packed": words_of(numbers[:, back], fields), "weight_scale": scales, "weight_g_idx": groups}
+        zero_points = words_of(zeros.T, fields).T.contiguous()
+        return tensors | {"weight_shape": torch.tensor(weight.shape), "weight_zero_point": zero_points}, dense[:, back]
+
+    return write_one
+
+
+def any_order(bits: int) -> tuple[dict[str, Any], Callable[[Tensor], Written]]:
+    weights = INT4 if bits == 4 else INT8
+    config = compressed("pack-quantized", strategy="group", group_size=64, symmetric=False, actorder="group", **weights)
+    return config, in_any_order("pack-quantized", bits)
+
+
+ANY_ORDER = {
+    "GPTQ": (GPTQ | {"group_size": 64, "desc_act": True, "checkpoint_format": "gptq_v2"}, in_any_order("gptq", 4)),
+    "pack-quantized": any_order(4),
+    "pack-quantized, 8 bits": any_order(8),
+}
+
+
+@pytest.mark.parametrize("layout", ANY_ORDER)
+@needs_c
+def test_groups_in_any_order_have_the_weights_of_their_formula(tmp_path: Path, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LAYOUTS, layout, ANY_ORDER[layout])
+    dense, name = write(tmp_path, layout), "model.layers.0.mlp.down_proj"
+    source = open_checkpoint(tmp_path, torch.float32).source
+    assert isinstance(source, QuantisedSource)
+    for key, weight in dense.items():
+        assert torch.equal(source.read(key), weight), key
+    for dim, part in itertools.product((0, 1), (slice(5, 23), slice(32, 64))):
+        assert torch.equal(source.read(f"{name}.weight", dim, part), dense[f"{name}.weight"].movedim(dim, 0)[part].movedim(0, dim))
+    with pytest.raises(ValueError, match=r"q_proj.weight: got type INT_ORDERED and shape \(128, 128\), expected one of Q4_0"):
+        open_checkpoint(tmp_path, torch.float32, "quantised")
+    tensors, groups = load_file(tmp_path / "model.safetensors"), f"{name}.{'g_idx' if layout == 'GPTQ' else 'weight_g_idx'}"
+    save_file(tensors | {groups: tensors[groups] + 1}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"{groups}: got 1 to 4, expected groups from 0 to 3"):
+        open_checkpoint(tmp_path, torch.float32).load("cpu")
+    save_file({key: tensor for key, tensor in tensors.items() if key != groups}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"{groups}: got no tensor \(\), expected I32 \(256,\)"):
+        open_checkpoint(tmp_path, torch.float32)
+
+
+def test_biases_of_zeros_are_accepted(tmp_path: Path) -> None:
+    """AutoGPTQ stores one beside every weight."""
+    write(tmp_path, "GPTQ")
+    tensors, bias = load_file(tmp_path / "model.safetensors"), "model.layers.0.mlp.up_proj.bias"
+    before = open_checkpoint(tmp_path, torch.float32).load("cpu").state_dict()
+    zeros = {name.replace("qweight", "bias"): torch.zeros(tensor.shape[1]) for name, tensor in tensors.items() if name.endswith("qweight")}
+    save_file(tensors | zeros, tmp_path / "model.safetensors")
+    after = open_checkpoint(tmp_path, torch.float32).load("cpu").state_dict()
+    assert len(zeros) == 7 and before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    save_file(tensors | zeros | {bias: zeros[bias] + 1}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=f"got 1 tensors that the config does not account for, such as {bias}"):
+        open_checkpoint(tmp_path, torch.float32)
 
 
 EXPERTS: dict[str, dict[str, Any]] = {
@@ -279,6 +361,68 @@ def test_inspect_reports_quantised_weights(tmp_path: Path, capsys: pytest.Captur
     assert "quantization_config" in document["refused"]["transformers, dequantised"]
 
 
+def write_mxfp4(folder: Path, model: Any) -> None:
+    """The layout of the published GPT-OSS: random numbers and powers for the experts."""
+    save(model, folder)
+    draw, tensors = torch.Generator().manual_seed(1), load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inner, outer = tensors.pop(name).shape
+        tensors[f"{name}_blocks"] = torch.randint(256, (experts, outer, inner // 32, 16), generator=draw).to(torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(121, 125, (experts, outer, inner // 32), generator=draw).to(torch.uint8)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    path, scheme = folder / "config.json", {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | {"quantization_config": scheme}), encoding="utf-8")
+
+
+def gpt_oss() -> Any:
+    return random_model(
+        "GptOss", BASE | SIZES | {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0}, seed=2
+    )
+
+
+def test_mxfp4_of_gpt_oss_has_the_values_and_logits_of_transformers(tmp_path: Path) -> None:
+    model, tokens = gpt_oss(), torch.arange(40)[None]
+    write_mxfp4(tmp_path, model)
+    checkpoint, stored = open_checkpoint(tmp_path, torch.float32), load_file(tmp_path / "model.safetensors")
+    for name in ("gate_up_proj", "down_proj"):
+        key = f"model.layers.0.mlp.experts.{name}"
+        expected = convert_moe_packed_tensors(stored[f"{key}_blocks"], stored[f"{key}_scales"], dtype=torch.float32)
+        assert torch.equal(checkpoint.source.read(key).float(), expected) and len(expected.unique()) == 27
+        assert isinstance(checkpoint.source, QuantisedSource)
+        for dim, part in ((0, slice(1, 3)), (1, slice(5, 23)), (2, slice(5, 23))):
+            assert torch.equal(checkpoint.source.read(key, dim, part).float(), expected.movedim(dim, 0)[part].movedim(0, dim))
+        model.model.layers[0].mlp.experts.get_parameter(name).data = expected
+    with torch.no_grad():
+        answer = model(tokens).logits
+    torch.testing.assert_close(CachedModel(checkpoint.load("cpu")).run(tokens, 0, 40)[0], answer, rtol=1e-4, atol=1e-4)
+
+
+@needs_c
+def test_mxfp4_is_not_kept(tmp_path: Path) -> None:
+    write_mxfp4(tmp_path, gpt_oss())
+    with pytest.raises(ValueError, match=r"experts.gate_up_proj: got type MXFP4 and shape \(4, 128, 512\), expected one of Q4_0"):
+        open_checkpoint(tmp_path, weights="quantised")
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "message"),
+    [
+        ("blocks", lambda tensor: tensor[..., :8], r"blocks: got U8 \(4, 128, 8, 8\), expected U8 \(4, 128, 8, 16\)"),
+        ("blocks", lambda tensor: tensor[0], r"blocks: got U8 \(128, 8, 16\), expected U8"),
+        ("scales", lambda tensor: tensor[:3], r"scales: got U8 \(3, 128, 8\), expected U8 \(4, 128, 8\)"),
+        ("scales", lambda tensor: tensor.int(), r"scales: got I32 \(4, 128, 8\), expected U8"),
+        ("scales", lambda tensor: None, r"scales: got no tensor \(\), expected U8"),
+    ],
+)
+def test_broken_mxfp4_is_refused(tmp_path: Path, part: str, change: Callable[[Tensor], Tensor | None], message: str) -> None:
+    write_mxfp4(tmp_path, gpt_oss())
+    tensors, name = load_file(tmp_path / "model.safetensors"), f"model.layers.0.mlp.experts.down_proj_{part}"
+    found = change(tensors.pop(name))
+    save_file(tensors if found is None else tensors | {name: found.contiguous()}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=f"layers.0.mlp.experts.down_proj_{message}"):
+        open_checkpoint(tmp_path)
+
+
 def changed(config: dict[str, Any], path: str, value: object) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(json.dumps(config))
     *outer, last = path.split(".")
@@ -297,18 +441,22 @@ def changed(config: dict[str, Any], path: str, value: object) -> dict[str, Any]:
         ("AWQ", "version", "gemv"),
         ("AWQ", "group_size", 48),
         ("AWQ", "group_size", True),
-        ("GPTQ", "desc_act", True),
+        ("GPTQ", "bits", 3),
+        ("GPTQ", "desc_act", "group"),
         ("GPTQ", "dynamic", {"-:.*down.*": {}}),
         ("GPTQ", "checkpoint_format", "marlin"),
         ("FP8 as DeepSeek", "weight_block_size", [64, 64]),
         ("FP8 per tensor", "format", "nvfp4-pack-quantized"),
+        ("8 bits per tensor", "config_groups.group_0.weights.num_bits", 4),
+        ("8 bits per tensor", "config_groups.group_0.weights.strategy", "group"),
+        ("8 bits per tensor", "config_groups.group_0.weights.symmetric", False),
         ("FP8 per tensor", "kv_cache_scheme", {"num_bits": 8}),
         ("FP8 per tensor", "config_groups", {}),
         ("FP8 per tensor", "config_groups.group_0.targets", ["Linear", "Embedding"]),
         ("FP8 per tensor", "config_groups.group_0.weights.strategy", "token"),
         ("FP8 in blocks", "config_groups.group_0.weights.block_structure", [128, 64]),
         ("pack-quantized", "config_groups.group_0.weights.num_bits", 2),
-        ("pack-quantized", "config_groups.group_0.weights.actorder", "group"),
+        ("pack-quantized", "config_groups.group_0.weights.actorder", "dynamic"),
         ("pack-quantized", "config_groups.group_0.input_activations", {"num_bits": 8}),
         ("pack-quantized", "transform_config", {"config_groups": {"rotation": {}}}),
     ],
