@@ -60,7 +60,7 @@ class EventStream:
     async def event(self, data: str) -> None:
         if not self.started:
             self.started = True
-            headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-store")]
+            headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-store"), (b"x-accel-buffering", b"no")]  # nginx
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         await self._send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})
 
@@ -184,13 +184,18 @@ def json_response(value: Any, status: int = 200) -> Response:
     return Response(compact_json(value), status, media_type="application/json")
 
 
-async def error_response(request: Request, error: Exception) -> Response:
+def http_error(where: str, error: Exception) -> HttpError:
+    """where: method and path of the request."""
+    if isinstance(error, HttpError):
+        return error
     if not isinstance(error, HTTPException):
-        error = HttpError(500, f"{type(error).__name__}: {error}")
-    elif not isinstance(error, HttpError):  # of the router, for a wrong path or method
-        headers, where = error.headers, f"{request.method[:20]} {request.scope['path'][:80]}"
-        error = HttpError(error.status_code, f"{where}: {error.detail}")
-        error.headers = headers  # Allow
+        return HttpError(500, f"{type(error).__name__}: {error}")
+    found = HttpError(error.status_code, f"{where}: {error.detail}")  # of the router, for a wrong path or method
+    found.headers = error.headers  # Allow
+    return found
+
+
+def error_response(error: HttpError) -> Response:
     response = json_response(error.body, error.status_code)
     response.headers.update(error.headers or {})
     return response

@@ -287,7 +287,7 @@ REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ({"max_tokens": "many", "max_completion_tokens": 5}, "max_tokens"),
     ({"max_tokens": 5, "min_tokens": 9}, "min_tokens"),
     ({"stop_token_ids": [*range(99)]}, "stop_token_ids"),
-    ({"stop": ["a"] * 5}, "stop"),
+    ({"stop": ["a"] * 33}, "stop"),
     ({"stop": [""]}, "stop"),
     ({"logit_bias": {"x": 1}}, "logit_bias"),
     ({"logit_bias": {"5": 101}}, "logit_bias"),
@@ -312,7 +312,7 @@ REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ({"tools": [{"type": "function", "function": {"name": "a", "description": 5}}]}, "tools[0].function.description"),
     ({"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]}, "tools[0].function.parameters"),
     ({"tools": TOOLS[:1] * 2}, "tools"),
-    ({"tool_choice": "auto"}, "tool_choice"),
+    ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
     ({"tools": TOOLS, "parallel_tool_calls": "no"}, "parallel_tool_calls"),
     ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
@@ -728,13 +728,72 @@ def test_each_request_is_one_line_of_the_log_without_its_text(server: RunningSer
         for refused in ({"extra_body": {"min_p": "secret"}}, {"max_tokens": 99999}):
             with pytest.raises(openai.BadRequestError):
                 client.completions.create(model="toy", prompt="secret", **refused)
-        waited(lambda: len(caplog.records) == 4, "no line for a request")
+        lines = lines_of(caplog, 4)
     assert "secret" not in caplog.text and found[0].choices[0].text not in caplog.text
-    lines = [json.loads(record.message) for record in caplog.records]
     assert [(line["status"], line["param"]) for line in lines[2:]] == [(400, "min_p"), (400, "max_tokens")]
     assert [line["id"] for line in lines[:2]] == ids
     for line in lines[:2]:
         assert (line["status"], line["prompt_tokens"], line["completion_tokens"], line["finish_reasons"]) == (200, 6, 4, ["length"])
+
+
+def lines_of(caplog: pytest.LogCaptureFixture, count: int) -> list[dict[str, Any]]:
+    waited(lambda: len(caplog.records) == count, "no line for a request")
+    return [json.loads(record.message) for record in caplog.records]
+
+
+def test_refused_requests_are_logged_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    asked = (
+        (("GET", "/v1/models"), 401),
+        (("POST", "/chat/completions"), 404),
+        (("GET", "/v1/completions"), 405),
+        (("POST", "/v1/completions"), 401),
+    )
+    with caplog.at_level(logging.INFO, "stepgraph.serve"), engine_of() as engine, running(engine, Bounds(), ["secret"]) as found:
+        for (method, path), status in asked:
+            head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+            assert found.statuses(head.encode(), end=False) == [status]
+        lines = lines_of(caplog, 4)
+        assert [(line["request"], line["status"]) for line in lines] == [(" ".join(request), status) for request, status in asked]
+        families = {family.name: family for family in text_string_to_metric_families(found.metrics().partition("\r\n\r\n")[2])}
+    counted = {sample.labels["status"]: sample.value for sample in families["stepgraph_http_requests"].samples}
+    assert counted == {"401": 2, "404": 1, "405": 1}
+
+
+def test_an_answer_that_ends_within_its_stream_is_logged_with_its_error(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "stepgraph.serve"), engine_of() as engine:
+        steps = Steps(engine, 4)
+        with running(engine, Bounds()) as found, found.client as client:
+            chunks = client.completions.create(model="toy", prompt="x", max_tokens=4000, stream=True, extra_body=ON)
+            assert next(chunks).choices
+            engine.close()
+            steps.open()
+            with pytest.raises(openai.APIError, match="the server is shutting down"):
+                list(chunks)
+            (line,) = lines_of(caplog, 1)
+            assert line["status"] == 503 and 'stepgraph_http_requests_total{status="503"} 1.0' in found.metrics()
+
+
+def test_times_contain_the_time_before_an_answer_reaches_the_engine(caplog: pytest.LogCaptureFixture) -> None:
+    """One request runs, one waits in the engine, one at the gate."""
+    with caplog.at_level(logging.INFO, "stepgraph.serve"), engine_of(ONE_ROW) as engine:
+        jobs, steps, wires = spied_jobs(engine), Steps(engine), list[socket.socket]()
+        with running(engine, Bounds()) as server:
+            for count in range(3):
+                wires.append(post(server, "", 0, 9))
+                waited(lambda: sum(counts_of(server)) == len(wires), "a request was not queued")
+                if count == 0:
+                    steps.allow(2)
+                    waited(lambda: engine.stats().running == 1, "the first request has no row")
+            time.sleep(0.2)
+            steps.open()
+            answers_of(wires)
+            lines = sorted(line["first_token_seconds"] for line in lines_of(caplog, 3))
+            (first,) = (job.first_token_seconds for job in in_order(jobs)[2:])
+            assert first is not None and lines[2] >= first + 0.19
+            families = {family.name: family for family in text_string_to_metric_families(server.metrics().partition("\r\n\r\n")[2])}
+    for name in ("stepgraph_http_first_token_seconds", "stepgraph_http_seconds"):
+        found = {sample.name.removeprefix(name): sample.value for sample in families[name].samples}
+        assert found["_count"] == 3 and found["_sum"] >= sum(lines) - 0.001
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the server ends with that error
