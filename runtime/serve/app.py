@@ -89,8 +89,10 @@ class App:
         try:
             await self.serving.close(drain=False)  # answers in progress end with an error; raises that of a failed engine
         finally:
+            await asyncio.wait({serving}, timeout=1.0)
+            server.abort_connections()  # of clients that do not read, or whose requests have not arrived
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(serving, 1.0)  # no wait for a client that does not read
+                await asyncio.wait_for(serving, 1.0)
 
     async def _metrics(self, request: Request) -> Response:
         statuses = [({"status": status}, count) for status, count in self._statuses.items()]

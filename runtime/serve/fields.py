@@ -15,7 +15,7 @@ from stepgraph.runtime.serve.reasoning import Reasoning, reasoning_of
 from stepgraph.runtime.serve.tools import ToolUse, tool_use
 from stepgraph.runtime.text import TextCodec
 from stepgraph.runtime.validate import checked_ids
-from stepgraph.sampling.fields import BOOL, Check, instance_of, reject_constant, whole
+from stepgraph.sampling.fields import BOOL, Check, instance_of, is_int, reject_constant, whole
 from stepgraph.sampling.grammar.constraints.constraint import MAX_MARKER_LIMIT, Constraint
 from stepgraph.sampling.grammar.schema.reader import clip_json
 from stepgraph.sampling.params import STOP_TEXT, SamplingParams
@@ -261,10 +261,13 @@ def _max_tokens(fields: Mapping[str, Any], field: str, prompt: int, max_length: 
     if room < 1 or prompt < 1:
         message = f"{field}: got {prompt} tokens, expected 1 to {max_length - 1}"
         raise HttpError(400, message, field, "context_length_exceeded" if prompt else None)
-    expected = f"a whole number from 1 to {room}: {max_length} tokens less {prompt} of {field}"
-    value = min(default, room)
+    expected = f"expected a whole number from 1 to {room}: {max_length} tokens less {prompt} of {field}"
+    value: int = min(default, room)
     for name in ("max_tokens", "max_completion_tokens"):  # the last one counts
-        value = _checked(fields, name, whole(1, room)._replace(expected=expected), value)
+        value = fields.get(name, value)
+        if not whole(1, room).accepts(value):
+            too_many = is_int(value) and value > room
+            raise HttpError(400, f"{name}: got {clip_json(value)}, {expected}", name, "context_length_exceeded" if too_many else None)
     return value
 
 

@@ -75,6 +75,11 @@ class Server(uvicorn.Server):
     def capture_signals(self) -> Generator[None, None, None]:
         yield
 
+    def abort_connections(self) -> None:
+        for connection in [*self.server_state.connections]:
+            assert isinstance(connection, H11Protocol)
+            connection.transport.abort()
+
 
 def server_config(app: Any, bounds: Bounds) -> uvicorn.Config:
     class BoundedProtocol(H11Protocol):

@@ -105,6 +105,15 @@ def test_more_choices_than_the_server_holds_are_no_overload(server: RunningServe
     assert refused.value.param == "n"
 
 
+def test_an_answer_beyond_the_context_has_the_code_of_a_prompt_beyond_it(server: RunningServer) -> None:
+    """Routers choose a model with a longer context by this code."""
+    with server.client as client:
+        for prompt, max_tokens, code in (("x" * 5000, 1, True), ("x", 4096, True), ("x", 0, False), ("x", -1, False)):
+            with pytest.raises(openai.BadRequestError) as refused:
+                client.completions.create(model="toy", prompt=prompt, max_tokens=max_tokens)
+            assert refused.value.code == ("context_length_exceeded" if code else None), (len(prompt), max_tokens)
+
+
 @pytest.mark.parametrize(
     "fields",
     [

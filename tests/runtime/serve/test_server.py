@@ -668,6 +668,27 @@ def test_a_signal_lets_answers_end_and_a_second_one_cancels_them(number: signal.
     assert len("".join(text)) > 100 if signals == 1 else len(text) < 4000
 
 
+def test_a_body_that_has_not_arrived_at_the_end_of_the_grace_period_ends_with_its_connection(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    wires = list[socket.socket]()
+
+    def on_listening(line: str) -> None:
+        wires.append(socket.create_connection(("127.0.0.1", int(line.rsplit(":", 1)[1].removesuffix("/v1"))), timeout=SECONDS))
+        wires[0].sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 9\r\n\r\n{")
+        threading.Thread(target=stop).start()
+
+    def stop() -> None:
+        assert wires[0].recv(99).startswith(b"HTTP/1.1 100 ")  # the server waits for the body
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(terminal, "print_text", on_listening)
+    assert cli.main([*FLAGS, "--port", "0", "--grace", "0.1"]) == 0
+    with wires[0] as wire, contextlib.suppress(ConnectionResetError):
+        assert wire.recv(99) == b""
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+
 def test_limits_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     found = list[Any]()
 
