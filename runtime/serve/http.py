@@ -37,7 +37,7 @@ class HttpError(HTTPException):
     """An error response; `field` is the part of the request that is wrong."""
 
     def __init__(self, status: int, message: str, field: str | None = None, code: str | None = None) -> None:
-        super().__init__(status, message, {"Retry-After": "1"} if status == 429 else None)
+        super().__init__(status, message, {429: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}}.get(status))
         self.field, self.code = field, code
 
     @property

@@ -439,6 +439,7 @@ def test_keys_and_time_limit() -> None:
             with pytest.raises(openai.AuthenticationError) as caught:
                 client.with_options(api_key=key or "x").completions.create(model="toy", prompt="a")
             assert caught.value.code == "invalid_api_key" and "secret" not in caught.value.message
+            assert caught.value.response.headers["www-authenticate"] == "Bearer"
         long: Any = {"model": "toy", "prompt": "a", "max_tokens": 4000, "extra_body": ON}
         allowed = client.with_options(api_key="other")
         with pytest.raises(openai.InternalServerError, match=r"not complete after 0\.2 seconds"):
