@@ -131,7 +131,7 @@ class App:
         if not self._keys:
             return ""
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        key_hash = hashlib.sha256(key.strip().encode()).hexdigest()
+        key_hash = hashlib.sha256(key.strip().encode("latin-1")).hexdigest()  # the bytes that were sent
         if scheme.lower() != "bearer" or key_hash not in self._keys:
             raise HttpError(401, "Authorization: expected `Bearer` and an API key of this server", code="invalid_api_key")
         return key_hash

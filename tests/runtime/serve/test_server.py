@@ -433,8 +433,10 @@ def test_a_body_of_three_megabytes_is_status_413() -> None:
 
 
 def test_keys_and_time_limit() -> None:
-    with engine_of() as engine, running(engine, Bounds(answer_seconds=0.2), ["secret", "other"]) as found, found.client as client:
+    with engine_of() as engine, running(engine, Bounds(answer_seconds=0.2), ["secret", "other", "clé"]) as found, found.client as client:
         assert client.with_options(api_key="secret").models.retrieve("toy").id == "toy"
+        utf8 = "GET /v1/models HTTP/1.1\r\nHost: x\r\nConnection: close\r\nAuthorization: Bearer clé\r\n\r\n".encode()
+        assert found.statuses(utf8, end=False) == [200]
         for key in ("none", "secret2", ""):
             with pytest.raises(openai.AuthenticationError) as caught:
                 client.with_options(api_key=key or "x").completions.create(model="toy", prompt="a")
