@@ -52,6 +52,7 @@ def _metrics(stats: EngineStats) -> list[Metric]:
         counter("reused_prompt_tokens", "Prompt tokens found in the cache.", stats.reused_tokens),
         counter("submitted", "Requests submitted.", stats.submitted),
         counters("finished", "Requests finished, by finish reason; refused: by a constraint.", by_reason),
+        counter("preemptions", "Times that a request lost its row to another one.", stats.preemptions),
         gauge("running", "Requests with a row.", stats.running),
         gauge("waiting", "Requests waiting for a row.", stats.waiting),
         gauge("most_waiting", "Maximum of waiting.", stats.most_waiting),

@@ -185,8 +185,7 @@ def _check_known(fields: dict[str, Any], known: set[str]) -> None:
             hint = f", expected {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
             raise HttpError(400, f"{name}: got {clip_json(value)}, but the field is not supported{hint}", name, "unsupported_parameter")
         if not any(value == accepted and type(value) is type(accepted) for accepted in _FIXED_FIELDS[name]):
-            expected = " or ".join(map(json.dumps, _FIXED_FIELDS[name]))
-            raise HttpError(400, f"{name}: got {clip_json(value)}, expected {expected}", name, "unsupported_value")
+            refuse(name, value, " or ".join(map(json.dumps, _FIXED_FIELDS[name])), "unsupported_value")
 
 
 def _chat_prompt(fields: Mapping[str, Any], tools: ToolUse | None, codec: TextCodec, max_length: int) -> Prompt:
@@ -261,13 +260,12 @@ def _max_tokens(fields: Mapping[str, Any], field: str, prompt: int, max_length: 
     if room < 1 or prompt < 1:
         message = f"{field}: got {prompt} tokens, expected 1 to {max_length - 1}"
         raise HttpError(400, message, field, "context_length_exceeded" if prompt else None)
-    expected = f"expected a whole number from 1 to {room}: {max_length} tokens less {prompt} of {field}"
+    expected = f"a whole number from 1 to {room}: {max_length} tokens less {prompt} of {field}"
     value: int = min(default, room)
     for name in ("max_tokens", "max_completion_tokens"):  # the last one counts
         value = fields.get(name, value)
         if not whole(1, room).accepts(value):
-            too_many = is_int(value) and value > room
-            raise HttpError(400, f"{name}: got {clip_json(value)}, {expected}", name, "context_length_exceeded" if too_many else None)
+            refuse(name, value, expected, "context_length_exceeded" if is_int(value) and value > room else None)
     return value
 
 

@@ -46,8 +46,8 @@ class HttpError(HTTPException):
         return {"error": {"message": self.detail, "type": kind, "param": self.field, "code": self.code}}
 
 
-def refuse(field: str, value: Any, expected: str) -> NoReturn:
-    raise HttpError(400, f"{field}: got {clip_json(value)}, expected {expected}", field)
+def refuse(field: str, value: Any, expected: str, code: str | None = None) -> NoReturn:
+    raise HttpError(400, f"{field}: got {clip_json(value)}, expected {expected}", field, code)
 
 
 class EventStream:

@@ -555,6 +555,7 @@ def test_preemption_gives_the_row_to_the_smaller_priority_number(flag: str) -> N
             assert answers_of(wires)[0] == alone
         assert in_order(jobs)[-1].max_new_tokens == 9
         assert [job.num_preemptions for job in jobs] == [int(bool(flag)), 0, 0]
+        assert f"stepgraph_preemptions_total {int(bool(flag))}.0" in engine.metrics()
 
 
 def test_preemption_is_refused_with_tensor_parallelism(capsys: pytest.CaptureFixture[str]) -> None:
