@@ -181,12 +181,11 @@ class Answer:
         self._replies = [Reply(request, app.serving.codec, index) for index in range(request.choices)]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        status: int | str = "disconnected"
+        status: int | str = 500
         events = EventStream(send)
         answering = self._send_stream(events) if self._request.stream else self._send_whole(scope, receive, send)
         try:
-            if await until_disconnect(receive, answering, self._bounds.answer_seconds):
-                status = 200
+            status = 200 if await until_disconnect(receive, answering, self._bounds.answer_seconds) else "disconnected"
         except (HttpError, asyncio.TimeoutError) as found:
             late = f"the answer is not complete after {self._bounds.answer_seconds:g} seconds"
             error = found if isinstance(found, HttpError) else HttpError(504, late)
