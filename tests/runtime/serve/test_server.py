@@ -594,6 +594,11 @@ def test_metrics_are_those_of_the_engine(server: RunningServer) -> None:
     finished = {sample.labels["reason"]: sample.value for sample in families["stepgraph_finished"].samples}
     assert finished == dict(server.engine.stats().finished) and sum(finished.values()) > 0
     assert families["stepgraph_first_token_seconds"].type == "histogram" and families["stepgraph_http_waiting"].type == "gauge"
+    page = (
+        Path("docs/serve.md").read_text(encoding="utf-8").partition("| `vllm:` | here: `stepgraph_` |\n|---|---|\n")[2].partition("\n\n")[0]
+    )
+    named = {name.removesuffix("_total") for line in page.split("\n") for name in re.findall("`([a-z_]+)`", line.split("|")[2])}
+    assert len(named) > 10 and {f"stepgraph_{name}" for name in named - {"reason", "status"}} <= families.keys()
 
 
 def counts_of(server: RunningServer) -> tuple[int, int]:
