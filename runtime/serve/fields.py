@@ -47,19 +47,16 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 _EFFORT = Check(_EFFORTS.__contains__, f"one of {', '.join(_EFFORTS)}")
 _BOOL, _OBJECT = BOOL._replace(expected="true or false"), instance_of(dict, "an object")
-_IGNORED_FIELDS = {
+_OFF, _ON = Check(lambda value: value is False, "false"), Check(lambda value: value is True, "true")
+_WITHOUT_EFFECT = {  # fields that are accepted with these values
     **dict.fromkeys(("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"), instance_of(str, "a string")),
     "metadata": _OBJECT,
+    **{"echo": _OFF, "store": _OFF, "include_stop_str_in_output": _OFF, "skip_special_tokens": _ON},
+    "service_tier": Check(("auto", "default").__contains__, '"auto" or "default"'),
+    "modalities": Check(lambda value: value == ["text"], '["text"]'),
+    "suffix": Check(lambda value: value == "", '""'),
 }
-_FIXED_FIELDS: dict[str, tuple[Any, ...]] = {  # fields that are accepted with these values only
-    "echo": (False,),
-    "store": (False,),
-    "service_tier": ("auto", "default"),
-    "modalities": (["text"],),
-    "suffix": ("",),
-    **{"skip_special_tokens": (True,), "include_stop_str_in_output": (False,)},  # of vLLM, as clients send them
-}
-_STREAM_OPTIONS = {"include_usage": (False, True), "include_obfuscation": (False,), "continuous_usage_stats": (False,)}
+_STREAM_OPTIONS = {"include_usage": _BOOL, "include_obfuscation": _OFF, "continuous_usage_stats": _OFF}
 _REQUEST_FIELDS = {runtime: field for field, runtime in _SAMPLING_FIELDS.items()} | {"variables": "chat_template_kwargs"}
 MAX_STOPS = 32  # OpenAI allows 4; clients of vLLM and llama.cpp send more
 MAX_CHOICES = 16
@@ -131,9 +128,6 @@ def parse_request(
 ) -> GenerationRequest:
     """HttpError names the field that is wrong or not supported. models: the name of the model, and those of its adapters."""
     fields = {name: value for name, value in body.items() if value is not None}
-    for name in _IGNORED_FIELDS.keys() & fields.keys():
-        _checked(fields, name, _IGNORED_FIELDS[name])
-        del fields[name]
     _check_known(fields, _CHAT_FIELDS if chat else _COMPLETION_FIELDS)
     model = checked_model(fields.get("model", models[0]), models)
     parallel = _checked(fields, "parallel_tool_calls", _BOOL, True)
@@ -180,12 +174,12 @@ def request_error(error: ValueError | str, prompt_field: str = "messages", const
 
 def _check_known(fields: dict[str, Any], known: set[str]) -> None:
     for full_name in fields.keys() - known:
-        value, name = fields[full_name], full_name[:100] or "''"
-        if name not in _FIXED_FIELDS:
+        if full_name in _WITHOUT_EFFECT:
+            _checked(fields, full_name, _WITHOUT_EFFECT[full_name])
+        else:
+            value, name = fields[full_name], full_name[:100] or "''"
             hint = f", expected {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
             raise HttpError(400, f"{name}: got {clip_json(value)}, but the field is not supported{hint}", name, "unsupported_parameter")
-        if not any(value == accepted and type(value) is type(accepted) for accepted in _FIXED_FIELDS[name]):
-            refuse(name, value, " or ".join(map(json.dumps, _FIXED_FIELDS[name])), "unsupported_value")
 
 
 def _chat_prompt(fields: Mapping[str, Any], tools: ToolUse | None, codec: TextCodec, max_length: int) -> Prompt:
@@ -349,7 +343,7 @@ def _stops(fields: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _include_usage(fields: Mapping[str, Any]) -> bool:
     options = _checked(fields, "stream_options", _OBJECT, {})
-    if not all(value is None or any(value is each for each in _STREAM_OPTIONS.get(name, ())) for name, value in options.items()):
+    if not all(value is None or (name in _STREAM_OPTIONS and _STREAM_OPTIONS[name].accepts(value)) for name, value in options.items()):
         refuse("stream_options", options, "an object with include_usage; include_obfuscation and continuous_usage_stats may be false")
     if options and not fields.get("stream"):
         refuse("stream_options", options, "none without stream: true")

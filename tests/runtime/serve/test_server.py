@@ -276,6 +276,8 @@ REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ({"top_logprobs": "all", "logprobs": True}, "top_logprobs"),
     ({"user": 5}, "user"),
     ({"metadata": "x"}, "metadata"),
+    *(({name: value}, name) for name in ("store", "echo", "suffix", "modalities", "service_tier") for value in (0, True, ["audio"], "x")),
+    ({"skip_special_tokens": 1}, "skip_special_tokens"),
     ({"reasoning_effort": "huge"}, "reasoning_effort"),
     ({"audio": {"voice": "x"}}, "audio"),
     ({"temperature": -1}, "temperature"),
