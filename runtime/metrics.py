@@ -51,7 +51,8 @@ def _metrics(stats: EngineStats) -> list[Metric]:
         counter("prompt_tokens", "Prompt tokens computed.", stats.prompt_tokens),
         counter("reused_prompt_tokens", "Prompt tokens found in the cache.", stats.reused_tokens),
         counter("submitted", "Requests submitted.", stats.submitted),
-        _counters("finished", "Requests finished, by finish reason; refused: by a constraint.", by_reason),
+        counters("finished", "Requests finished, by finish reason; refused: by a constraint.", by_reason),
+        counter("preemptions", "Times that a request lost its row to another one.", stats.preemptions),
         gauge("running", "Requests with a row.", stats.running),
         gauge("waiting", "Requests waiting for a row.", stats.waiting),
         gauge("most_waiting", "Maximum of waiting.", stats.most_waiting),
@@ -61,9 +62,9 @@ def _metrics(stats: EngineStats) -> list[Metric]:
         counter("drafting_rounds", "Rounds of a row for which drafts could be made.", drafting.rounds),
         counter("drafting_tokens", "Tokens emitted in these rounds; divided by drafting_rounds: the accepted length.", drafting.tokens),
         counter("full_chains", "Drafting rounds in which every draft was accepted.", drafting.full),
-        _counters("lost_chains", "Drafting rounds in which not every draft was accepted, by the first cause.", losses),
-        _counters("position_offered", "Drafts offered, by position in the chain.", _by_position(drafting.offered)),
-        _counters("position_accepted", "Drafts accepted, by position in the chain.", _by_position(drafting.accepted)),
+        counters("lost_chains", "Drafting rounds in which not every draft was accepted, by the first cause.", losses),
+        counters("position_offered", "Drafts offered, by position in the chain.", _by_position(drafting.offered)),
+        counters("position_accepted", "Drafts accepted, by position in the chain.", _by_position(drafting.accepted)),
         counter("forced_drafts", "Drafts forced by a grammar.", drafts.forced),
         counter("accepted_forced_drafts", "Forced drafts accepted.", drafts.accepted_forced),
         counter("looked_up_drafts", "Drafts found by look-up.", drafts.looked_up),
@@ -71,16 +72,16 @@ def _metrics(stats: EngineStats) -> list[Metric]:
         counter("relaxed_drafts", "Drafts accepted by relaxed acceptance: not the target's choice.", drafts.accepted_relaxed),
         counter("rounds", "Rounds launched.", stats.rounds),
         counter("replays", "Graphs replayed.", stats.replays),
-        _counters(
+        counters(
             "eager_rounds",
             "Rounds that replayed no graph.",
             [({"reason": stats.eager_reason}, stats.eager_rounds)] if stats.eager_reason else [],
         ),
-        _counters(
+        counters(
             "graph_rounds", "Rounds, by graph; draft_length -1: num_speculative_tokens.", [(key, graph.rounds) for key, graph in graphs]
         ),
-        _counters("graph_padded_rounds", "Rounds with fewer rows than their graph.", [(key, graph.padded_rounds) for key, graph in graphs]),
-        _counters("graph_padded_rows", "Rows of graphs without a request.", [(key, graph.padded_rows) for key, graph in graphs]),
+        counters("graph_padded_rounds", "Rounds with fewer rows than their graph.", [(key, graph.padded_rounds) for key, graph in graphs]),
+        counters("graph_padded_rows", "Rows of graphs without a request.", [(key, graph.padded_rows) for key, graph in graphs]),
         counter("host_syncs", "Waits of the launching thread for the whole device.", stats.host_syncs),
         counter("event_waits", "Waits for the results of a round, or for pinned memory that is still being copied.", stats.event_waits),
         counter("mask_fills", "Masks filled on the host.", stats.mask_fills),
@@ -100,7 +101,7 @@ def _metrics(stats: EngineStats) -> list[Metric]:
         gauge("compiles_running", "Compiles in progress.", grammars.running),
         gauge("compiles_waiting", "Compiles waiting for a thread.", grammars.waiting),
         counter("compile_workers_started", "Worker processes started.", grammars.workers_started),
-        _counters("lane_requests", "Constrained requests, by where their grammar is followed.", by_lane),
+        counters("lane_requests", "Constrained requests, by where their grammar is followed.", by_lane),
         counter("arena_full", "Requests whose grammar found no room on the device.", lanes.arena_full),
         gauge("arena_grammars", "Grammars on the device.", lanes.grammars),
         gauge("arena_bytes", "Bytes of the grammars on the device.", lanes.nbytes),
@@ -110,26 +111,26 @@ def _metrics(stats: EngineStats) -> list[Metric]:
         gauge("most_used_pages", "Maximum of pages in use.", stats.most_used_pages),
         gauge("cached_pages", "Pages findable by prefix.", stats.cached_pages),
         counter("evicted_pages", "Cached pages evicted.", stats.evicted_pages),
-        _histogram("host_node_seconds", "Duration of host nodes.", stats.host_nodes),
-        _histogram("queue_seconds", "Time from submit to a row.", stats.queue_seconds),
-        _histogram("first_token_seconds", "Time from submit to the first token.", stats.first_token_seconds),
-        _histogram("token_seconds", "Time per token after the first, of each finished request.", stats.token_seconds),
+        histogram("host_node_seconds", "Duration of host nodes.", stats.host_nodes),
+        histogram("queue_seconds", "Time from submit to a row.", stats.queue_seconds),
+        histogram("first_token_seconds", "Time from submit to the first token.", stats.first_token_seconds),
+        histogram("token_seconds", "Time per token after the first, of each finished request.", stats.token_seconds),
     ]
 
 
 def counter(name: str, description: str, value: float) -> Metric:
-    return _counters(name, description, [({}, value)])
+    return counters(name, description, [({}, value)])
 
 
 def gauge(name: str, description: str, value: float) -> Metric:
     return _metric(name, "gauge", description, [("", {}, value)])
 
 
-def _counters(name: str, description: str, samples: Iterable[Sample]) -> Metric:
+def counters(name: str, description: str, samples: Iterable[Sample]) -> Metric:
     return _metric(name, "counter", description, [("_total", *sample) for sample in samples])
 
 
-def _histogram(name: str, description: str, histogram: Histogram) -> Metric:
+def histogram(name: str, description: str, histogram: Histogram) -> Metric:
     buckets = [("_bucket", {"le": bound}, count) for bound, count in zip([*histogram.bounds, "+Inf"], histogram.cumulative, strict=True)]
     return _metric(name, "histogram", description, [*buckets, ("_sum", {}, histogram.total), ("_count", {}, histogram.count)])
 

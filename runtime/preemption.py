@@ -29,6 +29,7 @@ class PreemptingScheduler(Scheduler):
         with self._queue.lock:
             self._free(request)
             job.count_preemption()
+            self.counters.preemptions += 1
             ids = torch.tensor(job.prior_output, dtype=torch.int64)  # also if empty
             job.prior_output_host = ids.pin_memory() if pinned else ids
             queued = self._queue.unfinished[job.id]

@@ -120,6 +120,7 @@ class EngineStats:
     submitted: int
     # Jobs by finish reason; "refused" are those with the reason "error" whose constraint could not be compiled, and "error" the others
     finished: tuple[tuple[str, int], ...]
+    preemptions: int
     running: int
     waiting: int
     most_waiting: int  # at any time
@@ -169,6 +170,7 @@ def take_stats(parts: EngineParts) -> EngineStats:
             saving_error=states.writer.error if states else "",
             submitted=queue.submitted,
             finished=tuple((reason, counters.finished[reason]) for reason in (*map(str, FinishReason), REFUSED_CONSTRAINT)),
+            preemptions=counters.preemptions,
             running=len(rows),
             waiting=len(queue.waiting),
             most_waiting=queue.most_waiting,

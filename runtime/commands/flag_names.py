@@ -19,6 +19,11 @@ _OTHER_NAMES = {
     **dict.fromkeys(("constraint ebnf", "constraint lark"), "grammar"),
     "constraint json_schema": "schema",
 }
+_OF_SERVERS = {  # flags of vLLM's and llama.cpp's servers -> dest
+    **dict.fromkeys(("served_model_name", "alias"), "name"),
+    **{"ctx_size": "max_length", "parallel": "max_rows", "data_parallel_size": "replicas", "draft_max": "drafts"},
+    **{"tool_call_parser": "tool_format", "enable_lora": "lora_modules", "disable_log_requests": "log", "timeout": "answer_seconds"},
+}
 _FIELD = r"(?:(?:EngineConfig|SamplingParams|Constraint|sampling)\.)?"
 _SUBJECT = re.compile(rf"{_FIELD}(constraint \w+|\w+)(?:\[\d+\])*(?=:)")
 _SETTING = re.compile(rf"'[^']*'|\"[^\"]*\"|\b{_FIELD}(\w+)=(?=\S)")  # quoted text is input
@@ -37,7 +42,7 @@ def flag_hint(argument: str, flags: Mapping[str, str]) -> str:
     words = re.findall(r"\w+", {**ENGINE_NAMES, **REQUEST_NAMES}.get(name, ""))
     dests = [_OTHER_NAMES.get(f"constraint {word}", _OTHER_NAMES.get(word, word)) for word in words]
     close = difflib.get_close_matches(name, flags, 1, 0.8)
-    return next((flags[dest] for dest in (*dests, *close) if dest in flags), "")
+    return next((flags[dest] for dest in (_OF_SERVERS.get(name, ""), *dests, *close) if dest in flags), "")
 
 
 @contextlib.contextmanager

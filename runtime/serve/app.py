@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import hashlib
 import json
@@ -22,7 +23,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from stepgraph.runtime.finish_reason import FinishReason
-from stepgraph.runtime.metrics import gauge, prometheus_text
+from stepgraph.runtime.histogram import HistogramBuilder
+from stepgraph.runtime.metrics import counters, gauge, histogram, prometheus_text
 from stepgraph.runtime.models.files.tokenizer import LONG_TEXT
 from stepgraph.runtime.request import EngineClosedError, Job, StepEvent
 from stepgraph.runtime.request_queue import QueueFullError
@@ -36,15 +38,18 @@ from stepgraph.runtime.serve.http import (
     Server,
     compact_json,
     error_response,
+    http_error,
     json_response,
     read_json,
+    refuse,
     server_config,
     until_disconnect,
 )
 from stepgraph.runtime.serve.replies import Reply, usage_of, whole_message
 from stepgraph.runtime.serve.serving import AnswerError, AnswerStream, Serving
+from stepgraph.runtime.stats import histogram as snapshot
 
-LOG = logging.getLogger("stepgraph.serve")  # one JSON object per request; never prompts, texts or keys
+LOG = logging.getLogger("stepgraph.serve")  # one JSON object per answer or refused request; never prompts, texts or keys
 SHUTTING_DOWN = "the server is shutting down"
 
 
@@ -60,6 +65,8 @@ class App:
         self.gate = Gate(rows + max(1, rows // 4), bounds.waiting)  # some requests wait in the engine for the next free row
         self._created = int(time.time())
         self.shutting_down = False
+        self._statuses = collections.Counter[int | str]()
+        self.first_token_seconds, self.seconds = HistogramBuilder(), HistogramBuilder()
         routes = [
             Route("/v1/chat/completions", self._generate, methods=["POST"]),
             Route("/v1/completions", self._generate, methods=["POST"]),
@@ -68,7 +75,7 @@ class App:
             Route("/health", self._health),
             Route("/metrics", self._metrics),
         ]
-        self.asgi = Starlette(routes=routes, exception_handlers={HTTPException: error_response, Exception: error_response})
+        self.asgi = Starlette(routes=routes, exception_handlers={HTTPException: self._refuse, Exception: self._refuse})
         self.asgi.router.redirect_slashes = False
 
     async def serve(self, listener: socket.socket, drain: asyncio.Event, stop_now: asyncio.Event, grace_seconds: float) -> None:
@@ -82,12 +89,20 @@ class App:
         try:
             await self.serving.close(drain=False)  # answers in progress end with an error; raises that of a failed engine
         finally:
+            await asyncio.wait({serving}, timeout=1.0)
+            server.abort_connections()  # of clients that do not read, or whose requests have not arrived
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(serving, 1.0)  # no wait for a client that does not read
+                await asyncio.wait_for(serving, 1.0)
 
     async def _metrics(self, request: Request) -> Response:
-        waiting = gauge("http_waiting", "Answers that wait to be submitted.", self.gate.waiting)
-        return Response(prometheus_text([*await self.serving.metrics(), waiting]), media_type=CONTENT_TYPE_LATEST)
+        statuses = [({"status": status}, count) for status, count in self._statuses.items()]
+        found = [
+            gauge("http_waiting", "Answers that wait to be submitted.", self.gate.waiting),
+            counters("http_requests", "Answers and refused requests, by status.", statuses),
+            histogram("http_first_token_seconds", "Time from a request's arrival to its first token.", snapshot(self.first_token_seconds)),
+            histogram("http_seconds", "Time from a request's arrival to the end of its answer.", snapshot(self.seconds)),
+        ]
+        return Response(prometheus_text([*await self.serving.metrics(), *found]), media_type=CONTENT_TYPE_LATEST)
 
     async def _health(self, request: Request) -> Response:
         if self.serving.failure is None and not self.shutting_down:
@@ -116,22 +131,25 @@ class App:
         if not self._keys:
             return ""
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        key_hash = hashlib.sha256(key.strip().encode()).hexdigest()
+        key_hash = hashlib.sha256(key.strip().encode("latin-1")).hexdigest()  # the bytes that were sent
         if scheme.lower() != "bearer" or key_hash not in self._keys:
             raise HttpError(401, "Authorization: expected `Bearer` and an API key of this server", code="invalid_api_key")
         return key_hash
 
-    async def _generate(self, request: Request) -> ASGIApp:
-        started = time.perf_counter()
-        try:
-            return await self._accept(request, started)
-        except HttpError as error:
-            _log(started, error.status_code, {"param": error.field, "code": error.code})
-            raise
+    async def _refuse(self, request: Request, error: Exception) -> Response:
+        where = f"{request.method[:20]} {request.scope['path'][:80]}"
+        found = http_error(where, error)
+        self.record(found.status_code, {"request": where, "param": found.field, "code": found.code})
+        return error_response(found)
 
-    async def _accept(self, request: Request, started: float) -> ASGIApp:
+    def record(self, status: int | str, fields: dict[str, Any]) -> None:
+        """Count a request and write its line of the log."""
+        self._statuses[status] += 1
+        LOG.info(json.dumps({"time": round(time.time(), 3), "status": status, **fields}))
+
+    async def _generate(self, request: Request) -> ASGIApp:
         """Check a request and queue its choices. HttpError if it is refused before it is submitted."""
-        key = self._authorize(request)
+        started, key = time.perf_counter(), self._authorize(request)
         body, size = await read_json(request, self.bounds)
         chat = request.scope["path"] == "/v1/chat/completions"
         arguments = body, chat, self._codec, self._names, self.serving.max_length, self._chosen_format
@@ -140,8 +158,10 @@ class App:
         parsed.options["cache_salt"] = parsed.options["tenant"] = key  # callers with different keys share no cached prefixes
         if self.shutting_down:
             raise HttpError(503, SHUTTING_DOWN)
+        if parsed.choices > self.gate.size:
+            refuse("n" if parsed.chat else "prompt", parsed.choices, f"at most {self.gate.size} choices, the most that this server holds")
         try:
-            tickets = self.gate.tickets(parsed.n, parsed.options["priority"], key)
+            tickets = self.gate.tickets(parsed.choices, parsed.options["priority"], key)
         except QueueFullError as error:
             raise HttpError(429, str(error), code="rate_limit_exceeded") from None
         return Answer(self, parsed, tickets, key, started)
@@ -151,35 +171,34 @@ class Answer:
     """The answer to an accepted request, as an ASGI application."""
 
     def __init__(self, app: App, request: GenerationRequest, tickets: Sequence[Ticket], key: str, started: float) -> None:
-        self._serving, self._gate, self._bounds = app.serving, app.gate, app.bounds
+        self._app, self._serving, self._gate, self._bounds = app, app.serving, app.gate, app.bounds
         self._request, self._tickets, self._key, self._started = request, tickets, key, started
         self._id = ("chatcmpl-" if request.chat else "cmpl-") + uuid.uuid4().hex
         kind = ("chat.completion" + (".chunk" if request.stream else "")) if request.chat else "text_completion"
         self._envelope = {"id": self._id, "object": kind, "created": int(time.time()), "model": request.model}
         self._envelope |= {"usage": None} if request.include_usage else {}  # the event after the last choice has a usage
-        self._replies = [Reply(request, app.serving.codec, index) for index in range(request.n)]
+        self._first_token_seconds: float | None = None  # since `started`
+        self._replies = [Reply(request, app.serving.codec, index) for index in range(request.choices)]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        status: int | str = "disconnected"
+        status: int | str = 500
         events = EventStream(send)
         answering = self._send_stream(events) if self._request.stream else self._send_whole(scope, receive, send)
         try:
-            if await until_disconnect(receive, answering, self._bounds.answer_seconds):
-                status = 200
-        except asyncio.TimeoutError:
-            error = HttpError(504, f"the answer is not complete after {self._bounds.answer_seconds:g} seconds")
+            status = 200 if await until_disconnect(receive, answering, self._bounds.answer_seconds) else "disconnected"
+        except (HttpError, asyncio.TimeoutError) as found:
+            late = f"the answer is not complete after {self._bounds.answer_seconds:g} seconds"
+            error = found if isinstance(found, HttpError) else HttpError(504, late)
             status = error.status_code
-            if not events.started:
-                raise error from None
-            await events.event(compact_json(error.body))
-            await events.end()
-        except HttpError as error:
-            status = error.status_code
-            raise
+            if events.started:
+                await events.event(compact_json(error.body))
+                await events.end()
+            else:
+                await error_response(error)(scope, receive, send)
         finally:
             for ticket in self._tickets:
                 self._gate.leave(ticket)
-            _log(self._started, status, self._log_fields())
+            self._record(status)
 
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         replies = self._replies
@@ -191,7 +210,7 @@ class Answer:
         for reply in replies:
             message = whole_message(deltas[reply.index])
             choice = {"index": reply.index, "logprobs": reply.take_logprobs(), "finish_reason": reply.reason}
-            choices.append(choice | ({"message": message} if self._request.chat else {"text": message["content"]}))
+            choices.append(choice | ({"message": message} if self._request.chat else {"text": reply.prompt.echo + message["content"]}))
         await json_response(self._envelope | {"choices": choices, "usage": usage_of(replies)})(scope, receive, send)
 
     async def _send_stream(self, events: EventStream) -> None:
@@ -202,26 +221,21 @@ class Answer:
             if reply.index not in begun:
                 begun.add(reply.index)
                 delta = {"role": "assistant", **(delta or {"content": ""})}
+                delta |= {} if self._request.chat else {"content": reply.prompt.echo + delta["content"]}
             choice |= {"delta": delta} if self._request.chat else {"text": delta.get("content", "")}
             await events.event(compact_json(self._envelope | {"choices": [choice]}))
 
-        try:
-            async with contextlib.aclosing(self._deltas()) as deltas:
-                async for reply, delta in deltas:
-                    await send(reply, delta or {}, None if delta is not None else reply.reason)
-        except HttpError as error:
-            if not events.started:
-                raise
-            await events.event(compact_json(error.body))
-        else:
-            if self._request.include_usage:
-                await events.event(compact_json(self._envelope | {"choices": [], "usage": usage_of(self._replies)}))
-            await events.event("[DONE]")
+        async with contextlib.aclosing(self._deltas()) as deltas:
+            async for reply, delta in deltas:
+                await send(reply, delta or {}, None if delta is not None else reply.reason)
+        if self._request.include_usage:
+            await events.event(compact_json(self._envelope | {"choices": [], "usage": usage_of(self._replies)}))
+        await events.event("[DONE]")
         await events.end()
 
     async def _deltas(self) -> AsyncGenerator[tuple[Reply, Delta | None], None]:
         """Deltas of all choices as they arrive, then None for each choice. HttpError if one fails."""
-        updates: asyncio.Queue[tuple[Reply, Delta | HttpError | None]] = asyncio.Queue(2 * self._request.n)  # full if a client is slow
+        updates: asyncio.Queue[tuple[Reply, Delta | HttpError | None]] = asyncio.Queue(2 * len(self._replies))  # full if a client is slow
 
         async def read(reply: Reply, ticket: Ticket) -> None:
             end: HttpError | None = None
@@ -241,7 +255,7 @@ class Answer:
             await updates.put((reply, end))
 
         readers = [asyncio.ensure_future(read(*pair)) for pair in zip(self._replies, self._tickets, strict=True)]
-        running = self._request.n
+        running = len(readers)
         try:
             while running:
                 reply, delta = await updates.get()
@@ -256,11 +270,13 @@ class Answer:
 
     async def _answer(self, reply: Reply) -> AsyncGenerator[Delta, None]:
         """Deltas of one choice until the end or a stop text; HttpError if the job failed."""
-        request = self._request
+        request, prompt = self._request, reply.prompt
         while True:
-            stream = await self._submit(request.prompt_ids + reply.ids, reply)
+            stream = await self._submit(prompt.ids + reply.ids, reply)
             try:
                 async for event in stream:
+                    if self._first_token_seconds is None and event.tokens:
+                        self._first_token_seconds = time.perf_counter() - self._started
                     for delta in reply.push(event):
                         yield delta
                     if reply.stopped or reply.over_budget:
@@ -268,7 +284,7 @@ class Answer:
                     self._check_end(stream.job, event)
             finally:  # at a stop text, or when the client disconnected; does not wait until the step in progress has ended
                 stream.end(reply.job_reason)
-            room = request.options["max_new_tokens"] - reply.tokens - len(request.reasoning.closing_ids if request.reasoning else ())
+            room = prompt.max_tokens - reply.tokens - len(request.reasoning.closing_ids if request.reasoning else ())
             if not reply.over_budget or room < 1:
                 break
             for delta in reply.close_reasoning():
@@ -301,19 +317,21 @@ class Answer:
                 raise request_error(str(event.error), constraint_field=self._request.constraint_field)
             raise HttpError(500, str(event.error))
 
-    def _log_fields(self) -> dict[str, Any]:
-        first = [job.first_token_seconds for reply in self._replies for job in reply.jobs[:1] if job.first_token_seconds is not None]
-        return {
+    def _record(self, status: int | str) -> None:
+        app, first, seconds = self._app, self._first_token_seconds, time.perf_counter() - self._started
+        if first is not None:
+            app.first_token_seconds.add(first)
+        if status == 200:
+            app.seconds.add(seconds)
+        fields = {
             "id": self._id,
             "model": self._request.model,
             "stream": self._request.stream,
-            "prompt_tokens": len(self._request.prompt_ids),
+            "prompt_tokens": self._request.prompt_tokens,
             "completion_tokens": sum(reply.tokens for reply in self._replies),
             "finish_reasons": [reply.job_reason for reply in self._replies if reply.jobs],
-            "first_token_seconds": round(min(first), 4) if first else None,
+            "first_token_seconds": None if first is None else round(first, 4),
             "key": self._key[:8],  # of its hash
+            "seconds": round(seconds, 4),
         }
-
-
-def _log(started: float, status: int | str, fields: dict[str, Any]) -> None:
-    LOG.info(json.dumps({"time": round(time.time(), 3), "status": status, **fields, "seconds": round(time.perf_counter() - started, 4)}))
+        app.record(status, fields)

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from stepgraph.runtime.models.files.tokenizer import joined_parts
 from stepgraph.runtime.serve.calls import ChosenFormat
@@ -14,6 +14,7 @@ from stepgraph.runtime.serve.http import HttpError, refuse
 from stepgraph.runtime.serve.reasoning import Reasoning, reasoning_of
 from stepgraph.runtime.serve.tools import ToolUse, tool_use
 from stepgraph.runtime.text import TextCodec
+from stepgraph.runtime.validate import checked_ids
 from stepgraph.sampling.fields import BOOL, Check, instance_of, is_int, reject_constant, whole
 from stepgraph.sampling.grammar.constraints.constraint import MAX_MARKER_LIMIT, Constraint
 from stepgraph.sampling.grammar.schema.reader import clip_json
@@ -39,22 +40,25 @@ _ELSEWHERE = {  # in vLLM, SGLang, llama.cpp's server and older APIs of OpenAI
     **{"repeat_penalty": "repetition_penalty", "min_new_tokens": "min_tokens", "functions": "tools", "function_call": "tool_choice"},
 }
 _CHAT_FIELDS = {*_COMMON, "messages", "max_completion_tokens", "tools", "tool_choice"}
-_COMPLETION_FIELDS = {*_COMMON, "prompt", "best_of"}
+_COMPLETION_FIELDS = {*_COMMON, "prompt", "best_of", "echo"}
 _CHAT_FIELDS |= {"top_logprobs", "parallel_tool_calls", "reasoning_effort", "thinking_token_budget", "chat_template_kwargs"}
 _MESSAGE_FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"}
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 _EFFORT = Check(_EFFORTS.__contains__, f"one of {', '.join(_EFFORTS)}")
 _BOOL, _OBJECT = BOOL._replace(expected="true or false"), instance_of(dict, "an object")
-_IGNORED_FIELDS = {**dict.fromkeys(("user", "safety_identifier", "prompt_cache_key"), instance_of(str, "a string")), "metadata": _OBJECT}
-_FIXED_FIELDS: dict[str, tuple[Any, ...]] = {  # fields that are accepted with these values only
-    "echo": (False,),
-    "store": (False,),
-    "service_tier": ("auto", "default"),
-    "modalities": (["text"],),
+_OFF, _ON = Check(lambda value: value is False, "false"), Check(lambda value: value is True, "true")
+_WITHOUT_EFFECT = {  # fields that are accepted with these values
+    **dict.fromkeys(("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"), instance_of(str, "a string")),
+    "metadata": _OBJECT,
+    **{"echo": _OFF, "store": _OFF, "include_stop_str_in_output": _OFF, "skip_special_tokens": _ON},
+    "service_tier": Check(("auto", "default").__contains__, '"auto" or "default"'),
+    "modalities": Check(lambda value: value == ["text"], '["text"]'),
+    "suffix": Check(lambda value: value == "", '""'),
 }
+_STREAM_OPTIONS = {"include_usage": _BOOL, "include_obfuscation": _OFF, "continuous_usage_stats": _OFF}
 _REQUEST_FIELDS = {runtime: field for field, runtime in _SAMPLING_FIELDS.items()} | {"variables": "chat_template_kwargs"}
-MAX_STOPS = 4
+MAX_STOPS = 32  # OpenAI allows 4; clients of vLLM and llama.cpp send more
 MAX_CHOICES = 16
 MAX_CHAT_LOGPROBS, MAX_COMPLETION_LOGPROBS = 20, 5  # as OpenAI's endpoints
 MAX_PRIORITY = 1000
@@ -66,19 +70,25 @@ _BUDGET = whole(1, MAX_MARKER_LIMIT)._replace(
 )
 
 
+class Prompt(NamedTuple):
+    ids: list[int]
+    max_tokens: int  # of an answer
+    echo: str = ""  # the text that precedes an answer
+
+
 @dataclass(frozen=True)
 class GenerationRequest:
     """A request body, checked as far as possible without the engine."""
 
     chat: bool
     model: str  # or the name of an adapter
-    prompt_ids: list[int]
-    options: dict[str, Any]  # arguments of Engine.submit
+    prompts: list[Prompt]
+    options: dict[str, Any]  # arguments of Engine.submit, except max_new_tokens
     stops: tuple[str, ...]
     stream: bool
     include_usage: bool  # as the last event of a stream
     tools: ToolUse | None
-    n: int  # choices
+    n: int  # choices for each prompt
     constraint_field: str  # the field that sets the constraint
     reasoning: Reasoning | None  # None: the answer has no reasoning
 
@@ -88,13 +98,24 @@ class GenerationRequest:
         reasoning, constrained = self.reasoning, self.options["constraint"] is not None
         return reasoning.budget if reasoning is not None and constrained and reasoning.opened and not reasoning.in_channels else None
 
+    @property
+    def choices(self) -> int:
+        return self.n * len(self.prompts)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(prompt.ids) for prompt in self.prompts)
+
+    def prompt_of(self, index: int) -> Prompt:
+        return self.prompts[index // self.n]
+
     def options_of(self, index: int, written: int = 0) -> dict[str, Any]:
-        """The options of one choice, or of its continuation after `written` tokens. With a seed, each choice has its own seed."""
+        """The options of one choice, or of its continuation after `written` tokens. With a seed, each choice of a prompt has its own."""
         options, constraint = dict(self.options), self.options["constraint"]
         sampling: SamplingParams = options["sampling"]
         if sampling.seed is not None:
-            options["sampling"] = replace(sampling, seed=(sampling.seed + index) % 2**63)
-        options["max_new_tokens"] -= written
+            options["sampling"] = replace(sampling, seed=(sampling.seed + index % self.n) % 2**63)
+        options["max_new_tokens"] = self.prompt_of(index).max_tokens - written
         options["sampling"] = replace(options["sampling"], min_new_tokens=max(0, sampling.min_new_tokens - written))
         if self.reasoning is not None and constraint is not None:
             marker = self.reasoning.marker(self.constraint_field == "tools", self.tools is not None and self.tools.required, written > 0)
@@ -107,29 +128,24 @@ def parse_request(
 ) -> GenerationRequest:
     """HttpError names the field that is wrong or not supported. models: the name of the model, and those of its adapters."""
     fields = {name: value for name, value in body.items() if value is not None}
-    for name in _IGNORED_FIELDS.keys() & fields.keys():
-        _checked(fields, name, _IGNORED_FIELDS[name])
-        del fields[name]
     _check_known(fields, _CHAT_FIELDS if chat else _COMPLETION_FIELDS)
     model = checked_model(fields.get("model", models[0]), models)
     parallel = _checked(fields, "parallel_tool_calls", _BOOL, True)
     tools = tool_use(fields.get("tools"), fields.get("tool_choice"), parallel, chosen_format) if chat else None
-    prompt_ids = _chat_ids(fields, tools, codec) if chat else _prompt_ids(fields, codec)
+    prompts = [_chat_prompt(fields, tools, codec, max_length)] if chat else _prompts(fields, codec, max_length)
     budget = _checked(fields, "thinking_token_budget", _BUDGET)
-    reasoning = reasoning_of(prompt_ids, codec, _template_variables(fields), budget) if chat else None
+    reasoning = reasoning_of(prompts[0].ids, codec, _template_variables(fields), budget) if chat else None
     if budget is not None and reasoning is None:
         refuse("thinking_token_budget", budget, "none: the answer has no reasoning between <think> and </think>")
     stops = _stops(fields)  # in a text with calls or reasoning, the runtime would find them there too
     sampling = _sampling(fields, _logprobs(fields, chat), stops if tools is None and reasoning is None else ())
-    max_tokens = _max_tokens(fields, len(prompt_ids), max_length, chat)
-    options = {"max_new_tokens": max_tokens, "sampling": sampling, "constraint": _constraint(fields, tools)}
-    options["lora_name"] = "" if model == models[0] else model
+    options = {"sampling": sampling, "constraint": _constraint(fields, tools), "lora_name": "" if model == models[0] else model}
     options["priority"] = _checked(fields, "priority", _PRIORITY, 0)
     stream, include_usage = _checked(fields, "stream", _BOOL, False), _include_usage(fields)
     n = _checked(fields, "n", whole(1, MAX_CHOICES), 1)
     _checked(fields, "best_of", whole(n, n)._replace(expected=f"n, which is {n}"))
     field = "tools" if tools is not None else _constraint_field(fields)
-    return GenerationRequest(chat, model, prompt_ids, options, stops, stream, include_usage, tools, n, field, reasoning)
+    return GenerationRequest(chat, model, prompts, options, stops, stream, include_usage, tools, n, field, reasoning)
 
 
 def checked_model(name: Any, models: Sequence[str]) -> str:
@@ -158,16 +174,15 @@ def request_error(error: ValueError | str, prompt_field: str = "messages", const
 
 def _check_known(fields: dict[str, Any], known: set[str]) -> None:
     for full_name in fields.keys() - known:
-        value, name = fields[full_name], full_name[:100] or "''"
-        if name not in _FIXED_FIELDS:
+        if full_name in _WITHOUT_EFFECT:
+            _checked(fields, full_name, _WITHOUT_EFFECT[full_name])
+        else:
+            value, name = fields[full_name], full_name[:100] or "''"
             hint = f", expected {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
             raise HttpError(400, f"{name}: got {clip_json(value)}, but the field is not supported{hint}", name, "unsupported_parameter")
-        if not any(value == accepted and type(value) is type(accepted) for accepted in _FIXED_FIELDS[name]):
-            expected = " or ".join(map(json.dumps, _FIXED_FIELDS[name]))
-            raise HttpError(400, f"{name}: got {clip_json(value)}, expected {expected}", name, "unsupported_value")
 
 
-def _chat_ids(fields: Mapping[str, Any], tools: ToolUse | None, codec: TextCodec) -> list[int]:
+def _chat_prompt(fields: Mapping[str, Any], tools: ToolUse | None, codec: TextCodec, max_length: int) -> Prompt:
     messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:
         refuse("messages", messages, "a list of at least one message")
@@ -176,9 +191,10 @@ def _chat_ids(fields: Mapping[str, Any], tools: ToolUse | None, codec: TextCodec
         plain = [message | {"role": "system"} if message["role"] == "developer" else message for message in plain]
     variables = _template_variables(fields)
     try:
-        return codec.chat(plain, variables=variables) if tools is None else tools.prompt_ids(codec, plain, variables)
+        ids = codec.chat(plain, variables=variables) if tools is None else tools.prompt_ids(codec, plain, variables)
     except ValueError as error:
         raise request_error(error) from None
+    return Prompt(ids, _max_tokens(fields, "messages", len(ids), max_length, max_length))
 
 
 def _message(message: Any, name: str) -> dict[str, Any]:
@@ -232,32 +248,45 @@ def _template_variables(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {"reasoning_effort": effort, **({"enable_thinking": False} if effort == "none" else {}), **variables}
 
 
-def _max_tokens(fields: Mapping[str, Any], prompt: int, max_length: int, chat: bool) -> int:
-    """Most tokens of the answer. HttpError if the prompt, or the prompt with the answer, is too long."""
+def _max_tokens(fields: Mapping[str, Any], field: str, prompt: int, max_length: int, default: int) -> int:
+    """Most tokens of the answer. HttpError if the prompt, or the prompt with the answer, is too long. field: of the prompt."""
     room = max_length - prompt
     if room < 1 or prompt < 1:
-        field = "messages" if chat else "prompt"
         message = f"{field}: got {prompt} tokens, expected 1 to {max_length - 1}"
         raise HttpError(400, message, field, "context_length_exceeded" if prompt else None)
-    expected = f"a whole number from 1 to {room}: {max_length} tokens less {prompt} of the prompt"
-    value: int = room if chat else min(16, room)
-    for field in ("max_tokens", "max_completion_tokens"):  # the last one counts
-        value = _checked(fields, field, whole(1, room)._replace(expected=expected), value)
+    expected = f"a whole number from 1 to {room}: {max_length} tokens less {prompt} of {field}"
+    value: int = min(default, room)
+    for name in ("max_tokens", "max_completion_tokens"):  # the last one counts
+        value = fields.get(name, value)
+        if not whole(1, room).accepts(value):
+            refuse(name, value, expected, "context_length_exceeded" if is_int(value) and value > room else None)
     return value
 
 
-def _prompt_ids(fields: Mapping[str, Any], codec: TextCodec) -> list[int]:
-    prompt = fields.get("prompt")
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
-        prompt = prompt[0]
-    if isinstance(prompt, list) and prompt and all(map(is_int, prompt)):
-        return prompt
-    if not isinstance(prompt, str):
-        refuse("prompt", prompt, "one text or one list of token ids")
+def _prompts(fields: Mapping[str, Any], codec: TextCodec, max_length: int) -> list[Prompt]:
+    """The prompts of a completion: one text or list of token ids, or a list of these."""
+    given: Any = fields.get("prompt")
+    echo = _checked(fields, "echo", _BOOL, False)
+    if echo and "logprobs" in fields:
+        refuse("echo", echo, "false with logprobs: prompts have no log-probabilities")
+    several = isinstance(given, list) and bool(given) and isinstance(given[0], (str, list))
+    prompts = []
+    for index, prompt in enumerate(given if several else [given]):
+        field = f"prompt[{index}]" if several else "prompt"
+        ids = _prompt_ids(prompt, field, codec)
+        text = (prompt if isinstance(prompt, str) else codec.decode(ids)) if echo else ""
+        prompts.append(Prompt(ids, _max_tokens(fields, field, len(ids), max_length, 16), text))
+    return prompts
+
+
+def _prompt_ids(prompt: Any, field: str, codec: TextCodec) -> list[int]:
+    if not isinstance(prompt, (str, list)):
+        refuse(field, prompt, "a text or a list of token ids; prompt may also be a list of these")
     try:
-        return codec.encode(prompt)
+        return codec.encode(prompt) if isinstance(prompt, str) else [*checked_ids(field, prompt, len(codec.vocabulary.tokens))]
     except ValueError as error:
-        raise HttpError(400, f"prompt: {error}", "prompt") from None
+        message = str(error).removeprefix("text: ")
+        raise HttpError(400, message if message.startswith(field) else f"{field}: {message}", field) from None
 
 
 def _sampling(fields: Mapping[str, Any], logprobs: tuple[bool, int], stop: Sequence[str]) -> SamplingParams:
@@ -313,10 +342,9 @@ def _stops(fields: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _include_usage(fields: Mapping[str, Any]) -> bool:
-    options = fields.get("stream_options", {})
-    known = isinstance(options, dict) and not options.keys() - {"include_usage", "include_obfuscation"}
-    if not known or not all(isinstance(value, bool) for value in options.values()) or options.get("include_obfuscation"):
-        refuse("stream_options", options, "an object with include_usage; include_obfuscation may be false")
+    options = _checked(fields, "stream_options", _OBJECT, {})
+    if not all(value is None or (name in _STREAM_OPTIONS and _STREAM_OPTIONS[name].accepts(value)) for name, value in options.items()):
+        refuse("stream_options", options, "an object with include_usage; include_obfuscation and continuous_usage_stats may be false")
     if options and not fields.get("stream"):
         refuse("stream_options", options, "none without stream: true")
     return bool(options.get("include_usage"))

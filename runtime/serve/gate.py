@@ -30,6 +30,11 @@ class Gate:
     def waiting(self) -> int:
         return len(self._waiting)
 
+    @property
+    def size(self) -> int:
+        """The most tickets at once."""
+        return self._capacity + self._max_waiting
+
     def tickets(self, count: int, priority: int, tenant: str = "") -> list[Ticket]:
         """QueueFullError if fewer than `count` may still wait. Lower priorities enter first. At equal priority each tenant has one per
         turn, so that a long queue of one tenant does not delay others."""

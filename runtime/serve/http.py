@@ -37,7 +37,7 @@ class HttpError(HTTPException):
     """An error response; `field` is the part of the request that is wrong."""
 
     def __init__(self, status: int, message: str, field: str | None = None, code: str | None = None) -> None:
-        super().__init__(status, message, {"Retry-After": "1"} if status == 429 else None)
+        super().__init__(status, message, {429: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}}.get(status))
         self.field, self.code = field, code
 
     @property
@@ -46,8 +46,8 @@ class HttpError(HTTPException):
         return {"error": {"message": self.detail, "type": kind, "param": self.field, "code": self.code}}
 
 
-def refuse(field: str, value: Any, expected: str) -> NoReturn:
-    raise HttpError(400, f"{field}: got {clip_json(value)}, expected {expected}", field)
+def refuse(field: str, value: Any, expected: str, code: str | None = None) -> NoReturn:
+    raise HttpError(400, f"{field}: got {clip_json(value)}, expected {expected}", field, code)
 
 
 class EventStream:
@@ -60,7 +60,7 @@ class EventStream:
     async def event(self, data: str) -> None:
         if not self.started:
             self.started = True
-            headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-store")]
+            headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-store"), (b"x-accel-buffering", b"no")]  # nginx
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         await self._send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})
 
@@ -74,6 +74,11 @@ class Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         yield
+
+    def abort_connections(self) -> None:
+        for connection in [*self.server_state.connections]:
+            assert isinstance(connection, H11Protocol)
+            connection.transport.abort()
 
 
 def server_config(app: Any, bounds: Bounds) -> uvicorn.Config:
@@ -184,13 +189,18 @@ def json_response(value: Any, status: int = 200) -> Response:
     return Response(compact_json(value), status, media_type="application/json")
 
 
-async def error_response(request: Request, error: Exception) -> Response:
+def http_error(where: str, error: Exception) -> HttpError:
+    """where: method and path of the request."""
+    if isinstance(error, HttpError):
+        return error
     if not isinstance(error, HTTPException):
-        error = HttpError(500, f"{type(error).__name__}: {error}")
-    elif not isinstance(error, HttpError):  # of the router, for a wrong path or method
-        headers, where = error.headers, f"{request.method[:20]} {request.scope['path'][:80]}"
-        error = HttpError(error.status_code, f"{where}: {error.detail}")
-        error.headers = headers  # Allow
+        return HttpError(500, f"{type(error).__name__}: {error}")
+    found = HttpError(error.status_code, f"{where}: {error.detail}")  # of the router, for a wrong path or method
+    found.headers = error.headers  # Allow
+    return found
+
+
+def error_response(error: HttpError) -> Response:
     response = json_response(error.body, error.status_code)
     response.headers.update(error.headers or {})
     return response

@@ -19,6 +19,7 @@ class Reply:
 
     def __init__(self, request: GenerationRequest, codec: TextCodec, index: int) -> None:
         self.request, self.index, self._codec = request, index, codec
+        self.prompt = request.prompt_of(index)
         self.jobs: list[Job] = []  # more than one if it continued after closed reasoning
         self._text_stream = codec.stream()
         tools = request.tools
@@ -143,9 +144,9 @@ def whole_message(deltas: Sequence[Delta]) -> dict[str, Any]:
 
 
 def usage_of(replies: Sequence[Reply]) -> dict[str, Any]:
-    """The usage of all choices together; they share a prompt."""
-    prompt, completion = len(replies[0].request.prompt_ids), sum(reply.tokens for reply in replies)
-    cached = [job.num_cached_tokens for job in replies[0].jobs[:1]]
+    """The usage of all choices together; those of a prompt share it."""
+    request, completion = replies[0].request, sum(reply.tokens for reply in replies)
+    prompt, cached = request.prompt_tokens, [job.num_cached_tokens for reply in replies[:: request.n] for job in reply.jobs[:1]]
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,

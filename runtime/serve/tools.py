@@ -65,12 +65,12 @@ class ToolUse:
 
 def tool_use(tools: Any, choice: Any, parallel: bool, chosen_format: ChosenFormat) -> ToolUse | None:
     """The functions that may be called; None if there are none. HttpError names the field that is wrong."""
-    if tools is None:
-        if choice not in (None, "none"):
-            refuse("tool_choice", choice, "none without tools")
+    if tools is None or tools == []:
+        if choice not in (None, "none", "auto"):
+            refuse("tool_choice", choice, "none or auto without tools")
         return None
-    if not isinstance(tools, list) or not tools:
-        refuse("tools", tools, "a list of at least one function")
+    if not isinstance(tools, list):
+        refuse("tools", tools, "a list of functions")
     for index, tool in enumerate(tools):
         _check_tool(tool, f"tools[{index}]")
     by_name = {tool["function"]["name"]: tool for tool in tools}

@@ -68,6 +68,7 @@ class ServerDoor(Door):
             {"path": "/v1/chat/completions", "body": chat},
             {"path": "/v1/completions", "body": plain},
             *({"path": "/v1/chat/completions", "body": chat | fields} for fields in more),
+            {"path": "/v1/completions", "body": plain | {"prompt": ["x", [1, 2]], "n": 2, "echo": True}},
             {"path": "/v1/completions", "body": plain | {"prompt": [1, 2], "logprobs": 0, "stream": True, "ignore_eos": True}},
             {"raw": blob(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET /metrics?x=1 HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")},
             {"raw": blob(HEAD + b'{"prompt":"x","max_tokens":1}')},

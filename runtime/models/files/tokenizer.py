@@ -99,7 +99,7 @@ def joined_parts(content: Any, name: str) -> Any:
         return content
     for part in content:
         if not isinstance(part, Mapping) or part.keys() != {"type", "text"} or part["type"] != "text" or not isinstance(part["text"], str):
-            raise ValueError(f"{name}: got {clip_repr(part)}, expected parts of type text")
+            raise ValueError(f"{name}: got {clip_repr(part)}, expected parts with the type text, their text and no other field")
     return "".join(part["text"] for part in content)
 
 

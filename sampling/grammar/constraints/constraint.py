@@ -54,7 +54,7 @@ _FIELD_CHECKS = {
 _NON_EMPTY = Check(lambda value: isinstance(value, str) and bool(value), "a non-empty string")
 _JSON_SCHEMA_FIELDS = {  # the fields of its json_schema
     "name": _NON_EMPTY,
-    "description": _STRING,
+    "description": optional(_STRING),
     "strict": Check(lambda value: value is None or isinstance(value, bool), "true, false or null"),
     "schema": instance_of(dict, "a JSON schema"),
 }
@@ -169,7 +169,7 @@ class Constraint:
         check_value(name, inner, instance_of(dict, "an object with a name and a schema"))
         _check_no_other_fields(inner, _JSON_SCHEMA_FIELDS, name)
         for field, check in _JSON_SCHEMA_FIELDS.items():
-            check_value(f"{name}.{field}", ({"description": ""} | inner).get(field), check)
+            check_value(f"{name}.{field}", inner.get(field), check)
         return cls.json_schema(inner["schema"], any_whitespace, backend)
 
     @classmethod
@@ -230,7 +230,7 @@ class Constraint:
 
 def _check_no_other_fields(value: dict[str, Any], known: Iterable[str], name: str) -> None:
     """ValueError for a field that would be ignored."""
-    if unknown := [field for field in value if field not in known]:
+    if unknown := [field for field, stated in value.items() if field not in known and stated is not None]:
         hint = "; a schema is json_schema.schema, of the type json_schema" if unknown[0] == "schema" else ""  # elsewhere of json_object too
         raise ValueError(f"{name}.{clip_name(unknown[0])}: got an unknown field, expected {', '.join(sorted(known))}{hint}")
 

@@ -63,6 +63,14 @@ def test_bad_requests_get_an_error_status(server: RunningServer) -> None:
         assert wire.recv(100).startswith(b"HTTP/1.1 400 ")
 
 
+def test_streams_ask_proxies_not_to_buffer_them(server: RunningServer) -> None:
+    body = b'{"prompt":"x","max_tokens":1,"stream":true}'
+    answer = server.send(POST + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body, end=False)
+    head = answer.partition(b"\r\n\r\n")[0].split(b"\r\n")
+    assert {b"content-type: text/event-stream", b"cache-control: no-store", b"x-accel-buffering: no"} <= {*head}
+    assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+
 def test_a_wrong_method_names_the_right_ones(server: RunningServer) -> None:
     answer = server.send(b"PUT /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", end=False)
     assert b"\r\nallow: POST\r\n" in answer and b'"type":"invalid_request_error"' in answer

@@ -287,6 +287,8 @@ REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ({"top_logprobs": "all", "logprobs": True}, "top_logprobs"),
     ({"user": 5}, "user"),
     ({"metadata": "x"}, "metadata"),
+    *(({name: value}, name) for name in ("store", "echo", "suffix", "modalities", "service_tier") for value in (0, True, ["audio"], "x")),
+    ({"skip_special_tokens": 1}, "skip_special_tokens"),
     ({"reasoning_effort": "huge"}, "reasoning_effort"),
     ({"audio": {"voice": "x"}}, "audio"),
     ({"temperature": -1}, "temperature"),
@@ -298,7 +300,7 @@ REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ({"max_tokens": "many", "max_completion_tokens": 5}, "max_tokens"),
     ({"max_tokens": 5, "min_tokens": 9}, "min_tokens"),
     ({"stop_token_ids": [*range(99)]}, "stop_token_ids"),
-    ({"stop": ["a"] * 5}, "stop"),
+    ({"stop": ["a"] * 33}, "stop"),
     ({"stop": [""]}, "stop"),
     ({"logit_bias": {"x": 1}}, "logit_bias"),
     ({"logit_bias": {"5": 101}}, "logit_bias"),
@@ -323,7 +325,7 @@ REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ({"tools": [{"type": "function", "function": {"name": "a", "description": 5}}]}, "tools[0].function.description"),
     ({"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]}, "tools[0].function.parameters"),
     ({"tools": TOOLS[:1] * 2}, "tools"),
-    ({"tool_choice": "auto"}, "tool_choice"),
+    ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
     ({"tools": TOOLS, "parallel_tool_calls": "no"}, "parallel_tool_calls"),
     ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
@@ -444,12 +446,15 @@ def test_a_body_of_three_megabytes_is_status_413() -> None:
 
 
 def test_keys_and_time_limit() -> None:
-    with engine_of() as engine, running(engine, Bounds(answer_seconds=0.2), ["secret", "other"]) as found, found.client as client:
+    with engine_of() as engine, running(engine, Bounds(answer_seconds=0.2), ["secret", "other", "clé"]) as found, found.client as client:
         assert client.with_options(api_key="secret").models.retrieve("toy").id == "toy"
+        utf8 = "GET /v1/models HTTP/1.1\r\nHost: x\r\nConnection: close\r\nAuthorization: Bearer clé\r\n\r\n".encode()
+        assert found.statuses(utf8, end=False) == [200]
         for key in ("none", "secret2", ""):
             with pytest.raises(openai.AuthenticationError) as caught:
                 client.with_options(api_key=key or "x").completions.create(model="toy", prompt="a")
             assert caught.value.code == "invalid_api_key" and "secret" not in caught.value.message
+            assert caught.value.response.headers["www-authenticate"] == "Bearer"
         long: Any = {"model": "toy", "prompt": "a", "max_tokens": 4000, "extra_body": ON}
         allowed = client.with_options(api_key="other")
         with pytest.raises(openai.InternalServerError, match=r"not complete after 0\.2 seconds"):
@@ -563,6 +568,7 @@ def test_preemption_gives_the_row_to_the_smaller_priority_number(flag: str) -> N
             assert answers_of(wires)[0] == alone
         assert in_order(jobs)[-1].max_new_tokens == 9
         assert [job.num_preemptions for job in jobs] == [int(bool(flag)), 0, 0]
+        assert f"stepgraph_preemptions_total {int(bool(flag))}.0" in engine.metrics()
 
 
 def test_preemption_is_refused_with_tensor_parallelism(capsys: pytest.CaptureFixture[str]) -> None:
@@ -601,6 +607,11 @@ def test_metrics_are_those_of_the_engine(server: RunningServer) -> None:
     finished = {sample.labels["reason"]: sample.value for sample in families["stepgraph_finished"].samples}
     assert finished == dict(server.engine.stats().finished) and sum(finished.values()) > 0
     assert families["stepgraph_first_token_seconds"].type == "histogram" and families["stepgraph_http_waiting"].type == "gauge"
+    page = (
+        Path("docs/serve.md").read_text(encoding="utf-8").partition("| `vllm:` | here: `stepgraph_` |\n|---|---|\n")[2].partition("\n\n")[0]
+    )
+    named = {name.removesuffix("_total") for line in page.split("\n") for name in re.findall("`([a-z_]+)`", line.split("|")[2])}
+    assert len(named) > 10 and {f"stepgraph_{name}" for name in named - {"reason", "status"}} <= families.keys()
 
 
 def counts_of(server: RunningServer) -> tuple[int, int]:
@@ -679,6 +690,27 @@ def test_a_signal_lets_answers_end_and_a_second_one_cancels_them(number: signal.
     assert len("".join(text)) > 100 if signals == 1 else len(text) < 4000
 
 
+def test_a_body_that_has_not_arrived_at_the_end_of_the_grace_period_ends_with_its_connection(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    wires = list[socket.socket]()
+
+    def on_listening(line: str) -> None:
+        wires.append(socket.create_connection(("127.0.0.1", int(line.rsplit(":", 1)[1].removesuffix("/v1"))), timeout=SECONDS))
+        wires[0].sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 9\r\n\r\n{")
+        threading.Thread(target=stop).start()
+
+    def stop() -> None:
+        assert wires[0].recv(99).startswith(b"HTTP/1.1 100 ")  # the server waits for the body
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(terminal, "print_text", on_listening)
+    assert cli.main([*FLAGS, "--port", "0", "--grace", "0.1"]) == 0
+    with wires[0] as wire, contextlib.suppress(ConnectionResetError):
+        assert wire.recv(99) == b""
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+
 def test_limits_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     found = list[Any]()
 
@@ -739,13 +771,72 @@ def test_each_request_is_one_line_of_the_log_without_its_text(server: RunningSer
         for refused in ({"extra_body": {"min_p": "secret"}}, {"max_tokens": 99999}):
             with pytest.raises(openai.BadRequestError):
                 client.completions.create(model="toy", prompt="secret", **refused)
-        waited(lambda: len(caplog.records) == 4, "no line for a request")
+        lines = lines_of(caplog, 4)
     assert "secret" not in caplog.text and found[0].choices[0].text not in caplog.text
-    lines = [json.loads(record.message) for record in caplog.records]
     assert [(line["status"], line["param"]) for line in lines[2:]] == [(400, "min_p"), (400, "max_tokens")]
     assert [line["id"] for line in lines[:2]] == ids
     for line in lines[:2]:
         assert (line["status"], line["prompt_tokens"], line["completion_tokens"], line["finish_reasons"]) == (200, 6, 4, ["length"])
+
+
+def lines_of(caplog: pytest.LogCaptureFixture, count: int) -> list[dict[str, Any]]:
+    waited(lambda: len(caplog.records) == count, "no line for a request")
+    return [json.loads(record.message) for record in caplog.records]
+
+
+def test_refused_requests_are_logged_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    asked = (
+        (("GET", "/v1/models"), 401),
+        (("POST", "/chat/completions"), 404),
+        (("GET", "/v1/completions"), 405),
+        (("POST", "/v1/completions"), 401),
+    )
+    with caplog.at_level(logging.INFO, "stepgraph.serve"), engine_of() as engine, running(engine, Bounds(), ["secret"]) as found:
+        for (method, path), status in asked:
+            head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+            assert found.statuses(head.encode(), end=False) == [status]
+        lines = lines_of(caplog, 4)
+        assert [(line["request"], line["status"]) for line in lines] == [(" ".join(request), status) for request, status in asked]
+        families = {family.name: family for family in text_string_to_metric_families(found.metrics().partition("\r\n\r\n")[2])}
+    counted = {sample.labels["status"]: sample.value for sample in families["stepgraph_http_requests"].samples}
+    assert counted == {"401": 2, "404": 1, "405": 1}
+
+
+def test_an_answer_that_ends_within_its_stream_is_logged_with_its_error(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "stepgraph.serve"), engine_of() as engine:
+        steps = Steps(engine, 4)
+        with running(engine, Bounds()) as found, found.client as client:
+            chunks = client.completions.create(model="toy", prompt="x", max_tokens=4000, stream=True, extra_body=ON)
+            assert next(chunks).choices
+            engine.close()
+            steps.open()
+            with pytest.raises(openai.APIError, match="the server is shutting down"):
+                list(chunks)
+            (line,) = lines_of(caplog, 1)
+            assert line["status"] == 503 and 'stepgraph_http_requests_total{status="503"} 1.0' in found.metrics()
+
+
+def test_times_contain_the_time_before_an_answer_reaches_the_engine(caplog: pytest.LogCaptureFixture) -> None:
+    """One request runs, one waits in the engine, one at the gate."""
+    with caplog.at_level(logging.INFO, "stepgraph.serve"), engine_of(ONE_ROW) as engine:
+        jobs, steps, wires = spied_jobs(engine), Steps(engine), list[socket.socket]()
+        with running(engine, Bounds()) as server:
+            for count in range(3):
+                wires.append(post(server, "", 0, 9))
+                waited(lambda: sum(counts_of(server)) == len(wires), "a request was not queued")
+                if count == 0:
+                    steps.allow(2)
+                    waited(lambda: engine.stats().running == 1, "the first request has no row")
+            time.sleep(0.2)
+            steps.open()
+            answers_of(wires)
+            lines = sorted(line["first_token_seconds"] for line in lines_of(caplog, 3))
+            (first,) = (job.first_token_seconds for job in in_order(jobs)[2:])
+            assert first is not None and lines[2] >= first + 0.19
+            families = {family.name: family for family in text_string_to_metric_families(server.metrics().partition("\r\n\r\n")[2])}
+    for name in ("stepgraph_http_first_token_seconds", "stepgraph_http_seconds"):
+        found = {sample.name.removeprefix(name): sample.value for sample in families[name].samples}
+        assert found["_count"] == 3 and found["_sum"] >= sum(lines) - 0.001
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the server ends with that error

@@ -1,0 +1,156 @@
+"""Bodies of requests: lists of prompts, `echo`, and the fields that clients send by default."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from stepgraph.runtime.serve.http import Bounds
+from tests.helpers.running_server import CHAT, ON, RunningServer, engine_of, running
+
+PROMPTS = ["ab", "the second one", "c"]
+SAMPLED: Any = {"model": "toy", "max_tokens": 9, "temperature": 0.9, "seed": 7, "extra_body": ON}
+GREEDY: Any = {"model": "toy", "max_tokens": 6, "temperature": 0, "extra_body": ON}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with engine_of() as engine, running(engine, Bounds(waiting=4)) as found:
+        yield found
+
+
+def texts_of(answer: Any, count: int) -> list[str]:
+    """The texts of a streamed answer, by index; checks that each choice has one finish reason, in its last event."""
+    texts, reasons = [""] * count, dict[int, str]()
+    for chunk in answer:
+        for choice in chunk.choices:
+            assert choice.index not in reasons
+            texts[choice.index] += choice.text
+            reasons |= {choice.index: choice.finish_reason} if choice.finish_reason else {}
+    assert sorted(reasons) == [*range(count)]
+    return texts
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_prompts_of_a_list_are_answered_as_alone(server: RunningServer, as_ids: bool) -> None:
+    """Choice j of prompt i has the index i * n + j; the usage counts each prompt once."""
+    prompts: Any = [[*prompt.encode()] for prompt in PROMPTS] if as_ids else PROMPTS
+    with server.client as client:
+        alone = [choice.text for prompt in PROMPTS for choice in client.completions.create(prompt=prompt, n=2, **SAMPLED).choices]
+        answer = client.completions.create(prompt=prompts, n=2, best_of=2, **SAMPLED)
+        *chunks, last = client.completions.create(prompt=prompts, n=2, stream=True, stream_options={"include_usage": True}, **SAMPLED)
+    assert len({*alone}) == 6
+    assert [choice.text for choice in answer.choices] == alone and [choice.index for choice in answer.choices] == [*range(6)]
+    assert texts_of(chunks, 6) == alone
+    for usage in (answer.usage, last.usage):
+        assert usage is not None and (usage.prompt_tokens, usage.completion_tokens) == (len("".join(PROMPTS)), 54)
+        assert usage.total_tokens == usage.prompt_tokens + 54
+
+
+def test_an_echoed_prompt_precedes_its_answers_and_has_no_stop_text(server: RunningServer) -> None:
+    with server.client as client:
+        plain = client.completions.create(prompt=PROMPTS, **GREEDY)
+        expected = [prompt + choice.text for prompt, choice in zip(PROMPTS, plain.choices, strict=True)]
+        request: Any = GREEDY | {"echo": True, "stop": ["second"]}
+        ids: Any = [[*prompt.encode()] for prompt in PROMPTS]
+        for prompts in (PROMPTS, ids):
+            assert [choice.text for choice in client.completions.create(prompt=prompts, **request).choices] == expected
+            assert texts_of(client.completions.create(prompt=prompts, stream=True, **request), 3) == expected
+        assert client.completions.create(prompt="ab", **request).choices[0].text == expected[0]
+        empty = request | {"extra_body": {"structured_outputs": {"regex": "x{0}"}}}
+        assert texts_of(client.completions.create(prompt="ab", stream=True, **empty), 1) == ["ab"]
+
+
+def test_each_prompt_has_its_own_room(server: RunningServer) -> None:
+    """By default an answer has 16 tokens, fewer where the prompt leaves less room."""
+    with server.client as client:
+        answer = client.completions.create(model="toy", prompt=["x" * 4090, "x"], temperature=0, logprobs=0, extra_body=ON)
+    assert [len(choice.logprobs.tokens) for choice in answer.choices if choice.logprobs and choice.logprobs.tokens] == [6, 16]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"prompt": ["x", ""]}, "prompt[1]", r"prompt\[1\]: got 0 tokens, expected 1 to 4095"),
+        ({"prompt": ["x", "y" * 5000]}, "prompt[1]", r"prompt\[1\]: got 5000 tokens"),
+        ({"prompt": ["x", "y" * 4090], "max_tokens": 9}, "max_tokens", r"expected a whole number from 1 to 6: .* less 4090 of prompt\[1\]"),
+        ({"prompt": [[1, 2], [3, 999]]}, "prompt[1]", r"prompt\[1\]\[1\]: got 999, expected a token id from 0 to 256"),
+        ({"prompt": [[1, 2], [[3]]]}, "prompt[1]", r"prompt\[1\]\[0\]: got \[3\]"),
+        ({"prompt": ["x", 5]}, "prompt[1]", r"prompt\[1\]: got 5, expected a text or a list of token ids"),
+        ({"prompt": [5, "x"]}, "prompt", r"prompt\[1\]: got 'x', expected a token id"),
+        ({"prompt": []}, "prompt", "prompt: got 0 tokens"),
+        ({"prompt": None}, "prompt", "prompt: got null, expected a text or a list of token ids"),
+        ({"prompt": ["x"] * 8}, "prompt", "prompt: got 8, expected at most 7 choices"),  # 2 rows, one in the engine's queue, 4 at the gate
+        ({"prompt": ["x", "y"], "n": 4}, "prompt", "prompt: got 8, expected at most 7 choices"),
+        ({"prompt": ["x", "y"], "n": 2, "best_of": 3}, "best_of", "best_of: got 3, expected n, which is 2"),
+        ({"prompt": "x", "echo": True, "logprobs": 0}, "echo", "prompts have no log-probabilities"),
+        ({"prompt": "x", "echo": 1}, "echo", "echo: got 1, expected true or false"),
+    ],
+)
+def test_a_wrong_prompt_refuses_all_of_them(server: RunningServer, fields: Any, param: str, message: str) -> None:
+    submitted = server.engine.stats().submitted
+    with server.client as client, pytest.raises(openai.BadRequestError, match=message) as refused:
+        client.completions.create(model="toy", prompt="x", extra_body=ON | fields)
+    assert refused.value.param == param
+    assert server.engine.stats().submitted == submitted
+
+
+def test_more_choices_than_the_server_holds_are_no_overload(server: RunningServer) -> None:
+    """429 would let a client repeat the request for ever."""
+    with server.client as client, pytest.raises(openai.BadRequestError, match="n: got 8, expected at most 7 choices") as refused:
+        client.chat.completions.create(model="toy", messages=CHAT, n=8)
+    assert refused.value.param == "n"
+
+
+def test_an_answer_beyond_the_context_has_the_code_of_a_prompt_beyond_it(server: RunningServer) -> None:
+    """Routers choose a model with a longer context by this code."""
+    with server.client as client:
+        for prompt, max_tokens, code in (("x" * 5000, 1, True), ("x", 4096, True), ("x", 0, False), ("x", -1, False)):
+            with pytest.raises(openai.BadRequestError) as refused:
+                client.completions.create(model="toy", prompt=prompt, max_tokens=max_tokens)
+            assert refused.value.code == ("context_length_exceeded" if code else None), (len(prompt), max_tokens)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": []},
+        {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True},
+        {"tool_choice": "auto"},
+        {"stop": [f"never {index}" for index in range(32)]},
+        {"stream": False, "stream_options": None},
+        {"prompt_cache_retention": "24h", "store": False, "metadata": {}, "user": "", "service_tier": "auto"},
+        {"suffix": "", "skip_special_tokens": True, "include_stop_str_in_output": False},
+        {"response_format": {"type": "text", "json_schema": None}},
+        {"logit_bias": {}, "top_logprobs": 0, "logprobs": False, "n": 1, "functions": None, "modalities": ["text"]},
+    ],
+    ids=str,
+)
+def test_fields_without_effect_change_nothing(server: RunningServer, fields: Any) -> None:
+    request = GREEDY | {"extra_body": ON | fields}
+    with server.client as client:
+        plain = client.chat.completions.create(messages=CHAT, **GREEDY).choices[0].message
+        assert client.chat.completions.create(messages=CHAT, **request).choices[0].message == plain
+
+
+def test_options_of_streams_may_be_null_or_off(server: RunningServer) -> None:
+    with server.client as client:
+        for options, usages in (({"include_usage": None}, 0), ({"include_usage": True, "continuous_usage_stats": False}, 1)):
+            chunks = [*client.completions.create(prompt="x", stream=True, stream_options=options, **GREEDY)]  # type: ignore[call-overload]
+            assert sum(chunk.usage is not None for chunk in chunks) == usages
+        for options in ({"include_usage": 1}, {"continuous_usage_stats": True}, {"other": False}, []):
+            with pytest.raises(openai.BadRequestError, match="stream_options: got ") as refused:
+                client.completions.create(prompt="x", stream=True, stream_options=options, **GREEDY)  # type: ignore[call-overload]
+            assert refused.value.param == "stream_options"
+
+
+def test_a_schema_may_have_null_beside_it(server: RunningServer) -> None:
+    schema = {"name": "x", "description": None, "strict": None, "schema": {"enum": [12]}}
+    with server.client as client:
+        answer = client.chat.completions.create(
+            model="toy", messages=CHAT, extra_body={"response_format": {"type": "json_schema", "json_schema": schema}}
+        )
+    assert answer.choices[0].message.content == "12"
