@@ -24,7 +24,7 @@ from stepgraph.graphs.graph_key import FULL
 from stepgraph.graphs.graph_set import GraphSet, draft_choices
 from stepgraph.graphs.layers.lora import lora_specs
 from stepgraph.graphs.layers.product_choice import choose_products
-from stepgraph.graphs.limits import UNTIL_EVENT, Limits
+from stepgraph.graphs.limits import GROW, RESERVE, UNTIL_EVENT, Limits
 from stepgraph.graphs.logits_processors import check_processors
 from stepgraph.graphs.model import ModelPair, TargetModel
 from stepgraph.graphs.prefill import Prompts, prompt_specs
@@ -155,10 +155,13 @@ def accept_options(config: EngineConfig, models: ModelPair, limits: Limits, back
 def queue_types(config: EngineConfig, ranks: Ranks | None, record: object) -> tuple[Callable[..., RequestQueue], Callable[..., Scheduler]]:
     """The types of queue and scheduler. ValueError for preemption with a part that requires the rounds of a request to be one series."""
     excluded = {"record": record, "save_hidden_states": config.save_hidden_states, "tensor_parallel": ranks}
-    for name in (name for name, part in excluded.items() if part is not None and config.preemption):
-        raise ValueError(f"EngineConfig.preemption: got True with {name}, expected False")
+    for setting, default in (("preemption", False), ("page_allocation", RESERVE)):
+        value = getattr(config, setting)
+        for name in (name for name, part in excluded.items() if part is not None and value != default):
+            raise ValueError(f"EngineConfig.{setting}: got {value!r} with {name}, expected {default!r}")
     if ranks is None:
-        return RequestQueue, PreemptingScheduler if config.preemption else Scheduler
+        preempts = config.preemption or config.page_allocation == GROW
+        return RequestQueue, functools.partial(PreemptingScheduler, config.preemption) if preempts else Scheduler
     return functools.partial(LockstepQueue, ranks), functools.partial(LockstepScheduler, ranks)
 
 
@@ -184,7 +187,7 @@ def loop_in_flight_type(
     for reason, holds in reasons.items():
         if holds:
             raise ValueError(f"EngineConfig.rounds_per_launch: got {UNTIL_EVENT!r}, expected 1: {reason}")
-    return functools.partial(LoopInFlight, queue, watchdog.poll, limits.max_length)
+    return functools.partial(LoopInFlight, queue, watchdog.poll, limits.max_length, limits.grows)
 
 
 def make_chooser(

@@ -8,7 +8,7 @@ from typing import get_args
 
 from stepgraph.graphs.attention.choose import ATTENTION_CHOICES
 from stepgraph.graphs.graph_set import OnFailure, bucket_sizes, checked_buckets
-from stepgraph.graphs.limits import KV_CACHE_DTYPES, UNTIL_EVENT, Limits
+from stepgraph.graphs.limits import KV_CACHE_DTYPES, PAGE_ALLOCATIONS, RESERVE, UNTIL_EVENT, Limits
 from stepgraph.graphs.logits_processors import LogitsProcessor
 from stepgraph.graphs.proposing import ANCHOR_TOKENS
 from stepgraph.sampling.fields import (
@@ -51,6 +51,7 @@ CHECKS = {
     "grammar_arena_bytes": whole(1 << 10),
     "filters": one_of(FILTER_CHOICES),
     "attention": one_of(ATTENTION_CHOICES),
+    "page_allocation": one_of(PAGE_ALLOCATIONS),
     "kv_cache_dtype": one_of(KV_CACHE_DTYPES),
     "grammar_backend": one_of(get_args(BackendChoice)),
     "compile_isolation": one_of(get_args(Isolation)),
@@ -82,6 +83,7 @@ NAMES_ELSEWHERE = {
     **dict.fromkeys(("type_k", "type_v"), "kv_cache_dtype"),
     **dict.fromkeys(("enable_prefix_caching", "enable_block_reuse"), "prefix_reuse"),
     **dict.fromkeys(("block_size", "tokens_per_block"), "page_size"),
+    "capacity_scheduler_policy": "page_allocation",
     "max_logprobs": "max_top_logprobs",
     "enforce_eager": "eager",
     "device": "backend",
@@ -101,6 +103,10 @@ class EngineConfig:
     max_length: int = 1024  # tokens of one request, prompt included
     page_size: int = 16  # tokens per cache page
     num_pages: int | None = None  # None: enough for max_rows requests of max_length
+    # "reserve": a request has pages for its prompt and max_new_tokens from its first step on. "grow": it gets pages while it decodes; if
+    # none is free, the request that is last in order loses its row and continues later, with the same tokens. Sampled requests without a
+    # seed that have drafts reserve pages in any case: their draws depend on the drafts
+    page_allocation: str = RESERVE
     # Type of cached keys and values. auto: the model's type; fp8_e4m3: eight bits without a scale, in any model, with less precision
     kv_cache_dtype: str = "auto"
     prefix_reuse: bool = True  # reuse cached full pages of equal prefixes; outputs are the same

@@ -110,6 +110,8 @@ def _metrics(stats: EngineStats) -> list[Metric]:
         gauge("most_used_pages", "Maximum of pages in use.", stats.most_used_pages),
         gauge("cached_pages", "Pages findable by prefix.", stats.cached_pages),
         counter("evicted_pages", "Cached pages evicted.", stats.evicted_pages),
+        counter("added_pages", "Pages added to requests that decode.", stats.added_pages),
+        counter("preemptions", "Requests that lost their row and continue.", stats.preemptions),
         _histogram("host_node_seconds", "Duration of host nodes.", stats.host_nodes),
         _histogram("queue_seconds", "Time from submit to a row.", stats.queue_seconds),
         _histogram("first_token_seconds", "Time from submit to the first token.", stats.first_token_seconds),

@@ -45,7 +45,7 @@ def loss_cause(requested: int, result: ResultRecord) -> LossCause | None:
 
 class Counters:
     def __init__(self, num_drafts: int) -> None:
-        self.tokens = self.prompt_tokens = self.drafting_tokens = 0
+        self.tokens = self.prompt_tokens = self.drafting_tokens = self.preemptions = 0
         self._rounds_by_drafts = collections.Counter[DraftCounts]()  # a sum for each row and round takes longer
         self.finished = collections.Counter[str]()  # by finish reason, or REFUSED_CONSTRAINT
         self.queue_seconds, self.first_token_seconds, self.token_seconds = (HistogramBuilder() for _ in range(3))

@@ -131,6 +131,8 @@ class EngineStats:
     most_used_pages: int  # at any time, without pages that are kept only for their prefix
     cached_pages: int  # findable by prefix
     evicted_pages: int
+    added_pages: int  # to requests that decode
+    preemptions: int  # of requests that lost their row and continue, also for pages of others
     reused_tokens: int  # prompt tokens found in the prefix cache
 
 
@@ -180,6 +182,8 @@ def take_stats(parts: EngineParts) -> EngineStats:
             most_used_pages=rows.most_used_pages,
             cached_pages=len(rows.page_cache),
             evicted_pages=rows.page_cache.evicted,
+            added_pages=rows.added_pages,
+            preemptions=counters.preemptions,
             reused_tokens=rows.reused_tokens,
         )
 
