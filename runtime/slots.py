@@ -121,7 +121,8 @@ class RowTable:
         for rounds in (0, LOOP_ROUNDS)[: 1 + self._limits.loops]:
             for request in requests:
                 count = min(self._num_pages(request.job, rounds) - len(request.pages), self.page_cache.num_free)
-                pages, first = self.page_cache.allocate(max(0, count)) or [], len(request.pages)
+                pages, first = self.page_cache.allocate(max(0, count)), len(request.pages)
+                assert pages is not None, "num_free counts the same pages"
                 entries += [(request.row, index, page) for index, page in enumerate(pages, first)]
                 request.pages += pages
                 self._set_most_tokens(request)

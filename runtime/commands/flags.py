@@ -169,6 +169,12 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     help_text = "seconds that an answer may take, its time in the queue included; then status 504"
     add_number(parser, "--answer-seconds", 600.0, help_text, LEAST_SECONDS, SECONDS_PER_DAY)
     add("--preemption", action="store_true", help="a request takes the row of one with larger `priority`, which continues later")
+    help_text = "pages of the cache, of 16 tokens each (default: enough for --max-rows answers of --max-length tokens)"
+    add("--num-pages", type=int, metavar="N", help=help_text)
+    help_text = (
+        "reserve: an answer has pages for all its tokens before it starts; grow: it gets them while it decodes (default: %(default)s)"
+    )
+    add("--page-allocation", choices=("reserve", "grow"), default="reserve", help=help_text)
     add("--eager", action="store_true", help="capture no graphs: faster start, slower decoding")
     help_text = "time limit of a round; then the engine and its requests end with an error (default: none; 60 with --tensor-parallel)"
     add("--round-timeout-seconds", type=float, metavar="SECONDS", help=help_text)

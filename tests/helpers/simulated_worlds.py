@@ -165,18 +165,11 @@ def draw_world(number: int) -> World:
         compile_isolation="none",
         eager=eager,
         backend="tape",
-        page_allocation="grow" if not (saves or records) and chance(0.5) else "reserve",
         **options,
     )
-    return World(
-        drafter,
-        config,
-        "" if toy else case.family,
-        saves,
-        records,
-        switches=rng.choice((0.0, 0.1, 1.0)) if auto else 0.0,
-        threaded=chance(0.2),
-    )
+    switches, threaded = rng.choice((0.0, 0.1, 1.0)) if auto else 0.0, chance(0.2)
+    config = replace(config, page_allocation="grow" if not (saves or records) and chance(0.5) else "reserve")
+    return World(drafter, config, "" if toy else case.family, saves, records, switches, threaded)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ SAMPLE = (101, 131)  # of two worlds, because a capture takes longer than a sche
 SCHEDULES, PART = 10_000, 250
 DRAFTING = replace(PLAIN, max_rows=3, num_speculative_tokens=3, draft_length=3, page_size=8, num_pages=11, rounds_in_flight=2, eager=True)
 PREEMPTING = replace(DRAFTING, max_rows=2, preemption=True, prefix_reuse=True, page_size=4, num_pages=18)
-GROWING = World("fair", replace(DRAFTING, page_allocation="grow", page_size=4, num_pages=18))
+GROWING = World("fair", replace(DRAFTING, page_allocation="grow", page_size=4, num_pages=18, **OPTIONS))
+PLAIN_GROWING = World("none", replace(GROWING.config, num_speculative_tokens=0, draft_length=0))
 ON_HOST = World("fair", replace(DRAFTING, host_link="python", **OPTIONS))
 FIXED = {  # settings that no world changes
     *(
@@ -146,7 +147,7 @@ def states_of_another_row(patch: pytest.MonkeyPatch) -> None:
         (draft_entry_not_computed, World("perfect", replace(PREEMPTING, greedy_only=True)), 0),
         (states_of_another_row, replace(ON_HOST, saves=True), 0),
         (pages_added_one_round_late, GROWING, 0),
-        (pages_added_one_round_late, replace(GROWING, drafter="none", config=replace(GROWING.config, draft_length=0)), 0),
+        (pages_added_one_round_late, PLAIN_GROWING, 0),
         (page_of_another_index, GROWING, 0),
     ],
 )
