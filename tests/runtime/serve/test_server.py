@@ -573,6 +573,9 @@ def test_pages_of_answers_grow_if_asked(capsys: pytest.CaptureFixture[str]) -> N
             assert [len(job.tokens) for job in jobs] == [150, 150] and (engine.stats().preemptions > 0) == (allocation == "grow")
     assert cli.main([*flags[:-1], "15"]) == 2
     assert "--num-pages: got 15, expected >= 16 for one row of --max-length 256" in capsys.readouterr().err
+    for text, message in (("0.5", "got 0.5 on cpu, expected a whole number, or None"), ("1.5", "got 1.5, expected a whole number >= 1")):
+        assert cli.main([*flags[:-1], text]) == 2
+        assert f"--num-pages: {message}" in capsys.readouterr().err
 
 
 def test_tenants_take_turns() -> None:
