@@ -91,9 +91,9 @@ def test_outputs_equal_those_of_single_requests(name: str) -> None:
         assert stats.free_pages == stats.pages and stats.running == stats.waiting == 0
 
 
-def most_running(engine: Engine, requests: int, **options: Any) -> int:
+def most_running(engine: Engine, requests: int, max_new_tokens: int = 80) -> int:
     for index in range(requests):
-        engine.submit([5, index], **{"max_new_tokens": 80, "sampling": LASTING} | options)
+        engine.submit([5, index], max_new_tokens=max_new_tokens, sampling=LASTING)
     most = 0
     while engine.has_work:
         step(engine)
@@ -180,7 +180,7 @@ def test_only_a_step_that_adds_pages_uploads_them(allocation: str, monkeypatch: 
         while not engine._scheduler.active or any(not request.decoding for request in engine._scheduler.active):
             engine.step()
         runs, run, grew = list[object](), engine.backend.run, 0
-        monkeypatch.setattr(engine.backend, "run", lambda step: runs.append(step) or run(step))
+        monkeypatch.setattr(engine.backend, "run", lambda step: run(runs.append(step) or step))  # type: ignore[func-returns-value]
         while engine.has_work:
             before = engine.stats().added_pages
             engine.step()
