@@ -187,8 +187,8 @@ def queue_types(config: EngineConfig, ranks: Ranks | None, record: object) -> tu
         for name in (name for name, part in excluded.items() if part is not None and value != default):
             raise ValueError(f"EngineConfig.{setting}: got {value!r} with {name}, expected {default!r}")
     if ranks is None:
-        preempts = config.preemption or config.page_allocation == GROW
-        return RequestQueue, functools.partial(PreemptingScheduler, config.preemption) if preempts else Scheduler
+        reasons = config.preemption, config.page_allocation == GROW
+        return RequestQueue, functools.partial(PreemptingScheduler, *reasons) if any(reasons) else Scheduler
     return functools.partial(LockstepQueue, ranks), functools.partial(LockstepScheduler, ranks)
 
 

@@ -63,7 +63,7 @@ class EngineCore(EngineState):
         """Requeue requests that hold a row or pages for which an earlier one waits, once the results of all rounds in flight are read; and
         give requests that grow the pages for their next rounds."""
         victim = scheduler.victim()
-        if not (victim or scheduler.num_missing_pages):
+        if not (victim or scheduler.needs_pages):
             return []
         self._in_flight.interrupt()
         events = self._collect(1) if victim or self.limits.loops else []  # how long a loop may run follows from the pages at its launch

@@ -15,22 +15,22 @@ from stepgraph.runtime.scheduler import Scheduler
 class PreemptingScheduler(Scheduler):
     """The engine suspends the victims, once it has read the results of all rounds in flight."""
 
-    def __init__(self, by_priority: bool, *parts: Any) -> None:
-        """by_priority: also for waiting requests, not only for those that grow."""
+    def __init__(self, by_priority: bool, grows: bool, *parts: Any) -> None:
+        """Whether requests are suspended for waiting ones with smaller priority numbers, and for earlier ones that grow."""
         super().__init__(*parts)
-        self._by_priority = by_priority
+        self._by_priority, self.grows = by_priority, grows
 
     @property
-    def num_missing_pages(self) -> int:
-        with self._queue.lock:
-            return self.rows.num_missing_pages(self._active.values())
+    def needs_pages(self) -> bool:
+        """Whether a request needs further pages for the next round."""
+        return self.grows and bool(self.rows.short(self._active.values()))
 
     def victim(self) -> ActiveRequest | None:
         """The request to suspend. If too few pages are free for those that grow: the last in order, so that the first one always proceeds.
         Else the last in order of those with larger priority numbers than the first waiting one, if that has no room and would have it
         without them."""
         with self._queue.lock:
-            if self.num_missing_pages > self.rows.page_cache.num_free:
+            if self.grows and (short := self.rows.short(self._active.values())) and not self.rows.can_grow(short):
                 candidates = self._candidates(-math.inf)
             else:
                 first = next((queued.job for queued in self._admissible() if not queued.error), None) if self._by_priority else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import heapq
+import itertools
 import sys
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -47,6 +48,10 @@ class RowTable:
         self._limits, self._sharing = limits, sharing
         self.page_cache = PageCache(limits.num_pages, limits.page_size, sharing.lookahead, sharing.max_idle_pages)
         self._free_rows = list(range(limits.max_rows))
+        self._grows, rounds = limits.grows, (limits.launches_in_flight, *[LOOP_ROUNDS] * limits.loops)
+        # How many positions after the known tokens so many rounds may write. Each emits up to `positions` tokens, and then the draft model
+        # writes entries for all drafts but the last. The last token has no entry of the target.
+        self._written = [count * limits.positions + limits.num_speculative_tokens - 1 for count in rounds]
         self.reused_tokens = self.most_used_pages = self.added_pages = 0
         self._refused: Job | None = None  # its prompt is looked up again once pages are freed or published: each step asks
 
@@ -80,7 +85,7 @@ class RowTable:
         held = collections.Counter(page for request in without for page in request.cached_pages)
         freed = sum(len(request.pages) - len(request.cached_pages) for request in without)
         freed += sum(page.ref_count == holders for page, holders in held.items())
-        spare = len(self) - len(without) if self._limits.grows else 0
+        spare = len(self) - len(without) if self._grows else 0
         missing = self._num_pages(job) + spare - self.page_cache.num_free - freed
         if missing <= 0 or (job is self._refused and not without):
             return missing <= 0
@@ -88,44 +93,40 @@ class RowTable:
         self._refused = self._refused if has_room or without else job
         return has_room
 
-    def _num_pages(self, job: Job, rounds: int = 0) -> int:
-        """The pages of a job up to its maximum length; with `grows`, for the positions that so many rounds after its known tokens may
-        write, by default those in flight and the next one. One that cannot be suspended has all its pages."""
+    def _num_pages(self, job: Job, written: int | None = None) -> int:
+        """The pages of a job up to its maximum length; with `grows`, up to so many positions after its known tokens, by default those that
+        the rounds in flight and the next one may write. One that cannot be suspended has all its pages."""
         tokens = len(job.prompt_ids) + job.max_new_tokens
-        if self._limits.grows and job.continues_exactly:
-            tokens = min(tokens, job.length + self._num_written(rounds))
+        if self._grows and job.continues_exactly:
+            tokens = min(tokens, job.length + (written or self._written[0]))
         return -(-tokens // self._limits.page_size)
-
-    def _num_written(self, rounds: int) -> int:
-        """How many positions after the known tokens these rounds may write. Each emits up to `positions` tokens, and then the draft model
-        writes entries for all drafts but the last. The last token has no entry of the target."""
-        limits = self._limits
-        return (rounds or limits.launches_in_flight) * limits.positions + limits.num_speculative_tokens - 1
 
     def _set_most_tokens(self, request: ActiveRequest) -> None:
         job, tokens = request.job, len(request.pages) * self._limits.page_size
         is_whole = tokens >= len(job.prompt_ids) + job.max_new_tokens
-        request.most_tokens = sys.maxsize if is_whole else len(job.tokens) + tokens - job.length - self._num_written(0)
+        request.most_tokens = sys.maxsize if is_whole else len(job.tokens) + tokens - job.length - self._written[0]
 
-    def num_missing_pages(self, requests: Iterable[ActiveRequest]) -> int:
-        """How many pages these requests need for the next round, in addition to theirs. 0 if they do not grow."""
-        if not self._limits.grows:
-            return 0
-        short = (request for request in requests if len(request.job.tokens) > request.most_tokens)
-        return sum(self._num_pages(request.job) - len(request.pages) for request in short)
+    def short(self, requests: Iterable[ActiveRequest]) -> list[ActiveRequest]:
+        """Those of the requests whose pages end before positions that the next round may write."""
+        return [request for request in requests if len(request.job.tokens) > request.most_tokens]
+
+    def can_grow(self, requests: Iterable[ActiveRequest]) -> bool:
+        """Whether the missing pages of short requests are free."""
+        return sum(self._num_pages(request.job) - len(request.pages) for request in requests) <= self.page_cache.num_free
 
     def grow(self, requests: Collection[ActiveRequest]) -> list[tuple[int, int, int]]:
         """Allocate the missing pages of these requests, and, for loops, those of LOOP_ROUNDS as far as pages are free. Returns the row, the
         index in its block table and the number of each page."""
-        entries = list[tuple[int, int, int]]()
-        for rounds in (0, LOOP_ROUNDS)[: 1 + self._limits.loops]:
-            for request in requests:
-                count = min(self._num_pages(request.job, rounds) - len(request.pages), self.page_cache.num_free)
-                pages, first = self.page_cache.allocate(max(0, count)), len(request.pages)
-                assert pages is not None, "num_free counts the same pages"
-                entries += [(request.row, index, page) for index, page in enumerate(pages, first)]
-                request.pages += pages
-                self._set_most_tokens(request)
+        entries, short = list[tuple[int, int, int]](), self.short(requests)
+        for request, written in itertools.chain(
+            itertools.product(short, self._written[:1]), itertools.product(requests, self._written[1:])
+        ):
+            count = min(self._num_pages(request.job, written) - len(request.pages), self.page_cache.num_free)
+            pages, first = self.page_cache.allocate(max(0, count)), len(request.pages)
+            assert pages is not None, "num_free counts the same pages"
+            entries += [(request.row, index, page) for index, page in enumerate(pages, first)]
+            request.pages += pages
+            self._set_most_tokens(request)
         self.added_pages += len(entries)
         self._count_used()
         return entries

@@ -109,8 +109,13 @@ def output_counts_lost(patch: pytest.MonkeyPatch) -> None:
 
 
 def pages_added_one_round_late(patch: pytest.MonkeyPatch) -> None:
-    real = RowTable._num_written
-    patch.setattr(RowTable, "_num_written", lambda rows, rounds: real(rows, rounds) - rows._limits.positions)
+    real = RowTable._set_most_tokens
+
+    def set_most_tokens(rows: RowTable, request: ActiveRequest) -> None:
+        real(rows, request)
+        request.most_tokens += rows._limits.positions
+
+    patch.setattr(RowTable, "_set_most_tokens", set_most_tokens)
 
 
 def page_of_another_index(patch: pytest.MonkeyPatch) -> None:
