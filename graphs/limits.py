@@ -9,6 +9,7 @@ from stepgraph.sampling.fields import Check, check_fields, is_int, one_of, whole
 from stepgraph.sampling.params import MAX_TOP_LOGPROBS
 
 KV_CACHE_DTYPES = ("auto", FLOAT8)
+RESERVE, GROW = PAGE_ALLOCATIONS = ("reserve", "grow")
 UNTIL_EVENT = "until_event"
 MAX_DRAFTS = 8  # per round
 MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 1024, 32
@@ -36,12 +37,14 @@ class Limits:
     prefill_chunk: int = 128
     rounds_per_launch: int | str = 1  # or UNTIL_EVENT: graphs/publishing.py
     kv_cache_dtype: str = "auto"  # or fp8_e4m3: attention/float8.py
+    page_allocation: str = RESERVE  # or GROW: a request has pages for the rounds in flight, not for its maximum length
     max_loras: int = 0
     max_lora_rank: int = 16
 
     def __post_init__(self) -> None:
         special = {"num_speculative_tokens": whole(0, MAX_DRAFTS), "feature_size": whole(0), "rounds_per_launch": ROUNDS_PER_LAUNCH}
-        special |= {"kv_cache_dtype": one_of(KV_CACHE_DTYPES), "max_top_logprobs": whole(0, MAX_TOP_LOGPROBS), "max_loras": whole(0)}
+        special |= {"kv_cache_dtype": one_of(KV_CACHE_DTYPES), "page_allocation": one_of(PAGE_ALLOCATIONS)}
+        special |= {"max_top_logprobs": whole(0, MAX_TOP_LOGPROBS), "max_loras": whole(0)}
         special |= {"max_bad_words": whole(0, MAX_BAD_WORDS), "max_bad_word_tokens": whole(2, MAX_BAD_WORD_TOKENS)}
         check_fields(self, {field.name: special.get(field.name, whole(1)) for field in fields(self)})
         if self.num_tokens > self.vocab_size:
@@ -92,6 +95,16 @@ class Limits:
     def loops(self) -> bool:
         """Whether a launch may run many rounds."""
         return self.rounds_per_launch == UNTIL_EVENT
+
+    @property
+    def grows(self) -> bool:
+        """Whether requests get pages while they decode."""
+        return self.page_allocation == GROW
+
+    @property
+    def launches_in_flight(self) -> int:
+        """Most launches at once. The last one may loop, beside one before it that was interrupted."""
+        return max(self.rounds_in_flight, 1 + self.loops)
 
     @property
     def result_slots(self) -> int:

@@ -63,7 +63,7 @@ class Control(IntEnum):
 
     STOP_BEFORE = 0  # launches with a smaller number end after one more round
     WAITING = 1  # 1: end when a row has finished, as a request waits for one
-    READ = 2  # rounds that the host has read: a launch ends while the ring is full
+    READ = 2  # rounds that the host has read, or a smaller number: a launch ends while the ring of results after these is full
 
 
 class Counter(IntEnum):

@@ -7,6 +7,7 @@ import os
 import platform
 from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,8 +25,9 @@ from stepgraph.graphs.graph_key import FULL
 from stepgraph.graphs.graph_set import GraphSet, draft_choices
 from stepgraph.graphs.layers.lora import lora_specs
 from stepgraph.graphs.layers.product_choice import choose_products
-from stepgraph.graphs.limits import UNTIL_EVENT, Limits
+from stepgraph.graphs.limits import GROW, RESERVE, UNTIL_EVENT, Limits
 from stepgraph.graphs.logits_processors import check_processors
+from stepgraph.graphs.memory import available_bytes
 from stepgraph.graphs.model import ModelPair, TargetModel
 from stepgraph.graphs.prefill import Prompts, prompt_specs
 from stepgraph.graphs.proposing import process_skipped, text_specs
@@ -88,8 +90,8 @@ class EngineParts:
         if backend is not None:
             check_members("Engine.backend", backend, Backend)
         self.models, self.config = models, config = resolve_drafter(target, draft, config)
-        self.limits = limits = config.limits(target.vocab_size, checked_vocabulary_size(models, vocabulary), target.feature_size)
         self.backend = taken.enter_context(closing(backend_for(config.backend, models, config.nvtx))) if backend is None else backend
+        self.config, self.limits = config, limits = with_counted_pages(config, models, vocabulary, self.backend.device)
         self.watchdog = Watchdog(self.backend, config.round_timeout_seconds)
         timed, device, proposer, folder = self.watchdog.backend, self.backend.device, models.proposer, config.save_hidden_states
         check_models(models, self.backend, limits)
@@ -146,6 +148,31 @@ class EngineParts:
         return getattr(self.models.target, "ranks", None)
 
 
+def with_counted_pages(
+    config: EngineConfig, models: ModelPair, vocabulary: Vocabulary | None, device: torch.device
+) -> tuple[EngineConfig, Limits]:
+    """The config and its limits. A share of the free memory becomes the number of pages with which the caches of all models take it."""
+    limits = config.limits(models.target.vocab_size, checked_vocabulary_size(models, vocabulary), models.target.feature_size)
+    share, least, is_divided = config.num_pages, limits.num_pages, getattr(models.target, "ranks", None) is not None
+    if not isinstance(share, float):
+        return config, limits
+
+    def cache_bytes(num_pages: int) -> int:
+        named, sizes = (models.target, models.drafter, models.look_up), replace(limits, num_pages=num_pages)
+        return sum(spec.nbytes for model in named if model is not None for spec in model.cache_specs(sizes))
+
+    free_bytes = available_bytes(device) if device.type == "cuda" and not is_divided else None
+    if free_bytes is None:
+        got = f"{share} {'with tensor_parallel' if is_divided else f'on {device.type}'}"
+        raise ValueError(f"EngineConfig.num_pages: got {got}, expected a whole number, or None: a share is of the memory of one GPU")
+    page_bytes = cache_bytes(least + 1) - cache_bytes(least)
+    added = (int(share * free_bytes) - cache_bytes(least)) // page_bytes if page_bytes else 0
+    if added < 0:
+        expected = f"expected a share for {least} pages of {page_bytes:,} bytes, one row of max_length={config.max_length}"
+        raise ValueError(f"EngineConfig.num_pages: got {share} of {free_bytes:,} free bytes, {expected}")
+    return replace(config, num_pages=least + added), replace(limits, num_pages=least + added)
+
+
 def accept_options(config: EngineConfig, models: ModelPair, limits: Limits, backend: Backend) -> AcceptOptions:
     """CaptureError for a logits processor that cannot be part of a round."""
     check_processors(config.logits_processors, limits, backend, backend.device)
@@ -155,10 +182,13 @@ def accept_options(config: EngineConfig, models: ModelPair, limits: Limits, back
 def queue_types(config: EngineConfig, ranks: Ranks | None, record: object) -> tuple[Callable[..., RequestQueue], Callable[..., Scheduler]]:
     """The types of queue and scheduler. ValueError for preemption with a part that requires the rounds of a request to be one series."""
     excluded = {"record": record, "save_hidden_states": config.save_hidden_states, "tensor_parallel": ranks}
-    for name in (name for name, part in excluded.items() if part is not None and config.preemption):
-        raise ValueError(f"EngineConfig.preemption: got True with {name}, expected False")
+    for setting, default in (("preemption", False), ("page_allocation", RESERVE)):
+        value = getattr(config, setting)
+        for name in (name for name, part in excluded.items() if part is not None and value != default):
+            raise ValueError(f"EngineConfig.{setting}: got {value!r} with {name}, expected {default!r}")
     if ranks is None:
-        return RequestQueue, PreemptingScheduler if config.preemption else Scheduler
+        reasons = config.preemption, config.page_allocation == GROW
+        return RequestQueue, functools.partial(PreemptingScheduler, *reasons) if any(reasons) else Scheduler
     return functools.partial(LockstepQueue, ranks), functools.partial(LockstepScheduler, ranks)
 
 
@@ -184,7 +214,7 @@ def loop_in_flight_type(
     for reason, holds in reasons.items():
         if holds:
             raise ValueError(f"EngineConfig.rounds_per_launch: got {UNTIL_EVENT!r}, expected 1: {reason}")
-    return functools.partial(LoopInFlight, queue, watchdog.poll, limits.max_length)
+    return functools.partial(LoopInFlight, queue, watchdog.poll, limits.max_length, limits.grows)
 
 
 def make_chooser(

@@ -8,7 +8,7 @@ from typing import get_args
 
 from stepgraph.graphs.attention.choose import ATTENTION_CHOICES
 from stepgraph.graphs.graph_set import OnFailure, bucket_sizes, checked_buckets
-from stepgraph.graphs.limits import KV_CACHE_DTYPES, UNTIL_EVENT, Limits
+from stepgraph.graphs.limits import KV_CACHE_DTYPES, PAGE_ALLOCATIONS, RESERVE, UNTIL_EVENT, Limits
 from stepgraph.graphs.logits_processors import LogitsProcessor
 from stepgraph.graphs.proposing import ANCHOR_TOKENS
 from stepgraph.sampling.fields import (
@@ -51,6 +51,11 @@ CHECKS = {
     "grammar_arena_bytes": whole(1 << 10),
     "filters": one_of(FILTER_CHOICES),
     "attention": one_of(ATTENTION_CHOICES),
+    "num_pages": Check(
+        lambda value: value is None or (is_int(value) and value >= 1) or (isinstance(value, float) and 0 < value < 1),
+        "a whole number >= 1, a share of the free memory between 0 and 1, or None",
+    ),
+    "page_allocation": one_of(PAGE_ALLOCATIONS),
     "kv_cache_dtype": one_of(KV_CACHE_DTYPES),
     "grammar_backend": one_of(get_args(BackendChoice)),
     "compile_isolation": one_of(get_args(Isolation)),
@@ -82,6 +87,7 @@ NAMES_ELSEWHERE = {
     **dict.fromkeys(("type_k", "type_v"), "kv_cache_dtype"),
     **dict.fromkeys(("enable_prefix_caching", "enable_block_reuse"), "prefix_reuse"),
     **dict.fromkeys(("block_size", "tokens_per_block"), "page_size"),
+    "capacity_scheduler_policy": "page_allocation",
     "max_logprobs": "max_top_logprobs",
     "enforce_eager": "eager",
     "device": "backend",
@@ -100,7 +106,13 @@ class EngineConfig:
     draft_length: str | int = "auto"  # "auto": each round has the number of drafts that is fastest; an integer: the number in every round
     max_length: int = 1024  # tokens of one request, prompt included
     page_size: int = 16  # tokens per cache page
-    num_pages: int | None = None  # None: enough for max_rows requests of max_length
+    # None: enough for max_rows requests of max_length. A float: on a GPU, as many as this share of the memory holds that is free once the
+    # weights are loaded; the rest is for other buffers and graphs
+    num_pages: int | float | None = None
+    # "reserve": a request has pages for its prompt and max_new_tokens from its first step on. "grow": it gets pages while it decodes; if
+    # none is free, the request that is last in order loses its row and continues later, with the same tokens. Sampled requests without a
+    # seed that have drafts reserve pages in any case: their draws depend on the drafts
+    page_allocation: str = RESERVE
     # Type of cached keys and values. auto: the model's type; fp8_e4m3: eight bits without a scale, in any model, with less precision
     kv_cache_dtype: str = "auto"
     prefix_reuse: bool = True  # reuse cached full pages of equal prefixes; outputs are the same
@@ -219,7 +231,9 @@ class EngineConfig:
         )
 
     def limits(self, vocab_size: int, num_tokens: int, feature_size: int) -> Limits:
-        num_pages = self.max_rows * -(-self.max_length // self.page_size) if self.num_pages is None else self.num_pages
+        """With a share of the memory as num_pages, those with the fewest possible pages."""
+        pages = -(-self.max_length // self.page_size)
+        num_pages = self.max_rows * pages if self.num_pages is None else pages if isinstance(self.num_pages, float) else self.num_pages
         sizes = {field.name: getattr(self, field.name) for field in fields(Limits) if hasattr(self, field.name)}
         return Limits(**sizes | {"num_pages": num_pages, "vocab_size": vocab_size, "num_tokens": num_tokens, "feature_size": feature_size})
 

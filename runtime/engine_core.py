@@ -42,7 +42,7 @@ class EngineCore(EngineState):
 
     def _admit(self) -> list[StepEvent]:
         """End cancelled jobs and those without a grammar, and give rows to queued requests."""
-        events = self._preempt(self._scheduler) if isinstance(self._scheduler, PreemptingScheduler) else []
+        events = self._make_room(self._scheduler) if isinstance(self._scheduler, PreemptingScheduler) else []
         events += [self._end(job, request, reason) for job, request, reason in self._scheduler.begin_step()]
         failed = self._scheduler.admit()
         return events + [self._scheduler.finish(job, request, FinishReason.ERROR, error) for job, request, error in failed]
@@ -68,15 +68,18 @@ class EngineCore(EngineState):
             self._scheduler.record_prefill(request, taken)
             budget -= taken
 
-    def _preempt(self, scheduler: PreemptingScheduler) -> list[StepEvent]:
-        """Requeue requests that hold a row or pages for which an earlier one waits, once the results of all rounds in flight are read."""
-        if not scheduler.victim():
+    def _make_room(self, scheduler: PreemptingScheduler) -> list[StepEvent]:
+        """Requeue requests that hold a row or pages for which an earlier one waits, once the results of all rounds in flight are read; and
+        give requests that grow the pages for their next rounds."""
+        victim = scheduler.victim()
+        if not (victim or scheduler.needs_pages):
             return []
         self._in_flight.interrupt()
-        events = self._collect(1)
+        events = self._collect(1) if victim or self.limits.loops else []  # how long a loop may run follows from the pages at its launch
         while victim := scheduler.victim():
             self._retire(victim)
             scheduler.suspend(victim, self.backend.device.type == "cuda")
+        self._uploader.add_pages(scheduler.grow())
         return events
 
     def _launch(self, events: list[StepEvent]) -> tuple[ActiveRequest, ...]:

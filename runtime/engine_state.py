@@ -98,6 +98,7 @@ class EngineState:
             f"filters: {self._filters}": self._filters,
             f"grammars: {parts.compiler and parts.compiler.note}": parts.compiler,
             f"prefixes: not shared, {parts.sharing.why_off}": parts.sharing.why_off,
+            "pages: added while requests decode": self.limits.grows,
             "forced drafts: on": "forced_host" in self.buffers,
             f"adapters: up to {config.max_loras} of rank {config.max_lora_rank}": config.max_loras,
         }

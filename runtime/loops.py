@@ -23,9 +23,10 @@ class LoopInFlight(InFlight):
     In this class `rounds` and `rounds_by_kind` count rounds that were read.
     """
 
-    def __init__(self, queue: RequestQueue, poll: Poll, max_rounds: int, *parts: Any) -> None:
+    def __init__(self, queue: RequestQueue, poll: Poll, max_rounds: int, grows: bool, *parts: Any) -> None:
+        """grows: requests get pages while they decode."""
         super().__init__(*parts)
-        self._queue, self._poll = queue, poll
+        self._queue, self._poll, self._grows = queue, poll, grows
         self._loop_arguments: dict[str, Any] = {"until": self._buffers.loop_done, "limit": max_rounds}
         self._loopable: frozenset[GraphKey] = frozenset()
         self._num_launches = 0
@@ -48,6 +49,7 @@ class LoopInFlight(InFlight):
             return
         self._num_launches += 1
         batch = self._batch_of(requests)
+        self._control[Control.READ] = self._num_read()
         drafting, key = self._choose_graph(batch)
         self._send_batch(self._num_launches % self._ring_depth, batch, key)
         number = self._buffers.round_counters[: Counter.PUBLISHED]
@@ -82,9 +84,17 @@ class LoopInFlight(InFlight):
             self.rounds += 1
             self.rounds_by_kind[launched.batch.kind, launched.drafting] += 1
             yield self._results(launched, slot)
-            self._control[Control.READ] = self.rounds
+            self._control[Control.READ] = self._num_read()
         if ended and self.pending[0] is oldest:
             self._end_oldest()
+
+    def _num_read(self) -> int:
+        """The rounds that the host has read; fewer if rows have pages for fewer rounds than the ring has slots: it is full earlier then."""
+        if not self._grows or self.latest_batch is None:
+            return self.rounds
+        running, slots = (each for each in self.latest_batch.requests if not each.job.finished), len(self._header_ring) - self._ring_depth
+        tokens = min((each.most_tokens - len(each.job.tokens) for each in running), default=0)  # until a row needs another page
+        return self.rounds + min(0, 1 + tokens // (self._num_drafts + 1) - slots)
 
     def clear(self) -> None:
         self.interrupt()

@@ -1,6 +1,10 @@
-"""Preemption: a request gives up its row and pages to one with a smaller priority number, and continues later with the same tokens."""
+"""Preemption: a request gives up its row and pages to one with a smaller priority number, or its pages to one that is earlier in order, and
+continues later with the same tokens."""
 
 from __future__ import annotations
+
+import math
+from typing import Any
 
 import torch
 
@@ -11,17 +15,41 @@ from stepgraph.runtime.scheduler import Scheduler
 class PreemptingScheduler(Scheduler):
     """The engine suspends the victims, once it has read the results of all rounds in flight."""
 
+    def __init__(self, by_priority: bool, grows: bool, *parts: Any) -> None:
+        """Whether requests are suspended for waiting ones with smaller priority numbers, and for earlier ones that grow."""
+        super().__init__(*parts)
+        self._by_priority, self.grows = by_priority, grows
+
+    @property
+    def needs_pages(self) -> bool:
+        """Whether a request needs further pages for the next round."""
+        return self.grows and bool(self.rows.short(self._active.values()))
+
     def victim(self) -> ActiveRequest | None:
-        """The request to suspend: the last in order of those with larger priority numbers than the first waiting one, if that has no room
-        and would have it without them."""
+        """The request to suspend. If too few pages are free for those that grow: the last in order, so that the first one always proceeds.
+        Else the last in order of those with larger priority numbers than the first waiting one, if that has no room and would have it
+        without them."""
         with self._queue.lock:
-            first = next((queued.job for queued in self._admissible() if not queued.error), None)
-            if first is None or self.rows.has_room(first):
-                return None
-            candidates = [request for request in self._active.values() if request.job.priority > first.priority and _is_exact(request)]
-            if not self.rows.has_room(first, without=candidates):
-                return None
+            if self.grows and (short := self.rows.short(self._active.values())) and not self.rows.can_grow(short):
+                candidates = self._candidates(-math.inf)
+            else:
+                first = next((queued.job for queued in self._admissible() if not queued.error), None) if self._by_priority else None
+                if first is None or self.rows.has_room(first):
+                    return None
+                candidates = self._candidates(first.priority)
+                if not self.rows.has_room(first, without=candidates):
+                    return None
             return max(candidates, key=lambda request: self._queue.unfinished[request.job.id].order)
+
+    def _candidates(self, above: float) -> list[ActiveRequest]:
+        """Requests with a priority number above this one that can continue exactly. In its prompt a request has drawn no token."""
+        found = (request for request in self._active.values() if request.job.priority > above)
+        return [request for request in found if not request.decoding or request.job.continues_exactly]
+
+    def grow(self) -> list[tuple[int, int, int]]:
+        """RowTable.grow of the requests with rows."""
+        with self._queue.lock:
+            return self.rows.grow(self._active.values())
 
     def suspend(self, request: ActiveRequest, pinned: bool) -> None:
         """Free what a request holds and queue it again, in its order. Its results must be recorded, and its row inert."""
@@ -36,10 +64,3 @@ class PreemptingScheduler(Scheduler):
             if queued.claim:
                 self._queue.prepare(queued, queued.claim)
             self._queue.enqueue_again(queued)
-
-
-def _is_exact(request: ActiveRequest) -> bool:
-    """Whether a request can continue with the tokens it would have had: with a negative seed, draws depend on the drafts. In its prompt it
-    has drawn none."""
-    job = request.job
-    return not request.decoding or not (job.sampling.relaxed_top_n or (job.num_speculative_tokens and job.seed < 0))

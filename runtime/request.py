@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 import operator
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -163,6 +164,16 @@ class Job(JobText):
         self.__dict__.pop("context_ids", None)  # the cached value
 
     @property
+    def length(self) -> int:
+        """The number of tokens of the prompt and the output so far."""
+        return len(self.prompt_ids) + len(self.resume_from) + len(self.tokens)
+
+    @property
+    def continues_exactly(self) -> bool:
+        """Whether it can lose its row and continue with the tokens it would have had: with a negative seed, draws depend on the drafts."""
+        return not (self.sampling.relaxed_top_n or (self.num_speculative_tokens and self.seed < 0))
+
+    @property
     def cache_key(self) -> tuple[str, int]:
         """The salt and the adapter. Only requests with equal keys share prefixes."""
         return self.cache_salt, self.lora.serial
@@ -194,6 +205,7 @@ class ActiveRequest:
     num_prefilled: int = 0  # prompt tokens whose cache entries are launched
     decoding: bool = False  # takes part in rounds
     stop_stream: TextStream | None = None  # of a job with stop strings: its text so far
+    most_tokens: int = sys.maxsize  # of the job, with which its pages still hold all positions that the next launch may write
 
     @property
     def constrained(self) -> bool:

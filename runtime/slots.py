@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import collections
 import heapq
-from collections.abc import Sequence
+import itertools
+import sys
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from stepgraph.graphs.limits import Limits
@@ -26,6 +28,9 @@ class PrefixSharing:
     lookahead: int = 0
 
 
+LOOP_ROUNDS = 32  # for which a launch of many rounds has pages, where so many are free; it ends before its rows have too few
+
+
 class RowTable:
     """Free rows and pages. The lowest free row is allocated first.
 
@@ -35,13 +40,19 @@ class RowTable:
       n - lookahead on), or find the row inert, which writes to the scratch page. Pages are published up to that position: those of a
       prompt during its prefill, those of an output when it ends. So no published page is ever written;
     - a page that was freed or evicted is written by launches after all those that still read or write it.
+
+    With `Limits.grows` a request has pages for the rounds that are launched before its next result is read, and `grow` adds others.
     """
 
     def __init__(self, limits: Limits, sharing: PrefixSharing) -> None:
         self._limits, self._sharing = limits, sharing
         self.page_cache = PageCache(limits.num_pages, limits.page_size, sharing.lookahead, sharing.max_idle_pages)
         self._free_rows = list(range(limits.max_rows))
-        self.reused_tokens = self.most_used_pages = 0
+        self._grows, rounds = limits.grows, (limits.launches_in_flight, *[LOOP_ROUNDS] * limits.loops)
+        # How many positions after the known tokens so many rounds may write. Each emits up to `positions` tokens, and then the draft model
+        # writes entries for all drafts but the last. The last token has no entry of the target.
+        self._written = [count * limits.positions + limits.num_speculative_tokens - 1 for count in rounds]
+        self.reused_tokens = self.most_used_pages = self.added_pages = 0
         self._refused: Job | None = None  # its prompt is looked up again once pages are freed or published: each step asks
 
     def __len__(self) -> int:
@@ -49,7 +60,7 @@ class RowTable:
         return self._limits.max_rows - len(self._free_rows)
 
     def allocate(self, job: Job, matcher: MatcherRow | None) -> ActiveRequest | None:
-        """A row, and pages for the job's maximum length; None if there are too few of either."""
+        """A row, and the pages of `_num_pages`; None if there are too few of either."""
         if not self.has_room(job):
             return None
         count = self._num_pages(job)
@@ -57,29 +68,71 @@ class RowTable:
         self.page_cache.acquire(cached)
         private = self.page_cache.allocate(count - len(cached))
         assert private is not None, "has_room counts the same pages"
-        self.most_used_pages = max(self.most_used_pages, self._limits.num_pages - self.page_cache.num_free)
+        self._count_used()
         row, pages = heapq.heappop(self._free_rows), [*(page.page for page in cached), *private]
         stops = job.text_stream() if job.sampling.stop else None
         if stops:
             stops.push(job.tokens)
-        return ActiveRequest(job, row, pages, matcher, not job.sampling.plain, cached, stop_stream=stops)
+        request = ActiveRequest(job, row, pages, matcher, not job.sampling.plain, cached, stop_stream=stops)
+        self._set_most_tokens(request)
+        return request
 
     def has_room(self, job: Job, without: Sequence[ActiveRequest] = ()) -> bool:
-        """Whether a row and enough pages are free, or could be without these requests. Cached pages without a holder are free."""
+        """Whether a row and enough pages are free, or could be without these requests. Cached pages without a holder are free. With `grows`
+        one page more for each request with a row, or the next one to grow would suspend the new request at once."""
         if not (self._free_rows or without):
             return False
         held = collections.Counter(page for request in without for page in request.cached_pages)
         freed = sum(len(request.pages) - len(request.cached_pages) for request in without)
         freed += sum(page.ref_count == holders for page, holders in held.items())
-        missing = self._num_pages(job) - self.page_cache.num_free - freed
+        spare = len(self) - len(without) if self._grows else 0
+        missing = self._num_pages(job) + spare - self.page_cache.num_free - freed
         if missing <= 0 or (job is self._refused and not without):
             return missing <= 0
         has_room = missing <= sum(page.ref_count > held[page] for page in self._find(job))
         self._refused = self._refused if has_room or without else job
         return has_room
 
-    def _num_pages(self, job: Job) -> int:
-        return -(-(len(job.prompt_ids) + job.max_new_tokens) // self._limits.page_size)
+    def _num_pages(self, job: Job, written: int | None = None) -> int:
+        """The pages of a job up to its maximum length; with `grows`, up to so many positions after its known tokens, by default those that
+        the rounds in flight and the next one may write. One that cannot be suspended has all its pages."""
+        tokens = len(job.prompt_ids) + job.max_new_tokens
+        if self._grows and job.continues_exactly:
+            tokens = min(tokens, job.length + (written or self._written[0]))
+        return -(-tokens // self._limits.page_size)
+
+    def _set_most_tokens(self, request: ActiveRequest) -> None:
+        job, tokens = request.job, len(request.pages) * self._limits.page_size
+        is_whole = tokens >= len(job.prompt_ids) + job.max_new_tokens
+        request.most_tokens = sys.maxsize if is_whole else len(job.tokens) + tokens - job.length - self._written[0]
+
+    def short(self, requests: Iterable[ActiveRequest]) -> list[ActiveRequest]:
+        """Those of the requests whose pages end before positions that the next round may write."""
+        return [request for request in requests if len(request.job.tokens) > request.most_tokens]
+
+    def can_grow(self, requests: Iterable[ActiveRequest]) -> bool:
+        """Whether the missing pages of short requests are free."""
+        return sum(self._num_pages(request.job) - len(request.pages) for request in requests) <= self.page_cache.num_free
+
+    def grow(self, requests: Collection[ActiveRequest]) -> list[tuple[int, int, int]]:
+        """Allocate the missing pages of these requests, and, for loops, those of LOOP_ROUNDS as far as pages are free. Returns the row, the
+        index in its block table and the number of each page."""
+        entries, short = list[tuple[int, int, int]](), self.short(requests)
+        for request, written in itertools.chain(
+            itertools.product(short, self._written[:1]), itertools.product(requests, self._written[1:])
+        ):
+            count = min(self._num_pages(request.job, written) - len(request.pages), self.page_cache.num_free)
+            pages, first = self.page_cache.allocate(max(0, count)), len(request.pages)
+            assert pages is not None, "num_free counts the same pages"
+            entries += [(request.row, index, page) for index, page in enumerate(pages, first)]
+            request.pages += pages
+            self._set_most_tokens(request)
+        self.added_pages += len(entries)
+        self._count_used()
+        return entries
+
+    def _count_used(self) -> None:
+        self.most_used_pages = max(self.most_used_pages, self._limits.num_pages - self.page_cache.num_free)
 
     def start_prefill(self, request: ActiveRequest) -> None:
         """Look up the prefix again just before the first chunk: requests with the same prefix may have published pages since `allocate`."""
@@ -101,7 +154,7 @@ class RowTable:
         """Publish the full pages of the prompt chunks launched so far."""
         self._publish(request, request.job.context_ids, request.num_prefilled)
         self._refused = None
-        self.most_used_pages = max(self.most_used_pages, self._limits.num_pages - self.page_cache.num_free)
+        self._count_used()
 
     def release(self, request: ActiveRequest) -> None:
         """Free the row and the pages at once. The pages of the output are published; after an error, all pages are unpublished."""

@@ -120,7 +120,7 @@ class EngineStats:
     submitted: int
     # Jobs by finish reason; "refused" are those with the reason "error" whose constraint could not be compiled, and "error" the others
     finished: tuple[tuple[str, int], ...]
-    preemptions: int
+    preemptions: int  # how often a request lost its row and continued, for another's priority or for pages
     running: int
     waiting: int
     most_waiting: int  # at any time
@@ -132,6 +132,7 @@ class EngineStats:
     most_used_pages: int  # at any time, without pages that are kept only for their prefix
     cached_pages: int  # findable by prefix
     evicted_pages: int
+    added_pages: int  # to requests that decode
     reused_tokens: int  # prompt tokens found in the prefix cache
 
 
@@ -182,6 +183,7 @@ def take_stats(parts: EngineParts) -> EngineStats:
             most_used_pages=rows.most_used_pages,
             cached_pages=len(rows.page_cache),
             evicted_pages=rows.page_cache.evicted,
+            added_pages=rows.added_pages,
             reused_tokens=rows.reused_tokens,
         )
 

@@ -142,6 +142,18 @@ class Uploader:
         state = self._buffers.row_state
         self._backend.run(lambda: state[row, Column.FINISH].fill_(int(FinishCode.RETIRED)))
 
+    def add_pages(self, entries: Sequence[tuple[int, int, int]]) -> None:
+        """Upload entries (row, index, page) of block tables. No round in flight reads them."""
+        tables, most = self._buffers.row_block_tables, self._admission_ring.width // 3
+        for start in range(0, len(entries), most):
+            count = len(part := entries[start : start + most])
+
+            def copy(slot: Tensor, count: int = count) -> None:
+                rows, indices, pages = slot[: 3 * count].to(tables.device, non_blocking=True).view(count, 3).unbind(1)
+                tables.index_put_((rows, indices), pages)
+
+            self._admission_ring.send([*itertools.chain.from_iterable(part)], copy)
+
     def begin(self, request: ActiveRequest) -> None:
         """Upload a request's block table and settings, before its first chunk."""
         buffers, limits, row, stop_ids = self._buffers, self._limits, request.row, request.job.stop_ids

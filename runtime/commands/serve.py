@@ -80,6 +80,8 @@ def open_engine(options: argparse.Namespace) -> Engine:
         max_lora_rank=options.max_lora_rank,
         round_timeout_seconds=options.round_timeout_seconds,
         preemption=options.preemption,
+        num_pages=options.num_pages,
+        page_allocation=options.page_allocation,
     )
     if options.model == TOY:
         vocabulary = Vocabulary([*(bytes([value]) for value in range(256)), b"<end>"], [256])

@@ -96,7 +96,7 @@ class World:
 
 WITHOUT_EFFECT = (  # settings that change neither tokens nor drafts
     *("max_rows", "rounds_in_flight", "rounds_per_launch", "page_size", "num_pages", "prefill_chunk", "prompt_graphs", "prefix_reuse"),
-    *("prefix_cache_pages", "preemption", "buckets", "grammar_lane", "grammar_arena_bytes", "host_link", "check_masks"),
+    *("page_allocation", "prefix_cache_pages", "preemption", "buckets", "grammar_lane", "grammar_arena_bytes", "host_link", "check_masks"),
 )
 OPTIONS: dict[str, Any] = {"max_top_logprobs": 3, "max_bad_words": 2, "max_bad_word_tokens": 3, "relaxed_acceptance": True}
 PLAIN = EngineConfig(
@@ -167,15 +167,9 @@ def draw_world(number: int) -> World:
         backend="tape",
         **options,
     )
-    return World(
-        drafter,
-        config,
-        "" if toy else case.family,
-        saves,
-        records,
-        switches=rng.choice((0.0, 0.1, 1.0)) if auto else 0.0,
-        threaded=chance(0.2),
-    )
+    switches, threaded = rng.choice((0.0, 0.1, 1.0)) if auto else 0.0, chance(0.2)
+    config = replace(config, page_allocation="grow" if not (saves or records) and chance(0.5) else "reserve")
+    return World(drafter, config, "" if toy else case.family, saves, records, switches, threaded)
 
 
 @dataclass(frozen=True)

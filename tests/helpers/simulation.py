@@ -64,7 +64,17 @@ FAULTS = ("fill", "fuel", "tags")
 SCHEDULES_PER_WORLD = 10  # a capture takes longer than a schedule
 COUNTS = (  # statistics that never decrease
     *("rounds", "replays", "tokens", "prompt_tokens", "eager_rounds", "submitted", "forced_looks", "mask_fills", "matcher_accepts"),
-    *("matcher_rollbacks", "most_waiting", "most_used_pages", "evicted_pages", "reused_tokens", "saved_texts", "unsaved_texts"),
+    *(
+        "matcher_rollbacks",
+        "most_waiting",
+        "most_used_pages",
+        "evicted_pages",
+        "added_pages",
+        "preemptions",
+        "reused_tokens",
+        "saved_texts",
+        "unsaved_texts",
+    ),
 )
 
 

@@ -252,7 +252,8 @@ def test_engine_fault_closes_the_engine_and_is_raised() -> None:
 @pytest.mark.parametrize("host_link", LINKS)
 @pytest.mark.parametrize("name", CLOSES)
 def test_every_engine_fault(name: str, host_link: str) -> None:
-    assert sweep(lambda number: close_by(host_link, CLOSES[name], number)) > 0
+    allocation = "grow" if name == "between rounds" else "reserve"
+    assert sweep(lambda number: close_by(host_link, CLOSES[name], number, page_allocation=allocation)) > 0
 
 
 def check_draft_function(engine: Engine, fault: Fault, expected: list[Ending]) -> Fault:

@@ -22,6 +22,8 @@ SAMPLE = (101, 131)  # of two worlds, because a capture takes longer than a sche
 SCHEDULES, PART = 10_000, 250
 DRAFTING = replace(PLAIN, max_rows=3, num_speculative_tokens=3, draft_length=3, page_size=8, num_pages=11, rounds_in_flight=2, eager=True)
 PREEMPTING = replace(DRAFTING, max_rows=2, preemption=True, prefix_reuse=True, page_size=4, num_pages=18)
+GROWING = World("fair", replace(DRAFTING, page_allocation="grow", page_size=4, num_pages=18, **OPTIONS))
+PLAIN_GROWING = World("none", replace(GROWING.config, num_speculative_tokens=0, draft_length=0))
 ON_HOST = World("fair", replace(DRAFTING, host_link="python", **OPTIONS))
 FIXED = {  # settings that no world changes
     *(
@@ -106,6 +108,22 @@ def output_counts_lost(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Uploader, "begin", begin)
 
 
+def pages_added_one_round_late(patch: pytest.MonkeyPatch) -> None:
+    real = RowTable._set_most_tokens
+
+    def set_most_tokens(rows: RowTable, request: ActiveRequest) -> None:
+        real(rows, request)
+        request.most_tokens += rows._limits.positions
+
+    patch.setattr(RowTable, "_set_most_tokens", set_most_tokens)
+
+
+def page_of_another_index(patch: pytest.MonkeyPatch) -> None:
+    """A page that is added to a row replaces the one before it."""
+    real = Uploader.add_pages
+    patch.setattr(Uploader, "add_pages", lambda uploader, entries: real(uploader, [(row, index - 1, page) for row, index, page in entries]))
+
+
 def draft_entry_not_computed(patch: pytest.MonkeyPatch) -> None:
     """The draft model does not compute the last position of a shared prefix again."""
     real = RowTable.start_prefill
@@ -133,6 +151,9 @@ def states_of_another_row(patch: pytest.MonkeyPatch) -> None:
         (output_counts_lost, World("fair", replace(PREEMPTING, **OPTIONS)), 11),
         (draft_entry_not_computed, World("perfect", replace(PREEMPTING, greedy_only=True)), 0),
         (states_of_another_row, replace(ON_HOST, saves=True), 0),
+        (pages_added_one_round_late, GROWING, 0),
+        (pages_added_one_round_late, PLAIN_GROWING, 0),
+        (page_of_another_index, GROWING, 0),
     ],
 )
 def test_planted_bugs_are_found(bug: Callable[[pytest.MonkeyPatch], None], world: World, first: int) -> None:

@@ -52,7 +52,7 @@ def test_metrics_equal_stats() -> None:
     drafting, grammars, lanes = stats.drafting, stats.grammars, stats.lanes
     for source, suffix, names in (
         (stats, "_total", "tokens prompt_tokens submitted rounds replays host_syncs event_waits exposed_wait_seconds"),
-        (stats, "_total", "mask_fills matcher_accepts matcher_rollbacks saved_texts unsaved_texts evicted_pages"),
+        (stats, "_total", "mask_fills matcher_accepts matcher_rollbacks saved_texts unsaved_texts evicted_pages added_pages preemptions"),
         (stats, "", "running waiting most_waiting longest_host_node_seconds pages free_pages most_used_pages cached_pages"),
         (grammars, "_total", "compiles compile_seconds"),
         (grammars, "", "grammars longest_compile_seconds"),

@@ -89,6 +89,17 @@ def test_four_hundred_rounds_allocate_nothing_and_launch_one_graph_each(
     engine.close()
 
 
+def test_pages_take_a_share_of_the_free_memory() -> None:
+    free_bytes, share = torch.cuda.mem_get_info()[0], 1e-4
+    with greedy_engine(num_pages=share) as engine:
+        caches = sum(engine.buffers[name].nbytes for name in engine.buffers if name.endswith("cache"))
+        num_pages, page_bytes = engine.limits.num_pages, caches // (engine.limits.num_pages + 1)
+        assert share * free_bytes - page_bytes - (1 << 21) < caches <= share * (free_bytes + (1 << 21)), "but for what the allocator holds"
+        assert engine.config.num_pages == num_pages == engine.stats().pages > 1000
+    with pytest.raises(ValueError, match=r"EngineConfig.num_pages: got 1e-12 of [\d,]+ free bytes, expected a share for 32 pages of"):
+        greedy_engine(num_pages=1e-12)
+
+
 def test_rounds_with_grammars_on_the_device_have_no_host_node_and_no_copy_of_their_own() -> None:
     device = greedy_engine(**DEVICE_LANE)
     captured = {str(key): report for key, report in device.capture().keys}

@@ -89,12 +89,22 @@ def rounds_against_the_oracle(**changes: Any) -> int:
             for req, job in zip(reqs, serve(engine, reqs), strict=True):
                 check_against_oracle(req, job)
         assert counts["graph_launches"] >= engine.stats().rounds > 0
+        assert bool(engine.stats().added_pages) == ("page_allocation" in changes)
         return engine.stats().drafts.accepted
     finally:
         engine.close()
 
 
-@pytest.mark.parametrize("changes", [{}, {"draft_masks": False}, {"grammar_backend": "automaton", "grammar_lane": "device"}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"draft_masks": False},
+        {"grammar_backend": "automaton", "grammar_lane": "device"},
+        {"page_allocation": "grow", "num_pages": 12},
+    ],
+    ids=str,
+)
 def test_captured_rounds_decode_as_the_oracle(values: Numerics, changes: dict[str, Any]) -> None:
     """Programs in Triton's interpreter, with the arguments of the captured launches, between the host nodes and copies of the graph."""
     assert rounds_against_the_oracle(**changes) > 0

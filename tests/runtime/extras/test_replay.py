@@ -278,6 +278,7 @@ def test_recording_to_an_invalid_path_raises(tmp_path: Path, monkeypatch: pytest
     refused: list[tuple[dict[str, Any], str]] = [
         ({"look_up": 0, "forced_acceptance": (0.5, 0.5)}, r"Engine\.record: got .*, expected None with forced_acceptance"),
         ({"preemption": True}, "preemption: got True with record, expected False"),
+        ({"page_allocation": "grow"}, "page_allocation: got 'grow' with record, expected 'reserve'"),
         ({"rounds_per_launch": "until_event", "eager": False}, "rounds_per_launch: got 'until_event', expected 1: a recording"),
     ]
     for fields, message in refused:

@@ -691,6 +691,7 @@ def unpicklable(logits: torch.Tensor, given: ProcessorInput) -> torch.Tensor:
             "EngineConfig.rounds_per_launch: got 'until_event' with tensor_parallel, expected 1",
         ),
         ({"preemption": True}, "EngineConfig.preemption: got True with tensor_parallel, expected False"),
+        ({"page_allocation": "grow"}, "EngineConfig.page_allocation: got 'grow' with tensor_parallel, expected 'reserve'"),
         ({"grammar_lane": "device"}, "EngineConfig.grammar_lane: got 'device' with tensor_parallel, expected 'auto' or 'host'"),
         (
             {"logits_processors": (PROCESSORS[0], LogitsProcessor("local", lambda logits, given: logits))},

@@ -576,6 +576,25 @@ def test_preemption_is_refused_with_tensor_parallelism(capsys: pytest.CaptureFix
     assert "--tensor-parallel: got 2 with --preemption, expected 1" in capsys.readouterr().err
 
 
+def test_pages_of_answers_grow_if_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["serve", "toy", "--eager", "--max-rows", "2", "--max-length", "256", "--num-pages", "16"]
+    greedy = SamplingParams(temperature=0, ignore_eos=True)
+    for allocation, rows in (("reserve", 1), ("grow", 2)):
+        with engine_of([*flags, "--page-allocation", allocation]) as engine:
+            jobs = [engine.submit(text, max_new_tokens=150, sampling=greedy) for text in "xy"]
+            while not jobs[0].tokens:
+                engine.step()
+            assert engine.stats().running == rows
+            for _ in engine.stream():
+                pass
+            assert [len(job.tokens) for job in jobs] == [150, 150] and (engine.stats().preemptions > 0) == (allocation == "grow")
+    assert cli.main([*flags[:-1], "15"]) == 2
+    assert "--num-pages: got 15, expected >= 16 for one row of --max-length 256" in capsys.readouterr().err
+    for text, message in (("0.5", "got 0.5 on cpu, expected a whole number, or None"), ("1.5", "got 1.5, expected a whole number >= 1")):
+        assert cli.main([*flags[:-1], text]) == 2
+        assert f"--num-pages: {message}" in capsys.readouterr().err
+
+
 def test_tenants_take_turns() -> None:
     """A tenant that arrives late waits for one answer of each other tenant, and gets no turns for the time before it arrived."""
 
