@@ -248,7 +248,7 @@ def _end_processes(owner: int, processes: list[subprocess.Popen[bytes]], links: 
             process.kill()
             process.wait()
     error, any_rank = sys.exc_info()[1], re.compile(r"\brank \d+ of\b")  # a difference is the same error on every rank
-    known = error and any_rank.sub("", f"{type(error).__name__}: {message_of(error)}")
+    known = any_rank.sub("", f"{type(error).__name__}: {message_of(error)}") if error else None
     for text in [path.read_text(encoding="utf-8") for path in sorted(Path(folder).glob(f"*{_ERROR}"))]:
         if known is None or known not in any_rank.sub("", text):
             print_error(text.rstrip())
