@@ -264,6 +264,10 @@ def test_gguf_template_for_tools_and_further_special_tokens(tmp_path: Path) -> N
         ("llama-bpe", ["It", "'s", "\u0120", "\u0120", "202", "4", "!?\u010a\u010a", "x", ".y", "\u0120don", "'T"]),
         ("llama3", ["It", "'s", "\u0120", "\u0120", "202", "4", "!?\u010a\u010a", "x", ".y", "\u0120don", "'T"]),
         ("smaug-bpe", ["It", "'s", "\u0120", "\u0120", "202", "4", "!?\u010a\u010a", "x", ".y", "\u0120don", "'T"]),
+        (
+            "deepseek-coder",
+            ["It", "'", "s", "\u0120\u0120", "2", "0", "2", "4", "!?", "\u010a", "\u010a", "x", ".", "y", "\u0120don", "'", "T"],
+        ),
         ("tekken", ["It", "'s", "\u0120", "\u0120", "2", "0", "2", "4", "!?\u010a\u010a", "x", ".y", "\u0120don", "'T"]),
     ],
 )
@@ -345,7 +349,7 @@ def test_pieces_without_a_space_before_a_text(tmp_path: Path) -> None:
     assert [codec.decode(codec.encode("the cat</s>the cat")) for codec in (without, default)] == ["the cat" * 2, " the cat" * 2]
 
 
-@pytest.mark.parametrize("pre", ["deepseek-coder", "default", "unheard-of"])
+@pytest.mark.parametrize("pre", ["deepseek-llm", "default", "unheard-of"])
 def test_byte_pairs_with_another_pre_tokenizer_are_refused(tmp_path: Path, pre: str) -> None:
     """transformers splits their texts like those of GPT-2."""
     with pytest.raises(ValueError, match=f"made.gguf: tokenizer.ggml.pre: got '{pre}', expected one of gpt-2, smollm, qwen2, .*tekken"):

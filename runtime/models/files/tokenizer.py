@@ -215,22 +215,23 @@ def _token_text(entry: object) -> str | None:
 class _PreTokenizer(NamedTuple):
     """How a family splits a text before byte-pair merges."""
 
-    pattern: str = ""  # empty: GPT-2's own
+    patterns: tuple[str, ...] = ()  # each splits the pieces of the one before; empty: GPT-2's own
     single_digits: bool = False
     ignore_merges: bool = False  # a piece that is a token stays whole
     nfc: bool = False
     adds_begin_id: bool = False  # used if the file has no add_bos_token
 
 
-_QWEN_2 = _PreTokenizer(_WORD_PATTERN + r"\p{N}" + _REST_PATTERN, nfc=True)
-_LLAMA_3 = _PreTokenizer(_WORD_PATTERN + r"\p{N}{1,3}" + _REST_PATTERN, ignore_merges=True, adds_begin_id=True)
+_QWEN_2 = _PreTokenizer((_WORD_PATTERN + r"\p{N}" + _REST_PATTERN,), nfc=True)
+_LLAMA_3 = _PreTokenizer((_WORD_PATTERN + r"\p{N}{1,3}" + _REST_PATTERN,), ignore_merges=True, adds_begin_id=True)
 _PRE_TOKENIZERS = {  # by tokenizer.ggml.pre, as in llama.cpp
     "gpt-2": _PreTokenizer(),
     "smollm": _PreTokenizer(single_digits=True),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _QWEN_2),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), _LLAMA_3),
     "smaug-bpe": _LLAMA_3._replace(ignore_merges=False, adds_begin_id=False),
-    "tekken": _LLAMA_3._replace(pattern=_CASE_PATTERN + r"|\p{N}" + _REST_PATTERN.replace(r"[\r\n]*", r"[\r\n/]*")),
+    "tekken": _LLAMA_3._replace(patterns=(_CASE_PATTERN + r"|\p{N}" + _REST_PATTERN.replace(r"[\r\n]*", r"[\r\n/]*"),)),
+    "deepseek-coder": _PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", r"\p{N}")),
 }
 
 
@@ -273,9 +274,8 @@ def _byte_pairs(library: Any, metadata: Mapping[str, Any], pre_tokenizer: _PreTo
     tokenizer = library.Tokenizer(library.models.BPE(ids, merges, ignore_merges=pre_tokenizer.ignore_merges))
     pre = library.pre_tokenizers
     steps = [pre.Digits(individual_digits=True)] if pre_tokenizer.single_digits else []
-    if pre_tokenizer.pattern:
-        steps.append(pre.Split(library.Regex(pre_tokenizer.pattern), "isolated"))
-    tokenizer.pre_tokenizer = pre.Sequence([*steps, pre.ByteLevel(add_prefix_space=False, use_regex=not pre_tokenizer.pattern)])
+    steps += [pre.Split(library.Regex(pattern), "isolated") for pattern in pre_tokenizer.patterns]
+    tokenizer.pre_tokenizer = pre.Sequence([*steps, pre.ByteLevel(add_prefix_space=False, use_regex=not pre_tokenizer.patterns)])
     if pre_tokenizer.nfc:
         tokenizer.normalizer = library.normalizers.NFC()
     return tokenizer
