@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import functools
+import gc
 import importlib.util
 import logging
 import os
@@ -40,7 +41,12 @@ def run(options: argparse.Namespace) -> int:
         logging.getLogger("stepgraph.serve").setLevel(logging.INFO)
     if options.replicas is None:
         with ready_engine(options, terminal.shows_progress()) as engine:
-            asyncio.run(_serve_engine(engine, options))
+            gc.collect()
+            gc.freeze()  # a collection that visits the objects of torch stops all answers for tenths of a second
+            try:
+                asyncio.run(_serve_engine(engine, options))
+            finally:
+                gc.unfreeze()
     else:
         engines.set_threads(options)
         run_replicas(options)

@@ -41,7 +41,6 @@ from stepgraph.runtime.serve.http import (
     http_error,
     json_response,
     read_json,
-    refuse,
     server_config,
     until_disconnect,
 )
@@ -152,14 +151,12 @@ class App:
         started, key = time.perf_counter(), self._authorize(request)
         body, size = await read_json(request, self.bounds)
         chat = request.scope["path"] == "/v1/chat/completions"
-        arguments = body, chat, self._codec, self._names, self.serving.max_length, self._chosen_format
+        arguments = body, chat, self._codec, self._names, self.serving.max_length, self._chosen_format, self.gate.size
         in_thread = "tools" in body or size > LONG_TEXT  # an analysis of their schemas, or encoding a long text, can take seconds
         parsed = await asyncio.to_thread(parse_request, *arguments) if in_thread else parse_request(*arguments)
         parsed.options["cache_salt"] = parsed.options["tenant"] = key  # callers with different keys share no cached prefixes
         if self.shutting_down:
             raise HttpError(503, SHUTTING_DOWN)
-        if parsed.choices > self.gate.size:
-            refuse("n" if parsed.chat else "prompt", parsed.choices, f"at most {self.gate.size} choices, the most that this server holds")
         try:
             tickets = self.gate.tickets(parsed.choices, parsed.options["priority"], key)
         except QueueFullError as error:

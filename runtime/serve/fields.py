@@ -124,7 +124,13 @@ class GenerationRequest:
 
 
 def parse_request(
-    body: Mapping[str, Any], chat: bool, codec: TextCodec, models: Sequence[str], max_length: int, chosen_format: ChosenFormat
+    body: Mapping[str, Any],
+    chat: bool,
+    codec: TextCodec,
+    models: Sequence[str],
+    max_length: int,
+    chosen_format: ChosenFormat,
+    max_choices: int,
 ) -> GenerationRequest:
     """HttpError names the field that is wrong or not supported. models: the name of the model, and those of its adapters."""
     fields = {name: value for name, value in body.items() if value is not None}
@@ -132,7 +138,11 @@ def parse_request(
     model = checked_model(fields.get("model", models[0]), models)
     parallel = _checked(fields, "parallel_tool_calls", _BOOL, True)
     tools = tool_use(fields.get("tools"), fields.get("tool_choice"), parallel, chosen_format) if chat else None
-    prompts = [_chat_prompt(fields, tools, codec, max_length)] if chat else _prompts(fields, codec, max_length)
+    n = _checked(fields, "n", whole(1, MAX_CHOICES), 1)
+    given = {} if chat else _given_prompts(fields)
+    if (choices := n * max(1, len(given))) > max_choices:  # before their prompts are encoded
+        refuse("n" if chat else "prompt", choices, f"at most {max_choices} choices, the most that this server holds")
+    prompts = [_chat_prompt(fields, tools, codec, max_length)] if chat else _prompts(fields, given, codec, max_length)
     budget = _checked(fields, "thinking_token_budget", _BUDGET)
     reasoning = reasoning_of(prompts[0].ids, codec, _template_variables(fields), budget) if chat else None
     if budget is not None and reasoning is None:
@@ -142,7 +152,6 @@ def parse_request(
     options = {"sampling": sampling, "constraint": _constraint(fields, tools), "lora_name": "" if model == models[0] else model}
     options["priority"] = _checked(fields, "priority", _PRIORITY, 0)
     stream, include_usage = _checked(fields, "stream", _BOOL, False), _include_usage(fields)
-    n = _checked(fields, "n", whole(1, MAX_CHOICES), 1)
     _checked(fields, "best_of", whole(n, n)._replace(expected=f"n, which is {n}"))
     field = "tools" if tools is not None else _constraint_field(fields)
     return GenerationRequest(chat, model, prompts, options, stops, stream, include_usage, tools, n, field, reasoning)
@@ -263,16 +272,19 @@ def _max_tokens(fields: Mapping[str, Any], field: str, prompt: int, max_length: 
     return value
 
 
-def _prompts(fields: Mapping[str, Any], codec: TextCodec, max_length: int) -> list[Prompt]:
-    """The prompts of a completion: one text or list of token ids, or a list of these."""
+def _given_prompts(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """By the names of their fields: one text or list of token ids, or those of a list."""
     given: Any = fields.get("prompt")
+    several = isinstance(given, list) and given and isinstance(given[0], (str, list))
+    return {f"prompt[{index}]": prompt for index, prompt in enumerate(given)} if several else {"prompt": given}
+
+
+def _prompts(fields: Mapping[str, Any], given: Mapping[str, Any], codec: TextCodec, max_length: int) -> list[Prompt]:
     echo = _checked(fields, "echo", _BOOL, False)
     if echo and "logprobs" in fields:
         refuse("echo", echo, "false with logprobs: prompts have no log-probabilities")
-    several = isinstance(given, list) and bool(given) and isinstance(given[0], (str, list))
     prompts = []
-    for index, prompt in enumerate(given if several else [given]):
-        field = f"prompt[{index}]" if several else "prompt"
+    for field, prompt in given.items():
         ids = _prompt_ids(prompt, field, codec)
         text = (prompt if isinstance(prompt, str) else codec.decode(ids)) if echo else ""
         prompts.append(Prompt(ids, _max_tokens(fields, field, len(ids), max_length, 16), text))

@@ -25,15 +25,11 @@ class Gate:
     def __init__(self, capacity: int, max_waiting: int) -> None:
         self._capacity, self._max_waiting, self._arrivals = capacity, max_waiting, itertools.count()
         self._waiting, self._entered = list[Ticket](), list[Ticket]()  # without tickets that left
+        self.size = capacity + max_waiting  # the most tickets at once
 
     @property
     def waiting(self) -> int:
         return len(self._waiting)
-
-    @property
-    def size(self) -> int:
-        """The most tickets at once."""
-        return self._capacity + self._max_waiting
 
     def tickets(self, count: int, priority: int, tenant: str = "") -> list[Ticket]:
         """QueueFullError if fewer than `count` may still wait. Lower priorities enter first. At equal priority each tenant has one per

@@ -81,13 +81,30 @@ class Server(uvicorn.Server):
             connection.transport.abort()
 
 
+class BoundedConnection(h11.Connection):
+    """Refuses bodies in very small chunks: each takes as long as a large one, and meanwhile nothing else is answered."""
+
+    _pieces = _nbytes = 0  # of the present body
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._pieces = self._nbytes = 0
+        elif isinstance(event, h11.Data):
+            self._pieces, self._nbytes = self._pieces + 1, self._nbytes + len(event.data)
+            if self._pieces > 10_000 + self._nbytes // 16:
+                raise h11.RemoteProtocolError("the chunks are too small")
+        return event
+
+
 def server_config(app: Any, bounds: Bounds) -> uvicorn.Config:
     class BoundedProtocol(H11Protocol):
-        """Adds limits that uvicorn lacks: on the number of connections, heads that do not end, and clients that do not read."""
+        """Adds limits that uvicorn lacks: on connections, heads that do not end, small chunks, and clients that do not read."""
 
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
             assert isinstance(transport, asyncio.Transport)
             super().connection_made(transport)
+            self.conn = BoundedConnection(h11.SERVER, bounds.head_bytes)
             self.timeout_keep_alive_task = self.loop.call_later(bounds.idle_seconds, self.timeout_keep_alive_handler)
             if len(self.connections) > bounds.connections:
                 transport.abort()
@@ -129,7 +146,6 @@ def server_config(app: Any, bounds: Bounds) -> uvicorn.Config:
         log_level="error",
         access_log=False,
         server_header=False,
-        h11_max_incomplete_event_size=bounds.head_bytes,
         timeout_keep_alive=bounds.idle_seconds,
     )
 

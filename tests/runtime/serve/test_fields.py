@@ -84,6 +84,7 @@ def test_each_prompt_has_its_own_room(server: RunningServer) -> None:
         ({"prompt": []}, "prompt", "prompt: got 0 tokens"),
         ({"prompt": None}, "prompt", "prompt: got null, expected a text or a list of token ids"),
         ({"prompt": ["x"] * 8}, "prompt", "prompt: got 8, expected at most 7 choices"),  # 2 rows, one in the engine's queue, 4 at the gate
+        ({"prompt": ["", *["x"] * 8]}, "prompt", "prompt: got 9, expected at most 7 choices"),
         ({"prompt": ["x", "y"], "n": 4}, "prompt", "prompt: got 8, expected at most 7 choices"),
         ({"prompt": ["x", "y"], "n": 2, "best_of": 3}, "best_of", "best_of: got 3, expected n, which is 2"),
         ({"prompt": "x", "echo": True, "logprobs": 0}, "echo", "prompts have no log-probabilities"),

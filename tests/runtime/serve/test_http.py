@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import sys
@@ -102,6 +103,21 @@ def test_large_bodies_are_refused_and_the_connection_remains_usable(server: Runn
     chunked = POST + b"Transfer-Encoding: chunked\r\n\r\n"
     assert server.statuses(chunked, chunk, chunk, chunk, b"0\r\n\r\n", health, end=False) == [413, 200]
     assert server.statuses(chunked, chunk, b"0\r\n\r\n", health, end=False) == [400, 200], "below the limit, but not JSON"
+
+
+@pytest.mark.parametrize("path", [b"/v1/completions", b"/no"])
+def test_a_body_in_very_small_chunks_is_refused(server: RunningServer, path: bytes) -> None:
+    """Each chunk takes as long as a large one. On the second path the request is answered before its body."""
+    head = b"POST %b HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" % path
+    health = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    status = 400 if path == b"/v1/completions" else 404
+    assert server.statuses(head, b"1\r\n \r\n" * 9000, b"0\r\n\r\n", health, end=False) == [status, 200]
+    with socket.create_connection(("127.0.0.1", server.port), timeout=SECONDS) as wire, contextlib.suppress(ConnectionError):
+        wire.sendall(head)
+        for _ in range(1000):  # until the connection ends
+            wire.sendall(b"1\r\n \r\n" * 5000)
+        pytest.fail("five million chunks were read")
+    assert server.loop_errors == []
 
 
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"

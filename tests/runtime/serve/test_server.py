@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import json
 import logging
@@ -728,6 +729,18 @@ def test_a_body_that_has_not_arrived_at_the_end_of_the_grace_period_ends_with_it
     with wires[0] as wire, contextlib.suppress(ConnectionResetError):
         assert wire.recv(99) == b""
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+
+def test_collections_of_garbage_do_not_visit_what_exists_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    frozen = list[int]()
+
+    def on_listening(line: str) -> None:
+        frozen.append(gc.get_freeze_count())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(terminal, "print_text", on_listening)
+    assert cli.main([*FLAGS, "--port", "0"]) == 0
+    assert frozen[0] > 100_000 and gc.get_freeze_count() == 0
 
 
 def test_limits_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
