@@ -71,11 +71,12 @@ class EngineCore(EngineState):
     def _make_room(self, scheduler: PreemptingScheduler) -> list[StepEvent]:
         """Requeue requests that hold a row or pages for which an earlier one waits, once the results of all rounds in flight are read; and
         give requests that grow the pages for their next rounds."""
-        victim = scheduler.victim()
+        events, victim = list[StepEvent](), scheduler.victim()
         if not (victim or scheduler.needs_pages):
-            return []
-        self._in_flight.interrupt()
-        events = self._collect(1) if victim or self.limits.loops else []  # how long a loop may run follows from the pages at its launch
+            return events
+        if victim or self.limits.loops:  # how long a loop may run follows from the pages at its launch
+            self._in_flight.interrupt()
+            events = self._collect(1)
         while victim := scheduler.victim():
             self._retire(victim)
             scheduler.suspend(victim, self.backend.device.type == "cuda")

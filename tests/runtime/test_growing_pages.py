@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -186,6 +187,21 @@ def test_only_a_step_that_adds_pages_uploads_them(allocation: str, monkeypatch: 
             engine.step()
             grew += engine.stats().added_pages > before
         assert len(runs) == grew and (10 < grew < 40 if allocation == "grow" else grew == 0)
+
+
+def test_rounds_after_added_pages_are_timed() -> None:
+    """The number of drafts is chosen by the times of rounds before which nothing else was launched."""
+    with growing(replace(PLAIN, num_pages=48)) as engine:
+        job, grew = engine.submit([5, 6], max_new_tokens=90, sampling=LASTING), 0
+        while not job.tokens:
+            engine.step()
+        while not job.finished:
+            before = engine.stats().added_pages
+            engine.step()
+            if engine.stats().added_pages > before:
+                grew += 1
+                assert engine._in_flight.pending[-1].launched_at < math.inf
+    assert grew > 5
 
 
 @pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from stepgraph import SamplingParams
 from stepgraph.graphs.cuda.backend import CudaBackend
 from stepgraph.graphs.graph_set import CaptureReport
+from stepgraph.graphs.memory import available_bytes
 from stepgraph.graphs.publishing import FINISH_COLUMN
 from tests.stub_cuda import counters
 from tests.stub_cuda.subject import Constraint, Engine, greedy_engine
@@ -90,12 +92,13 @@ def test_four_hundred_rounds_allocate_nothing_and_launch_one_graph_each(
 
 
 def test_pages_take_a_share_of_the_free_memory() -> None:
-    free_bytes, share = torch.cuda.mem_get_info()[0], 1e-4
+    gc.collect()  # engines of other tests
+    share, free_bytes = 1e-4, available_bytes(torch.device("cuda", 0))
+    assert free_bytes is not None
     with greedy_engine(num_pages=share) as engine:
         caches = sum(engine.buffers[name].nbytes for name in engine.buffers if name.endswith("cache"))
-        num_pages, page_bytes = engine.limits.num_pages, caches // (engine.limits.num_pages + 1)
-        assert share * free_bytes - page_bytes - (1 << 21) < caches <= share * (free_bytes + (1 << 21)), "but for what the allocator holds"
-        assert engine.config.num_pages == num_pages == engine.stats().pages > 1000
+        assert 0.999 * share * free_bytes < caches <= share * free_bytes, "the models take a little first"
+        assert engine.config.num_pages == engine.limits.num_pages == engine.stats().pages > 1000
     with pytest.raises(ValueError, match=r"EngineConfig.num_pages: got 1e-12 of [\d,]+ free bytes, expected a share for 32 pages of"):
         greedy_engine(num_pages=1e-12)
 

@@ -108,11 +108,11 @@ KINDS = (
         eager=True,
         changes={"grammar_lane": "host", "host_link": "python"},
     ),
-    EngineKind("n-gram", lambda _: "ngram", 3, takes_draft_ids=True, changes={"prefix_cache_pages": 8}),
+    EngineKind("n-gram", lambda _: "ngram", 3, takes_draft_ids=True, changes={"prefix_cache_pages": 8, "page_allocation": "grow"}),
     EngineKind("forced", lambda _: "forced", 4, grammars="llguidance"),
     EngineKind("proposer", lambda _: parrot(), 3, takes_draft_ids=True, eager=True, changes={"forced_drafts": False}),
     EngineKind("function", lambda _: draft_ids_then_noise, 2, takes_draft_ids=True, changes={"rounds_in_flight": 1}),
-    EngineKind("EAGLE-3", lambda models: models.eagle3(), 3, "llama"),
+    EngineKind("EAGLE-3", lambda models: models.eagle3(), 3, "llama", changes={"page_allocation": "grow"}),
     EngineKind("MTP", lambda models: models.mtp(), 2, "llama", changes={"check_masks": True}),
     EngineKind("draft model", lambda models: models.draft_llama(), 2, "llama", eager=True, changes={"prefix_reuse": False}),
     EngineKind(
