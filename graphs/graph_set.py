@@ -271,7 +271,8 @@ class GraphSet(GraphTable):
         budget = CaptureBudget(self._capture_bytes, self._buffers.nbytes)
         if budget.limited and not eager:
             notes += (self._estimate_note(budget, all_keys),)
-        for key in tqdm(all_keys, desc="capture", unit="graph", disable=not progress, leave=False):
+        # Also a bar that is not shown would start a thread for the whole process.
+        for key in tqdm(all_keys, desc="capture", unit="graph", leave=False) if progress else all_keys:
             try:
                 recorded[key] = self._recorded.get(key) or (self._eager_step(key) if eager else self._record_within(key, budget))
             except CaptureError as error:

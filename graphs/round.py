@@ -17,6 +17,7 @@ each of the K + 1 mask rows is filled once and used twice. `grammar_lane` has th
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -53,8 +54,13 @@ class Round:
     tables: TokenTensors | None = None  # None: no grammars on the device
     split: SplitTensors | None = None  # None: no forced tokens on the device
 
+    @property
+    def runs_other_code(self) -> bool:
+        """Whether a model is from outside of this package."""
+        return {type(model).__module__.partition(".")[0] for model in self.models if model is not None} != {__name__.partition(".")[0]}
+
     def step(self, key: GraphKey) -> Step:
-        return lambda buffers: self.run(buffers, key)
+        return functools.partial(self.run, key=key)
 
     def run(self, buffers: StaticBuffers, key: GraphKey) -> None:
         context, num_drafts = current_context(), key.num_drafts(self.limits.num_speculative_tokens)

@@ -55,7 +55,7 @@ from stepgraph.runtime.loops import LoopInFlight
 from stepgraph.runtime.loras import lora_weights
 from stepgraph.runtime.models.ngram import NgramLookup
 from stepgraph.runtime.parallel.lockstep import LockstepQueue, LockstepScheduler
-from stepgraph.runtime.parallel.ranks import Ranks
+from stepgraph.runtime.parallel.ranks import Ranks, ranks_of
 from stepgraph.runtime.preemption import PreemptingScheduler
 from stepgraph.runtime.profiled import ROUNDS_VARIABLE, in_flight_type, read_range
 from stepgraph.runtime.request_queue import RequestQueue
@@ -144,8 +144,7 @@ class EngineParts:
 
     @property
     def ranks(self) -> Ranks | None:
-        """The ranks of a tensor-parallel target; None for another target."""
-        return getattr(self.models.target, "ranks", None)
+        return ranks_of(self.models.target)
 
 
 def with_counted_pages(

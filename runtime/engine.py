@@ -22,6 +22,7 @@ from stepgraph.runtime.extras.record import Recording
 from stepgraph.runtime.finish_reason import FinishReason
 from stepgraph.runtime.loras import LoraTable
 from stepgraph.runtime.parallel.loading import load_part
+from stepgraph.runtime.parallel.ranks import ranks_of
 from stepgraph.runtime.request import EngineClosedError, Job, StepEvent
 from stepgraph.runtime.request_queue import QueuedRequest
 from stepgraph.runtime.stats import EngineStats, take_stats
@@ -66,7 +67,7 @@ class Engine(EngineCore, BoundToProcess):
             raise ValueError(f"Engine.target: got {clip_repr(target)}, expected a model; Engine.from_pretrained loads one from files")
         check_value("Engine.tokenizer", tokenizer, _TOKENIZER)
         with ExitStack() as taken:  # what a refused engine has to close, as its error may keep all parts alive
-            if ranks := getattr(target, "ranks", None):  # of a tensor-parallel target
+            if ranks := ranks_of(target):
                 taken.callback(ranks.close)
             parts = EngineParts(taken, target, draft, vocabulary, EngineConfig() if config is None else config, backend, record)
             taken.pop_all()

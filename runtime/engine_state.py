@@ -123,7 +123,7 @@ class EngineState:
         if self._parts.compiler:
             self._parts.compiler.close()
         if self._parts.hidden_states:
-            self._parts.hidden_states.writer.close()
+            self._parts.hidden_states.close()
         if self._parts.ranks:
             self._parts.ranks.close()
         self._ended = True

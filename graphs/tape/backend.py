@@ -349,8 +349,10 @@ def _record(
     recorder = Recorder(buffers, generators, lambda key: any(tape.owns(key) for tape in _live_tapes()), arena, records_leaves)
     with temporarily_set(_local, "recording", recorder):
         recorder.record_step(step)
-        code = getattr(getattr(step, "func", step), "__code__", None)
-        is_ours = code is not None and code.co_filename.startswith(_FOLDER)  # the rounds of engines
+        function = getattr(step, "func", step)
+        code, engine_round = getattr(function, "__code__", None), getattr(function, "__self__", None)
+        # The rounds and prompts of engines. A second run takes time, so of the models only those from other packages get one.
+        is_ours = code is not None and code.co_filename.startswith(_FOLDER) and not getattr(engine_round, "runs_other_code", False)
         if recorder.shares_intermediates or (not is_ours and (code is None or code not in ran_again)):
             check_second_run(recorder, step, lambda tensor: storage_key(tensor) in recorder.memory.intermediates)
             ran_again.add(code)

@@ -253,11 +253,19 @@ class HiddenStates:
         if valid and states and sum(map(len, states)) >= count:  # a stop string may end before the last tokens of its round
             parts = torch.cat(states)[:count].split([size for _, size in self._layout.parts], 1)
             self.writer.put(SavedText(token_ids, len(job.prompt_ids), features=parts[0], hidden=parts[-1]))
+        self._warn()
+
+    def close(self) -> None:
+        """Write the texts in memory, and wait. Idempotent."""
+        self.writer.close()
+        self._warn()
+
+    def _warn(self) -> None:
         if self.writer.error and not self._warned:
             self._warned = True
             message = f"EngineConfig.save_hidden_states: {self.writer.error}; nothing more is saved, requests continue"
             with suppress(Warning):  # raised if warnings are errors
-                warnings.warn(message, RuntimeWarning, stacklevel=2)
+                warnings.warn(message, RuntimeWarning, stacklevel=3)
 
     def _take_oldest(self) -> None:
         copy = self._pending_copies.popleft()

@@ -162,6 +162,12 @@ class Ranks:
             raise RankError(f"rank {self.rank} of {self.size}: {what} differ between rank 0 and ranks {differing}")
 
 
+def ranks_of(target: object) -> Ranks | None:
+    """The ranks of a tensor-parallel target; None for another target, whose `ranks` may be anything."""
+    ranks = getattr(target, "ranks", None)
+    return ranks if isinstance(ranks, Ranks) else None
+
+
 def under_torchrun() -> bool:
     return dist.is_initialized() or {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
 
@@ -248,7 +254,7 @@ def _end_processes(owner: int, processes: list[subprocess.Popen[bytes]], links: 
             process.kill()
             process.wait()
     error, any_rank = sys.exc_info()[1], re.compile(r"\brank \d+ of\b")  # a difference is the same error on every rank
-    known = any_rank.sub("", f"{type(error).__name__}: {message_of(error)}") if error else None
+    known = None if error is None else any_rank.sub("", f"{type(error).__name__}: {message_of(error)}")
     for text in [path.read_text(encoding="utf-8") for path in sorted(Path(folder).glob(f"*{_ERROR}"))]:
         if known is None or known not in any_rank.sub("", text):
             print_error(text.rstrip())

@@ -15,6 +15,7 @@ from stepgraph import Engine, EngineConfig, Job, SamplingParams
 from stepgraph.graphs import BufferSpec, Limits, StaticBuffers
 from stepgraph.graphs.proposer import History
 from stepgraph.runtime.models.files.checkpoint import Checkpoint
+from stepgraph.runtime.models.toy import ToyTarget
 from tests.helpers.draft_engines import DRAFTERS as FOLDERS
 from tests.helpers.families import folder_of
 from tests.helpers.proposers import FormulaProposer
@@ -171,3 +172,11 @@ def test_function_needs_one_round_in_flight_and_its_error_ends_its_job() -> None
             finish(engine)
             assert job.finish_reason == "error" and job.error.startswith(f"the draft function failed: {message}")
             assert (len(other.tokens), other.error) == (4, "")
+
+
+def test_a_model_may_have_ranks_of_its_own() -> None:
+    class Target(ToyTarget):
+        ranks = (8, 16)  # of its adapters, for example
+
+    with Engine(Target(VOCABULARY.logits_width, seed=3), config=EngineConfig(max_rows=1, max_length=32, backend="tape")) as engine:
+        assert len(engine.generate([1, 2], max_new_tokens=4).tokens) == 4

@@ -124,7 +124,7 @@ def test_late_request_is_admitted_after_at_most_one_round(engine: Engine) -> Non
     second = engine.submit([7, 2], max_new_tokens=60, sampling=ENDLESS)
     launch = engine._in_flight.pending[-1]
     engine._admit()
-    engine._prefill()
+    engine._prefill([])
     seen = published(engine)
     wait_for(launch.event.query)
     assert published(engine) <= seen + 1

@@ -255,7 +255,8 @@ class StoredModel:
     @torch.no_grad()
     def fill(self, model: nn.Module, progress: bool) -> None:
         """ValueError for a tensor that cannot be read, or holds NaN or infinity."""
-        for name, target in tqdm(self.slices.items(), desc="load", unit="tensor", disable=not progress):
+        slices = self.slices.items()
+        for name, target in tqdm(slices, desc="load", unit="tensor") if progress else slices:
             try:
                 if kind := self.packed.get(target.parameter):
                     self._fill_packed(name, kind, model.get_parameter(target.parameter)[target.tiles])

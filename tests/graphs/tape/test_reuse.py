@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from stepgraph import Engine, EngineConfig
 from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.context import current_context
 from stepgraph.graphs.errors import CaptureError
 from stepgraph.graphs.tape.backend import TapeBackend
+from stepgraph.runtime.models.toy import ToyTarget
 
 Step = Callable[[StaticBuffers], None]
 SPECS = [BufferSpec(name, (4,), torch.float32) for name in ("x", "y", "z")]
@@ -162,3 +164,20 @@ def test_a_function_runs_again_in_its_first_capture_only() -> None:
     for expected in (2, 3, 4):
         backend.capture(step, buffers)
         assert len(runs) == expected
+
+
+def test_an_engine_refuses_a_model_that_keeps_a_tensor_before_the_first_round() -> None:
+    class Target(ToyTarget):
+        table: Tensor | None = None
+
+        def logits(self, hidden: Tensor) -> Tensor:
+            if self.table is None:
+                self.table = torch.ones(1, device=hidden.device)
+            return super().logits(hidden) + self.table  # kept
+
+    with (
+        Engine(Target(16), config=EngineConfig(max_rows=1, max_length=32, backend="tape")) as engine,
+        pytest.raises(CaptureError, match="that the step kept from an earlier run") as caught,
+    ):
+        engine.generate([1, 2], max_new_tokens=4)
+    assert caught.value.rule == "kept-tensor" and "# kept" in caught.value.source

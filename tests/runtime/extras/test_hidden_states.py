@@ -183,6 +183,17 @@ def test_unusable_folder_raises_at_construction(tmp_path: Path) -> None:
         toy_engine(tmp_path)
 
 
+def test_close_warns_of_states_that_could_not_be_written(tmp_path: Path) -> None:
+    """All of a short run are in memory until then."""
+    folder = tmp_path / "states"
+    engine = toy_engine(folder)
+    shutil.rmtree(folder)
+    finish(engine, [engine.submit([1], max_new_tokens=8)])
+    with pytest.warns(RuntimeWarning, match=r"EngineConfig.save_hidden_states: .*states.*; nothing more is saved"):
+        engine.close()
+    assert engine.stats().unsaved_texts == 1
+
+
 def test_requests_continue_when_the_folder_disappears(tmp_path: Path) -> None:
     folder = tmp_path / "states"
     engine = toy_engine(folder, states_shard_bytes=1)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import tqdm
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -91,6 +92,13 @@ def test_vocabulary_of_a_folder(folder: Path) -> None:
     replace = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
     spell = token_decoder({"type": "Sequence", "decoders": [replace, {"type": "ByteFallback"}, {"type": "Fuse"}]}, None, "sentencepiece")
     assert spell("\u2581caf\u00e9") == " caf\u00e9".encode() and spell("<0x0A>") == b"\n"
+
+
+def test_without_progress_no_thread_is_started_for_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tqdm.tqdm, "monitor", None)  # as in a new process
+    with Engine.from_pretrained(folder, config=SMALL) as engine:
+        engine.capture()
+    assert tqdm.tqdm.monitor is None
 
 
 def test_progress_states_the_memory_before_loading(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
