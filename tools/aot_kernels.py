@@ -106,7 +106,7 @@ def _mask_variants(every: bool) -> list[Variant]:
         types += ["*i64", "*i64", "*fp32", "*i32", *["i32"] * 15]
         constants = {"WORDS": processors.PROCESS_TILE // 32, "BIASES": 256}
         label = f"{'mapped ' if has_ids else ''}process_tile {dtype} {'masked' if has_masks else 'free'}"
-        found.append(_variant(label, processors.process_tile, types, constants, 4))
+        found.append(_variant(label, processors.process_tile, types, constants, 4)._replace(registers=processors.PROCESS_REGISTERS))
     found.append(_variant("sum_tile bf16", processors.sum_tile, ["*bf16", "*fp32", *["i32"] * 4], {"TILE": processors.SUM_TILE}, 8))
     types = ["*bf16", "*fp32", "*i64", "*fp32", "*fp32", *["i32"] * 7]
     found.append(_variant("report_token bf16", processors.report_token, types, {"TILES": 64}, 1))

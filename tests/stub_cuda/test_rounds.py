@@ -137,7 +137,7 @@ def edges_between_streams(engine: Engine, key: GraphKey) -> Counter[tuple[str, s
     return Counter((stages[a], stages[b]) for a, b in counters.graph_edges(graph) if nodes[a].stream != nodes[b].stream)
 
 
-HEAD = [("read_batch", "show head"), ("place head", "accept")]
+HEAD = [("read_batch", "show head"), ("check head", "accept")]
 COMMIT = [("accept", "show commit"), ("place commit", "choose_draft 1")]
 
 
@@ -163,7 +163,7 @@ def test_rounds_with_unmasked_drafts_wait_for_one_host_node(backend: Backend) ->
 def test_device_grammars_wait_in_the_same_places(backend: Backend) -> None:
     lane = {"grammar_backend": "automaton", "grammar_lane": "device", "grammar_arena_bytes": 1 << 20, "num_speculative_tokens": 1}
     engine = make("own vocabulary", backend, **lane)
-    expected = [("read_batch", "fill head"), ("fill head", "accept"), ("accept", "fill commit"), ("fill commit", "choose_draft 1")]
+    expected = [("read_batch", "fill head"), ("check head", "accept"), ("accept", "fill commit"), ("fill commit", "choose_draft 1")]
     assert edges_between_streams(engine, GraphKey(2, True, device=True)) == Counter(expected)
     engine.close()
 

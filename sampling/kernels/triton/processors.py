@@ -19,6 +19,7 @@ from stepgraph.sampling.kernels.triton.choice import _BOTTOM, _LAST_ID, is_finit
 from stepgraph.sampling.sampler import Param
 
 PROCESS_TILE = 512  # tokens per program
+PROCESS_REGISTERS = 48  # per thread; without a bound, ptxas of Triton 3.9 takes 40 on sm_90 and spills
 SUM_TILE = 4096
 
 _OK = tl.constexpr(int(MaskStatus.OK))
@@ -55,7 +56,7 @@ def _add_biases(values, tokens, ids, amounts, count, BIASES: tl.constexpr):
     slot = tl.arange(0, BIASES)
     bias_tokens = tl.load(ids + slot, mask=slot < count, other=-1)
     bias_amounts = tl.load(amounts + slot, mask=slot < count, other=0.0)
-    pending = (bias_tokens >= tl.min(tl.min(tokens, 1), 0)) & (bias_tokens <= tl.max(tl.max(tokens, 1), 0))
+    pending = (bias_tokens >= tl.min(tokens)) & (bias_tokens <= tl.max(tokens))
     for _ in range(tl.sum(pending.to(tl.int32), 0)):
         token = tl.min(tl.where(pending, bias_tokens, _LAST_ID), 0).to(tl.int32)
         values += tl.where(tokens == token, tl.sum(tl.where(bias_tokens == token, bias_amounts, 0.0), 0), 0.0)
@@ -132,12 +133,14 @@ def process_tile(
     row, position = (line // positions).to(tl.int64), line % positions
     words = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
     ids = words[:, None] * 32 + tl.arange(0, 32)[None, :]
+    if token_of is not None:  # one dimension, as in choice.py
+        ids = tl.program_id(1) * (WORDS * 32) + tl.arange(0, WORDS * 32)
     inside = ids < width
     whole = (tl.program_id(1) + 1) * WORDS * 32 <= width  # no edge in this tile: wide loads and stores
     tokens = ids
     if token_of is not None:
         tokens = tl.load(token_of + ids, mask=inside, other=0).to(tl.int32)
-    legal, marked = inside, (words >= 0)[:, None]
+    legal, marked = inside, inside if token_of is not None else (words >= 0)[:, None]
     if masks is not None:
         mask = masks + table_row_of(row, mask_rows) * masks_row_step + position.to(tl.int64) * masks_position_step
         is_constrained = tl.load(constrained + row).to(tl.int32)
@@ -146,7 +149,7 @@ def process_tile(
     source = logits + row * logits_row_stride + position.to(tl.int64) * logits_position_stride + ids
     values = _load_legal(source, legal, marked, whole & (token_of is None))
     peak = peaks + (line.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * 2
-    tl.store(peak, tl.max(tl.max(rank(values), 1), 0))
+    tl.store(peak, tl.max(rank(values)))
 
     table_row = table_row_of(row, rows)
     at, params = first + position, row_params + table_row * columns
@@ -159,7 +162,7 @@ def process_tile(
         counts = tl.load(output_counts + table_row * vocabulary + tokens, mask=inside, other=0).to(tl.float32)
         counts = _count_drafts(counts, tokens, before + row * before_row_step, tl.minimum(drafts, at), before_position_step)
         values = _apply_penalties(values, counts, prompt_seen + table_row * vocabulary + tokens, inside, repetition, presence, frequency)
-    tl.store(peak + 1, tl.max(tl.max(tl.where(inside, rank(values), _BOTTOM), 1), 0))
+    tl.store(peak + 1, tl.max(tl.where(inside, rank(values), _BOTTOM)))
     target = processed + line.to(tl.int64) * width + ids
     if whole:
         tl.store(target, values)
@@ -236,8 +239,9 @@ def process_logits(*arguments: Any, tile: int = PROCESS_TILE) -> None:
     sizes = positions, width, *(each.shape[1] for each in (params, bias_ids, stop_ids, output_counts, before)), first
     mask_steps = (0, 0) if masks is None else masks.stride()[:2]
     strides = *logits.stride()[:2], *mask_steps, generated.stride(0), *before.stride()
-    constants = {"WORDS": tile // 32, "BIASES": triton.next_power_of_2(bias_ids.shape[1]), "num_warps": 4, "enable_fp_fusion": False}
-    process_tile[(lines, tiles)](*inputs, processed, peaks, *sizes, *strides, **constants)
+    constants = {"WORDS": tile // 32, "BIASES": triton.next_power_of_2(bias_ids.shape[1])}
+    options = {"num_warps": 4, "maxnreg": PROCESS_REGISTERS, "enable_fp_fusion": False}
+    process_tile[(lines, tiles)](*inputs, processed, peaks, *sizes, *strides, **constants, **options)
     judge_positions[(lines,)](peaks, status, finite, final_status, tiles, TILES=triton.next_power_of_2(tiles), num_warps=1)
 
 
