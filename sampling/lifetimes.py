@@ -41,7 +41,6 @@ class Closable(Protocol):
         """Close, and wait at most `seconds` until that is done."""
 
 
-# In the order of creation: the thread of a device uses those of its streams until it ends.
 _closables: tuple[weakref.WeakKeyDictionary[Closable, None], ...] = tuple(weakref.WeakKeyDictionary() for _ in ExitStage)
 _fork_hooks: weakref.WeakKeyDictionary[object, Callable[[Any], None]] = weakref.WeakKeyDictionary()  # object -> method
 
@@ -60,7 +59,7 @@ def call_after_fork(method: Callable[[], None]) -> None:
 @atexit.register
 def _close_all() -> None:
     end = time.monotonic() + EXIT_SECONDS
-    for resources in _closables:
+    for resources in _closables:  # in the order of creation: the thread of a device uses those of its streams until it ends
         while (resource := next((one for ref in resources.keyrefs() if (one := ref()) is not None), None)) is not None:
             del resources[resource]  # closing it may add others, such as the thread of a stream whose first replay is in flight
             resource.close(max(1.0, end - time.monotonic()))  # a device that hangs leaves time to write hidden states

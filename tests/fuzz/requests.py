@@ -179,14 +179,7 @@ class SubmitDoor(Door):
     """Engine.submit with any fields. Some accepted requests, chosen by hash, decode a few rounds; the rest are cancelled at once."""
 
     name = "submit"
-    words: Sequence[str] = [
-        *SAMPLING,
-        *RELAXED,
-        *FIELDS,
-        *{make for make, _ in CONSTRAINTS},
-        "make",
-        "with",
-    ]
+    words: Sequence[str] = [*SAMPLING, *RELAXED, *FIELDS, *{make for make, _ in CONSTRAINTS}, "make", "with"]
     hostile, allowed = True, WORKER
     named = re.compile(
         r"((SamplingParams|Constraint)\.\w+|sampling\b|response_format|constraint\b|prompt\b|Engine\.tokenizer|max_new_tokens|num_speculative_tokens"

@@ -124,12 +124,7 @@ def test_greedy_graph_contains_no_sampling_nodes(backend: TapeBackend, native: b
         monkeypatch.setattr(c_library, "load", lambda: Unavailable("not now"))
     elif c_library.why_not():
         pytest.skip(c_library.why_not())
-    for module, name in (
-        (processors, "process"),
-        (sampler, "distribution"),
-        (rng, "uniform"),
-        (sampled_stages, "row_settings"),
-    ):
+    for module, name in ((processors, "process"), (sampler, "distribution"), (rng, "uniform"), (sampled_stages, "row_settings")):
         monkeypatch.setattr(module, name, lambda *_: pytest.fail("called for a greedy round"))
     use_small_operations(monkeypatch)
     bench = RoundBench(backend, 3)

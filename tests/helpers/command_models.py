@@ -17,10 +17,9 @@ import pytest
 from stepgraph import Engine, EngineConfig
 from stepgraph.runtime.commands.doctor import run_probes
 from stepgraph.runtime.demo.variants import toy_pair
-from stepgraph.sampling.grammar.compile import backends
-from stepgraph.sampling.grammar.compile.worker_process import CompileWorker
 from tests.helpers.families import BASE, random_model
 from tests.helpers.gguf_files import add_byte_level, write_gguf
+from tests.helpers.kept_worker import keep_worker
 from tests.helpers.made_tokenizers import byte_level
 
 TEMPLATE = (
@@ -87,11 +86,4 @@ def compile_without_new_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         EngineConfig, "grammar_compiler", lambda config, vocabulary: make_compiler(replace(config, compile_isolation="none"), vocabulary)
     )
-    monkeypatch.setattr(backends, "CompileWorker", _kept_worker)
-
-
-@functools.cache
-def _kept_worker(*settings: Any, **options: Any) -> CompileWorker:
-    worker = CompileWorker(*settings, **options)
-    worker.close = lambda: None  # type: ignore[method-assign]
-    return worker
+    keep_worker(monkeypatch)

@@ -41,11 +41,7 @@ from tools.origin import origin
 EXAMPLES = 200  # per setup
 Oracle = tuple[list[Setup], Callable[[Setup, Any], list[Job]], SearchStrategy[Any]]  # setups, comparison of a batch, batches
 ORACLES: dict[str, Oracle] = {
-    "greedy": (
-        [*test_greedy_oracle.ANYWHERE, *test_greedy_oracle.LOOPS],
-        test_greedy_oracle.run_schedule,
-        test_greedy_oracle.batches,
-    ),
+    "greedy": ([*test_greedy_oracle.ANYWHERE, *test_greedy_oracle.LOOPS], test_greedy_oracle.run_schedule, test_greedy_oracle.batches),
     "proposers": ([*test_proposing.SETUPS, *test_proposing.MORE_SETUPS], test_greedy_oracle.run_schedule, test_proposing.batches),
     "processors": (test_engine_processors.SETUPS, test_engine_processors.run_batch, test_engine_processors.batches),
 }

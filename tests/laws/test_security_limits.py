@@ -152,10 +152,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "levels": (lambda folder: COMPILER.compile(Constraint.json_schema(nested(MAX_DEPTH + 1))), f"more than {MAX_DEPTH} levels"),
     "repetitions": (lambda folder: COMPILER.check(Constraint.regex(f"a{{{MAX_COUNT + 1}}}")), f"at most {MAX_COUNT} repetitions"),
     "marker": (lambda folder: Constraint.json_object().after("x" * (MAX_MARKER + 1)), f"expected at most {MAX_MARKER}"),
-    "JSON file": (
-        lambda folder: Vocabulary.from_tokenizer_json(large(folder / "t.json", MAX_JSON_BYTES + 1)),
-        f"at most {MAX_JSON_BYTES}",
-    ),
+    "JSON file": (lambda folder: Vocabulary.from_tokenizer_json(large(folder / "t.json", MAX_JSON_BYTES + 1)), f"at most {MAX_JSON_BYTES}"),
     "parameters": (lambda folder: read_config({"architectures": ["LlamaForCausalLM"], **HUGE}), "parameters, expected at most"),
     "ids": (lambda folder: wide_tokenizer(folder / "t.json"), f"expected one from 0 to {MAX_IDS - 1}"),
     "GGUF": (lambda folder: full_gguf(folder / "model.gguf"), f"expected at most {MAX_GGUF_ENTRIES}"),

@@ -14,18 +14,7 @@ import pytest
 
 from stepgraph import AsyncEngine, Constraint, DraftCounts, Engine, FinishReason, Job, SamplingParams, StepEvent
 from stepgraph.runtime.aio import StreamBuffer
-from tests.helpers.aio_runs import (
-    FIXTURES,
-    LONG,
-    REQUESTS,
-    Gate,
-    answers,
-    check_alone,
-    check_events,
-    first,
-    read,
-    run,
-)
+from tests.helpers.aio_runs import FIXTURES, LONG, REQUESTS, Gate, answers, check_alone, check_events, first, read, run
 from tests.helpers.toy_engines import CONSTRAINTS, Setup, make_engine, plain
 
 PER_TOKEN = [field.name for field in fields(StepEvent) if field.name == "tokens" or field.default == ()]

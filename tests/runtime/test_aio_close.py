@@ -16,19 +16,7 @@ import pytest
 from stepgraph import AsyncEngine, Constraint, Engine, EngineClosedError, FinishReason, Job
 from stepgraph.runtime.aio import JobStream, StepThread
 from stepgraph.sampling.grammar import GrammarCompiler
-from tests.helpers.aio_runs import (
-    FIXTURES,
-    LONG,
-    SETUP,
-    Gate,
-    check_events,
-    first,
-    opened,
-    opened_again,
-    read,
-    run,
-    watch_sleep,
-)
+from tests.helpers.aio_runs import FIXTURES, LONG, SETUP, Gate, check_events, first, opened, opened_again, read, run, watch_sleep
 from tests.helpers.c_library import NO_LINK_WARNING
 from tests.helpers.toy_engines import Setup, make_engine, plain
 

@@ -12,14 +12,7 @@ import pytest
 
 from stepgraph import AsyncEngine, Engine, EngineClosedError, FinishReason, QueueFullError
 from stepgraph.runtime.aio import JobStream
-from tests.helpers.aio_runs import (
-    FIXTURES,
-    Gate,
-    check_events,
-    opened_again,
-    read,
-    run,
-)
+from tests.helpers.aio_runs import FIXTURES, Gate, check_events, opened_again, read, run
 from tests.helpers.toy_engines import VOCABULARY, Setup, make_engine, plain
 
 shared, idle_engine, no_thread_left = FIXTURES

@@ -45,10 +45,7 @@ def test_proposer_with_wrong_output_raises_at_capture(formula: Any, message: str
 
 
 def test_drafter_names() -> None:
-    for word, reason in (
-        ("ngram", "draft: n-gram look-up, 1 to 8 tokens"),
-        ("auto", "draft: n-gram look-up, 1 to 8 tokens (auto)"),
-    ):
+    for word, reason in (("ngram", "draft: n-gram look-up, 1 to 8 tokens"), ("auto", "draft: n-gram look-up, 1 to 8 tokens (auto)")):
         with Engine(TARGET, word, config=replace(CONFIG, eager=True)) as engine:
             assert reason in engine.capture().notes
     with Engine(TARGET, "none", config=replace(CONFIG, eager=True)) as engine:

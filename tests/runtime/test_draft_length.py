@@ -25,15 +25,7 @@ from stepgraph.graphs.model_call import ModelInput, ModelOutput
 from stepgraph.graphs.round_specs import MAX_SKIPPED
 from stepgraph.graphs.tape.backend import Tape
 from stepgraph.runtime.calibration import REPLAYS_PER_MEASUREMENT
-from stepgraph.runtime.draft_length import (
-    Acceptances,
-    Costs,
-    Counts,
-    DraftPolicy,
-    RoundCosts,
-    counts_of,
-    initial_account,
-)
+from stepgraph.runtime.draft_length import Acceptances, Costs, Counts, DraftPolicy, RoundCosts, counts_of, initial_account
 from stepgraph.runtime.draft_tuning import DRAFT_RUN, SLACK
 from stepgraph.runtime.models.toy import ToyDraft
 from stepgraph.runtime.request import Origin
@@ -196,11 +188,7 @@ def test_rows_with_rejected_drafts_do_not_slow_the_others(costs: Costs) -> None:
     assert Run(drafters, costs, 600).rate >= 0.95 * best_fixed(drafters, costs, 600)
 
 
-@given(
-    st.lists(st.integers(0, 7), min_size=1, max_size=150),
-    st.lists(st.floats(0.01, 1.0), min_size=4, max_size=4),
-    st.integers(1, 4),
-)
+@given(st.lists(st.integers(0, 7), min_size=1, max_size=150), st.lists(st.floats(0.01, 1.0), min_size=4, max_size=4), st.integers(1, 4))
 def test_loss_is_bounded_for_every_acceptance(accepts: list[int], steps: list[float], rows: int) -> None:
     """The time is at most (1 + slack) that of plain decoding and the first account, with rounds in flight."""
     costs, total = dict[Drafting, float](), 1.0

@@ -40,12 +40,7 @@ samplings = st.builds(
     ignore_eos=st.booleans(),
     logprobs=st.booleans(),
 )
-asks = st.tuples(
-    st.lists(tokens, min_size=1, max_size=13),
-    st.sampled_from(CONSTRAINTS),
-    st.integers(12, 30),
-    samplings,
-)
+asks = st.tuples(st.lists(tokens, min_size=1, max_size=13), st.sampled_from(CONSTRAINTS), st.integers(12, 30), samplings)
 
 
 def logprobs_are_correct(job: Job, constraint: Constraint | None) -> bool:

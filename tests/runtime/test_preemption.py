@@ -155,7 +155,7 @@ SLOW = ("unmasked", "Python link", "eager")
 def test_preempted_requests_have_the_tokens_that_they_have_alone(name: str) -> None:
     preempted = [0] * len(ASKS)
     with make_engine(SETUPS[name], preemption=True) as engine:
-        for seed in range(3):
+        for seed in range(2):
             jobs = [engine.submit([5, index, 7], max_new_tokens=MOST, priority=(index + seed) % 2, **ask) for index, ask in enumerate(ASKS)]
             urgent = run_with_arrivals(engine, jobs, seed)
             for index, job in enumerate(jobs):
@@ -169,7 +169,7 @@ def test_preempted_requests_have_the_tokens_that_they_have_alone(name: str) -> N
             assert not engine._scheduler.active and not engine.queue.waiting
             assert len(engine._scheduler.rows) == 0
         lanes = engine.stats().lanes
-        assert lanes.device + lanes.host == 3 * sum("constraint" in ask for ask in ASKS), "a preempted request is counted once"
+        assert lanes.device + lanes.host == 2 * sum("constraint" in ask for ask in ASKS), "a preempted request is counted once"
     assert sum(preempted) > 8 and sum(map(bool, preempted)) >= 3, preempted
 
 

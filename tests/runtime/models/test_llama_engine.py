@@ -39,12 +39,7 @@ def make_engine(family: str, k: int, noise: float = 0.1, **changes: Any) -> Engi
 @pytest.mark.parametrize(
     ("family", "k"),
     [
-        *(
-            ("smollm2", 0),
-            ("mistral", 3),
-            ("qwen3", 1),
-            ("gpt-oss", 3),
-        ),
+        *(("smollm2", 0), ("mistral", 3), ("qwen3", 1), ("gpt-oss", 3)),
         *(pytest.param(family, 3, marks=pytest.mark.slow) for family in ("phi-4-mini", "gemma-3", "qwen3-moe")),
         pytest.param("mixtral", 1, marks=pytest.mark.slow),
         pytest.param("glm-4.5", 2, marks=pytest.mark.slow),
@@ -57,10 +52,8 @@ def test_texts_equal_plain_greedy_decoding(family: str, k: int) -> None:
         accepted = 0
         for constraint in CONSTRAINTS:
             for prompt, job in zip(PROMPTS, decode(engine, PROMPTS, constraint), strict=True):
-                assert (job.tokens, str(job.finish_reason)) == plain(family, tuple(prompt), constraint, 24, tuple(job.tokens)), (
-                    prompt,
-                    constraint,
-                )
+                expected = plain(family, tuple(prompt), constraint, 24, tuple(job.tokens))
+                assert (job.tokens, str(job.finish_reason)) == expected, (prompt, constraint)
                 accepted += job.num_accepted_drafts
     assert k == 0 or accepted > 20, "the draft is often right"
 

@@ -1,4 +1,4 @@
-"""Models of `transformers` in the engine: texts equal greedy decoding by the same package without a cache."""
+"""Models of `transformers` in the engine: layers, nodes and refusals. test_transformers_families.py compares their texts."""
 
 from __future__ import annotations
 
@@ -15,29 +15,11 @@ from stepgraph import Engine, EngineConfig
 from stepgraph.runtime.models.files.transformers_folder import open_target
 from tests.helpers.draft_engines import DRAFTERS, EAGLE_LAYERS
 from tests.helpers.families import CachedModel, folder_of
-from tests.helpers.family_texts import CONFIG, CONSTRAINTS, PROMPTS, decode, plain
+from tests.helpers.family_texts import CONFIG, CONSTRAINTS, PROMPTS, decode
 
 
-def pretrained(path: Path, draft: Any = "ngram", k: int = 3, **options: Any) -> Engine:
-    config = EngineConfig(**{**vars(CONFIG), "num_speculative_tokens": k, "draft_length": k})
-    return Engine.from_pretrained(path, draft, config=config, implementation="transformers", **options)
-
-
-@pytest.mark.parametrize("draft", ["none", "ngram", "model"])
-def test_texts_equal_plain_greedy_decoding(draft: str) -> None:
-    """Prompts in chunks, three rows, with and without grammars."""
-    family = "llama-3.1"
-    with pretrained(folder_of(family), folder_of(family) if draft == "model" else draft) as engine:
-        assert "target: LlamaForCausalLM of transformers" in engine.capture().notes
-        accepted = 0
-        for constraint in CONSTRAINTS[:3]:
-            for prompt, job in zip(PROMPTS, decode(engine, PROMPTS, constraint), strict=True):
-                assert (job.tokens, str(job.finish_reason)) == plain(family, tuple(prompt), constraint, 24, tuple(job.tokens)), (
-                    prompt,
-                    constraint,
-                )
-                accepted += job.num_accepted_drafts
-    assert draft == "none" or accepted > 5
+def pretrained(path: Path, **options: Any) -> Engine:
+    return Engine.from_pretrained(path, config=CONFIG, implementation="transformers", **options)
 
 
 def test_a_head_reads_the_same_layers_with_both_implementations() -> None:

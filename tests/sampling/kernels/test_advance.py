@@ -62,28 +62,7 @@ def forcing_grammars(merges: bool = False) -> list[AutomatonGrammar]:
         Constraint.choice(["the name of " * 20 + "alpha", "the total"]),
         Constraint.choice(["alpha", "alphabet", "alpha_bet"]),
     ]
-    words = [
-        "al",
-        "ph",
-        "alph",
-        "alpha",
-        "be",
-        "alphabet",
-        "na",
-        "me",
-        "name",
-        "to",
-        "ta",
-        "tota",
-        "l:",
-        "total:",
-        '":',
-        " <",
-        "}]",
-        "}]}]",
-        "e ",
-        "th",
-    ]
+    words = [*'al ph alph alpha be alphabet na me name to ta tota l: total: ": }] }]}] th'.split(), " <", "e "]
     words += [] if merges else ["quantity", "the ", " of", "unit_price"]
     base = [bytes([code]) for code in range(0x20, 0x7F)]
     tokens = [*base, *(word.encode() for word in words), b"", b"a", b"<stop>"]

@@ -163,14 +163,8 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: change_tensors(f, lambda t: t.update({QUERY: t[QUERY][:-1].clone()})),
         rf"{QUERY}: got shape \(63, 64\), expected \(64, 64\)",
     ),
-    "integer weights": (
-        lambda f: change_tensors(f, lambda t: t.update({QUERY: t[QUERY].to(torch.int8)})),
-        f"{QUERY}: got type I8",
-    ),
-    "unexpected tensor": (
-        lambda f: change_tensors(f, lambda t: t.update({"model.extra": t[NORM] + 1})),
-        "such as model.extra",
-    ),
+    "integer weights": (lambda f: change_tensors(f, lambda t: t.update({QUERY: t[QUERY].to(torch.int8)})), f"{QUERY}: got type I8"),
+    "unexpected tensor": (lambda f: change_tensors(f, lambda t: t.update({"model.extra": t[NORM] + 1})), "such as model.extra"),
     "NaN": (lambda f: change_tensors(f, lambda t: t[QUERY][3, 5].fill_(torch.nan)), f"{QUERY} holds NaN or infinity"),
     "NaN in bfloat16": (lambda f: change_tensors(f, lambda t: t.update({NORM: t[NORM].bfloat16() * torch.nan})), f"{NORM} holds NaN or"),
     "infinity": (lambda f: change_tensors(f, lambda t: t[NORM][3].fill_(torch.inf)), f"{NORM} holds NaN or infinity"),
@@ -207,10 +201,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "longrope": ({"rope_scaling": {"type": "longrope"}, "rope_parameters": None}, "rope_type: got 'longrope'"),
     "dynamic": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_parameters": None}, "rope_type: got 'dynamic'"),
     "odd rotary size": ({**PHI, "partial_rotary_factor": 0.7}, "partial_rotary_factor: got 11 of 16 numbers, expected an even"),
-    "longrope factors": (
-        {**PHI, "rope_scaling": {"type": "longrope", "short_factor": [1.0]}, **SHORT},
-        "short_factor: got .* expected 8",
-    ),
+    "longrope factors": ({**PHI, "rope_scaling": {"type": "longrope", "short_factor": [1.0]}, **SHORT}, "short_factor: got .* expected 8"),
     "Gemma's activation": (
         {"architectures": ["Gemma3ForCausalLM"], "hidden_activation": "gelu"},
         "hidden_activation: got 'gelu', expected",

@@ -299,19 +299,11 @@ SPOILED: dict[str, tuple[DraftCase, Callable[[Path], object], str]] = {
         "norm.weight: got it twice, as .*norm.weight and",
     ),
     "NaN": (EAGLE3, tensors(lambda held: held[QUERY][3, 5].fill_(torch.nan)), f"{QUERY} holds NaN or infinity"),
-    "no d2t": (
-        EAGLE3,
-        tensors(lambda held: held.pop("d2t")),
-        r"d2t is missing, expected it with shape \(54,\): the head proposes",
-    ),
+    "no d2t": (EAGLE3, tensors(lambda held: held.pop("d2t")), r"d2t is missing, expected it with shape \(54,\): the head proposes"),
     "d2t is floating point": (EAGLE3, tensors(lambda held: held.update(d2t=held["d2t"].float())), "d2t: got F32 of shape .*expected I64"),
     "d2t beyond the vocabulary": (EAGLE3, tensors(lambda held: held["d2t"][-1].fill_(200)), "d2t: got duplicate target ids"),
     "d2t has ids instead of offsets": (EAGLE3, tensors(lambda held: held.update(d2t=D2T * 2)), "d2t: got duplicate target ids"),
-    "t2d differs from d2t": (
-        EAGLE3,
-        tensors(lambda held: held["t2d"].logical_not_()),
-        "t2d: got marks that differ",
-    ),
+    "t2d differs from d2t": (EAGLE3, tensors(lambda held: held["t2d"].logical_not_()), "t2d: got marks that differ"),
     "experts": (
         MANY,
         renamed(lambda name: name.replace("layers.5.mlp.", "layers.5.mlp.experts.3.")),

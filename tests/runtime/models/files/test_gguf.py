@@ -68,12 +68,7 @@ def expected(family: str) -> Tensor:
 
 @pytest.mark.parametrize(
     ("family", "kind"),
-    [
-        ("llama-2", "llama"),
-        ("mistral without a window", "llama"),
-        ("qwen2", "qwen2"),
-        ("qwen3", "qwen3"),
-    ],
+    [("llama-2", "llama"), ("mistral without a window", "llama"), ("qwen2", "qwen2"), ("qwen3", "qwen3")],
 )
 def test_gguf_logits_equal_the_source_model(tmp_path: Path, family: str, kind: str) -> None:
     found, answer = logits_of(write(tmp_path / "model.gguf", family, kind)), expected(family)

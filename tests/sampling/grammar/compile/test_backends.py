@@ -21,6 +21,7 @@ from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
 from tests.helpers.c_library import AUTOMATON, EACH_BACKEND, needs_c
 from tests.helpers.grammar_bombs import PATTERNS, SCHEMAS
 from tests.helpers.grammar_texts import TAGS, accepts
+from tests.helpers.kept_worker import keep_worker
 from tests.helpers.schema_cases import BYTES, takes
 from tests.sampling.grammar.compile.test_compiler import GREEDY, SLOW
 
@@ -28,6 +29,11 @@ AUTO = GrammarCompiler(BYTES, max_threads=1)
 COMBINED: dict[str, Any] = {"allOf": [{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}, {"required": ["b"]}]}
 NEITHER = {"type": "object", "properties": {"a/b": {"type": "array", "uniqueItems": True}}, "patternProperties": {"(?<=a)": {}}}
 ONE_TAG = Constraint.ebnf('root ::= TagDispatch(("<", tag), loop_after_dispatch=false, excludes=())\ntag ::= "a"')
+
+
+@pytest.fixture(autouse=True)
+def _one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep_worker(monkeypatch)
 
 
 @needs_c

@@ -185,10 +185,7 @@ def test_every_token_in_every_marker_state_equals_the_python_link(marker: str | 
 
 
 @pytest.mark.parametrize("backend", WITH_MARKER)
-@pytest.mark.parametrize(
-    ("function", "fault"),
-    [("fill", "stuck"), ("accept", "stuck"), ("is_terminated", "stuck"), ("rollback", "")],
-)
+@pytest.mark.parametrize(("function", "fault"), [("fill", "stuck"), ("accept", "stuck"), ("is_terminated", "stuck"), ("rollback", "")])
 def test_a_library_failure_after_the_marker_is_the_rows_fault(function: str, fault: str, backend: BackendChoice) -> None:
     """Before its end the library is not called."""
     memory, grammar = Memory.make(1, 3), compiler(VOCABULARY, backend).compile(Constraint.regex("a+").after("ba"))

@@ -27,6 +27,7 @@ from stepgraph.sampling.grammar.schema.reader import parse_json
 from stepgraph.sampling.native import why_not
 from tests.helpers.c_library import AUTOMATON, EACH_BACKEND
 from tests.helpers.grammar_texts import random_text
+from tests.helpers.kept_worker import keep_worker
 from tests.helpers.schema_cases import BYTES, DATA, takes
 from tools.bench_schemas import OrderSearch, Tokens
 
@@ -50,6 +51,11 @@ def validator_of(schema: Any) -> Any:
 def compiled_of(schema: Any, **options: Any) -> CompiledConstraint:
     text = json.dumps(schema if isinstance(schema, dict) else {"allOf": [schema]}, default=float)
     return COMPILER.compile(Constraint.json_schema(text, **options))
+
+
+@pytest.fixture(autouse=True)
+def _one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep_worker(monkeypatch)
 
 
 def test_two_hundred_schemas_are_written_with_valid_and_invalid_instances() -> None:
