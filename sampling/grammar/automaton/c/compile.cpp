@@ -13,16 +13,23 @@ namespace {
 
 enum Outcome { DONE, UNFIT, NO_MEMORY };
 
+constexpr int64_t BUILT_PER_STATE = 20; // states of all attempts, each of which finds one loop that cannot be counted
+
 Image image_of(Grammar grammar, const Vocabulary &tokens, const Limits &limits) {
     std::unordered_set<int64_t> unrolled; // loops that cannot be counted
     bool many_copies = false;
     std::string reached; // the limit that was exceeded before strings were called
+    int64_t built = 0;
     for (Calls calls = Calls::FEW;;) {
+        Nfa nfa;
         try {
-            Nfa nfa = build_nfa(grammar, limits, unrolled, calls);
+            nfa = build_nfa(grammar, limits, unrolled, calls);
+            built += (int64_t)nfa.states.size();
             if (!nfa.states.empty()) return build_image(minimise(determinise(nfa, limits)), tokens, limits);
         } catch (const Uncountable &loop) {
             unrolled.insert(loop.expression);
+            if (built / BUILT_PER_STATE > limits.states) // count no loop
+                for (const Nfa::Loop &other : nfa.loops) unrolled.insert(other.expression);
         } catch (const ManyCopies &) {
             many_copies = true;
             calls = Calls::BRACKETS;

@@ -448,9 +448,10 @@ private:
     // Each of the following functions returns the state from which the expression and then the continuation are read.
 
     int32_t rule(int32_t number, int32_t continuation) {
-        if (int32_t &known = state_of(~number, continuation); depth > DEEP && known == NONE) {
-            later.push_back({number, continuation});
-            return known = state_before(continuation);
+        if (depth > DEEP) {
+            int32_t &known = state_of(~number, continuation);
+            if (known == NONE) later.push_back({number, continuation}), known = state_before(continuation);
+            if (known != OPEN) return known;
         }
         return once(~number, continuation, [&] { return rule_body(number, continuation); });
     }

@@ -249,6 +249,20 @@ def test_long_chains_of_rules_take_a_bounded_stack() -> None:
     assert mask(matcher)[1] == [ord("c"), VOCABULARY.stop_token_ids[0]]
 
 
+def test_after_many_attempts_no_loop_is_counted() -> None:
+    """An attempt finds one loop that cannot be counted, here one in each of 20 parts, and builds all states again."""
+    constraint = Constraint.regex("x{300}" + "".join(f"(ab?){{40}}(a|ba){{40}}{end}" for end in "defghijklm" * 2))
+    sizes, masks = list[int](), list[tuple[MaskStatus, list[int]]]()
+    for limits in (GrammarLimits(automaton_states=5_000), GrammarLimits()):
+        compiled = GrammarCompiler(VOCABULARY, backend="automaton", limits=limits).compile(constraint)
+        assert isinstance(compiled.grammar, AutomatonGrammar)
+        sizes.append(states_of(compiled.grammar))
+        matcher = compiled.matcher()
+        assert all(map(matcher.accept_token, b"x" * 300 + b"".join(b"a" * 80 + end for end in (b"d", b"e"))))
+        masks.append(mask(matcher))
+    assert masks[0] == masks[1] and sizes[0] > sizes[1] + 250  # the 300 characters before them
+
+
 TAGS = 'root ::= TagDispatch(("<t>", tag), loop_after_dispatch={}, excludes={})\ntag ::= "a"'
 
 
