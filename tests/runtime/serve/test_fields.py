@@ -138,13 +138,15 @@ def test_fields_without_effect_change_nothing(server: RunningServer, fields: Any
 
 
 def test_options_of_streams_may_be_null_or_off(server: RunningServer) -> None:
+    valid: Any = (({"include_usage": None}, 0), ({"include_usage": True, "continuous_usage_stats": False}, 1))
+    wrong: Any = {"include_usage": 1}, {"continuous_usage_stats": True}, {"other": False}, []
     with server.client as client:
-        for options, usages in (({"include_usage": None}, 0), ({"include_usage": True, "continuous_usage_stats": False}, 1)):
-            chunks = [*client.completions.create(prompt="x", stream=True, stream_options=options, **GREEDY)]  # type: ignore[call-overload]
+        for options, usages in valid:
+            chunks = [*client.completions.create(prompt="x", stream=True, stream_options=options, **GREEDY)]
             assert sum(chunk.usage is not None for chunk in chunks) == usages
-        for options in ({"include_usage": 1}, {"continuous_usage_stats": True}, {"other": False}, []):
+        for options in wrong:
             with pytest.raises(openai.BadRequestError, match="stream_options: got ") as refused:
-                client.completions.create(prompt="x", stream=True, stream_options=options, **GREEDY)  # type: ignore[call-overload]
+                client.completions.create(prompt="x", stream=True, stream_options=options, **GREEDY)
             assert refused.value.param == "stream_options"
 
 

@@ -79,9 +79,9 @@ def test_indices_out_of_range_are_refused(wrong: int) -> None:
     for rows, ids in ((torch.tensor([wrong]), None), (torch.tensor([0]), torch.full((40,), wrong * 64))):
         with pytest.raises(IndexError, match="outside of its table"):
             kernels.masked_argmax(logits, masks, rows, constrained, ids)
-    one = torch.tensor([1])
+    one, column = torch.tensor([1]), torch.ones(9, dtype=torch.int64)
     with pytest.raises(IndexError, match="outside of its table"):
-        kernels.mask_status(torch.ones(9, 1, 4, dtype=torch.int64), *[torch.ones(9, dtype=torch.int64)] * 3, 0, torch.tensor([wrong]))
+        kernels.mask_status(torch.ones(9, 1, 4, dtype=torch.int64), column, column, column, 0, torch.tensor([wrong]))
     zeros = torch.zeros(1, 9, dtype=torch.int64)
     with pytest.raises(IndexError, match="outside of its table"):
         kernels.chain_accept(zeros, zeros == 0, zeros[:, :8], one, zeros + 1, zeros, one, torch.tensor([wrong]))

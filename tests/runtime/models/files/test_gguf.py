@@ -45,8 +45,8 @@ def write(
 
     def add_tokens(writer: gguf.GGUFWriter) -> None:
         for name, value in (scaling or {}).items():
-            add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)]
-            add(f"{kind}.rope.scaling.{name}", value)
+            adders: dict[type, Callable[..., None]] = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}
+            adders[type(value)](f"{kind}.rope.scaling.{name}", value)
         for name, tensor in (more or {}).items():
             writer.add_tensor(name, tensor)
         writer.add_tokenizer_model("gpt2")
