@@ -86,7 +86,7 @@ def check_masks(buffers: StaticBuffers, rows: Tensor, first: int, count: int) ->
     """`checked_masks`, after their statuses are written."""
     masks, columns = checked_masks(buffers, rows, first, count), (Column.OWNER, Column.GENERATED, Column.CONSTRAINED)
     inputs = buffers.row_tags[:, first : first + count], *(buffers.row_state[:, column] for column in columns)
-    kernels.mask_status.out(*inputs, first, rows, masks.status, masks.constrained)
+    kernels.mask_status.run(*inputs, first, rows, masks.status, masks.constrained)
     return masks
 
 

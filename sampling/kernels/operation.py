@@ -105,11 +105,14 @@ class Operation(Generic[P, R]):
             if self.triton or self._whole or self._fits_c(arranged):
                 with torch._C._DisableTorchDispatch():  # a recorder finds the outputs among the arguments
                     outputs = self._outputs(*inputs)
-                # torch's dispatcher takes longer than the launch of a program, but a dispatch mode sees only calls that pass through it
-                run = self._on_cuda if inputs[0].is_cuda and not torch._C._len_torch_dispatch_stack() else self.out
-                run(*arranged, *_tensors(outputs))
+                self.run(*arranged, *_tensors(outputs))
                 return outputs
         return self.reference(*inputs)  # type: ignore[call-arg]
+
+    def run(self, first: Tensor, *others: Any) -> None:
+        """`out`, without torch's dispatcher where no dispatch mode has to see the call: it takes longer than the launch of a program."""
+        run = self._on_cuda if first.is_cuda and not torch._C._len_torch_dispatch_stack() else self.out
+        run(first, *others)
 
     def prepare(self, *arguments: Any) -> Run | None:
         """A call in C that repeats `out` in the memory of its arguments; None where the reference has to run."""
