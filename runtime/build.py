@@ -113,7 +113,7 @@ class EngineParts:
         decode_round = Round(limits, models, self.host_link, config.draft_masks, options, self.attention, tables, split)
         prompts = Prompts(limits, models, self.attention)
         self.validator = RequestValidator(config, limits, vocabulary, models, pinned=device.type == "cuda")
-        queue_type, scheduler_type = queue_types(config, self.ranks, record)
+        queue_type, scheduler_type = queue_types(config, device, self.ranks, record)
         self.sharing = sharing_for(config, models)
         read_range(os.environ)  # ValueError before the recording exists
         self.hidden_states = states = HiddenStates(timed, buffers, layout, folder, config.states_shard_bytes) if layout and folder else None
@@ -178,7 +178,9 @@ def accept_options(config: EngineConfig, models: ModelPair, limits: Limits, back
     return AcceptOptions(config.forced_acceptance, config.logits_processors, getattr(models.target, "shard", None))
 
 
-def queue_types(config: EngineConfig, ranks: Ranks | None, record: object) -> tuple[Callable[..., RequestQueue], Callable[..., Scheduler]]:
+def queue_types(
+    config: EngineConfig, device: torch.device, ranks: Ranks | None, record: object
+) -> tuple[Callable[..., RequestQueue], Callable[..., Scheduler]]:
     """The types of queue and scheduler. ValueError for preemption with a part that requires the rounds of a request to be one series."""
     excluded = {"record": record, "save_hidden_states": config.save_hidden_states, "tensor_parallel": ranks}
     for setting, default in (("preemption", False), ("page_allocation", RESERVE)):
@@ -186,8 +188,10 @@ def queue_types(config: EngineConfig, ranks: Ranks | None, record: object) -> tu
         for name in (name for name, part in excluded.items() if part is not None and value != default):
             raise ValueError(f"EngineConfig.{setting}: got {value!r} with {name}, expected {default!r}")
     if ranks is None:
-        reasons = config.preemption, config.page_allocation == GROW
-        return RequestQueue, functools.partial(PreemptingScheduler, *reasons) if any(reasons) else Scheduler
+        if not (config.preemption or config.page_allocation == GROW):
+            return RequestQueue, Scheduler
+        settings = config.preemption, config.rounds_per_launch == UNTIL_EVENT, device.type == "cuda"
+        return RequestQueue, functools.partial(PreemptingScheduler, *settings)
     return functools.partial(LockstepQueue, ranks), functools.partial(LockstepScheduler, ranks)
 
 
