@@ -152,7 +152,7 @@ def with_counted_pages(
 ) -> tuple[EngineConfig, Limits]:
     """The config and its limits. A share of the free memory becomes the number of pages with which the caches of all models take it."""
     limits = config.limits(models.target.vocab_size, checked_vocabulary_size(models, vocabulary), models.target.feature_size)
-    share, least, is_divided = config.num_pages, limits.num_pages, getattr(models.target, "ranks", None) is not None
+    share, least = config.num_pages, limits.num_pages
     if not isinstance(share, float):
         return config, limits
 
@@ -160,9 +160,10 @@ def with_counted_pages(
         named, sizes = (models.target, models.drafter, models.look_up), replace(limits, num_pages=num_pages)
         return sum(spec.nbytes for model in named if model is not None for spec in model.cache_specs(sizes))
 
-    free_bytes = available_bytes(device) if device.type == "cuda" and not is_divided else None
+    where = f"on {device.type}" if ranks_of(models.target) is None else "with tensor_parallel"
+    free_bytes = available_bytes(device) if where == "on cuda" else None
     if free_bytes is None:
-        got = f"{share} {'with tensor_parallel' if is_divided else f'on {device.type}'}"
+        got = f"{share} {where}"
         raise ValueError(f"EngineConfig.num_pages: got {got}, expected a whole number, or None: a share is of the memory of one GPU")
     page_bytes = cache_bytes(least + 1) - cache_bytes(least)
     added = (int(share * free_bytes) - cache_bytes(least)) // page_bytes if page_bytes else 0
@@ -217,7 +218,7 @@ def loop_in_flight_type(
     for reason, holds in reasons.items():
         if holds:
             raise ValueError(f"EngineConfig.rounds_per_launch: got {UNTIL_EVENT!r}, expected 1: {reason}")
-    return functools.partial(LoopInFlight, queue, watchdog.poll, limits.max_length, limits.grows)
+    return functools.partial(LoopInFlight, queue, watchdog.poll, limits.max_length)
 
 
 def make_chooser(

@@ -53,7 +53,8 @@ class RowTable:
         self._limits, self._sharing = limits, sharing
         self.page_cache = PageCache(limits.num_pages, limits.page_size, sharing.lookahead, sharing.max_idle_pages)
         self._free_rows = list(range(limits.max_rows))
-        self._grows, rounds = limits.grows, (limits.launches_in_flight, *[LOOP_ROUNDS] * limits.loops)
+        # The last launch may loop, beside one before it that was interrupted.
+        self._grows, rounds = limits.grows, (max(limits.rounds_in_flight, 1 + limits.loops), *[LOOP_ROUNDS] * limits.loops)
         # How many positions after the known tokens so many rounds may write. Each emits up to `positions` tokens, and then the draft model
         # writes entries for all drafts but the last. The last token has no entry of the target.
         self._written = [count * limits.positions + limits.num_speculative_tokens - 1 for count in rounds]

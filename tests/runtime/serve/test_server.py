@@ -154,7 +154,7 @@ def test_a_stop_text_ends_an_answer_whose_last_event_is_an_error(server: Running
 
     async def generate(*_: object, **__: object) -> Stream:
         job = SimpleNamespace(finish_reason=FinishReason.ERROR, first_token_seconds=0.1, num_cached_tokens=0, rounds=3, constraint=None)
-        return Stream(job=job, end=lambda reason: None)
+        return Stream(job=job, cancel=lambda reason: None)
 
     monkeypatch.setattr(EngineServing, "generate", generate)
     with server.client as client:
