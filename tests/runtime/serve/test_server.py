@@ -280,6 +280,7 @@ def test_several_calls_may_be_required_and_the_last_may_be_cut_short(server: Run
 
 
 INTERNAL = re.compile(r"Constraint|constraint|SamplingParams|EngineConfig|max_new_tokens|Engine\\.")
+OPTIONS = (("include_obfuscation", True), ("include_obfuscation", 0), ("include_usage", 1), ("continuous_usage_stats", True), ("x", False))
 REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ({"n": 17}, "n"),
     ({"priority": "high"}, "priority"),
@@ -308,8 +309,8 @@ REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ({"logit_bias": {"5": 1, "05": 2}}, "logit_bias"),
     ({"logit_bias": {"\u0665": 1}}, "logit_bias"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
-    ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options"),
-    ({"stream": True, "stream_options": {"include_obfuscation": 0}}, "stream_options"),
+    *(({"stream": True, "stream_options": {name: value}}, "stream_options") for name, value in OPTIONS),
+    ({"stream": True, "stream_options": []}, "stream_options"),
     ({"response_format": {"type": "yaml"}}, "response_format"),
     ({"response_format": {"type": "structural_tag", "structures": [], "triggers": []}}, "response_format.triggers"),
     ({"response_format": FORMAT, "tools": TOOLS}, "response_format"),
