@@ -231,16 +231,11 @@ def in_any_order(layout: str, bits: int) -> Callable[[Tensor], Written]:
     return write_one
 
 
-def any_order(bits: int) -> tuple[dict[str, Any], Callable[[Tensor], Written]]:
-    weights = INT4 if bits == 4 else INT8
-    config = compressed("pack-quantized", strategy="group", group_size=64, symmetric=False, actorder="group", **weights)
-    return config, in_any_order("pack-quantized", bits)
-
-
+ORDERED: dict[str, Any] = {"strategy": "group", "group_size": 64, "symmetric": False, "actorder": "group"}
 ANY_ORDER = {
     "GPTQ": (GPTQ | {"group_size": 64, "desc_act": True, "checkpoint_format": "gptq_v2"}, in_any_order("gptq", 4)),
-    "pack-quantized": any_order(4),
-    "pack-quantized, 8 bits": any_order(8),
+    "pack-quantized": (compressed("pack-quantized", **ORDERED, **INT4), in_any_order("pack-quantized", 4)),
+    "pack-quantized, 8 bits": (compressed("pack-quantized", **ORDERED, **INT8), in_any_order("pack-quantized", 8)),
 }
 
 
