@@ -102,11 +102,6 @@ class Limits:
         return self.page_allocation == GROW
 
     @property
-    def launches_in_flight(self) -> int:
-        """Most launches at once. The last one may loop, beside one before it that was interrupted."""
-        return max(self.rounds_in_flight, 1 + self.loops)
-
-    @property
     def result_slots(self) -> int:
         """Slots of the rings of results. With loops, rounds run ahead of the host by as many."""
         return 256 if self.loops else self.ring_depth

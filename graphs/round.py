@@ -54,11 +54,6 @@ class Round:
     tables: TokenTensors | None = None  # None: no grammars on the device
     split: SplitTensors | None = None  # None: no forced tokens on the device
 
-    @property
-    def runs_other_code(self) -> bool:
-        """Whether a model is from outside of this package."""
-        return {type(model).__module__.partition(".")[0] for model in self.models if model is not None} != {__name__.partition(".")[0]}
-
     def step(self, key: GraphKey) -> Step:
         return functools.partial(self.run, key=key)
 

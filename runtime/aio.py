@@ -210,12 +210,8 @@ class JobStream:
                 self.cancel()
                 raise
 
-    def cancel(self) -> None:
-        """Cancel the job without waiting; the last event says so. Idempotent."""
-        self.end(FinishReason.CANCELLED)
-
-    def end(self, reason: FinishReason) -> None:
-        """Like `cancel`, with a reason of the reader's, such as a stop text that only the reader finds."""
+    def cancel(self, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        """End the job without waiting; the last event has this reason. Idempotent."""
         self._stepper.engine.queue.cancel(self.job, reason)
 
     async def text(self) -> AsyncIterator[str]:

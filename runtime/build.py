@@ -113,7 +113,7 @@ class EngineParts:
         decode_round = Round(limits, models, self.host_link, config.draft_masks, options, self.attention, tables, split)
         prompts = Prompts(limits, models, self.attention)
         self.validator = RequestValidator(config, limits, vocabulary, models, pinned=device.type == "cuda")
-        queue_type, scheduler_type = queue_types(config, self.ranks, record)
+        queue_type, scheduler_type = queue_types(config, device, self.ranks, record)
         self.sharing = sharing_for(config, models)
         read_range(os.environ)  # ValueError before the recording exists
         self.hidden_states = states = HiddenStates(timed, buffers, layout, folder, config.states_shard_bytes) if layout and folder else None
@@ -152,7 +152,7 @@ def with_counted_pages(
 ) -> tuple[EngineConfig, Limits]:
     """The config and its limits. A share of the free memory becomes the number of pages with which the caches of all models take it."""
     limits = config.limits(models.target.vocab_size, checked_vocabulary_size(models, vocabulary), models.target.feature_size)
-    share, least, is_divided = config.num_pages, limits.num_pages, getattr(models.target, "ranks", None) is not None
+    share, least = config.num_pages, limits.num_pages
     if not isinstance(share, float):
         return config, limits
 
@@ -160,9 +160,10 @@ def with_counted_pages(
         named, sizes = (models.target, models.drafter, models.look_up), replace(limits, num_pages=num_pages)
         return sum(spec.nbytes for model in named if model is not None for spec in model.cache_specs(sizes))
 
-    free_bytes = available_bytes(device) if device.type == "cuda" and not is_divided else None
+    where = f"on {device.type}" if ranks_of(models.target) is None else "with tensor_parallel"
+    free_bytes = available_bytes(device) if where == "on cuda" else None
     if free_bytes is None:
-        got = f"{share} {'with tensor_parallel' if is_divided else f'on {device.type}'}"
+        got = f"{share} {where}"
         raise ValueError(f"EngineConfig.num_pages: got {got}, expected a whole number, or None: a share is of the memory of one GPU")
     page_bytes = cache_bytes(least + 1) - cache_bytes(least)
     added = (int(share * free_bytes) - cache_bytes(least)) // page_bytes if page_bytes else 0
@@ -178,7 +179,9 @@ def accept_options(config: EngineConfig, models: ModelPair, limits: Limits, back
     return AcceptOptions(config.forced_acceptance, config.logits_processors, getattr(models.target, "shard", None))
 
 
-def queue_types(config: EngineConfig, ranks: Ranks | None, record: object) -> tuple[Callable[..., RequestQueue], Callable[..., Scheduler]]:
+def queue_types(
+    config: EngineConfig, device: torch.device, ranks: Ranks | None, record: object
+) -> tuple[Callable[..., RequestQueue], Callable[..., Scheduler]]:
     """The types of queue and scheduler. ValueError for preemption with a part that requires the rounds of a request to be one series."""
     excluded = {"record": record, "save_hidden_states": config.save_hidden_states, "tensor_parallel": ranks}
     for setting, default in (("preemption", False), ("page_allocation", RESERVE)):
@@ -186,8 +189,10 @@ def queue_types(config: EngineConfig, ranks: Ranks | None, record: object) -> tu
         for name in (name for name, part in excluded.items() if part is not None and value != default):
             raise ValueError(f"EngineConfig.{setting}: got {value!r} with {name}, expected {default!r}")
     if ranks is None:
-        reasons = config.preemption, config.page_allocation == GROW
-        return RequestQueue, functools.partial(PreemptingScheduler, *reasons) if any(reasons) else Scheduler
+        if not (config.preemption or config.page_allocation == GROW):
+            return RequestQueue, Scheduler
+        settings = config.preemption, config.rounds_per_launch == UNTIL_EVENT, device.type == "cuda"
+        return RequestQueue, functools.partial(PreemptingScheduler, *settings)
     return functools.partial(LockstepQueue, ranks), functools.partial(LockstepScheduler, ranks)
 
 
@@ -213,7 +218,7 @@ def loop_in_flight_type(
     for reason, holds in reasons.items():
         if holds:
             raise ValueError(f"EngineConfig.rounds_per_launch: got {UNTIL_EVENT!r}, expected 1: {reason}")
-    return functools.partial(LoopInFlight, queue, watchdog.poll, limits.max_length, limits.grows)
+    return functools.partial(LoopInFlight, queue, watchdog.poll, limits.max_length)
 
 
 def make_chooser(

@@ -7,6 +7,7 @@ import torch
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.request import ActiveRequest, Job
 from stepgraph.sampling import native
+from stepgraph.sampling.fields import error_summary
 from stepgraph.sampling.grammar.automaton.arena import ImageArena
 from stepgraph.sampling.grammar.automaton.library import Field
 from stepgraph.sampling.grammar.compile.backends import BACKENDS
@@ -49,21 +50,26 @@ class DeviceGrammars:
         """A row of the host link, or None if `admit` chooses the lane. Called from any thread once the grammar is compiled."""
         return self._row(job, compiled) if self.why_host(compiled, bool(job.prior_output)) else None
 
-    def admit(self, request: ActiveRequest, compiled: CompiledConstraint) -> None:
-        """Give an admitted request a block of the arena for its grammar, or a row of the host link if the arena is full."""
+    def admit(self, request: ActiveRequest, compiled: CompiledConstraint) -> str:
+        """Give an admitted request a block of the arena for its grammar, or a row of the host link if the arena is full. Returns the error
+        of a request whose matcher cannot be made."""
         job, reason = request.job, self.why_host(compiled, bool(request.job.prior_output))
         if compiled.image is not None and not reason:
             request.arena_block = self.arena.acquire(compiled.image)
             if request.arena_block is not None:
                 self.on_device += not job.num_preemptions
                 job.grammar_lane = "device"
-                return
+                return ""
             size = self.arena.size * INT_BYTES
             reason = f"the arena is full: it has {size:,} bytes (EngineConfig.grammar_arena_bytes), the grammar {compiled.image.nbytes:,}"
             self.arena_full += not job.num_preemptions
-            request.matcher = self._row(job, compiled)
+            try:
+                request.matcher = self._row(job, compiled)
+            except Exception as error:  # any exception of a grammar library fails this request only
+                return error_summary(error)
         self.on_host += not job.num_preemptions
         job.grammar_lane = f"host: {reason}"
+        return ""
 
     def _row(self, job: Job, compiled: CompiledConstraint) -> MatcherRow:
         matcher = compiled.matcher()

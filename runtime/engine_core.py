@@ -42,10 +42,11 @@ class EngineCore(EngineState):
 
     def _admit(self) -> list[StepEvent]:
         """End cancelled jobs and those without a grammar, and give rows to queued requests."""
-        events = self._make_room(self._scheduler) if isinstance(self._scheduler, PreemptingScheduler) else []
+        events = list[StepEvent]()
+        if isinstance(self._scheduler, PreemptingScheduler):
+            events = self._scheduler.make_room(self._in_flight, self._uploader, self._collect)
         events += [self._end(job, request, reason) for job, request, reason in self._scheduler.begin_step()]
-        failed = self._scheduler.admit()
-        return events + [self._scheduler.finish(job, request, FinishReason.ERROR, error) for job, request, error in failed]
+        return events + self._scheduler.admit()
 
     def _prefill(self, events: list[StepEvent]) -> None:
         """Launch up to one chunk of prompt tokens. A request without memory for its settings or its chunk ends with an event."""
@@ -67,21 +68,6 @@ class EngineCore(EngineState):
                 continue
             self._scheduler.record_prefill(request, taken)
             budget -= taken
-
-    def _make_room(self, scheduler: PreemptingScheduler) -> list[StepEvent]:
-        """Requeue requests that hold a row or pages for which an earlier one waits, once the results of all rounds in flight are read; and
-        give requests that grow the pages for their next rounds."""
-        events, victim = list[StepEvent](), scheduler.victim()
-        if not (victim or scheduler.needs_pages):
-            return events
-        if victim or self.limits.loops:  # how long a loop may run follows from the pages at its launch
-            self._in_flight.interrupt()
-            events = self._collect(1)
-        while victim := scheduler.victim():
-            self._retire(victim)
-            scheduler.suspend(victim, self.backend.device.type == "cuda")
-        self._uploader.add_pages(scheduler.grow())
-        return events
 
     def _launch(self, events: list[StepEvent]) -> tuple[ActiveRequest, ...]:
         """Launch a round of the decoding requests, and return them. Requests whose draft function failed end with an event."""

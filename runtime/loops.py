@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,10 +24,9 @@ class LoopInFlight(InFlight):
     In this class `rounds` and `rounds_by_kind` count rounds that were read.
     """
 
-    def __init__(self, queue: RequestQueue, poll: Poll, max_rounds: int, grows: bool, *parts: Any) -> None:
-        """grows: requests get pages while they decode."""
+    def __init__(self, queue: RequestQueue, poll: Poll, max_rounds: int, *parts: Any) -> None:
         super().__init__(*parts)
-        self._queue, self._poll, self._grows = queue, poll, grows
+        self._queue, self._poll = queue, poll
         self._loop_arguments: dict[str, Any] = {"until": self._buffers.loop_done, "limit": max_rounds}
         self._loopable: frozenset[GraphKey] = frozenset()
         self._num_launches = 0
@@ -90,10 +90,9 @@ class LoopInFlight(InFlight):
 
     def _num_read(self) -> int:
         """The rounds that the host has read; fewer if rows have pages for fewer rounds than the ring has slots: it is full earlier then."""
-        if not self._grows or self.latest_batch is None:
-            return self.rounds
-        running, slots = (each for each in self.latest_batch.requests if not each.job.finished), len(self._header_ring) - self._ring_depth
-        tokens = min((each.most_tokens - len(each.job.tokens) for each in running), default=0)  # until a row needs another page
+        requests, slots = self.latest_batch.requests if self.latest_batch else (), len(self._header_ring) - self._ring_depth
+        left = (each.most_tokens - len(each.job.tokens) for each in requests if not each.job.finished)  # until a row needs another page
+        tokens = min(left, default=sys.maxsize)
         return self.rounds + min(0, 1 + tokens // (self._num_drafts + 1) - slots)
 
     def clear(self) -> None:

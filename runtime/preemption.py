@@ -4,33 +4,49 @@ continues later with the same tokens."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from stepgraph.runtime.request import ActiveRequest
+from stepgraph.runtime.in_flight import InFlight
+from stepgraph.runtime.request import ActiveRequest, StepEvent
 from stepgraph.runtime.scheduler import Scheduler
+from stepgraph.runtime.slots import continues_exactly
+from stepgraph.runtime.upload import Uploader
 
 
 class PreemptingScheduler(Scheduler):
-    """The engine suspends the victims, once it has read the results of all rounds in flight."""
+    """Suspends requests whose row or pages another one needs, and gives requests that grow their pages."""
 
-    def __init__(self, by_priority: bool, grows: bool, *parts: Any) -> None:
-        """Whether requests are suspended for waiting ones with smaller priority numbers, and for earlier ones that grow."""
+    def __init__(self, by_priority: bool, loops: bool, pinned: bool, *parts: Any) -> None:
+        """by_priority: also for waiting requests. loops: launches may run many rounds. pinned: copies start in pinned memory."""
         super().__init__(*parts)
-        self._by_priority, self.grows = by_priority, grows
+        self._by_priority, self._loops, self._pinned = by_priority, loops, pinned
 
-    @property
-    def needs_pages(self) -> bool:
-        """Whether a request needs further pages for the next round."""
-        return self.grows and bool(self.rows.short(self._active.values()))
+    def make_room(self, in_flight: InFlight, uploader: Uploader, collect: Callable[[int], list[StepEvent]]) -> list[StepEvent]:
+        """Requeue requests that hold a row or pages for which an earlier one waits, once `collect` has read all rounds in flight; and give
+        requests that grow the pages for their next rounds."""
+        events, victim = list[StepEvent](), self._victim()
+        if not (victim or self.rows.num_missing(self._active.values())):
+            return events
+        if victim or self._loops:  # how long a loop may run follows from the pages at its launch
+            in_flight.interrupt()
+            events = collect(1)
+        while victim := self._victim():
+            uploader.retire(victim.row)
+            self.suspend(victim)
+        with self._queue.lock:
+            entries = self.rows.grow(self._active.values())
+        uploader.add_pages(entries)
+        return events
 
-    def victim(self) -> ActiveRequest | None:
+    def _victim(self) -> ActiveRequest | None:
         """The request to suspend. If too few pages are free for those that grow: the last in order, so that the first one always proceeds.
         Else the last in order of those with larger priority numbers than the first waiting one, if that has no room and would have it
         without them."""
         with self._queue.lock:
-            if self.grows and (short := self.rows.short(self._active.values())) and not self.rows.can_grow(short):
+            if self.rows.num_missing(self._active.values()) > self.rows.page_cache.num_free:
                 candidates = self._candidates(-math.inf)
             else:
                 first = next((queued.job for queued in self._admissible() if not queued.error), None) if self._by_priority else None
@@ -44,22 +60,19 @@ class PreemptingScheduler(Scheduler):
     def _candidates(self, above: float) -> list[ActiveRequest]:
         """Requests with a priority number above this one that can continue exactly. In its prompt a request has drawn no token."""
         found = (request for request in self._active.values() if request.job.priority > above)
-        return [request for request in found if not request.decoding or request.job.continues_exactly]
+        return [request for request in found if not request.decoding or continues_exactly(request.job)]
 
-    def grow(self) -> list[tuple[int, int, int]]:
-        """RowTable.grow of the requests with rows."""
-        with self._queue.lock:
-            return self.rows.grow(self._active.values())
-
-    def suspend(self, request: ActiveRequest, pinned: bool) -> None:
+    def suspend(self, request: ActiveRequest) -> None:
         """Free what a request holds and queue it again, in its order. Its results must be recorded, and its row inert."""
         job = request.job
         with self._queue.lock:
             self._free(request)
-            job.count_preemption()
+            job.num_preemptions += 1
+            job.num_tokens_at_preemption = len(job.tokens)
+            job.__dict__.pop("context_ids", None)  # the cached value
             self.counters.preemptions += 1
             ids = torch.tensor(job.prior_output, dtype=torch.int64)  # also if empty
-            job.prior_output_host = ids.pin_memory() if pinned else ids
+            job.prior_output_host = ids.pin_memory() if self._pinned else ids
             queued = self._queue.unfinished[job.id]
             if queued.claim:
                 self._queue.prepare(queued, queued.claim)

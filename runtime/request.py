@@ -157,32 +157,6 @@ class Job(JobText):
         """The tokens before the first new one."""
         return self.prompt_ids + self.prior_output
 
-    def count_preemption(self) -> None:
-        """The tokens so far become part of `prior_output`."""
-        self.num_preemptions += 1
-        self.num_tokens_at_preemption = len(self.tokens)
-        self.__dict__.pop("context_ids", None)  # the cached value
-
-    @property
-    def length(self) -> int:
-        """The number of tokens of the prompt and the output so far."""
-        return len(self.prompt_ids) + len(self.resume_from) + len(self.tokens)
-
-    @property
-    def continues_exactly(self) -> bool:
-        """Whether it can lose its row and continue with the tokens it would have had: with a negative seed, draws depend on the drafts."""
-        return not (self.sampling.relaxed_top_n or (self.num_speculative_tokens and self.seed < 0))
-
-    @property
-    def cache_key(self) -> tuple[str, int]:
-        """The salt and the adapter. Only requests with equal keys share prefixes."""
-        return self.cache_salt, self.lora.serial
-
-    @property
-    def shareable_tokens(self) -> int:
-        """The length of the prefix whose cache entries depend on token ids only."""
-        return self.embeddings[0][0] if self.embeddings else len(self.prompt_ids) + self.max_new_tokens
-
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None

@@ -13,7 +13,7 @@ from stepgraph.runtime.device_grammars import DeviceGrammars
 from stepgraph.runtime.extras.record import Recorder, request_fields
 from stepgraph.runtime.finish_reason import FinishReason
 from stepgraph.runtime.request import ActiveRequest, Job
-from stepgraph.sampling.fields import Check, check_value, is_int
+from stepgraph.sampling.fields import Check, check_value, instance_of, is_int
 from stepgraph.sampling.grammar.compile.compiler import Claim, CompiledConstraint, GrammarCompiler
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
 from stepgraph.sampling.grammar.link.protocol import MatcherRow
@@ -21,6 +21,7 @@ from stepgraph.sampling.lifetimes import FORKED_ERROR, call_after_fork
 
 PAUSE_SECONDS = 0.001
 _JOB_ID = Check(is_int, "a Job, or the id of one")
+_REASON = instance_of(FinishReason, "a FinishReason")
 
 
 class QueueFullError(RuntimeError):
@@ -145,6 +146,7 @@ class RequestQueue:
         """End a job at the next step with this reason. False if it has finished or is unknown."""
         job_id = requested.id if isinstance(requested, Job) else requested
         check_value("job", job_id, _JOB_ID)
+        check_value("reason", reason, _REASON)
         with self.lock:
             queued = self.unfinished.get(job_id)
             # A job of another engine may have the id of one of this engine.

@@ -16,7 +16,6 @@ from stepgraph.runtime.histogram import HistogramBuilder
 from stepgraph.runtime.request import NO_DRAFTS, ActiveRequest, DraftCounts, Job, StepEvent, TokenLogprob, describe_drafts
 from stepgraph.runtime.request_queue import QueuedRequest, RequestQueue
 from stepgraph.runtime.slots import PrefixSharing, RowTable
-from stepgraph.sampling.fields import error_summary
 from stepgraph.sampling.grammar.compile.limits import TOO_DEEP, with_limit_name
 from stepgraph.sampling.grammar.status import FinishCode, MaskStatus
 
@@ -106,9 +105,9 @@ class Scheduler:
         cancelled = self._queue.pop_cancelled() if self._queue.cancelled else {}
         return [(job, self._active.get(job.id), reason) for job, reason in cancelled.values() if not job.finished]
 
-    def admit(self) -> list[tuple[Job, ActiveRequest | None, str]]:
+    def admit(self) -> list[StepEvent]:
         """Give rows to queued requests in the order of the queue. The first one without a free row or pages holds back the rest; one whose
-        grammar is still being compiled does not. Returns the requests whose grammar failed, each with its error."""
+        grammar is still being compiled does not. Ends the requests whose grammar failed."""
         failed, taken = list[tuple[Job, ActiveRequest | None, str]](), list[QueuedRequest]()
         with self._queue.lock:
             for queued in self._admissible():
@@ -118,11 +117,8 @@ class Scheduler:
                     self._active[request.job.id] = request
                     if self._recorder:
                         self._recorder.write("admit", job=request.job.id)
-                    if queued.claim:
-                        try:
-                            self._grammars.admit(request, queued.claim.result())
-                        except Exception as error:  # of a matcher, for example: any exception fails this request only
-                            failed.append((queued.job, request, error_summary(error)))
+                    if queued.claim and (error := self._grammars.admit(request, queued.claim.result())):
+                        failed.append((queued.job, request, error))
                     if request.job.queue_seconds is None:  # otherwise it continues after a preemption
                         request.job.queue_seconds = time.perf_counter() - request.job.submitted_at
                         self.counters.queue_seconds.add(request.job.queue_seconds)
@@ -131,7 +127,7 @@ class Scheduler:
                 taken.append(queued)
             if taken:
                 self._queue.remove(taken)
-        return failed
+        return [self.finish(job, request, FinishReason.ERROR, error) for job, request, error in failed]
 
     def _admissible(self) -> Iterator[QueuedRequest]:
         """The waiting requests that may have a row, in order. Under the lock."""

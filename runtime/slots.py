@@ -31,6 +31,11 @@ class PrefixSharing:
 LOOP_ROUNDS = 32  # for which a launch of many rounds has pages, where so many are free; it ends before its rows have too few
 
 
+def continues_exactly(job: Job) -> bool:
+    """Whether it can lose its row and continue with the tokens it would have had: with a negative seed, draws depend on the drafts."""
+    return not (job.sampling.relaxed_top_n or (job.num_speculative_tokens and job.seed < 0))
+
+
 class RowTable:
     """Free rows and pages. The lowest free row is allocated first.
 
@@ -48,7 +53,8 @@ class RowTable:
         self._limits, self._sharing = limits, sharing
         self.page_cache = PageCache(limits.num_pages, limits.page_size, sharing.lookahead, sharing.max_idle_pages)
         self._free_rows = list(range(limits.max_rows))
-        self._grows, rounds = limits.grows, (limits.launches_in_flight, *[LOOP_ROUNDS] * limits.loops)
+        # The last launch may loop, beside one before it that was interrupted.
+        self._grows, rounds = limits.grows, (max(limits.rounds_in_flight, 1 + limits.loops), *[LOOP_ROUNDS] * limits.loops)
         # How many positions after the known tokens so many rounds may write. Each emits up to `positions` tokens, and then the draft model
         # writes entries for all drafts but the last. The last token has no entry of the target.
         self._written = [count * limits.positions + limits.num_speculative_tokens - 1 for count in rounds]
@@ -97,30 +103,25 @@ class RowTable:
         """The pages of a job up to its maximum length; with `grows`, up to so many positions after its known tokens, by default those that
         the rounds in flight and the next one may write. One that cannot be suspended has all its pages."""
         tokens = len(job.prompt_ids) + job.max_new_tokens
-        if self._grows and job.continues_exactly:
-            tokens = min(tokens, job.length + (written or self._written[0]))
+        if self._grows and continues_exactly(job):
+            tokens = min(tokens, len(job.prompt_ids) + len(job.resume_from) + len(job.tokens) + (written or self._written[0]))
         return -(-tokens // self._limits.page_size)
 
     def _set_most_tokens(self, request: ActiveRequest) -> None:
         job, tokens = request.job, len(request.pages) * self._limits.page_size
         is_whole = tokens >= len(job.prompt_ids) + job.max_new_tokens
-        request.most_tokens = sys.maxsize if is_whole else len(job.tokens) + tokens - job.length - self._written[0]
+        request.most_tokens = sys.maxsize if is_whole else tokens - len(job.prompt_ids) - len(job.resume_from) - self._written[0]
 
-    def short(self, requests: Iterable[ActiveRequest]) -> list[ActiveRequest]:
-        """Those of the requests whose pages end before positions that the next round may write."""
-        return [request for request in requests if len(request.job.tokens) > request.most_tokens]
-
-    def can_grow(self, requests: Iterable[ActiveRequest]) -> bool:
-        """Whether the missing pages of short requests are free."""
-        return sum(self._num_pages(request.job) - len(request.pages) for request in requests) <= self.page_cache.num_free
+    def num_missing(self, requests: Iterable[ActiveRequest]) -> int:
+        """How many pages, of positions that the next round may write, the requests lack."""
+        short = (request for request in requests if len(request.job.tokens) > request.most_tokens)
+        return sum(self._num_pages(request.job) - len(request.pages) for request in short)
 
     def grow(self, requests: Collection[ActiveRequest]) -> list[tuple[int, int, int]]:
         """Allocate the missing pages of these requests, and, for loops, those of LOOP_ROUNDS as far as pages are free. Returns the row, the
         index in its block table and the number of each page."""
-        entries, short = list[tuple[int, int, int]](), self.short(requests)
-        for request, written in itertools.chain(
-            itertools.product(short, self._written[:1]), itertools.product(requests, self._written[1:])
-        ):
+        entries = list[tuple[int, int, int]]()
+        for written, request in itertools.product(self._written, requests):
             count = min(self._num_pages(request.job, written) - len(request.pages), self.page_cache.num_free)
             pages, first = self.page_cache.allocate(max(0, count)), len(request.pages)
             assert pages is not None, "num_free counts the same pages"
@@ -174,11 +175,20 @@ class RowTable:
         """Full published pages before the last given token, which is an input of the first round."""
         sharing = self._sharing
         limit = len(job.context_ids) - max(1 + sharing.recompute_tail, sharing.lookahead)
-        limit = min(limit, job.shareable_tokens - sharing.lookahead)
-        return self.page_cache.find(job.cache_key, job.context_ids, limit) if not sharing.why_off else []
+        limit = min(limit, self._num_shareable(job))
+        return self.page_cache.find(_cache_key(job), job.context_ids, limit) if not sharing.why_off else []
+
+    def _num_shareable(self, job: Job) -> int:
+        """The length of the prefix whose cache entries depend on token ids only."""
+        return (job.embeddings[0][0] if job.embeddings else len(job.prompt_ids) + job.max_new_tokens) - self._sharing.lookahead
 
     def _publish(self, request: ActiveRequest, ids: Sequence[int], written: int) -> None:
         """Publish the full pages of a text. The entries of its first `written` tokens are launched, and token `written` is known."""
-        limit = min(written + 1 - max(1, self._sharing.lookahead), request.job.shareable_tokens - self._sharing.lookahead)
+        limit = min(written + 1 - max(1, self._sharing.lookahead), self._num_shareable(request.job))
         while not self._sharing.why_off and (len(request.cached_pages) + 1) * self._limits.page_size <= limit:
-            self.page_cache.publish(request.job.cache_key, request.cached_pages, ids, request.pages[len(request.cached_pages)])
+            self.page_cache.publish(_cache_key(request.job), request.cached_pages, ids, request.pages[len(request.cached_pages)])
+
+
+def _cache_key(job: Job) -> tuple[str, int]:
+    """Only requests with equal keys share prefixes."""
+    return job.cache_salt, job.lora.serial

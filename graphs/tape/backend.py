@@ -350,9 +350,10 @@ def _record(
     with temporarily_set(_local, "recording", recorder):
         recorder.record_step(step)
         function = getattr(step, "func", step)
-        code, engine_round = getattr(function, "__code__", None), getattr(function, "__self__", None)
+        code, models = getattr(function, "__code__", None), getattr(getattr(function, "__self__", None), "models", ())
+        packages = {type(model).__module__.partition(".")[0] for model in models if model is not None}
         # The rounds and prompts of engines. A second run takes time, so of the models only those from other packages get one.
-        is_ours = code is not None and code.co_filename.startswith(_FOLDER) and not getattr(engine_round, "runs_other_code", False)
+        is_ours = code is not None and code.co_filename.startswith(_FOLDER) and packages <= {__name__.partition(".")[0]}
         if recorder.shares_intermediates or (not is_ours and (code is None or code not in ran_again)):
             check_second_run(recorder, step, lambda tensor: storage_key(tensor) in recorder.memory.intermediates)
             ran_again.add(code)

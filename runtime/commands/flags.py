@@ -171,9 +171,7 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     add("--preemption", action="store_true", help="a request takes the row of one with larger `priority`, which continues later")
     help_text = "pages of the cache, of 16 tokens each, or a share of a GPU's free memory (default: for --max-rows answers of --max-length)"
     add("--num-pages", type=_parse_pages, metavar="N|SHARE", help=help_text)
-    help_text = (
-        "reserve: an answer has pages for all its tokens before it starts; grow: it gets them while it decodes (default: %(default)s)"
-    )
+    help_text = "reserve: an answer has all its pages before it starts; grow: it gets them while it decodes (default: %(default)s)"
     add("--page-allocation", choices=("reserve", "grow"), default="reserve", help=help_text)
     add("--eager", action="store_true", help="capture no graphs: faster start, slower decoding")
     help_text = "time limit of a round; then the engine and its requests end with an error (default: none; 60 with --tensor-parallel)"
@@ -204,9 +202,8 @@ def _parse_pages(text: str) -> float:
     try:
         return float(text) if "." in text else int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"got {clip_repr(text)}, expected a number of pages, or a share of the memory such as 0.8"
-        ) from None
+        got = clip_repr(text)
+        raise argparse.ArgumentTypeError(f"got {got}, expected a number of pages, or a share of the memory such as 0.8") from None
 
 
 def _parse_replicas(text: str) -> tuple[int, int]:

@@ -140,13 +140,9 @@ class ResumedStream:
             raise StopAsyncIteration
         return event
 
-    def cancel(self) -> None:
-        """End the request without waiting; the last event says so. Idempotent."""
+    def cancel(self, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        """End the request without waiting; the last event says so. Idempotent. Ray closes the generator of the replica without a reason."""
         self._closing = self._closing or asyncio.ensure_future(self._close())
-
-    def end(self, reason: FinishReason) -> None:
-        """As `cancel`: Ray closes the generator of the replica, which carries no reason."""
-        self.cancel()
 
     async def aclose(self) -> None:
         self._closing = self._closing or asyncio.ensure_future(self._close())

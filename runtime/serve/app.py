@@ -280,7 +280,7 @@ class Answer:
                         break
                     self._check_end(stream.job, event)
             finally:  # at a stop text, or when the client disconnected; does not wait until the step in progress has ended
-                stream.end(reply.job_reason)
+                stream.cancel(reply.job_reason)
             room = prompt.max_tokens - reply.tokens - len(request.reasoning.closing_ids if request.reasoning else ())
             if not reply.over_budget or room < 1:
                 break

@@ -30,7 +30,7 @@ class AnswerStream(Protocol):
     async def __anext__(self) -> StepEvent:
         """AnswerError if the answer cannot be completed."""
 
-    def end(self, reason: FinishReason) -> None:
+    def cancel(self, reason: FinishReason) -> None:
         """End the request, without waiting. Idempotent. reason: for the metrics of the engine."""
 
 

@@ -209,6 +209,19 @@ def test_dropping_an_unread_stream_cancels_its_job(engine: Engine) -> None:
     run(main())
 
 
+def test_a_reader_gives_the_reason_with_which_it_ends_a_job(engine: Engine) -> None:
+    async def main() -> None:
+        async with AsyncEngine(engine) as serving:
+            stream = serving.generate([1], max_new_tokens=60, sampling=LONG)
+            with pytest.raises(ValueError, match="reason: got 'enough', expected a FinishReason"):
+                stream.cancel("enough")  # type: ignore[arg-type]
+            stream.cancel(FinishReason.STOP)
+            stream.cancel()
+            assert (await stream.result()).finish_reason == FinishReason.STOP
+
+    run(main())
+
+
 def test_faults_end_one_request_and_invalid_arguments_raise_at_the_call(engine: Engine) -> None:
     async def main() -> None:
         async with AsyncEngine(engine) as serving:

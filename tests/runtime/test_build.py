@@ -177,3 +177,5 @@ def test_a_model_may_have_ranks_of_its_own() -> None:
 
     with Engine(Target(VOCABULARY.logits_width, seed=3), config=EngineConfig(max_rows=1, max_length=32, backend="tape")) as engine:
         assert len(engine.generate([1, 2], max_new_tokens=4).tokens) == 4
+    with pytest.raises(ValueError, match=r"EngineConfig.num_pages: got 0.5 on cpu, expected a whole number, or None"):
+        Engine(Target(VOCABULARY.logits_width), config=EngineConfig(max_rows=1, max_length=32, backend="tape", num_pages=0.5))

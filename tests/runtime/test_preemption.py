@@ -336,9 +336,9 @@ def test_a_preempted_request_can_be_cancelled_and_fails_with_the_engine() -> Non
 def test_a_planted_error_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that continues from one token too few."""
 
-    def suspend(self: PreemptingScheduler, request: ActiveRequest, pinned: bool, real: Any = PreemptingScheduler.suspend) -> None:
+    def suspend(self: PreemptingScheduler, request: ActiveRequest, real: Any = PreemptingScheduler.suspend) -> None:
         kept = request.job.tokens.pop()
-        real(self, request, pinned)
+        real(self, request)
         request.job.tokens.append(kept)
 
     monkeypatch.setattr(PreemptingScheduler, "suspend", suspend)

@@ -198,13 +198,10 @@ class QuantisedSource:
         """[experts, inner, outer] in bfloat16, which holds every value: numbers of four bits times a power of two per 32 inner indices."""
         place = (0, None) if dim == 1 else (dim // 2, part)
         stored = [self._source.read(f"{name}_{each}", *place) for each in ("blocks", "scales")]
-        table, values = (
-            torch.tensor(_FP4),
-            torch.empty(len(stored[0]), self.tensors[name].shape[1], stored[0].shape[1], dtype=torch.bfloat16),
-        )
+        values = torch.empty(len(stored[0]), self.tensors[name].shape[1], stored[0].shape[1], dtype=torch.bfloat16)
         for expert, blocks, scales in zip(values, *stored, strict=True):
             numbers = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2).int()
-            expert.copy_(torch.ldexp(table[numbers], scales.int()[..., None] - 127).flatten(1).T)
+            expert.copy_(torch.ldexp(torch.tensor(_FP4)[numbers], scales.int()[..., None] - 127).flatten(1).T)
         return values[:, part] if dim == 1 and part is not None else values
 
     def _find_words(self, stored: str) -> str:

@@ -287,9 +287,8 @@ def _pieces(library: Any, metadata: Mapping[str, Any]) -> Any:
     ids = {text: token_id for token_id, text in enumerate(texts)}
     known = {text for text, type_ in zip(texts, types, strict=True) if type_ == _NORMAL}
     pairs = [(text, place) for text in known for place in range(1, len(text)) if text[:place] in known and text[place:] in known]
-    merges = [
-        (text[:place], text[place:]) for text, place in sorted(pairs, key=lambda pair: (-scores[ids[pair[0]]], ids[pair[0]], pair[1]))
-    ]
+    pairs.sort(key=lambda pair: (-scores[ids[pair[0]]], ids[pair[0]], pair[1]))
+    merges = [(text[:place], text[place:]) for text, place in pairs]
     unknown = texts[types.index(_UNKNOWN)] if _UNKNOWN in types else None
     tokenizer = library.Tokenizer(library.models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     replace, prepend = library.normalizers.Replace(" ", "\u2581"), library.normalizers.Prepend("\u2581")

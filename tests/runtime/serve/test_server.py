@@ -154,7 +154,7 @@ def test_a_stop_text_ends_an_answer_whose_last_event_is_an_error(server: Running
 
     async def generate(*_: object, **__: object) -> Stream:
         job = SimpleNamespace(finish_reason=FinishReason.ERROR, first_token_seconds=0.1, num_cached_tokens=0, rounds=3, constraint=None)
-        return Stream(job=job, end=lambda reason: None)
+        return Stream(job=job, cancel=lambda reason: None)
 
     monkeypatch.setattr(EngineServing, "generate", generate)
     with server.client as client:
@@ -280,6 +280,7 @@ def test_several_calls_may_be_required_and_the_last_may_be_cut_short(server: Run
 
 
 INTERNAL = re.compile(r"Constraint|constraint|SamplingParams|EngineConfig|max_new_tokens|Engine\\.")
+OPTIONS = (("include_obfuscation", True), ("include_obfuscation", 0), ("include_usage", 1), ("continuous_usage_stats", True), ("x", False))
 REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ({"n": 17}, "n"),
     ({"priority": "high"}, "priority"),
@@ -308,8 +309,8 @@ REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ({"logit_bias": {"5": 1, "05": 2}}, "logit_bias"),
     ({"logit_bias": {"\u0665": 1}}, "logit_bias"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
-    ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options"),
-    ({"stream": True, "stream_options": {"include_obfuscation": 0}}, "stream_options"),
+    *(({"stream": True, "stream_options": {name: value}}, "stream_options") for name, value in OPTIONS),
+    ({"stream": True, "stream_options": []}, "stream_options"),
     ({"response_format": {"type": "yaml"}}, "response_format"),
     ({"response_format": {"type": "structural_tag", "structures": [], "triggers": []}}, "response_format.triggers"),
     ({"response_format": FORMAT, "tools": TOOLS}, "response_format"),

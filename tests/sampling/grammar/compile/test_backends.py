@@ -272,12 +272,14 @@ def test_response_formats_of_openai() -> None:
     inner = {"name": "answer", "description": "what it is", "strict": True, "schema": {"type": "integer"}}
     assert Constraint.response_format({"type": "text"}) is None
     assert Constraint.response_format({"type": "json_object"}) == Constraint.json_object()
-    assert Constraint.response_format({"type": "json_schema", "json_schema": inner}) == Constraint.json_schema({"type": "integer"})
+    for each in (inner, inner | {"description": None, "strict": None, "unknown": None}):
+        assert Constraint.response_format({"type": "json_schema", "json_schema": each}) == Constraint.json_schema({"type": "integer"})
     assert Constraint.response_format({"type": "structural_tag", **TAGS}) == Constraint.structural_tag(TAGS)
     assert Constraint.response_format({"type": "json_object"}, True, "llguidance") == Constraint.json_object(True, "llguidance")
 
 
-NAMED = {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}
+INNER: dict[str, Any] = {"name": "a", "schema": {}}
+NAMED = {"type": "json_schema", "json_schema": INNER}
 
 
 @pytest.mark.parametrize(
@@ -294,15 +296,9 @@ NAMED = {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}
         ({**NAMED, "strict": True}, "response_format.strict: got an unknown field"),
         ({"type": "json_schema", "json_schema": {"schema": {}}}, "response_format.json_schema.name: got None"),
         ({"type": "json_schema", "json_schema": {"name": "a"}}, "response_format.json_schema.schema: got None"),
-        (
-            {"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "strict": "yes"}},
-            "response_format.json_schema.strict: got 'yes'",
-        ),
-        (
-            {"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "x": 1}},
-            "json_schema.x: got an unknown field",
-        ),
-        ({"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "description": 1}}, "description: got 1"),
+        ({**NAMED, "json_schema": INNER | {"strict": "yes"}}, "response_format.json_schema.strict: got 'yes'"),
+        ({**NAMED, "json_schema": INNER | {"x": 1}}, "json_schema.x: got an unknown field"),
+        ({**NAMED, "json_schema": INNER | {"description": 1}}, "description: got 1"),
     ],
 )
 def test_response_format_with_ignored_fields_raises(value: Any, message: str) -> None:
