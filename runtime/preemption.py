@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from stepgraph.runtime.request import ActiveRequest
+from stepgraph.runtime.request import ActiveRequest, Job
 from stepgraph.runtime.scheduler import Scheduler
 
 
@@ -23,23 +23,30 @@ class PreemptingScheduler(Scheduler):
     @property
     def needs_pages(self) -> bool:
         """Whether a request needs further pages for the next round."""
-        return self.grows and bool(self.rows.short(self._active.values()))
+        return bool(self._short())
 
     def victim(self) -> ActiveRequest | None:
         """The request to suspend. If too few pages are free for those that grow: the last in order, so that the first one always proceeds.
         Else the last in order of those with larger priority numbers than the first waiting one, if that has no room and would have it
         without them."""
         with self._queue.lock:
-            if self.grows and (short := self.rows.short(self._active.values())) and not self.rows.can_grow(short):
+            short = self._short()
+            if not self.rows.can_grow(short):
                 candidates = self._candidates(-math.inf)
             else:
-                first = next((queued.job for queued in self._admissible() if not queued.error), None) if self._by_priority else None
-                if first is None or self.rows.has_room(first):
+                first = self._first_waiting() if self._by_priority else None
+                if first is None or self.rows.has_room(first, short):
                     return None
                 candidates = self._candidates(first.priority)
-                if not self.rows.has_room(first, without=candidates):
+                if not self.rows.has_room(first, short, without=candidates):
                     return None
             return max(candidates, key=lambda request: self._queue.unfinished[request.job.id].order)
+
+    def _short(self) -> list[ActiveRequest]:
+        return self.rows.short(self._active.values()) if self.grows else []
+
+    def _first_waiting(self) -> Job | None:
+        return next((queued.job for queued in self._admissible() if not queued.error), None)
 
     def _candidates(self, above: float) -> list[ActiveRequest]:
         """Requests with a priority number above this one that can continue exactly. In its prompt a request has drawn no token."""
@@ -47,9 +54,10 @@ class PreemptingScheduler(Scheduler):
         return [request for request in found if not request.decoding or request.job.continues_exactly]
 
     def grow(self) -> list[tuple[int, int, int]]:
-        """RowTable.grow of the requests with rows."""
+        """RowTable.grow of the requests with rows: not ahead if the first waiting one has room."""
         with self._queue.lock:
-            return self.rows.grow(self._active.values())
+            first = self._first_waiting()
+            return self.rows.grow(self._active.values(), ahead=first is None or not self.rows.has_room(first, self._short()))
 
     def suspend(self, request: ActiveRequest, pinned: bool) -> None:
         """Free what a request holds and queue it again, in its order. Its results must be recorded, and its row inert."""
