@@ -51,7 +51,7 @@ def _metrics(stats: EngineStats) -> list[Metric]:
         counter("prompt_tokens", "Prompt tokens computed.", stats.prompt_tokens),
         counter("reused_prompt_tokens", "Prompt tokens found in the cache.", stats.reused_tokens),
         counter("submitted", "Requests submitted.", stats.submitted),
-        counters("finished", "Requests finished, by finish reason; refused: by a constraint.", by_reason),
+        counters("finished", "Requests finished, by finish reason; refused: by a constraint or its limits.", by_reason),
         counter("preemptions", "Requests that lost their row and continue, for another's priority or for pages.", stats.preemptions),
         gauge("running", "Requests with a row.", stats.running),
         gauge("waiting", "Requests waiting for a row.", stats.waiting),

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from stepgraph.runtime.in_flight import InFlight
-from stepgraph.runtime.request import ActiveRequest, StepEvent
+from stepgraph.runtime.request import ActiveRequest, Job, StepEvent
 from stepgraph.runtime.scheduler import Scheduler
 from stepgraph.runtime.slots import continues_exactly
 from stepgraph.runtime.upload import Uploader
@@ -37,7 +37,8 @@ class PreemptingScheduler(Scheduler):
             uploader.retire(victim.row)
             self.suspend(victim)
         with self._queue.lock:
-            entries = self.rows.grow(self._active.values())
+            first, active = self._first_waiting(), self._active.values()
+            entries = self.rows.grow(active, ahead=first is None or not self.rows.has_room(first, active))
         uploader.add_pages(entries)
         return events
 
@@ -46,16 +47,20 @@ class PreemptingScheduler(Scheduler):
         Else the last in order of those with larger priority numbers than the first waiting one, if that has no room and would have it
         without them."""
         with self._queue.lock:
-            if self.rows.num_missing(self._active.values()) > self.rows.page_cache.num_free:
+            active = self._active.values()
+            if self.rows.num_missing(active) > self.rows.page_cache.num_free:
                 candidates = self._candidates(-math.inf)
             else:
-                first = next((queued.job for queued in self._admissible() if not queued.error), None) if self._by_priority else None
-                if first is None or self.rows.has_room(first):
+                first = self._first_waiting() if self._by_priority else None
+                if first is None or self.rows.has_room(first, active):
                     return None
                 candidates = self._candidates(first.priority)
-                if not self.rows.has_room(first, without=candidates):
+                if not self.rows.has_room(first, active, without=candidates):
                     return None
             return max(candidates, key=lambda request: self._queue.unfinished[request.job.id].order)
+
+    def _first_waiting(self) -> Job | None:
+        return next((queued.job for queued in self._admissible() if not queued.error), None)
 
     def _candidates(self, above: float) -> list[ActiveRequest]:
         """Requests with a priority number above this one that can continue exactly. In its prompt a request has drawn no token."""

@@ -30,7 +30,7 @@ class Origin(str, enum.Enum):
     TARGET = "target"  # no drafter: the last token of a round, unless the output ended before it
     DRAFT = "draft"  # a draft model, a proposer or a function
     LOOK_UP = "look_up"  # an n-gram match in the text or in draft_ids
-    FORCED = "forced"  # the only token that the grammar allows
+    FORCED = "forced"  # of the only text that the grammar allows; the target may spell it in other tokens
     __str__ = str.__str__
 
 
@@ -52,7 +52,7 @@ class DraftCounts(NamedTuple):
     """Numbers of drafts: of one round of a request, or summed."""
 
     accepted: int = 0
-    forced: int = 0  # proposed by a grammar: its only legal token
+    forced: int = 0  # proposed by a grammar: tokens of the only legal text
     accepted_forced: int = 0
     looked_up: int = 0  # proposed by a look-up; disjoint from forced
     accepted_looked_up: int = 0

@@ -16,7 +16,7 @@ from stepgraph.runtime.histogram import HistogramBuilder
 from stepgraph.runtime.request import NO_DRAFTS, ActiveRequest, DraftCounts, Job, StepEvent, TokenLogprob, describe_drafts
 from stepgraph.runtime.request_queue import QueuedRequest, RequestQueue
 from stepgraph.runtime.slots import PrefixSharing, RowTable
-from stepgraph.sampling.grammar.compile.limits import TOO_DEEP, with_limit_name
+from stepgraph.sampling.grammar.compile.limits import TOO_DEEP, names_limit, with_limit_name
 from stepgraph.sampling.grammar.status import FinishCode, MaskStatus
 
 REFUSED_CONSTRAINT = "refused"  # in counts by finish reason, where alerts on "error" must not include wrong requests
@@ -186,7 +186,7 @@ class Scheduler:
             job.seconds = time.perf_counter() - job.submitted_at
             job.error, job.finish_reason = error, reason
             queued = self._queue.unfinished.pop(job.id)
-            refused = reason == FinishReason.ERROR and queued.error and not job.num_preemptions
+            refused = reason == FinishReason.ERROR and ((queued.error and not job.num_preemptions) or names_limit(error))
             self.counters.finished[REFUSED_CONSTRAINT if refused else reason.value] += 1
             if job.first_token_seconds is not None and len(job.tokens) > 1:
                 self.counters.token_seconds.add((job.seconds - job.first_token_seconds) / (len(job.tokens) - 1))

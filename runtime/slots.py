@@ -83,15 +83,16 @@ class RowTable:
         self._set_most_tokens(request)
         return request
 
-    def has_room(self, job: Job, without: Sequence[ActiveRequest] = ()) -> bool:
-        """Whether a row and enough pages are free, or could be without these requests. Cached pages without a holder are free. With `grows`
-        one page more for each request with a row, or the next one to grow would suspend the new request at once."""
+    def has_room(self, job: Job, growing: Iterable[ActiveRequest] = (), without: Sequence[ActiveRequest] = ()) -> bool:
+        """Whether a row and enough pages are free, or could be without some requests, once the others have grown. Cached pages without a
+        holder are free. With `grows` one page more for each request with a row, or the next one to grow would suspend the new request
+        at once."""
         if not (self._free_rows or without):
             return False
         held = collections.Counter(page for request in without for page in request.cached_pages)
         freed = sum(len(request.pages) - len(request.cached_pages) for request in without)
         freed += sum(page.ref_count == holders for page, holders in held.items())
-        spare = len(self) - len(without) if self._grows else 0
+        spare = len(self) - len(without) + self.num_missing(each for each in growing if each not in without) if self._grows else 0
         missing = self._num_pages(job) + spare - self.page_cache.num_free - freed
         if missing <= 0 or (job is self._refused and not without):
             return missing <= 0
@@ -117,11 +118,11 @@ class RowTable:
         short = (request for request in requests if len(request.job.tokens) > request.most_tokens)
         return sum(self._num_pages(request.job) - len(request.pages) for request in short)
 
-    def grow(self, requests: Collection[ActiveRequest]) -> list[tuple[int, int, int]]:
-        """Allocate the missing pages of these requests, and, for loops, those of LOOP_ROUNDS as far as pages are free. Returns the row, the
-        index in its block table and the number of each page."""
+    def grow(self, requests: Collection[ActiveRequest], ahead: bool) -> list[tuple[int, int, int]]:
+        """Allocate the missing pages of these requests, and, `ahead` and for loops, those of LOOP_ROUNDS as far as pages are free. Returns
+        the row, the index in its block table and the number of each page."""
         entries = list[tuple[int, int, int]]()
-        for written, request in itertools.product(self._written, requests):
+        for written, request in itertools.product(self._written if ahead else self._written[:1], requests):
             count = min(self._num_pages(request.job, written) - len(request.pages), self.page_cache.num_free)
             pages, first = self.page_cache.allocate(max(0, count)), len(request.pages)
             assert pages is not None, "num_free counts the same pages"

@@ -118,7 +118,7 @@ class EngineStats:
     unsaved_texts: int  # not written: the disk was too slow or failed
     saving_error: str  # why saving stopped; empty if it did not
     submitted: int
-    # Jobs by finish reason; "refused" are those with the reason "error" whose constraint could not be compiled, and "error" the others
+    # Jobs by finish reason; "refused" are those with the reason "error" whose constraint could not be compiled or exceeded a limit
     finished: tuple[tuple[str, int], ...]
     preemptions: int  # how often a request lost its row and continued, for another's priority or for pages
     running: int

@@ -47,6 +47,7 @@ from stepgraph.runtime.serve.http import (
 from stepgraph.runtime.serve.replies import Reply, usage_of, whole_message
 from stepgraph.runtime.serve.serving import AnswerError, AnswerStream, Serving
 from stepgraph.runtime.stats import histogram as snapshot
+from stepgraph.sampling.grammar.compile.limits import names_limit
 
 LOG = logging.getLogger("stepgraph.serve")  # one JSON object per answer or refused request; never prompts, texts or keys
 SHUTTING_DOWN = "the server is shutting down"
@@ -309,9 +310,10 @@ class Answer:
         if event.finish_reason == FinishReason.DEAD_END:
             raise HttpError(400, "no token may follow: the constraint and the sampling fields together exclude every token")
         if event.finish_reason == FinishReason.ERROR:
-            refused = job.constraint is not None and not job.rounds and self._serving.failure is None
-            if refused:
-                raise request_error(str(event.error), constraint_field=self._request.constraint_field)
+            refused = job.constraint is not None and (not job.rounds or names_limit(event.error))
+            if refused and self._serving.failure is None:
+                subject = "constraint: " if job.rounds else ""  # an error of a compile begins with it
+                raise request_error(subject + event.error, constraint_field=self._request.constraint_field)
             raise HttpError(500, str(event.error))
 
     def _record(self, status: int | str) -> None:

@@ -137,9 +137,11 @@ class Simulation:
             self._record, self.engine._scheduler.record = self.engine._scheduler.record, self._record_checked  # type: ignore[method-assign]
 
     def _record_checked(self, request: ActiveRequest, result: ResultRecord) -> StepEvent:
-        """The drafts are the target's choices, so that a greedy request accepts all of them, or its grammar or its end prevents it."""
+        """The model's drafts are the target's choices, so that a greedy request accepts all of them, or its grammar or its end prevents it.
+        The target may spell a forced text in other tokens than the forced ones."""
         choice = request.job.sampling.plain and result.finish <= FinishCode.DEAD_END
-        lost = choice and loss_cause(result.draft_count, result) == LossCause.IMPROBABLE
+        forced = request.constrained and result.forced >> result.accepted & 1  # no round without grammars writes `forced`
+        lost = choice and not forced and loss_cause(result.draft_count, result) == LossCause.IMPROBABLE
         assert not lost, f"the draft model did not propose the target's choice: {result}, {request.job}"
         return self._record(request, result)
 

@@ -17,6 +17,7 @@ from stepgraph.runtime.upload import Uploader
 from tests.helpers.planted import USUAL_MATCHER
 from tests.helpers.simulated_worlds import CASES, MODELS, NUM_ASKS, OPTIONS, PLAIN, PROPOSERS, World, ask, draw_world
 from tests.helpers.simulation import Failure, Simulation, make_schedule, run_many, run_seed
+from tests.helpers.toy_engines import CONSTRAINTS
 
 SAMPLE = (101, 131)  # of two worlds, because a capture takes longer than a schedule
 SCHEDULES, PART = 10_000, 250
@@ -67,6 +68,16 @@ def test_worlds_have_every_setting_and_requests_every_option() -> None:
     assert {name for name, found in values.items() if len(found) == 1} == FIXED
     options = [vars(each) | vars(each.sampling) for each in asks]
     assert all(len({str(option[name]) for option in options}) > 1 for name in options[0])
+
+
+def test_a_forced_draft_is_not_expected_to_be_the_targets_choice() -> None:
+    """A text that the grammar forces may have other tokens than those that the target chooses."""
+    simulation = Simulation(World("perfect", replace(DRAFTING, forced_drafts=True, greedy_only=True)))
+    for first in range(12):
+        simulation.engine.generate([first, 2], constraint=CONSTRAINTS[1], max_new_tokens=12)
+    drafts = simulation.engine.stats().drafts
+    assert drafts.forced > drafts.accepted_forced > 0
+    simulation.check_released()
 
 
 def test_seed_is_independent_of_previous_runs() -> None:

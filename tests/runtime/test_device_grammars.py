@@ -238,6 +238,8 @@ def test_text_that_nests_too_deep_ends_with_an_error_that_names_the_limit(lane: 
         assert "GrammarLimits.automaton_depth" in deep.error and "nests deeper" in deep.error
         assert 8 <= len(deep.tokens) <= 10 and VOCABULARY.decode(deep.tokens).strip(b"(") == b""
         assert (beside.error, beside.tokens) == ("", plain([5, 6], 20, SHAPES[2]).tokens)
+        finished = dict(engine.stats().finished)
+        assert (finished["error"], finished["refused"]) == (0, 1), "an alert on errors does not count wrong requests"
 
 
 def test_wrong_tag_ends_its_request_only() -> None:

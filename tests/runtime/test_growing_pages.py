@@ -129,6 +129,25 @@ def test_a_request_of_higher_priority_keeps_its_pages() -> None:
         assert (jobs[0].num_preemptions > 0, jobs[1].num_preemptions) == (True, 0)
 
 
+@pytest.mark.parametrize(
+    "setup", [DRAFTED, pytest.param(replace(PLAIN, loops=True), marks=pytest.mark.skipif(bool(native.why_not()), reason="needs C"))]
+)
+def test_pages_of_suspended_requests_are_for_the_one_that_waits(setup: Setup) -> None:
+    """Requests that grow in the same step do not take them."""
+    with growing(replace(setup, num_pages=96), preemption=True, page_size=1) as engine:
+        others = [engine.submit([5, index], max_new_tokens=80, sampling=LASTING, priority=1) for index in range(3)]
+        for index in range(15):
+            for _ in range(2 + index % 4):
+                step(engine)
+            others = [job if not job.finished else engine.submit([5, index], max_new_tokens=80, priority=1) for job in others]
+            urgent = engine.submit([7] * 20 + [index], max_new_tokens=2, sampling=LASTING)
+            step(engine)
+            assert urgent in [request.job for request in engine._scheduler.active], f"request {index} got no row in its first step"
+            while not urgent.finished:
+                step(engine)
+        assert engine.stats().preemptions >= 5
+
+
 def test_pages_of_unused_prefixes_are_taken_before_those_of_requests() -> None:
     with growing(replace(PLAIN, num_pages=24)) as engine:
         for index in range(3):

@@ -79,4 +79,9 @@ def limit_exceeded(field: str, got: str, limit: float, unit: str = "") -> str:
 def with_limit_name(message: str) -> str:
     """A message of a library or a matcher; if a limit was reached, with its name appended."""
     field = next((field for sign, field in _MESSAGE_PARTS.items() if sign in message), "")
-    return f"{message} (GrammarLimits.{field})" if field and "GrammarLimits." not in message else message
+    return f"{message} (GrammarLimits.{field})" if field and not names_limit(message) else message
+
+
+def names_limit(error: str) -> bool:
+    """Whether the error of a request is a limit that its grammar exceeded, at its compile or later: its own fault, and no failure."""
+    return "GrammarLimits." in error

@@ -383,6 +383,20 @@ def test_unsupported_fields_are_refused_by_name(server: RunningServer) -> None:
     )
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_text_beyond_a_limit_of_its_constraint_is_a_wrong_request(server: RunningServer, stream: bool) -> None:
+    opening = {str(server.engine.vocabulary.tokens.index(b"(")): 100}
+    outputs = {"structured_outputs": {"grammar": 'root ::= "(" root ")" | "a"'}}
+    before = server.count("error"), server.count("refused")
+    with server.client as client:
+        request: Any = {"model": "toy", "prompt": "a", "max_tokens": 400, "logit_bias": opening, "extra_body": outputs}
+        with pytest.raises(openai.APIError, match=r"structured_outputs: no valid grammar mask: .*automaton_depth") as refused:
+            list(client.completions.create(**request, stream=stream))
+    assert (refused.value.param, refused.value.type) == ("structured_outputs", "invalid_request_error")
+    assert isinstance(refused.value, openai.BadRequestError) != stream, "an error after a stream has begun is its last event"
+    assert (server.count("error"), server.count("refused")) == (before[0], before[1] + 1)
+
+
 def test_disconnect_frees_the_row(server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
     before = server.count("cancelled")
     with caplog.at_level(logging.INFO, "stepgraph.serve"), server.client as client:
