@@ -17,7 +17,7 @@ from pathlib import Path
 from stepgraph.sampling.c_declarations import LINK_LAYOUT, declare
 
 FOLDER = Path(__file__).parent
-VERSION = 21  # of the argument struct and of the behaviour of the kernels; native.h has the same number
+VERSION = 22  # of the argument struct and of the behaviour of the kernels; native.h has the same number
 
 
 class Unavailable(Exception):

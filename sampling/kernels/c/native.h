@@ -12,7 +12,7 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { KERNELS_VERSION = 21, WORD = 32, TAG_FIELDS = 4 };
+enum { KERNELS_VERSION = 22, WORD = 32, TAG_FIELDS = 4 };
 
 typedef struct {
     void *data; /* NULL for None */
