@@ -832,15 +832,14 @@ private:
     }
 
     Ints packed_entries() const { // IMAGE_NEXT
-        Ints entries = automaton.next;
-        for (int32_t &entry : entries)
-            if (entry >= SPECIAL) entry = -2 - (entry - SPECIAL);
-        if (!narrow) return entries;
-        size_t size = (entries.size() + 1) / 2;
-        entries.resize(2 * size, 0);
-        for (size_t at = 0; at < size; at++)
-            entries[at] = (int32_t)((uint32_t)(uint16_t)entries[2 * at] | (uint32_t)entries[2 * at + 1] << 16);
-        entries.resize(size);
+        size_t size = automaton.next.size();
+        auto entry_at = [&](size_t at) {
+            int32_t entry = at < size ? automaton.next[at] : 0;
+            return (uint32_t)(entry >= SPECIAL ? -2 - (entry - SPECIAL) : entry);
+        };
+        Ints entries(narrow ? (size + 1) / 2 : size);
+        for (size_t at = 0; at < entries.size(); at++)
+            entries[at] = (int32_t)(narrow ? (uint16_t)entry_at(2 * at) | entry_at(2 * at + 1) << 16 : entry_at(at));
         return entries;
     }
 
