@@ -96,19 +96,11 @@ def _encode(options: argparse.Namespace, text: str, codec: TextCodec) -> list[in
 
 def constraint_of(options: argparse.Namespace, codec: TextCodec | None) -> Constraint | None:
     """The constraint of the flags. With a codec, a marker that encodes to control tokens becomes their ids."""
-    constraint: Constraint | None = None
-    if options.schema is not None:
-        constraint = Constraint.json_schema(options.schema)
-    elif options.regex is not None:
-        constraint = Constraint.regex(options.regex)
-    elif options.grammar is not None:
-        kind, grammar = options.grammar
-        constraint = Constraint.ebnf(grammar) if kind == "ebnf" else Constraint.lark(grammar)
-    elif options.choice is not None:
-        constraint = Constraint.choice(options.choice)
-    elif options.json_object:
-        constraint = Constraint.json_object()
-    if constraint is None or options.after is None:
+    if options.constraint is None:
+        return None
+    kind, arguments = options.constraint
+    constraint: Constraint = getattr(Constraint, kind)(*arguments)
+    if options.after is None:
         return constraint
     ids = codec.encode(options.after, begins=False) if codec else []
     control_ids = codec.vocabulary.non_text_ids if codec else frozenset()

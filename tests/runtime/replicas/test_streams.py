@@ -15,7 +15,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from stepgraph import AsyncEngine, Constraint, Engine, FinishReason, Job, SamplingParams
+from stepgraph import AsyncEngine, Constraint, Engine, FinishReason, Job, SamplingParams, StepEvent
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.runtime.replicas import streams
 from stepgraph.runtime.replicas.replica import AnswerPart, Refusal, ReplicaRequest, Tokens, answer, info_of
@@ -243,7 +243,7 @@ def test_an_engine_that_fails_or_shuts_down_is_replaced() -> None:
     engine = shared_engine(PLAIN)
     options: dict[str, Any] = {"sampling": SamplingParams(ignore_eos=True), "max_new_tokens": TOKENS}
     whole = engine.generate(PROMPT, **options).tokens
-    for ending in (Refusal("a", "failed", "the engine failed"), Tokens((), (), FinishReason.CANCELLED)):
+    for ending in (Refusal("a", "failed", "the engine failed"), Tokens(StepEvent(0, finish_reason=FinishReason.CANCELLED))):
 
         class Ends(Replicas):
             last = ending
@@ -375,7 +375,7 @@ def test_a_pool_of_engines_without_vocabulary_replaces_a_replica_whose_error_has
         async def __aiter__(self) -> AsyncGenerator[Tokens, None]:
             if not next(calls):
                 raise ray_serve.TaskCancelledError
-            yield Tokens((7,), (), FinishReason.LENGTH, replica="b")
+            yield Tokens(StepEvent(0, (7,), finish_reason=FinishReason.LENGTH), replica="b")
 
         def cancel(self) -> None: ...
 
