@@ -64,7 +64,6 @@ class Demonstration:
         self.pieces: dict[str, list[tuple[str, str]]] = {}  # by scenario: text and origin of each token of the answer
         self.traced_timeline: Timeline | None = None
         self.rates: dict[str, dict[str, float]] = {}  # tokens per second, by variant and scenario
-        self._colour = terminal.colour_enabled(sys.stdout) and not options.json
         self._progress = terminal.shows_progress() and not options.json
 
     def run(self) -> dict[str, Any]:
@@ -75,7 +74,7 @@ class Demonstration:
     def decode(self) -> dict[str, Any]:
         threads = f"{self.threads} thread{'s' * (self.threads > 1)}"
         self._print(f"{self.pair.name}, at most {self.options.drafts} drafts per round, {threads}")
-        if self._colour:
+        if terminal.colour_enabled(sys.stdout) and not self.options.json:
             print(", ".join(terminal.coloured(meaning, origin) for origin, meaning in ORIGINS.items()))
         answers = {scenario.name: self.answer(scenario) for scenario in SCENARIOS}
         with self._progress_bar("race", self.options.repeats * sum(len(self._cases_for(scenario)) for scenario in SCENARIOS)) as bar:
@@ -169,7 +168,7 @@ class Demonstration:
         for token, origin in zip(event.tokens, event.origins, strict=True):
             pieces.append((decode((token,)), origin.value))
             if not self.options.json:
-                terminal.print_text(pieces[-1][0], end="", origin=origin.value if self._colour else "")
+                terminal.print_text(pieces[-1][0], end="", origin=origin.value)
 
     def _print(self, text: str) -> None:
         if not self.options.json:

@@ -129,27 +129,18 @@ def _make_engine(options: argparse.Namespace, request: Request) -> Engine:
 
 
 def _generate(engine: Engine, request: Request, options: argparse.Namespace) -> dict[str, Any]:
-    started, first, pieces = time.perf_counter(), 0.0, list[str]()
-    colour = terminal.colour_enabled(sys.stdout)
-
-    def show(text: str, origin: str) -> None:
-        pieces.append(text)
-        if not options.json:
-            terminal.print_text(text, end="", origin=origin if colour else "")
-
+    started, first = time.perf_counter(), 0.0
     job = engine.submit(request.prompt_ids, constraint=request.constraint, sampling=request.sampling, max_new_tokens=options.max_new_tokens)
     stream = job.text_stream()
     for event in engine.stream():
         first = first or time.perf_counter() - started
-        for token, origin in zip(event.tokens, event.origins, strict=True):
-            show(stream.push((token,)), origin.value)
-        if event.finish_reason:
-            show(stream.finish(), "")
+        for token, origin in () if options.json else zip(event.tokens, event.origins, strict=True):
+            terminal.print_text(stream.push((token,)), end="", origin=origin.value)
     if not options.json:
-        terminal.print_text("")
+        terminal.print_text(stream.finish())
     seconds = time.perf_counter() - started
     return {
-        "text": "".join(pieces),
+        "text": job.text,
         "token_ids": job.tokens,
         "origins": [origin.value for origin in job.origins],
         "finish_reason": str(job.finish_reason),
