@@ -77,8 +77,10 @@ class ReasoningSplitter(PieceParser[Part]):
                 return
             self.in_reasoning = False
             yield from self._skip(THINK_END)
-            if (yield from self._match(r"\s*(?=\S)")) is None:
-                return
+            while not (rest := self._pending.lstrip()) and not self._ended:
+                self._pending = ""
+                yield None
+            self._pending = rest
         yield from self._up_to((), lambda text: (False, text))
 
 
