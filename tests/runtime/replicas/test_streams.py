@@ -172,7 +172,7 @@ def test_equal_tokens_are_promised_only_of_models_that_declare_it(monkeypatch: p
     assert info_of(engine, "a").exact
     monkeypatch.delattr(ToyTarget, "batch_invariant")
     with pytest.raises(AnswerError, match=r"with this model on .* a near tie may end differently"):
-        run(engine, [4], sampling=SamplingParams(ignore_eos=True), max_new_tokens=TOKENS)
+        run(engine, [1], sampling=SamplingParams(ignore_eos=True), max_new_tokens=TOKENS)
 
 
 def test_streams_continue_on_equal_hardware_only() -> None:
@@ -181,8 +181,8 @@ def test_streams_continue_on_equal_hardware_only() -> None:
     with pytest.raises(
         AnswerError, match=r"after \d+ tokens: 4 replicas in a row gave no new token \(replica . has other hardware, packages,"
     ):
-        run(engine, [4], other={"identities": ["x", "y"], "returns": False}, **options)
-    assert run(engine, [4], other={"identities": ["x", "y"]}, **options).stream.job.replicas == ["a", "a"]
+        run(engine, [1], other={"identities": ["x", "y"], "returns": False}, **options)
+    assert run(engine, [1], other={"identities": ["x", "y"]}, **options).stream.job.replicas == ["a", "a"]
     found = run(engine, [0], other={"identities": ["x", "y"]}, **options)  # lost before the first token: any hardware can begin
     assert found.stream.job.replicas == ["b"] and found.counts.retried == 1
 
