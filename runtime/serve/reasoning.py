@@ -12,7 +12,7 @@ from stepgraph.runtime.text import TextCodec
 
 THINK_BEGIN, THINK_END = "<think>", "</think>"
 CHANNEL, MESSAGE, MESSAGE_END = "<|channel|>", "<|message|>", "<|end|>"
-Part = tuple[bool, str]  # of an answer; True: of the reasoning
+Piece = tuple[bool, str]  # of an answer; True: of the reasoning
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ def reasoning_of(prompt_ids: Sequence[int], codec: TextCodec, variables: Mapping
     return Reasoning(opened, budget, tuple(codec.encode(f"\n{THINK_END}\n\n", begins=False)))
 
 
-class ReasoningSplitter(PieceParser[Part]):
-    """Holds back what may be the beginning of a marker, and blanks between reasoning and answer."""
+class ReasoningSplitter(PieceParser[Piece]):
+    """Splits the reasoning from the answer. Holds back what may be the beginning of a marker, and drops blanks between the two."""
 
     def __init__(self, reasoning: Reasoning | None, to_marker: bool = False) -> None:
         """to_marker: text without <think> is reasoning as well, up to </think>, where a constraint begins."""
@@ -66,7 +66,7 @@ class ReasoningSplitter(PieceParser[Part]):
         self.in_reasoning, self._to_marker = reasoning is not None and reasoning.opened, to_marker
         self._may_open = reasoning is not None and not reasoning.opened
 
-    def _parse(self) -> Steps[Part, None]:
+    def _parse(self) -> Steps[Piece, None]:
         if self._may_open:
             while THINK_BEGIN.startswith(start := self._pending.lstrip()) and not self._ended:
                 yield None
@@ -84,13 +84,13 @@ class ReasoningSplitter(PieceParser[Part]):
         yield from self._up_to((), lambda text: (False, text))
 
 
-class ChannelSplitter(PieceParser[Part]):
+class ChannelSplitter(PieceParser[Piece]):
     """Splits the messages of GPT-OSS, which consist of a header, <|message|> and a text: those of the channel `analysis` are reasoning.
     The header of a call becomes the one of its format; the other headers are left out."""
 
     in_reasoning = False
 
-    def _parse(self) -> Steps[Part, None]:
+    def _parse(self) -> Steps[Piece, None]:
         while True:
             while MESSAGE not in self._pending and not self._ended:
                 yield None
