@@ -1,1 +1,1 @@
-"""The commands of `stepgraph`, one module each: `add` declares the flags, `run` imports torch and runs the command."""
+"""The commands of `stepgraph`, one module each: `run` runs it; `flags` declares the flags of all."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import html
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import jinja2
 import torch
 from tqdm import tqdm
 
@@ -40,6 +40,37 @@ mark { color: inherit; border-radius: 3px } svg text { fill: var(--text); font: 
 """
 STYLE += "".join(f".{origin} {{ background: var(--{origin}) }} " for origin in ORIGINS)
 STYLE += "".join(f"rect.{kind} {{ fill: var(--{kind}); background: none }} " for kind in ("stage", "host", "wait", "launch"))
+PAGE = """\
+{% macro table(head, rows) %}<div class="scroll"><table><tr>{% for name in head %}<th>{{ name }}</th>{% endfor %}</tr>
+{% for row in rows %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
+{% endfor %}</table></div>{% endmacro -%}
+<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>stepgraph: {{ title }}</title><style>{{ style }}</style></head><body>
+<h1>stepgraph: {{ title }}</h1>
+<p>Origin of each token: {% for origin, meaning in origins.items() %}<mark class="{{ origin }}">{{ meaning }}</mark> {% endfor %}</p>
+{% for scenario, pieces in answers %}
+<h2>{{ scenario.name }}</h2><pre class="prompt">{{ scenario.user }}</pre>
+<pre>{% for text, origin in pieces %}<mark class="{{ origin }}" title="{{ origins[origin] }}">{{ text }}</mark>{% endfor %}</pre>
+{% endfor %}
+<h2>Variants</h2>{{ table(head, rows) }}
+{% if timeline %}
+<h2>Timeline</h2>
+<p>{{ summary.rounds }} rounds of {{ "%.2f" % (summary.round_ns / 1e6) }} ms. The pointer on a bar shows its name and time.</p>
+<div class="scroll">
+<svg width="{{ width }}" height="{{ 2 * row * timeline.streams|length }}" role="img" aria-label="timeline of {{ summary.rounds }} rounds">
+{% for stream in timeline.streams %}
+{% set top = 2 * row * loop.index0 %}<text x="0" y="{{ top + 16 }}">{{ stream }}</text>
+{% for span in timeline.spans if span.stream == stream %}
+{% set time = span.end_ns - span.start_ns %}<rect class="{{ span.kind }}" x="{{ "%.2f" % ((span.start_ns - begin) * pixels_per_ns) }}"
+ y="{{ top + row - 4 }}" width="{{ "%.2f" % ([time * pixels_per_ns, 0.5]|max) }}" height="{{ row - 6 }}">
+<title>{{ label(span) }}, {{ "%.3f" % (time / 1e6) }} ms</title></rect>
+{% endfor %}
+{% endfor %}
+</svg></div>{{ table(("stage", "count", "median ms"), stages) }}
+{% endif %}
+</body></html>
+"""
+Answer = tuple[Scenario, Sequence[tuple[str, str]]]  # with text and origin of every token
 
 
 def run(options: argparse.Namespace) -> int:
@@ -64,7 +95,6 @@ class Demonstration:
         self.pieces: dict[str, list[tuple[str, str]]] = {}  # by scenario: text and origin of each token of the answer
         self.traced_timeline: Timeline | None = None
         self.rates: dict[str, dict[str, float]] = {}  # tokens per second, by variant and scenario
-        self._colour = terminal.colour_enabled(sys.stdout) and not options.json
         self._progress = terminal.shows_progress() and not options.json
 
     def run(self) -> dict[str, Any]:
@@ -75,7 +105,7 @@ class Demonstration:
     def decode(self) -> dict[str, Any]:
         threads = f"{self.threads} thread{'s' * (self.threads > 1)}"
         self._print(f"{self.pair.name}, at most {self.options.drafts} drafts per round, {threads}")
-        if self._colour:
+        if terminal.colour_enabled(sys.stdout) and not self.options.json:
             print(", ".join(terminal.coloured(meaning, origin) for origin, meaning in ORIGINS.items()))
         answers = {scenario.name: self.answer(scenario) for scenario in SCENARIOS}
         with self._progress_bar("race", self.options.repeats * sum(len(self._cases_for(scenario)) for scenario in SCENARIOS)) as bar:
@@ -169,7 +199,7 @@ class Demonstration:
         for token, origin in zip(event.tokens, event.origins, strict=True):
             pieces.append((decode((token,)), origin.value))
             if not self.options.json:
-                terminal.print_text(pieces[-1][0], end="", origin=origin.value if self._colour else "")
+                terminal.print_text(pieces[-1][0], end="", origin=origin.value)
 
     def _print(self, text: str) -> None:
         if not self.options.json:
@@ -201,57 +231,16 @@ def failure_of(job: Job, compiled: CompiledConstraint | None) -> str:
     return ""
 
 
-def page(
-    title: str,
-    answers: Iterable[tuple[Scenario, Sequence[tuple[str, str]]]],
-    head: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    timeline: Timeline | None,
-) -> str:
-    """answers: each scenario with text and origin of every token of its answer."""
-    legend = " ".join(f'<mark class="{origin}">{meaning}</mark>' for origin, meaning in ORIGINS.items())
-    parts = [f"<h1>stepgraph: {html.escape(title)}</h1>", f"<p>Origin of each token: {legend}</p>"]
-    for scenario, pieces in answers:
-        parts.append(f'<h2>{html.escape(scenario.name)}</h2><pre class="prompt">{html.escape(scenario.user)}</pre>')
-        parts.append(f"<pre>{''.join(_piece(*piece) for piece in pieces)}</pre>")
-    parts.append("<h2>Variants</h2>" + _html_table(head, rows))
+def page(title: str, answers: Iterable[Answer], head: Sequence[str], rows: Iterable[Sequence[str]], timeline: Timeline | None) -> str:
+    values: dict[str, Any] = {"title": title, "answers": answers, "head": head, "rows": rows, "timeline": timeline}
     if timeline is not None:
-        parts.append("<h2>Timeline</h2>" + "".join(_timeline_svg(timeline)))
-    start = '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-    return f"{start}<title>stepgraph: {html.escape(title)}</title><style>{STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
-
-
-def _piece(text: str, origin: str) -> str:
-    return f'<mark class="{origin}" title="{ORIGINS[origin]}">{html.escape(text)}</mark>'
-
-
-def _html_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    cells = ["".join(f"<th>{html.escape(name)}</th>" for name in head)]
-    cells += ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows]
-    return '<div class="scroll"><table>' + "".join(f"<tr>{row}</tr>" for row in cells) + "</table></div>"
-
-
-def _timeline_svg(timeline: Timeline) -> Iterator[str]:
-    summary, spans = timeline.summary(), timeline.spans
-    yield f"<p>{summary.rounds} rounds of {summary.round_ns / 1e6:.2f} ms. The pointer on a bar shows its name and time.</p>"
-    begin, end = min((span.start_ns for span in spans), default=0), max((span.end_ns for span in spans), default=1)
-    streams = {stream: number for number, stream in enumerate(timeline.streams)}
-    height = ROW * len(streams) * 2
-    yield f'<div class="scroll"><svg width="{WIDTH}" height="{height}" role="img" aria-label="timeline of {summary.rounds} rounds">'
-    for stream, number in streams.items():
-        yield f'<text x="0" y="{2 * ROW * number + 16}">{html.escape(stream)}</text>'
-    for span in spans:
-        yield _rect(span, (span.start_ns - begin) / (end - begin) * WIDTH, (span.end_ns - span.start_ns) / (end - begin) * WIDTH, streams)
-    yield "</svg></div>"
-    times = [(_span_label(stage), str(stage.count), f"{stage.median_ns / 1e6:.3f}") for stage in summary.stages]
-    yield _html_table(("stage", "count", "median ms"), times)
+        begin, end = min((span.start_ns for span in timeline.spans), default=0), max((span.end_ns for span in timeline.spans), default=1)
+        summary = timeline.summary()
+        stages = [(_span_label(stage), stage.count, f"{stage.median_ns / 1e6:.3f}") for stage in summary.stages]
+        values |= {"begin": begin, "pixels_per_ns": WIDTH / (end - begin), "summary": summary, "stages": stages}
+    page = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(PAGE)
+    return page.render(values, style=STYLE, origins=ORIGINS, width=WIDTH, row=ROW, label=_span_label)
 
 
 def _span_label(work: Span | StageTime) -> str:
     return f"{work.stream}: {'wait for ' if work.kind == 'wait' else ''}{work.name}"
-
-
-def _rect(span: Span, left: float, width: float, streams: dict[str, int]) -> str:
-    what = f"{_span_label(span)}, {(span.end_ns - span.start_ns) / 1e6:.3f} ms"
-    geometry = f'x="{left:.2f}" y="{2 * ROW * streams[span.stream] + ROW - 4}" width="{max(width, 0.5):.2f}" height="{ROW - 6}"'
-    return f'<rect class="{span.kind}" {geometry}><title>{html.escape(what)}</title></rect>'

@@ -103,12 +103,16 @@ def add_generate_flags(parser: argparse.ArgumentParser) -> None:
 def check_generate(options: argparse.Namespace) -> None:
     if options.schema is not None:
         options.schema = read_schema("--schema", options.schema)
+    grammar_kind = GRAMMAR_KINDS.get(Path(options.grammar or "").suffix, "")
     if options.grammar is not None:
-        if (kind := GRAMMAR_KINDS.get(Path(options.grammar).suffix)) is None:
+        if not grammar_kind:
             raise ValueError(f"--grammar: got {clip_repr(options.grammar)}, expected a file with the suffix {', '.join(GRAMMAR_KINDS)}")
-        options.grammar = kind, read_file("--grammar", options.grammar, "the path of a grammar")
-    constrained = options.json_object or any(getattr(options, name) is not None for name in ("schema", "regex", "grammar", "choice"))
-    if options.after is not None and not constrained:
+        options.grammar = read_file("--grammar", options.grammar, "the path of a grammar")
+    stated = {"json_schema": options.schema, "regex": options.regex, grammar_kind: options.grammar, "choice": options.choice}
+    found = [(kind, (argument,)) for kind, argument in stated.items() if argument is not None]
+    # The method of Constraint, and its arguments.
+    options.constraint = found[0] if found else ("json_object", ()) if options.json_object else None
+    if options.after is not None and options.constraint is None:
         accepted = "--schema, --regex, --grammar, --choice or --json-object with it"
         raise ValueError(f"--after: got {clip_repr(options.after)} without a constraint, expected {accepted}")
     if options.min_new_tokens is not None:

@@ -96,19 +96,11 @@ def _encode(options: argparse.Namespace, text: str, codec: TextCodec) -> list[in
 
 def constraint_of(options: argparse.Namespace, codec: TextCodec | None) -> Constraint | None:
     """The constraint of the flags. With a codec, a marker that encodes to control tokens becomes their ids."""
-    constraint: Constraint | None = None
-    if options.schema is not None:
-        constraint = Constraint.json_schema(options.schema)
-    elif options.regex is not None:
-        constraint = Constraint.regex(options.regex)
-    elif options.grammar is not None:
-        kind, grammar = options.grammar
-        constraint = Constraint.ebnf(grammar) if kind == "ebnf" else Constraint.lark(grammar)
-    elif options.choice is not None:
-        constraint = Constraint.choice(options.choice)
-    elif options.json_object:
-        constraint = Constraint.json_object()
-    if constraint is None or options.after is None:
+    if options.constraint is None:
+        return None
+    kind, arguments = options.constraint
+    constraint: Constraint = getattr(Constraint, kind)(*arguments)
+    if options.after is None:
         return constraint
     ids = codec.encode(options.after, begins=False) if codec else []
     control_ids = codec.vocabulary.non_text_ids if codec else frozenset()
@@ -137,27 +129,18 @@ def _make_engine(options: argparse.Namespace, request: Request) -> Engine:
 
 
 def _generate(engine: Engine, request: Request, options: argparse.Namespace) -> dict[str, Any]:
-    started, first, pieces = time.perf_counter(), 0.0, list[str]()
-    colour = terminal.colour_enabled(sys.stdout)
-
-    def show(text: str, origin: str) -> None:
-        pieces.append(text)
-        if not options.json:
-            terminal.print_text(text, end="", origin=origin if colour else "")
-
+    started, first = time.perf_counter(), 0.0
     job = engine.submit(request.prompt_ids, constraint=request.constraint, sampling=request.sampling, max_new_tokens=options.max_new_tokens)
     stream = job.text_stream()
     for event in engine.stream():
         first = first or time.perf_counter() - started
-        for token, origin in zip(event.tokens, event.origins, strict=True):
-            show(stream.push((token,)), origin.value)
-        if event.finish_reason:
-            show(stream.finish(), "")
+        for token, origin in () if options.json else zip(event.tokens, event.origins, strict=True):
+            terminal.print_text(stream.push((token,)), end="", origin=origin.value)
     if not options.json:
-        terminal.print_text("")
+        terminal.print_text(stream.finish())
     seconds = time.perf_counter() - started
     return {
-        "text": "".join(pieces),
+        "text": job.text,
         "token_ids": job.tokens,
         "origins": [origin.value for origin in job.origins],
         "finish_reason": str(job.finish_reason),

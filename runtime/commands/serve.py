@@ -27,6 +27,10 @@ from stepgraph.runtime.serve.serving import EngineServing, Serving
 from stepgraph.runtime.text import TextCodec
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
+CONFIG_FLAGS = (  # named as in EngineConfig
+    *("max_rows", "max_length", "draft_length", "look_up", "eager", "preemption"),
+    *("num_pages", "page_allocation", "max_lora_rank", "round_timeout_seconds"),
+)
 CONNECT_SECONDS = 5
 MAX_STARTS = 6  # on a loaded machine a start often takes longer than Ray's limit of 30 seconds
 
@@ -75,19 +79,10 @@ def ready_engine(options: argparse.Namespace, progress: bool = False) -> Engine:
 
 def open_engine(options: argparse.Namespace) -> Engine:
     config = EngineConfig(
-        max_rows=options.max_rows,
+        **{name: getattr(options, name) for name in CONFIG_FLAGS},
         num_speculative_tokens=options.drafts,
-        draft_length=options.draft_length,
-        look_up=options.look_up,
-        max_length=options.max_length,
-        eager=options.eager,
         max_top_logprobs=20,  # as in OpenAI's interface
         max_loras=len(options.lora_modules),
-        max_lora_rank=options.max_lora_rank,
-        round_timeout_seconds=options.round_timeout_seconds,
-        preemption=options.preemption,
-        num_pages=options.num_pages,
-        page_allocation=options.page_allocation,
     )
     if options.model == TOY:
         vocabulary = Vocabulary([*(bytes([value]) for value in range(256)), b"<end>"], [256])

@@ -42,9 +42,9 @@ def coloured(text: str, origin: str) -> str:
 
 
 def print_text(text: str, end: str = "\n", origin: str = "") -> None:
-    """Print to stdout, in the colour of `origin` if it is given."""
+    """Print to stdout, in the colour of `origin` if it is given and colours are enabled."""
     text = printable(text, sys.stdout)
-    print(coloured(text, origin) if origin and text else text, end=end, flush=True)
+    print(coloured(text, origin) if origin and text and colour_enabled(sys.stdout) else text, end=end, flush=True)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -81,7 +81,8 @@ def waiting(message: str) -> Iterator[None]:
 
 def print_json(document: object) -> None:
     """Print the document as JSON. Values without a JSON type become strings."""
-    text = json.dumps(document, indent=2, default=str, ensure_ascii=not _encodes_everything(sys.stdout))
+    encodes_everything = (sys.stdout.encoding or "utf-8").lower().replace("-", "").startswith("utf")
+    text = json.dumps(document, indent=2, default=str, ensure_ascii=not encodes_everything)
     print(CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text))  # json.dumps leaves U+007F to U+009F
 
 
@@ -95,10 +96,6 @@ def _repair_streams() -> None:
         warnings.showwarning = lambda *warning: print_error(warnings.formatwarning(*warning[:4]).rstrip())
     if isinstance(sys.stdout, io.TextIOWrapper):  # UTF-8 lacks the surrogates that stand for other bytes of a path
         sys.stdout.reconfigure(errors="backslashreplace")
-
-
-def _encodes_everything(stream: TextIO) -> bool:
-    return (stream.encoding or "utf-8").lower().replace("-", "").startswith("utf")
 
 
 def run_command(name: str, work: Callable[[], int]) -> int:

@@ -166,14 +166,11 @@ def require_equal_weights(checkpoint: Checkpoint, ranks: Ranks) -> None:
     assert isinstance(source, PartSource)
     names = sorted(source.tensors)
     first_rows = (source.read(name, 0, slice(0, 1) if len(source.tensors[name].shape) > 1 else None) for name in names)
-    found = ranks.gather(torch.tensor([checksum(rows) for rows in first_rows]))
+    checksums = [zlib.crc32(rows.contiguous().view(-1).view(torch.uint8).numpy().data) for rows in first_rows]
+    found = ranks.gather(torch.tensor(checksums))
     for rank, own in enumerate(found):
         if different := (own != found[0]).nonzero().flatten().tolist():
             raise ValueError(f"{checkpoint.path}: {names[different[0]]}: rank {rank} has other weights than rank 0")
-
-
-def checksum(tensor: Tensor) -> int:
-    return zlib.crc32(tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
 
 
 def check_divisible(checkpoint: object, size: int) -> Checkpoint:

@@ -223,5 +223,5 @@ class ReplicaPool:
             counter("streams_refused", "Streams that could not be continued.", self.counts.refused),
         ]
 
-    async def close(self, drain: bool = True) -> None:
+    async def close(self) -> None:
         """Does nothing: the replicas belong to Ray Serve, the streams to their readers."""

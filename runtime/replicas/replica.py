@@ -18,7 +18,7 @@ from stepgraph.runtime.aio import AsyncEngine
 from stepgraph.runtime.engine import Engine
 from stepgraph.runtime.extras.record import model_fingerprints, versions, vocabulary_fingerprint
 from stepgraph.runtime.finish_reason import FinishReason
-from stepgraph.runtime.request import NO_DRAFTS, DraftCounts, EngineClosedError, Origin, TokenLogprob
+from stepgraph.runtime.request import EngineClosedError, StepEvent
 from stepgraph.runtime.request_queue import QueueFullError
 from stepgraph.sampling import native
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
@@ -47,14 +47,9 @@ class Refusal(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """New tokens of a request; the last part has a reason. The first part says which replica has accepted the request."""
+    """New tokens of a request. The first part says which replica has accepted the request."""
 
-    tokens: tuple[int, ...]
-    logprobs: tuple[TokenLogprob, ...] = ()
-    reason: FinishReason | None = None
-    error: str = ""
-    drafts: DraftCounts = NO_DRAFTS
-    origins: tuple[Origin, ...] = ()
+    event: StepEvent  # the last one has a finish reason
     reported: tuple[Any, ...] = ()  # the values of REPORTED; empty: none changed
     replica: str = ""
     identity: str = ""
@@ -137,7 +132,7 @@ async def answer(async_engine: AsyncEngine, request: ReplicaRequest, replica: st
                 yield Refusal(replica, "failed", event.error)  # an error of the engine and not of this request
                 return
             reported = tuple(getattr(stream.job, name) for name in REPORTED)
-            yield Tokens(event.tokens, event.logprobs, event.finish_reason, event.error, event.drafts, event.origins, reported, **accepted)
+            yield Tokens(event, reported, **accepted)
             accepted = {}
 
 

@@ -21,18 +21,13 @@ FREE_PAGES = "free_pages"  # share of a replica's cache pages that a request can
 MIN_FREE_SHARE = 0.1  # if all replicas have less, another one is started
 
 
-def wanted_replicas(requests: float, target: float, running: int, free_pages: Mapping[Any, float]) -> int:
-    """target: requests per replica. free_pages: by replica."""
-    wanted = math.ceil(requests / target)
-    if free_pages and len(free_pages) >= running and max(free_pages.values()) < MIN_FREE_SHARE:
-        wanted = max(wanted, running + 1)  # even few requests may wait for pages
-    return max(wanted, 1)
-
-
 def scale(context: Any) -> tuple[int, dict[str, Any]]:
     """The policy of an AutoscalingConfig, in Ray's controller: the number of replicas, and no state. Ray applies the limits and delays."""
-    found = (context.aggregated_metrics or {}).get(FREE_PAGES, {})
-    return wanted_replicas(context.total_num_requests, context.config.target_ongoing_requests, context.current_num_replicas, found), {}
+    free_pages, running = (context.aggregated_metrics or {}).get(FREE_PAGES, {}), context.current_num_replicas  # by replica
+    wanted = math.ceil(context.total_num_requests / context.config.target_ongoing_requests)
+    if free_pages and len(free_pages) >= running and max(free_pages.values()) < MIN_FREE_SHARE:
+        wanted = max(wanted, running + 1)  # even few requests may wait for pages
+    return max(wanted, 1), {}
 
 
 def page_hashes(prompt_ids: Sequence[int], page_size: int, salt: Iterable[str]) -> tuple[bytes, ...]:
@@ -54,9 +49,6 @@ class PrefixRouter:
         check_value("PrefixRouter.max_pages", max_pages, whole(1))
         self._factor, self._max_pages = load_factor, max_pages
         self._holders: collections.OrderedDict[bytes, list[str]] = collections.OrderedDict()  # least recently routed first
-
-    def __len__(self) -> int:
-        return len(self._holders)
 
     def note(self, hashes: Sequence[bytes], replica: str) -> None:
         for page in reversed(hashes):  # the first page is used last, so that no page is forgotten before those that follow it

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, NoReturn
 
 from stepgraph.runtime.finish_reason import FinishReason
-from stepgraph.runtime.replicas.replica import REPORTED, AnswerPart, EngineInfo, Refusal, ReplicaRequest, Tokens
+from stepgraph.runtime.replicas.replica import REPORTED, AnswerPart, EngineInfo, Refusal, ReplicaRequest
 from stepgraph.runtime.replicas.router import page_hashes
 from stepgraph.runtime.request import Job, Lora, StepEvent
 from stepgraph.runtime.request_queue import QueueFullError
@@ -237,7 +237,7 @@ class ResumedStream:
             for name, value in zip(REPORTED, part.reported, strict=False):
                 if len(job.replicas) == 1 or name not in _OF_THE_FIRST:
                     setattr(job, name, self._earlier[name] + value if name in _SUMMED else value)
-            if (event := self._event(part)) is not None:
+            if (event := self._event(part.event)) is not None:
                 return event
         raise ReplicaLost("the stream ended without a finish reason", *job.replicas[-1:])
 
@@ -252,22 +252,20 @@ class ResumedStream:
             raise IdentityMismatch(part.message, part.replica)
         raise ReplicaLost(part.message, part.replica)
 
-    def _event(self, part: Tokens) -> StepEvent | None:
-        """The new tokens of a part."""
-        job, tokens = self.job, part.tokens
-        if part.reason == FinishReason.CANCELLED:  # by a replica that shuts down
+    def _event(self, event: StepEvent) -> StepEvent | None:
+        """Record an event of the replica's job. Returns that of this job; None if it has nothing new."""
+        job = self.job
+        if event.finish_reason == FinishReason.CANCELLED:  # by a replica that shuts down
             raise ReplicaLost("the replica was shut down", job.replicas[-1])
-        if job.first_token_seconds is None and tokens:
+        if job.first_token_seconds is None and event.tokens:
             job.first_token_seconds = time.perf_counter() - job.submitted_at
-        job.tokens += tokens
-        job.logprobs += part.logprobs
-        job.origins += part.origins
-        job.num_accepted_drafts += part.drafts.accepted
-        if part.reason is not None:
-            job.finish_reason, job.error = part.reason, part.error
-        elif not tokens:
-            return None
-        return StepEvent(0, tokens, part.drafts, job.finish_reason, job.error, part.logprobs, part.origins)
+        job.tokens += event.tokens
+        job.logprobs += event.logprobs
+        job.origins += event.origins
+        job.num_accepted_drafts += event.num_accepted_drafts
+        if event.finish_reason is not None:
+            job.finish_reason, job.error = event.finish_reason, event.error
+        return replace(event, job_id=0) if event.tokens or event.finish_reason is not None else None
 
 
 def _call_in_loop(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:

@@ -87,7 +87,7 @@ class App:
         await asyncio.wait({serving, stopped}, timeout=grace_seconds, return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
         try:
-            await self.serving.close(drain=False)  # answers in progress end with an error; raises that of a failed engine
+            await self.serving.close()
         finally:
             await asyncio.wait({serving}, timeout=1.0)
             server.abort_connections()  # of clients that do not read, or whose requests have not arrived
@@ -213,19 +213,16 @@ class Answer:
 
     async def _send_stream(self, events: EventStream) -> None:
         begun = set[int]()  # choices that have begun
-
-        async def send(reply: Reply, delta: Delta, reason: str | None) -> None:
-            choice: dict[str, Any] = {"index": reply.index, "logprobs": reply.take_logprobs(), "finish_reason": reason}
-            if reply.index not in begun:
-                begun.add(reply.index)
-                delta = {"role": "assistant", **(delta or {"content": ""})}
-                delta |= {} if self._request.chat else {"content": reply.prompt.echo + delta["content"]}
-            choice |= {"delta": delta} if self._request.chat else {"text": delta.get("content", "")}
-            await events.event(compact_json(self._envelope | {"choices": [choice]}))
-
         async with contextlib.aclosing(self._deltas()) as deltas:
-            async for reply, delta in deltas:
-                await send(reply, delta or {}, None if delta is not None else reply.reason)
+            async for reply, found in deltas:
+                choice = {"index": reply.index, "logprobs": reply.take_logprobs(), "finish_reason": reply.reason if found is None else None}
+                delta = found or {}
+                if reply.index not in begun:
+                    begun.add(reply.index)
+                    delta = {"role": "assistant", **(delta or {"content": ""})}
+                    delta |= {} if self._request.chat else {"content": reply.prompt.echo + delta["content"]}
+                choice |= {"delta": delta} if self._request.chat else {"text": delta.get("content", "")}
+                await events.event(compact_json(self._envelope | {"choices": [choice]}))
         if self._request.include_usage:
             await events.event(compact_json(self._envelope | {"choices": [], "usage": usage_of(self._replies)}))
         await events.event("[DONE]")

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import re
 import uuid
+from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from stepgraph.runtime.text import TextCodec, partial_match
 from stepgraph.sampling.grammar.schema.parameters import PARAMETER_END
 
 Delta = dict[str, Any]  # content or reasoning_content: some text, or tool_calls: the next part of one call
 TextParameters = Mapping[str, frozenset[str]]  # by function, the parameters whose values are plain text
+Part = TypeVar("Part")
 Result = TypeVar("Result")
-Steps = Generator[Delta | None, None, Result]
+Steps = Generator[Part | None, None, Result]  # None: more text is needed
 
 
 @dataclass(frozen=True)
@@ -102,39 +104,92 @@ def choose_format(codec: TextCodec, name: str = "auto") -> ChosenFormat:
     return ChosenFormat(fmt, chosen == found)
 
 
-class CallParser:
-    """The deltas of a text that arrives in pieces: content up to a stop text, and calls. What may begin a stop text or a call is held back.
+class PieceParser(Generic[Part]):
+    """Parses a text that arrives in pieces into parts."""
+
+    def __init__(self) -> None:
+        self._pending, self._ended = "", False
+        self._steps = self._parse()
+
+    def push(self, text: str, ended: bool = False) -> Iterator[Part]:
+        """Yields the next parts. ended: no more text follows."""
+        self._pending, self._ended = self._pending + text, ended
+        for part in self._steps:
+            if part is None:
+                return
+            yield part
+
+    @abstractmethod
+    def _parse(self) -> Steps[Part, None]:
+        """Runs over the whole text."""
+
+    def _object(self, part: Callable[[str], Part]) -> Steps[Part, bool]:
+        """Yield the text of a JSON object, if the text begins with one. Returns whether it is complete."""
+        end, size = ObjectEnd(), None
+        while size is None:
+            if not self._pending:
+                if self._ended:
+                    return False
+                yield None
+            size = end.find(self._pending)
+            text, self._pending = self._pending[:size], "" if size is None else self._pending[size:]
+            if text:
+                yield part(text)
+        return True
+
+    def _up_to(self, delimiters: Sequence[str], part: Callable[[str], Part] | None) -> Steps[Part, str]:
+        """Yield the text up to the delimiter that ends first. Returns it; the rest begins with it. Empty if the text ended before.
+        part: None drops the text."""
+        while True:
+            found = [(start + len(each), start, each) for each in delimiters if (start := self._pending.find(each)) >= 0]
+            _, start, delimiter = min(found, default=(0, len(self._pending), ""))
+            size = start if found or self._ended else start - partial_match(self._pending, delimiters)
+            text, self._pending = self._pending[:size], self._pending[size:]
+            if text and part:
+                yield part(text)
+            if found or self._ended:
+                return delimiter
+            yield None
+
+    def _match(self, pattern: str) -> Steps[Part, re.Match[str] | None]:
+        """Skip a match of the pattern and return it; None if the text ended before."""
+        while (found := re.match(pattern, self._pending)) is None and not self._ended:
+            yield None
+        self._pending = self._pending[found.end() :] if found else self._pending
+        return found
+
+    def _skip(self, text: str) -> Steps[Part, bool]:
+        """Skip a text, or the part of it before the end. Returns False if the rest does not begin with the whole text."""
+        while text.startswith(self._pending) and self._pending != text and not self._ended:
+            yield None
+        size = len(text) if self._pending.startswith(text) else len(self._pending) if text.startswith(self._pending) else 0
+        self._pending = self._pending[size:]
+        return size == len(text)
+
+
+class CallParser(PieceParser[Delta]):
+    """The deltas of a text: content up to a stop text, and calls. What may begin a stop text or a call is held back. A call that is cut
+    short is reported up to there; one without arguments yet is left out.
 
     only_calls: a grammar allows calls only; text between them is dropped.
     """
 
     def __init__(self, stops: Sequence[str], fmt: CallFormat | None, texts: TextParameters, only_calls: bool, parallel: bool) -> None:
+        super().__init__()
         self._stops, self._format, self._texts, self._only_calls, self._parallel = tuple(stops), fmt, texts, only_calls, parallel
-        self._pending, self._ended = "", False
         self.calls = 0  # number of complete calls
         self.at_stop_text = False
-        self._steps = self._parse()
 
     @property
     def stopped(self) -> bool:
         """Whether a stop text was found, or the only allowed call is complete."""
         return self.at_stop_text or (self.calls > 0 and not self._parallel)
 
-    def push(self, text: str, ended: bool = False) -> Iterator[Delta]:
-        """ended: no more text follows. A call that is cut short is reported up to there; one without arguments yet is left out."""
-        self._pending, self._ended = self._pending + text, ended
-        for delta in self._steps:
-            if delta is None:
-                return
-            yield delta
-
-    # These generators yield None when they need more text.
-
-    def _parse(self) -> Steps[None]:
+    def _parse(self) -> Steps[Delta, None]:
         fmt = self._format
         delimiters = (*self._stops, *([fmt.trigger] if fmt else ()))
         while not self.stopped:
-            found = yield from self._up_to(delimiters, lambda text: {"content": text}, self._only_calls)
+            found = yield from self._up_to(delimiters, None if self._only_calls else lambda text: {"content": text})
             if not found:
                 return
             self.at_stop_text = found in self._stops
@@ -146,7 +201,7 @@ class CallParser:
                 pass
             yield from self._skip(fmt.closing)
 
-    def _call(self, fmt: CallFormat) -> Steps[bool]:
+    def _call(self, fmt: CallFormat) -> Steps[Delta, bool]:
         """Parse one call. Returns whether it is complete."""
         header = yield from self._match(re.escape(fmt.prefix) + r"([\w-]+)" + re.escape(fmt.infix))
         if header is None:
@@ -155,27 +210,13 @@ class CallParser:
         call_id = uuid.uuid4().hex[:9]  # templates of Mistral accept exactly nine characters
         function = {"name": header[1], "arguments": ""}
         yield {"tool_calls": [{"index": self.calls, "id": call_id, "type": "function", "function": function}]}
-        if not (yield from self._parameters(self._texts[header[1]]) if fmt.style == "qwen_xml" else self._object()):
+        if not (yield from self._parameters(self._texts[header[1]]) if fmt.style == "qwen_xml" else self._object(self._arguments)):
             return False
         yield from self._skip(fmt.suffix)
         self.calls += 1
         return True
 
-    def _object(self) -> Steps[bool]:
-        """Parse arguments that are a JSON object. Returns whether they are complete."""
-        end, size = ObjectEnd(), None
-        while size is None:
-            if not self._pending:
-                if self._ended:
-                    return False
-                yield None
-            size = end.find(self._pending)
-            text, self._pending = self._pending[:size], "" if size is None else self._pending[size:]
-            if text:
-                yield self._arguments(text)
-        return True
-
-    def _parameters(self, texts: frozenset[str]) -> Steps[bool]:
+    def _parameters(self, texts: frozenset[str]) -> Steps[Delta, bool]:
         """Parse arguments between <parameter=NAME> and </parameter>. texts: names of parameters whose values are not JSON."""
         before = "{"
         while True:
@@ -202,34 +243,6 @@ class CallParser:
     def _quoted(self, text: str) -> Delta:
         """A part of a text inside a string of the arguments."""
         return self._arguments(json.dumps(text, ensure_ascii=False)[1:-1])
-
-    def _up_to(self, delimiters: Sequence[str], delta: Callable[[str], Delta], is_dropped: bool = False) -> Steps[str]:
-        """Yield the text up to the delimiter that ends first. Returns it; the rest begins with it. Empty if the text ended before."""
-        while True:
-            found = [(start + len(each), start, each) for each in delimiters if (start := self._pending.find(each)) >= 0]
-            _, start, delimiter = min(found, default=(0, len(self._pending), ""))
-            size = start if found or self._ended else start - partial_match(self._pending, delimiters)
-            text, self._pending = self._pending[:size], self._pending[size:]
-            if text and not is_dropped:
-                yield delta(text)
-            if found or self._ended:
-                return delimiter
-            yield None
-
-    def _match(self, pattern: str) -> Steps[re.Match[str] | None]:
-        """Skip a match of the pattern and return it; None if the text ended before."""
-        while (found := re.match(pattern, self._pending)) is None and not self._ended:
-            yield None
-        self._pending = self._pending[found.end() :] if found else self._pending
-        return found
-
-    def _skip(self, text: str) -> Steps[bool]:
-        """Skip a text, or the part of it before the end. Returns False if the rest does not begin with the whole text."""
-        while text.startswith(self._pending) and self._pending != text and not self._ended:
-            yield None
-        size = len(text) if self._pending.startswith(text) else len(self._pending) if text.startswith(self._pending) else 0
-        self._pending = self._pending[size:]
-        return size == len(text)
 
 
 class ObjectEnd:

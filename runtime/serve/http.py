@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Coroutine, Generator
+from collections.abc import Coroutine, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -201,8 +201,8 @@ async def until_disconnect(receive: Receive, answering: Coroutine[Any, Any, None
         await asyncio.gather(work, disconnected, return_exceptions=True)
 
 
-def json_response(value: Any, status: int = 200) -> Response:
-    return Response(compact_json(value), status, media_type="application/json")
+def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(compact_json(value), status, headers, "application/json")
 
 
 def http_error(where: str, error: Exception) -> HttpError:
@@ -217,9 +217,7 @@ def http_error(where: str, error: Exception) -> HttpError:
 
 
 def error_response(error: HttpError) -> Response:
-    response = json_response(error.body, error.status_code)
-    response.headers.update(error.headers or {})
-    return response
+    return json_response(error.body, error.status_code, error.headers)
 
 
 def compact_json(value: Any) -> str:

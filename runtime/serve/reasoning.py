@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stepgraph.runtime.serve.calls import FORMATS, ObjectEnd, choose_format
-from stepgraph.runtime.text import TextCodec, partial_match
+from stepgraph.runtime.serve.calls import FORMATS, PieceParser, Steps, choose_format
+from stepgraph.runtime.text import TextCodec
 
 THINK_BEGIN, THINK_END = "<think>", "</think>"
 CHANNEL, MESSAGE, MESSAGE_END = "<|channel|>", "<|message|>", "<|end|>"
+Piece = tuple[bool, str]  # of an answer; True: of the reasoning
 
 
 @dataclass(frozen=True)
@@ -56,78 +57,55 @@ def reasoning_of(prompt_ids: Sequence[int], codec: TextCodec, variables: Mapping
     return Reasoning(opened, budget, tuple(codec.encode(f"\n{THINK_END}\n\n", begins=False)))
 
 
-class ReasoningSplitter:
-    """Splits text that arrives in pieces; holds back what may be the beginning of a marker, and blanks between reasoning and answer."""
+class ReasoningSplitter(PieceParser[Piece]):
+    """Splits the reasoning from the answer. Holds back what may be the beginning of a marker, and drops blanks between the two."""
 
     def __init__(self, reasoning: Reasoning | None, to_marker: bool = False) -> None:
         """to_marker: text without <think> is reasoning as well, up to </think>, where a constraint begins."""
+        super().__init__()
         self.in_reasoning, self._to_marker = reasoning is not None and reasoning.opened, to_marker
         self._may_open = reasoning is not None and not reasoning.opened
-        self._pending, self._trim_blanks = "", False
 
-    def push(self, text: str, ended: bool = False) -> Iterator[tuple[bool, str]]:
-        """Yields pieces, with True for reasoning. ended: no more text follows."""
-        self._pending += text
+    def _parse(self) -> Steps[Piece, None]:
         if self._may_open:
-            start = self._pending.lstrip()
-            if THINK_BEGIN.startswith(start) and not ended:
-                return
-            self._may_open, self.in_reasoning = False, self._to_marker or start.startswith(THINK_BEGIN)
+            while THINK_BEGIN.startswith(start := self._pending.lstrip()) and not self._ended:
+                yield None
+            self.in_reasoning = self._to_marker or start.startswith(THINK_BEGIN)
             self._pending = start.removeprefix(THINK_BEGIN) if self.in_reasoning else self._pending
         if self.in_reasoning:
-            piece, found, rest = self._pending.partition(THINK_END)
-            if found:
-                self.in_reasoning, self._trim_blanks, self._pending = False, True, rest
-            else:
-                held = 0 if ended else partial_match(piece, [THINK_END])
-                piece, self._pending = piece[: len(piece) - held], piece[len(piece) - held :]
-            if piece:
-                yield True, piece
-        if not self.in_reasoning:
-            self._pending = self._pending.lstrip() if self._trim_blanks else self._pending
-            if self._pending:
-                self._trim_blanks = False
-                yield False, self._pending
+            if not (yield from self._up_to([THINK_END], lambda text: (True, text))):
+                return
+            self.in_reasoning = False
+            yield from self._skip(THINK_END)
+            while not (rest := self._pending.lstrip()) and not self._ended:
                 self._pending = ""
+                yield None
+            self._pending = rest
+        yield from self._up_to((), lambda text: (False, text))
 
 
-class ChannelSplitter:
+class ChannelSplitter(PieceParser[Piece]):
     """Splits the messages of GPT-OSS, which consist of a header, <|message|> and a text: those of the channel `analysis` are reasoning.
     The header of a call becomes the one of its format; the other headers are left out."""
 
-    def __init__(self) -> None:
-        self.in_reasoning = False
-        self._pending, self._in_header = "", True
-        self._arguments: ObjectEnd | None = None  # of the call that is read
+    in_reasoning = False
 
-    def push(self, text: str, ended: bool = False) -> Iterator[tuple[bool, str]]:
-        """Yields pieces, with True for reasoning. ended: no more text follows."""
-        self._pending += text
+    def _parse(self) -> Steps[Piece, None]:
         while True:
-            if self._in_header:
-                header, found, rest = self._pending.partition(MESSAGE)
-                if not found:
-                    if ended and header and "<|" not in header:
-                        yield False, header
-                    return
-                self._in_header, self._pending = False, rest
-                call = re.search(r" to=functions\.([\w-]+)", header)
-                self.in_reasoning = call is None and f"{CHANNEL}analysis" in header
-                if call:
-                    self._arguments = ObjectEnd()
-                    yield False, FORMATS["gpt-oss"].begin(call[1])
-            inside = self._arguments.find(self._pending) if self._arguments else 0  # markers in strings of arguments end nothing
-            self._arguments = self._arguments if inside is None else None
-            end = None if inside is None else re.compile(r"<\|end\|>|<\|start\|>").search(self._pending, inside)
-            held = 0 if ended or inside is None else partial_match(self._pending, [MESSAGE_END, "<|start|>"])
-            size = end.start() if end else len(self._pending) - held
-            piece, self._pending = self._pending[:size], self._pending[end.end() if end else size :]
-            if piece:
-                yield self.in_reasoning, piece
-            if end is None:
+            while MESSAGE not in self._pending and not self._ended:
+                yield None
+            header, found, self._pending = self._pending.partition(MESSAGE)
+            if not found:
+                if header and "<|" not in header:
+                    yield False, header
                 return
-            self._in_header, self.in_reasoning = True, False
-
-
-def make_splitter(reasoning: Reasoning | None, to_marker: bool) -> ReasoningSplitter | ChannelSplitter:
-    return ChannelSplitter() if reasoning is not None and reasoning.in_channels else ReasoningSplitter(reasoning, to_marker)
+            call = re.search(r" to=functions\.([\w-]+)", header)
+            self.in_reasoning = call is None and f"{CHANNEL}analysis" in header
+            if call:
+                yield False, FORMATS["gpt-oss"].begin(call[1])
+                yield from self._object(lambda text: (False, text))  # markers in strings of arguments end nothing
+            end = yield from self._up_to([MESSAGE_END, "<|start|>"], lambda text: (self.in_reasoning, text))
+            if not end:
+                return
+            self.in_reasoning = False
+            yield from self._skip(end)

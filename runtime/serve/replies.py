@@ -10,7 +10,7 @@ from stepgraph.runtime.finish_reason import FinishReason
 from stepgraph.runtime.request import Job, StepEvent, TokenLogprob
 from stepgraph.runtime.serve.calls import CallParser, Delta, merge_deltas
 from stepgraph.runtime.serve.fields import GenerationRequest
-from stepgraph.runtime.serve.reasoning import make_splitter
+from stepgraph.runtime.serve.reasoning import ChannelSplitter, ReasoningSplitter
 from stepgraph.runtime.text import TextCodec
 
 
@@ -27,7 +27,8 @@ class Reply:
         fmt, texts, parallel = (tools.call_format, tools.texts, tools.parallel) if tools is not None else (None, {}, True)
         self._call_parser = CallParser(() if only_calls else request.stops, fmt, texts, only_calls, parallel)
         enforced = request.options["constraint"] is not None and (tools is None or only_calls)
-        self._splitter = make_splitter(request.reasoning, to_marker=enforced)
+        in_channels = request.reasoning is not None and request.reasoning.in_channels
+        self._splitter = ChannelSplitter() if in_channels else ReasoningSplitter(request.reasoning, to_marker=enforced)
         self.ids: list[int] = []
         self.reasoning_tokens = 0
         self._logprobs: list[tuple[int, TokenLogprob]] = []  # of tokens that no delta has reported yet

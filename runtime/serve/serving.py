@@ -49,7 +49,8 @@ class Serving(Protocol):
     async def generate(self, prompt_ids: list[int], **options: Any) -> AnswerStream:
         """Raises ValueError, QueueFullError and EngineClosedError as Engine.submit() does, and AnswerError."""
 
-    async def close(self, drain: bool = True) -> None: ...
+    async def close(self) -> None:
+        """End answers in progress with an error. Raises the error of a failed engine."""
 
 
 class EngineServing:
@@ -72,5 +73,5 @@ class EngineServing:
     async def generate(self, prompt_ids: list[int], **options: Any) -> JobStream:
         return self._async_engine.generate(prompt_ids, **options)
 
-    async def close(self, drain: bool = True) -> None:
-        await self._async_engine.close(drain)
+    async def close(self) -> None:
+        await self._async_engine.close(drain=False)

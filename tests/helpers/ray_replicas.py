@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from stepgraph import AsyncEngine, Constraint, Engine, EngineConfig, SamplingParams, Vocabulary
+from stepgraph import AsyncEngine, Constraint, Engine, EngineConfig, SamplingParams, StepEvent, Vocabulary
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.model_call import ModelInput, ModelOutput
 from stepgraph.runtime.finish_reason import FinishReason
@@ -108,7 +108,7 @@ class Canned:
     async def generate(self, ask: ReplicaRequest) -> AsyncIterator[AnswerPart]:
         count = ask.options["max_new_tokens"]
         for index in range(count):
-            part = Tokens((index,), reason=None if index < count - 1 else FinishReason.LENGTH)
+            part = Tokens(StepEvent(0, (index,), finish_reason=None if index < count - 1 else FinishReason.LENGTH))
             yield part if index else part._replace(replica="canned", identity="x")
 
 

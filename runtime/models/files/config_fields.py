@@ -270,7 +270,7 @@ def _ropes(config: Mapping[str, Any], architecture: str, head_size: int) -> tupl
     if architecture == GEMMA:
         return _gemma_ropes(config, head_size)
     theta = {GPT_OSS: 150_000.0, MIXTRAL: 1_000_000.0}.get(architecture, 10_000.0)
-    return _rope({**config, "head_size": head_size}, fields, theta), None
+    return _rope(config, fields, theta, head_size), None
 
 
 def _gemma_ropes(config: Mapping[str, Any], head_size: int) -> tuple[RopeConfig, RopeConfig]:
@@ -280,9 +280,8 @@ def _gemma_ropes(config: Mapping[str, Any], head_size: int) -> tuple[RopeConfig,
         raise ValueError(f"config.rope_parameters: got {parts!r:.200}, expected an object for each of {LAYER_TYPES}")
     if scaling and (not isinstance(scaling, Mapping) or "rope_type" not in scaling):
         raise ValueError(f"config.rope_scaling: got {scaling!r:.200}, expected an object with rope_type")
-    inner = {"head_size": head_size}
-    whole = _rope({"rope_theta": config.get("rope_theta"), **inner}, scaling or parts.get("full_attention") or {}, 1_000_000.0)
-    local = _rope({"rope_theta": config.get("rope_local_base_freq"), **inner}, parts.get("sliding_attention") or {}, 10_000.0)
+    whole = _rope({"rope_theta": config.get("rope_theta")}, scaling or parts.get("full_attention") or {}, 1_000_000.0, head_size)
+    local = _rope({"rope_theta": config.get("rope_local_base_freq")}, parts.get("sliding_attention") or {}, 10_000.0, head_size)
     for fields in (scaling, *parts.values()):
         require_off(fields or {}, {"truncate": True})  # transformers reads it outside these objects
     return whole, local
@@ -294,7 +293,7 @@ def _with_rope_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, **stated, _ORIGINAL_LENGTH: config.get(_ORIGINAL_LENGTH)}
 
 
-def _rope(config: Mapping[str, Any], fields: Any, default_theta: float) -> RopeConfig:
+def _rope(config: Mapping[str, Any], fields: Any, default_theta: float, head_size: int) -> RopeConfig:
     if not isinstance(fields, Mapping):
         raise ValueError(f"config.rope_scaling: got {fields!r:.200}, expected an object")
     require_off(fields, {"partial_rotary_factor": 1})
@@ -305,7 +304,7 @@ def _rope(config: Mapping[str, Any], fields: Any, default_theta: float) -> RopeC
     if kind == "default":
         return RopeConfig(theta)
     if kind == "yarn":
-        return _yarn(fields, theta, count_field(config, "head_size", 1024))
+        return _yarn(fields, theta, head_size)
     if kind not in ("linear", "llama3"):
         raise UnsupportedConfigError(f"config.rope_scaling.rope_type: got {kind!r:.100}, expected 'default', 'linear', 'llama3' or 'yarn'")
     factor = number_field(fields, "factor", 0.0, 1e6)

@@ -175,15 +175,16 @@ def _open_mtp(path: Path, source: Source, fields: Mapping[str, object] | None, t
     grouped = same.experts is not None and same.experts.routing is not None
     if not grouped and not same.has_llama_layers:
         raise ValueError(f"draft: got MTP modules, expected another drafter: the target {target.path.name} has other layers than a Llama")
-    layers = (
-        layouts.mtp_layers(source) if fields is not None else range(target.config.num_layers, target.config.num_layers + target.mtp_modules)
-    )
-    first, count = min(layers), len(layers)
-    other_tensors = set() if fields is not None else source.tensors.keys() - target.mtp_tensors  # the target's own tensors
-    if grouped:  # modules have the layer type of the target's last layers; the config of their own folder is not read
-        config = replace(same, windows=same.windows[-1:] * count, experts=same.experts and replace(same.experts, dense_layers=frozenset()))
+    if fields is None:
+        first, count, other_tensors = same.num_layers, target.mtp_modules, source.tensors.keys() - target.mtp_tensors  # the target's own
     else:
-        config = layouts.read_mtp(fields, same, count) if fields is not None else replace(same, windows=same.windows[-1:] * count)
+        layers = layouts.mtp_layers(source)
+        first, count, other_tensors = layers[0], len(layers), set()
+    config = replace(same, windows=same.windows[-1:] * count)
+    if grouped:  # modules have the layer type of the target's last layers; the config of their own folder is not read
+        config = replace(config, experts=same.experts and replace(same.experts, dense_layers=frozenset()))
+    elif fields is not None:
+        config = layouts.read_mtp(fields, same, count)
 
     def make(target_model: Llama | TransformersModel, device: Device) -> Mtp:
         return Mtp(config, embedding=target_model.embedding, head=target_model.unembedding, device=device)

@@ -191,7 +191,7 @@ def _read_parts(path: Path) -> dict[Path, GgufHeader]:
     if first.metadata.get("split.no") != 0 or not path.name.endswith(f"-00001{end}"):
         raise ValueError(f"{path}: got part {first.metadata.get('split.no')!r:.20} of {count!r:.20}, expected the first, NAME-00001{end}")
     stem = path.name.removesuffix(f"00001{end}")
-    others = [path.with_name(f"{stem}{number:05d}{end}") for number in range(2, count + 1)]
+    others = (path.with_name(f"{stem}{number:05d}{end}") for number in range(2, count + 1))  # one at a time: the file states their number
     return {path: first} | {other: read_gguf_header(other) for other in others}
 
 

@@ -20,7 +20,7 @@ import pytest
 from stepgraph.graphs import GraphSet
 from stepgraph.runtime import cli
 from stepgraph.runtime.commands import bench, doctor, generate, serve, terminal
-from stepgraph.runtime.commands.flags import COMMANDS, STEP_EXAMPLE
+from stepgraph.runtime.commands.flags import COMMANDS, STEP_EXAMPLE, check_generate
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.files.weights import SafetensorsSource
 from stepgraph.runtime.serve import app
@@ -175,6 +175,7 @@ def test_generated_text_obeys_its_constraint(flags: str, pattern: str, folder: P
 @pytest.mark.parametrize("prompt", ["hi", "--token-ids=1"])
 def test_a_marker_is_a_text_or_control_tokens(prompt: str, marker: str, expected: object) -> None:
     options = cli.make_parser().parse_args(["generate", "model", prompt, "--json-object", "--after", marker])
+    check_generate(options)
     constraint = generate._read_request(options).constraint
     assert constraint is not None and constraint.marker == expected
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from stepgraph.runtime.replicas.router import MAX_PAGES, PrefixRouter, page_hashes, wanted_replicas
+from stepgraph.runtime.replicas.router import FREE_PAGES, MAX_PAGES, PrefixRouter, page_hashes, scale
 
 IDS = list(range(100))
 
@@ -88,10 +89,10 @@ def test_memory_is_bounded_and_the_last_pages_are_forgotten_first() -> None:
     router = PrefixRouter(max_pages=4)
     hashes = page_hashes(IDS, 16, ())
     router.note(hashes, "a")
-    assert len(router) == 4
+    assert len(router._holders) == 4
     assert router.rank(hashes[:4], {"a": 1, "b": 0, "c": 1})[0] == "a"
     router.note(page_hashes([5] * 64, 16, ()), "b")
-    assert len(router) == 4 and router.rank(hashes, {"a": 1, "b": 0, "c": 1})[0] == "b"
+    assert len(router._holders) == 4 and router.rank(hashes, {"a": 1, "b": 0, "c": 1})[0] == "b"
 
 
 def test_wrong_settings_are_refused() -> None:
@@ -115,4 +116,6 @@ def test_wrong_settings_are_refused() -> None:
     ],
 )
 def test_the_number_of_replicas_follows_requests_and_free_pages(requests: float, running: int, free: Any, wanted: int) -> None:
-    assert wanted_replicas(requests, 8, running, free) == wanted
+    metrics, config = {FREE_PAGES: free} if free else None, SimpleNamespace(target_ongoing_requests=8)
+    context = SimpleNamespace(aggregated_metrics=metrics, total_num_requests=requests, config=config, current_num_replicas=running)
+    assert scale(context) == (wanted, {})

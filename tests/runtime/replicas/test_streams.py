@@ -15,7 +15,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from stepgraph import AsyncEngine, Constraint, Engine, FinishReason, Job, SamplingParams
+from stepgraph import AsyncEngine, Constraint, Engine, FinishReason, Job, SamplingParams, StepEvent
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.runtime.replicas import streams
 from stepgraph.runtime.replicas.replica import AnswerPart, Refusal, ReplicaRequest, Tokens, answer, info_of
@@ -172,7 +172,7 @@ def test_equal_tokens_are_promised_only_of_models_that_declare_it(monkeypatch: p
     assert info_of(engine, "a").exact
     monkeypatch.delattr(ToyTarget, "batch_invariant")
     with pytest.raises(AnswerError, match=r"with this model on .* a near tie may end differently"):
-        run(engine, [4], sampling=SamplingParams(ignore_eos=True), max_new_tokens=TOKENS)
+        run(engine, [1], sampling=SamplingParams(ignore_eos=True), max_new_tokens=TOKENS)
 
 
 def test_streams_continue_on_equal_hardware_only() -> None:
@@ -181,8 +181,8 @@ def test_streams_continue_on_equal_hardware_only() -> None:
     with pytest.raises(
         AnswerError, match=r"after \d+ tokens: 4 replicas in a row gave no new token \(replica . has other hardware, packages,"
     ):
-        run(engine, [4], other={"identities": ["x", "y"], "returns": False}, **options)
-    assert run(engine, [4], other={"identities": ["x", "y"]}, **options).stream.job.replicas == ["a", "a"]
+        run(engine, [1], other={"identities": ["x", "y"], "returns": False}, **options)
+    assert run(engine, [1], other={"identities": ["x", "y"]}, **options).stream.job.replicas == ["a", "a"]
     found = run(engine, [0], other={"identities": ["x", "y"]}, **options)  # lost before the first token: any hardware can begin
     assert found.stream.job.replicas == ["b"] and found.counts.retried == 1
 
@@ -243,7 +243,7 @@ def test_an_engine_that_fails_or_shuts_down_is_replaced() -> None:
     engine = shared_engine(PLAIN)
     options: dict[str, Any] = {"sampling": SamplingParams(ignore_eos=True), "max_new_tokens": TOKENS}
     whole = engine.generate(PROMPT, **options).tokens
-    for ending in (Refusal("a", "failed", "the engine failed"), Tokens((), (), FinishReason.CANCELLED)):
+    for ending in (Refusal("a", "failed", "the engine failed"), Tokens(StepEvent(0, finish_reason=FinishReason.CANCELLED))):
 
         class Ends(Replicas):
             last = ending
@@ -375,7 +375,7 @@ def test_a_pool_of_engines_without_vocabulary_replaces_a_replica_whose_error_has
         async def __aiter__(self) -> AsyncGenerator[Tokens, None]:
             if not next(calls):
                 raise ray_serve.TaskCancelledError
-            yield Tokens((7,), (), FinishReason.LENGTH, replica="b")
+            yield Tokens(StepEvent(0, (7,), finish_reason=FinishReason.LENGTH), replica="b")
 
         def cancel(self) -> None: ...
 

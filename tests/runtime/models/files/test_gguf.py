@@ -189,6 +189,16 @@ def test_a_model_in_several_files_is_read_from_the_first(tmp_path: Path) -> None
         open_checkpoint(first)
 
 
+def test_a_number_of_files_takes_no_memory(tmp_path: Path) -> None:
+    def add_split(writer: gguf.GGUFWriter) -> None:
+        writer.add_uint16("split.no", 0)
+        writer.add_uint64("split.count", 10**15)
+
+    path = write_gguf(tmp_path / f"model-00001-of-{10**15}.gguf", "llama", add_split)
+    with pytest.raises(ValueError, match=rf"model-00002-of-{10**15}.gguf: No such file or directory"):
+        open_checkpoint(path)
+
+
 @needs_c
 def test_weights_that_stay_quantised_are_not_dequantised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "model.gguf", "llama-2", "llama", Kind.Q4_1)
