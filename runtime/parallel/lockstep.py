@@ -78,11 +78,11 @@ class LockstepScheduler(Scheduler):
         """Also with requests to publish, so that all ranks compile their grammars at the same time."""
         with self._queue.lock:
             is_new = any(queued.job.id not in self._published for queued in self._queue.waiting)
-        return (is_new and bool(self._ranks.links)) or super().runnable
+        return (self._ranks.writer is not None and is_new) or super().runnable
 
     def begin_step(self) -> list[tuple[Job, ActiveRequest | None, FinishReason]]:
         cancelled = super().begin_step()
-        if self._ranks.links:
+        if self._ranks.writer:
             self._publish([job.id for job, *_ in cancelled])
         self._steps += 1
         if not self._ranks.rank0_decides or self._steps % STEPS_PER_COMPARISON == 0:

@@ -17,14 +17,16 @@ import torch
 from stepgraph.runtime.engine import Engine
 from stepgraph.runtime.parallel.loading import load_rank
 from stepgraph.runtime.parallel.lockstep import LockstepQueue, StepDecision
-from stepgraph.runtime.parallel.ranks import CAPTURE, Link, RankError, Ranks, keep_error
+from stepgraph.runtime.parallel.ranks import CAPTURE, Link, MessageReader, RankError, Ranks, keep_error
 from stepgraph.runtime.request import Job
 from stepgraph.sampling.fields import message_of
 
 
-def follow(link: Link, path: str) -> None:
+def follow(link: Link, file: int, path: str) -> None:
     rank, size, seconds, folder, on_cuda, threads, arguments = pickle.loads(Path(path).read_bytes())
     threading.Thread(target=_exit_when_closed, args=(link,), daemon=True).start()
+    messages = MessageReader(file, link)
+    os.close(file)
     torch.set_num_threads(threads)
 
     def join() -> Ranks:
@@ -37,7 +39,7 @@ def follow(link: Link, path: str) -> None:
     jobs: dict[int, Job] = {}  # by the ids of the first rank
     while True:
         try:
-            message = pickle.loads(link.recv_bytes())
+            message = pickle.loads(messages.receive())
         except (EOFError, ConnectionError):  # the first rank has ended
             os._exit(0)
         if message == CAPTURE:
@@ -77,8 +79,8 @@ def _exit_when_closed(link: Link) -> None:
 
 if __name__ == "__main__":
     try:
-        follow(multiprocessing.connection.Connection(int(sys.argv[1])), sys.argv[2])
+        follow(multiprocessing.connection.Connection(int(sys.argv[1])), int(sys.argv[2]), sys.argv[3])
     except BaseException as error:
         is_refusal = isinstance(error, (RankError, ValueError))  # whose message says what is wrong, and where
-        keep_error(sys.argv[2], f"{type(error).__name__}: {message_of(error)}" if is_refusal else traceback.format_exc())
+        keep_error(sys.argv[3], f"{type(error).__name__}: {message_of(error)}" if is_refusal else traceback.format_exc())
         os._exit(1)  # the interpreter's exit would wait for the threads of a hanging sum

@@ -1,6 +1,8 @@
 """The ranks of a tensor-parallel engine, one process each: started by the first rank, or by torchrun.
 
-The first rank sends messages to the others, each through a socket, which wakes the reader and closes when either process ends.
+The first rank sends messages to the others through shared memory, and a socket to each wakes it. The memory has no name, so nothing of it
+is left when the processes end, however they end. Positions are sent through the sockets, which orders the accesses: a
+reader has read up to its last answer, and the first rank has written up to its last notice.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import hashlib
+import mmap
 import multiprocessing.connection
 import os
 import pickle
@@ -36,6 +39,8 @@ TIMEOUT_SECONDS = 60.0  # where EngineConfig.round_timeout_seconds is None
 START_SECONDS = 600.0  # for a process to start, and to load its part of the model
 END_SECONDS = 2.0  # for a process to end by itself
 STEPS_PER_COMPARISON = 16  # steps between two comparisons of results, if the first rank decides each step
+RING_BYTES = 1 << 20  # most bytes that the first rank writes ahead of a reader
+_NUMBER_BYTES = 8  # bytes of a number in messages
 _GROUPS = ("graph", "eager", "control")  # on GPUs the first two use NCCL
 _ERROR = ".error"  # suffix of a file with the error of a rank
 CAPTURE = "capture"  # a message: record all graphs
@@ -50,8 +55,8 @@ class RankError(RuntimeError):
 class Ranks:
     """This process as one of `size` ranks. groups: for recorded sums, for other sums, and for comparisons between ranks.
 
-    links, processes: to the other ranks, and of them, if this rank has started them. rank0_decides: whether the first rank decides each
-    step, as after `start`; otherwise every rank runs the same program.
+    writer, processes: writer of messages to the other ranks, and their processes, if this rank has started them. rank0_decides: whether the
+    first rank decides each step, as after `start`; otherwise every rank runs the same program.
     """
 
     def __init__(self, rank: int, groups: Sequence[dist.ProcessGroup], seconds: float, rank0_decides: bool = True) -> None:
@@ -59,7 +64,8 @@ class Ranks:
         self.rank, self.size, self.timeout_seconds, self.rank0_decides = rank, graph.size(), seconds, rank0_decides
         self.groups, self._notes = RankGroups(register_group(graph, seconds), register_group(eager, seconds)), hashlib.sha256()
         weakref.finalize(self, forget_groups, self.groups).atexit = False
-        self.links, self.processes = list[Link](), list[subprocess.Popen[bytes]]()
+        self.writer: MessageWriter | None = None
+        self.processes = list[subprocess.Popen[bytes]]()
         self.close: Callable[[], object] = lambda: None
         self.note_of_sums = ""  # empty until sums were chosen
 
@@ -79,17 +85,20 @@ class Ranks:
     def start(cls, size: int, seconds: float, arguments: object, on_cuda: bool = False) -> Ranks:
         """Starts a process for every further rank, which loads its part of the model as `arguments` describe."""
         folder, processes, links = tempfile.mkdtemp(prefix="stepgraph-ranks-"), list[subprocess.Popen[bytes]](), list[Link]()
+        file = anonymous_file()
         try:
             for rank in range(1, size):
                 path = Path(folder, f"rank-{rank}")  # not through the socket, which holds little until the rank reads
                 path.write_bytes(pickle.dumps((rank, size, seconds, folder, on_cuda, torch.get_num_threads(), arguments)))
-                processes.append(_start_process(links, path, seconds))
+                processes.append(_start_process(links, file, path, seconds))
             _wait_for_start(links)
-            ranks = cls.meet(0, size, seconds, folder, on_cuda)
+            writer, ranks = MessageWriter(file, links, seconds), cls.meet(0, size, seconds, folder, on_cuda)
         except BaseException:
             _end_processes(os.getpid(), processes, links, folder)
             raise
-        ranks.links, ranks.processes = links, processes
+        finally:
+            os.close(file)
+        ranks.writer, ranks.processes = writer, processes
         ranks.close = weakref.finalize(ranks, _end_processes, os.getpid(), processes, links, folder)
         return ranks
 
@@ -124,13 +133,12 @@ class Ranks:
 
     def publish(self, message: object) -> None:
         """Send a message to the ranks that this one has started."""
-        content = pickle.dumps(message)
+        if self.writer is None:
+            return
         try:
-            for link in self.links:
-                link.send_bytes(content)
-        except OSError as error:
-            reason = f"it has read nothing for {self.timeout_seconds:g} s" if isinstance(error, BlockingIOError) else error
-            raise RankError(f"rank 0 of {self.size}: another rank is lost, or does not read: {reason}") from error
+            self.writer.send(pickle.dumps(message))
+        except (OSError, EOFError) as error:
+            raise RankError(f"rank 0 of {self.size}: another rank is lost, or does not read: {error}") from error
 
     def gather(self, values: Tensor, seconds: float = START_SECONDS) -> Tensor:
         """[size, ...]: `values` of every rank. RankError if a rank is lost, or does not call it in time."""
@@ -199,7 +207,7 @@ def _as_rank_error(rank: int, size: int, seconds: float) -> Iterator[None]:
         raise RankError(f"rank {rank} of {size}: another rank is lost, or did not answer within {seconds:g} s: {error}") from error
 
 
-def _start_process(links: list[Link], arguments: Path, seconds: float) -> subprocess.Popen[bytes]:
+def _start_process(links: list[Link], file: int, arguments: Path, seconds: float) -> subprocess.Popen[bytes]:
     """Start a process and append its link. The process ends when the link closes, also if this process is killed."""
     own, other = socket.socketpair()
     with other:
@@ -207,8 +215,9 @@ def _start_process(links: list[Link], arguments: Path, seconds: float) -> subpro
         own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(seconds) + 1, 0))
         links.append(Link(own.detach()))
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        command = [sys.executable, "-m", RANK_MODULE, str(other.fileno()), str(arguments)]
-        return subprocess.Popen(command, env=environment, pass_fds=[other.fileno()], stdin=subprocess.DEVNULL, start_new_session=True)
+        passed = [other.fileno(), file]
+        command = [sys.executable, "-m", RANK_MODULE, *map(str, passed), str(arguments)]
+        return subprocess.Popen(command, env=environment, pass_fds=passed, stdin=subprocess.DEVNULL, start_new_session=True)
 
 
 def _wait_for_start(links: Sequence[Link]) -> None:
@@ -250,3 +259,65 @@ def _end_processes(owner: int, processes: list[subprocess.Popen[bytes]], links: 
         if known is None or known not in any_rank.sub("", text):
             print_error(text.rstrip())
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def anonymous_file(size: int = RING_BYTES) -> int:
+    if sys.platform == "linux":
+        found = os.memfd_create("stepgraph-ranks")
+    else:
+        with tempfile.TemporaryFile() as file:
+            found = os.dup(file.fileno())
+    os.truncate(found, size)
+    return found
+
+
+class MessageWriter:
+    """links: to the readers. seconds: time limit for a reader to make room."""
+
+    def __init__(self, file: int, links: Sequence[Link], seconds: float) -> None:
+        self._memory, self._links, self._seconds = mmap.mmap(file, 0), links, seconds
+        self._written, self._read = 0, [0] * len(links)  # bytes since the start
+
+    def send(self, message: bytes) -> None:
+        """OSError or EOFError if a reader is lost, or makes no room in time."""
+        size, rest = len(self._memory), memoryview(_number(len(message)) + message)
+        while rest:
+            for index, link in enumerate(self._links):
+                while self._written - self._read[index] == size:
+                    if not link.poll(self._seconds):
+                        raise TimeoutError(f"a rank has read nothing for {self._seconds:g} s")
+                    self._read[index] = int.from_bytes(link.recv_bytes(), "little")
+            offset, room = self._written % size, size - (self._written - min(self._read))
+            part = rest[: min(room, size - offset)]
+            self._memory[offset : offset + len(part)] = part
+            self._written, rest = self._written + len(part), rest[len(part) :]
+            for link in self._links:
+                link.send_bytes(_number(self._written))
+
+
+class MessageReader:
+    def __init__(self, file: int, link: Link) -> None:
+        self._memory, self._link = mmap.mmap(file, 0), link
+        self._written = self._read = self._acknowledged = 0
+
+    def receive(self) -> bytes:
+        """The next message. EOFError or OSError if the first rank has ended."""
+        return self._take(int.from_bytes(self._take(_NUMBER_BYTES), "little"))
+
+    def _take(self, count: int) -> bytes:
+        found, size = bytearray(), len(self._memory)
+        while (missing := count - len(found)) > 0:
+            if self._read == self._written:
+                self._written = int.from_bytes(self._link.recv_bytes(), "little")
+            offset = self._read % size
+            part = self._memory[offset : min(size, offset + min(missing, self._written - self._read))]
+            found += part
+            self._read += len(part)
+            if self._read - self._acknowledged >= size // 4:  # rarely, but before the writer runs out of room
+                self._link.send_bytes(_number(self._read))
+                self._acknowledged = self._read
+        return bytes(found)
+
+
+def _number(value: int) -> bytes:
+    return value.to_bytes(_NUMBER_BYTES, "little")

@@ -420,7 +420,7 @@ def test_ranks_exchange_values_and_a_failure_on_one_fails_an_attempt_on_all(tmp_
 
 def test_requests_are_published_before_their_grammars_are_compiled_and_not_as_failed_when_cancelled() -> None:
     found, job = list[StepDecision](), Job(1, (1,), Constraint.choice(["a"]), SamplingParams(), 8, 0, (), 0)
-    ranks: Any = SimpleNamespace(links=[None], rank0_decides=True, publish=found.append)
+    ranks: Any = SimpleNamespace(writer=True, rank0_decides=True, publish=found.append)
     queue, queued = LockstepQueue(ranks, 9, None, None, None), QueuedRequest(job, ready=False)
     scheduler = LockstepScheduler(ranks, queue, None, Limits(1, 0, 64, 16, 4, 16, 16, 0), PrefixSharing())
     queue.unfinished[job.id] = queued
