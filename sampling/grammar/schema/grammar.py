@@ -349,15 +349,11 @@ def _candidates(schema: Any) -> Iterator[tuple[_Part, ...]]:
 
 def _with_only(root: Any, where: str, parts: tuple[_Part, ...]) -> Any:
     """The document in which the schema at `where` has only these parts and its type."""
-    schema, keywords = value_at(root, where), {keyword for keyword, _ in parts}
+    changed, keywords = copy.deepcopy(root), {keyword for keyword, _ in parts}
     typed = keywords | ({"type"} if len(parts) > 1 else set()) | ({"then", "else"} if "if" in keywords else set())
-    kept = {keyword: value for keyword, value in schema.items() if keyword not in KEYWORDS or keyword in typed}
+    schema = value_at(changed, where)
+    for keyword in (schema.keys() & KEYWORDS) - typed:
+        del schema[keyword]
     if "allOf" in keywords:
-        kept["allOf"] = [schema["allOf"][index] for keyword, index in parts if keyword == "allOf"]
-    while where != "#":
-        above, _, step = where.rpartition("/")
-        outer = value_at(root, above)
-        copied: Any = list(outer) if isinstance(outer, list) else dict(outer)
-        copied[int(step) if isinstance(outer, list) else step.replace("~1", "/").replace("~0", "~")] = kept
-        kept, where = copied, above
-    return kept
+        schema["allOf"] = [schema["allOf"][index] for keyword, index in parts if keyword == "allOf"]
+    return changed
