@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -92,18 +92,7 @@ class _Translation:
             if name not in rules:
                 rules[name] = self._write_element(self._rules[name], waiting)
         self._solve()
-        lines = [f"{name}: {rule}" for name, rule in rules.items()]
-        return "\n".join([*lines, *(f"{name}: {rule}" for name, rule in self._used_terminals(rules.values()))]) + "\n"
-
-    def _used_terminals(self, rules: Iterable[str]) -> Iterator[tuple[str, str]]:
-        """The terminals that the rules use, directly or through other terminals."""
-        seen, waiting = set[str](), list(rules)
-        while waiting:
-            for name in re.findall(r"\b[A-Z]\w*", re.sub(r'"(?:[^"\\]|\\.)*"|/(?:[^/\\]|\\.)*/', "", waiting.pop())):
-                if name not in seen:
-                    seen.add(name)
-                    waiting.append(self._expressions[name])
-                    yield name, self._expressions[name]
+        return "".join(f"{name}: {rule}\n" for name, rule in (rules | self._expressions).items())
 
     # Rules
 
