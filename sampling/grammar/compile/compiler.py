@@ -108,11 +108,6 @@ class Claim:
     def take(self) -> None:
         self._compiler.take(self)
 
-    @property
-    def done(self) -> bool:
-        """Whether `result` returns without waiting."""
-        return self._future.done()
-
     def result(self, timeout: float | None = None) -> CompiledConstraint:
         """Wait for the grammar; ValueError with the constraint's kind and the reason if it cannot be compiled."""
         return self._future.result(timeout)

@@ -25,6 +25,7 @@ MAX_INLINE_CHARS = 30  # characters of an expression that is repeated instead of
 _EBNF_TOKEN = re.compile(
     r' *(?:"(?P<text>(?:[^"\\]|\\.)*)"|\[(?P<chars>(?:[^\]\\]|\\.)*)\]|(?P<name>\w+)|(?P<sign>[*+?]|\{\d+,?\d*\}|\(=|.))', re.S
 )
+_STATE = re.compile(r"(.*_)?s\d+_\d+")  # the name of a rule for a state of an automaton
 _IN_NUMBERS = charset("+-.0123456789eE")
 _STRING_END_RULE = "string_rest"  # the rule that ends a string of any characters
 
@@ -83,7 +84,6 @@ class _Translation:
         self._terminals = dict[str, str]()  # expression -> name
         self._expressions = dict[str, str]()  # name -> expression
         self._equations = dict[str, _Equation]()
-        self._in_number = dict[str, bool]()
 
     def text(self, root: str) -> str:
         rules, waiting = dict[str, str](), [root]
@@ -142,23 +142,9 @@ class _Translation:
                 return not part.text.strip("+-.0123456789eE")
             case "chars":
                 return intersection(part.chars, _IN_NUMBERS) == part.chars
-            case "name":
-                if part.text not in self._in_number:
-                    self._in_number[part.text] = all(self._is_number(leaf) for leaf in self._leaves(part.text))
-                return self._in_number[part.text]
+            case "name":  # automata outside strings are numbers; any other rule that leads to itself contains a bracket or a comma
+                return bool(_STATE.fullmatch(part.text)) or self._is_number(self._rules[part.text])
         return all(map(self._is_number, part.parts))
-
-    def _leaves(self, name: str) -> Iterator[_Element]:
-        """The texts and classes of a rule and of the rules that it uses."""
-        seen, waiting = {name}, [self._rules[name]]
-        while waiting:
-            part = waiting.pop()
-            waiting += part.parts
-            if part.kind == "name" and part.text not in seen:
-                seen.add(part.text)
-                waiting.append(self._rules[part.text])
-            elif part.kind in ("text", "chars"):
-                yield part
 
     # Terminals
 
