@@ -350,9 +350,10 @@ class GrammarCompiler:
                     self._counts["compiles"] += 1
                     self._counts["compile_seconds"] += result.seconds
                     self._counts["longest_compile_seconds"] = max(self._counts["longest_compile_seconds"], result.seconds)
-                if not self._closed:
+                closed = self._closed
+                if not closed:
                     self._idle_workers.append(worker)
-            if worker is not None and self._closed:
+            if worker is not None and closed:
                 worker.close()
             entry.resolve(result)
 
