@@ -96,15 +96,13 @@ def regex_class(chars: CharSet) -> str:
 def class_members(members: str) -> CharSet:
     """The characters of an EBNF class as xgrammar prints it: a literal hyphen has a backslash."""
     ranges = (found.group("first", "last") for found in _RANGE.finditer(members))
-    return union((ord(unescaped(first)), ord(unescaped(last or first))) for first, last in ranges)
+    return union((_code(first), _code(last or first)) for first, last in ranges)
 
 
-def unescaped(text: str) -> str:
-    """The text of a literal of EBNF, without its quotes."""
-    return "".join(chr(_code(char)) for char in EBNF_CHAR.finditer(text))
-
-
-def _code(char: re.Match[str]) -> int:
+def _code(text: str) -> int:
+    """The code point of a character or an escape."""
+    char = EBNF_CHAR.fullmatch(text)
+    assert char is not None
     digits = char[1] or char[2] or char[3]
     return int(digits, 16) if digits else ord(_ESCAPES.get(char[4], char[4]) if char[4] else char[5])
 
