@@ -299,13 +299,17 @@ def test_claim_without_a_thread_leaves_no_entry(monkeypatch: pytest.MonkeyPatch)
 def test_worker_is_closed_by_one_thread_if_the_compiler_is_closed_just_after_a_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two threads that close it at a time may fail, and the claims of the compile then wait for ever."""
 
+    def counted(worker: CompileWorker) -> None:
+        closed.append(worker)
+        close(worker)
+
     class ClosedAfterAppend(list[CompileWorker | None]):
         def append(self, worker: CompileWorker | None) -> None:
             super().append(worker)
             compiler.close()
 
     compiler, closed, close = isolated(), list[CompileWorker](), CompileWorker.close
-    monkeypatch.setattr(CompileWorker, "close", lambda worker: closed.append(worker) or close(worker))
+    monkeypatch.setattr(CompileWorker, "close", counted)
     compiler._idle_workers = ClosedAfterAppend(compiler._workers[:1])
     claim = take_claim(compiler, Constraint.regex("a"))
     assert claim.result(60).backend == "automaton"
