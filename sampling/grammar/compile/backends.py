@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import json
@@ -28,6 +29,7 @@ from stepgraph.sampling.grammar.schema.grammar import narrowed_parts, without_ke
 from stepgraph.sampling.grammar.schema.reader import check_schema, parse_json
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
+from stepgraph.sampling.grammar.xgrammar_lib.ebnf import LITERAL_OR_CLASS
 from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammarBuilder
 from stepgraph.sampling.native import why_not
 
@@ -38,11 +40,10 @@ SCHEMA_KINDS = ("json_schema", "json_object", "structural_tag")
 MAX_REASON_CHARS = 600  # characters of a library's reason in an error message
 MAX_UNSUPPORTED_PARTS = 100
 
-_STRING, _CLASS = r'"(?:[^"\\]|\\.)*"?', r"\[(?:[^\]\\]|\\.)*\]?"  # also without an end, which would be searched again and again
 # The pieces of a text, for counting brackets. Brackets in a regular expression inside a Lark grammar are counted separately.
 _BRACKET_PATTERNS = {
-    "regex": re.compile(rf"\\.|{_CLASS}|[()]", re.DOTALL),
-    "ebnf": re.compile(rf"{_STRING}|{_CLASS}|\#[^\n]*|[()]", re.DOTALL),
+    "regex": re.compile(r"\\.|\[(?:[^\]\\]|\\.)*\]?|[()]", re.DOTALL),
+    "ebnf": re.compile(rf"{LITERAL_OR_CLASS.pattern}|[()]", re.DOTALL),
     "lark": LARK_TOKEN,
 }
 
@@ -290,10 +291,9 @@ def coverage(constraint: Constraint, limits: GrammarLimits | None = None) -> Cov
         check_size(constraint, limits)
     except ValueError as error:
         return Coverage(None, dict.fromkeys(names, (Unsupported("#", constraint.kind, str(error)),)))
-    worker, unsupported, backend = CompileWorker(_BYTE_VOCABULARY, limits, max_threads=1), dict[str, tuple[Unsupported, ...]](), None
-    later, pending = dict[str, str](), list(names)
+    unsupported, backend, later, pending = dict[str, tuple[Unsupported, ...]](), None, dict[str, str](), list(names)
     exact = replace(constraint, approximate=False)
-    try:
+    with contextlib.closing(CompileWorker(_BYTE_VOCABULARY, limits, max_threads=1)) as worker:
         while pending:
             name = pending.pop(0)
             found, same_for_all, unfit = _unsupported(name, exact, limits, worker)
@@ -307,8 +307,6 @@ def coverage(constraint: Constraint, limits: GrammarLimits | None = None) -> Cov
                 break
         if backend is None and constraint.approximate:
             backend = next((name for name in names if not _unsupported(name, constraint, limits, worker)[0]), None)
-    finally:
-        worker.close()
     later = {name: why for name, why in later.items() if name != backend and not unsupported[name]}
     is_schema = backend is not None and constraint.kind == "json_schema"  # it compiled within the limits, so narrowed_parts returns in time
     narrowed = narrowed_parts(parse_json(constraint.payload), constraint.schema_options) if is_schema else ()
@@ -318,12 +316,9 @@ def coverage(constraint: Constraint, limits: GrammarLimits | None = None) -> Cov
 def check_constraints(constraints: Iterable[Constraint]) -> None:
     """ValueError, as from a compile, for a constraint that fails with any vocabulary: it is compiled for a vocabulary of the 256 bytes."""
     limits = GrammarLimits()
-    worker = CompileWorker(_BYTE_VOCABULARY, limits, max_threads=1)
-    try:
+    with contextlib.closing(CompileWorker(_BYTE_VOCABULARY, limits, max_threads=1)) as worker:
         for constraint in dict.fromkeys(constraints):
             Backends(_BYTE_VOCABULARY, "auto", limits, max_threads=1).build(constraint, worker)
-    finally:
-        worker.close()
 
 
 def _unsupported(

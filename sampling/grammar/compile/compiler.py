@@ -108,11 +108,6 @@ class Claim:
     def take(self) -> None:
         self._compiler.take(self)
 
-    @property
-    def done(self) -> bool:
-        """Whether `result` returns without waiting."""
-        return self._future.done()
-
     def result(self, timeout: float | None = None) -> CompiledConstraint:
         """Wait for the grammar; ValueError with the constraint's kind and the reason if it cannot be compiled."""
         return self._future.result(timeout)
@@ -355,9 +350,10 @@ class GrammarCompiler:
                     self._counts["compiles"] += 1
                     self._counts["compile_seconds"] += result.seconds
                     self._counts["longest_compile_seconds"] = max(self._counts["longest_compile_seconds"], result.seconds)
-                if not self._closed:
+                closed = self._closed
+                if not closed:
                     self._idle_workers.append(worker)
-            if worker is not None and self._closed:
+            if worker is not None and closed:
                 worker.close()
             entry.resolve(result)
 

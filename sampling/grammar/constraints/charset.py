@@ -10,6 +10,7 @@ CharSet = tuple[tuple[int, int], ...]  # first and last code points of ranges, a
 LAST_CODE_POINT, LAST_ASCII = 0x10FFFF, 0x7F
 _SURROGATES = (0xD800, 0xDFFF)
 EBNF_CHAR = re.compile(r"\\U([0-9a-fA-F]{8})|\\u([0-9a-fA-F]{4})|\\x([0-9a-fA-F]{1,2})|\\(.)|(.)", re.DOTALL)
+_RANGE = re.compile(rf"(?P<first>{EBNF_CHAR.pattern})(?:-(?P<last>{EBNF_CHAR.pattern}))?", re.DOTALL)
 _ESCAPES = {"0": "\0", "n": "\n", "r": "\r", "t": "\t", "a": "\a", "b": "\b", "e": "\x1b", "f": "\f", "v": "\v"}
 
 
@@ -94,24 +95,14 @@ def regex_class(chars: CharSet) -> str:
 
 def class_members(members: str) -> CharSet:
     """The characters of an EBNF class as xgrammar prints it: a literal hyphen has a backslash."""
-    chars, pairs = list(EBNF_CHAR.finditer(members)), list[tuple[int, int]]()
-    index = 0
-    while index < len(chars):
-        first = last = _code(chars[index])
-        if index + 2 < len(chars) and chars[index + 1].group() == "-":
-            last = _code(chars[index + 2])
-            index += 2
-        pairs.append((first, last))
-        index += 1
-    return union(pairs)
+    ranges = (found.group("first", "last") for found in _RANGE.finditer(members))
+    return union((_code(first), _code(last or first)) for first, last in ranges)
 
 
-def unescaped(text: str) -> str:
-    """The text of a literal of EBNF, without its quotes."""
-    return "".join(chr(_code(char)) for char in EBNF_CHAR.finditer(text))
-
-
-def _code(char: re.Match[str]) -> int:
+def _code(text: str) -> int:
+    """The code point of a character or an escape."""
+    char = EBNF_CHAR.fullmatch(text)
+    assert char is not None
     digits = char[1] or char[2] or char[3]
     return int(digits, 16) if digits else ord(_ESCAPES.get(char[4], char[4]) if char[4] else char[5])
 

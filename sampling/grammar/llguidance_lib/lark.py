@@ -13,10 +13,8 @@ from stepgraph.sampling.grammar.constraints.pattern import pattern_to_regex
 from stepgraph.sampling.grammar.constraints.structural_tag import TagGroup, tag_groups
 from stepgraph.sampling.grammar.constraints.unsupported import naming_schema, reject
 from stepgraph.sampling.grammar.llguidance_lib.schema import lark_rules
-from stepgraph.sampling.grammar.schema.grammar import schema_grammar
 from stepgraph.sampling.grammar.schema.options import Options
-from stepgraph.sampling.grammar.schema.reader import naming_values, parse_json
-from stepgraph.sampling.grammar.xgrammar_lib.ebnf import json_grammar
+from stepgraph.sampling.grammar.schema.reader import parse_json
 
 LARK_TOKEN = re.compile(
     r"""
@@ -52,7 +50,7 @@ def lark_text(kind: str, payload: str, options: Options) -> str:
     """The constraint in Lark notation; UnsupportedError if it would not be enforced."""
     if kind == "lark":
         checked, schemas = checked_lark(payload)
-        return "\n".join([checked, *(_schema_rules(schema, Options(), _prefix(payload, index)) for index, schema in enumerate(schemas))])
+        return "\n".join([checked, *(lark_rules(schema, Options(), _prefix(payload, index)) for index, schema in enumerate(schemas))])
     if kind == "ebnf":
         reject("#", "ebnf", "is a notation of xgrammar; llguidance expects lark")
     if kind == "regex":
@@ -62,8 +60,8 @@ def lark_text(kind: str, payload: str, options: Options) -> str:
     elif kind == "structural_tag":
         text = _tags_grammar(tag_groups(payload), options)
     else:
-        with naming_values(parse_json(payload) if kind == "json_schema" else {}):
-            text = f"start: root\n{lark_rules(json_grammar(kind, payload, options))}"
+        schema = {"type": "object"} if kind == "json_object" else parse_json(payload)
+        text = f"start: root\n{lark_rules(schema, options)}"
     return _header({}) + text
 
 
@@ -79,7 +77,7 @@ def _tags_grammar(groups: Sequence[TagGroup], options: Options) -> str:
             prefix = f"tag_{number}_{index}_"
             tags.append(f"{_literal(tag.begin)} {prefix}root {_literal(tag.end)}")
             with naming_schema(group.trigger + tag.begin):
-                rules.append(_schema_rules(tag.schema, options, prefix))
+                rules.append(lark_rules(tag.schema, options, prefix))
         one = f"({' | '.join(tags)})"
         more = "" if group.separator is None else f"({_literal(group.separator)} {one})*"
         listed = f"{_literal(group.opening)} {one} {more} {_literal(group.closing)}"
@@ -88,11 +86,6 @@ def _tags_grammar(groups: Sequence[TagGroup], options: Options) -> str:
         rules.append(f"tag_{number}: trigger_{number} {listed}\ntrigger_{number}[lazy]: /(?s:.*){triggers[-1]}/\n")
     names = " | ".join(f"tag_{number}" for number in range(len(groups)))
     return f"start: ({names})* TEXT\nTEXT: /(?s:.*)/ & ~/(?s:.*)(?:{'|'.join(triggers)})(?s:.*)/\n{''.join(rules)}"
-
-
-def _schema_rules(schema: object, options: Options, prefix: str) -> str:
-    with naming_values(schema):
-        return lark_rules(schema_grammar(schema, options, prefix))
 
 
 def _literal(text: str) -> str:

@@ -1,8 +1,8 @@
-"""The grammar of a JSON schema in the Lark notation of llguidance, from the rules that `schema_grammar` writes.
+"""The grammar of a JSON schema in the Lark notation of llguidance.
 
-The library splits a text into terminals, each as long as possible, and parses these. So each string and each number becomes one terminal.
-Automata inside strings and numbers are rules that refer to each other. A terminal cannot be recursive, so these rules are solved as a
-system of equations between regular expressions (Brzozowski and McCluskey 1963).
+The library splits a text into terminals, each as long as possible, and parses these. So each string and each number is one terminal.
+A terminal cannot be recursive, so an automaton inside it is solved as a system of equations between regular expressions (Brzozowski and
+McCluskey 1963).
 """
 
 from __future__ import annotations
@@ -10,220 +10,122 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
 from heapq import heappop, heappush
-from typing import NamedTuple
+from typing import Any
 
-from stepgraph.sampling.grammar.constraints.charset import CharSet, charset, class_members, intersection, regex_class, unescaped
+from stepgraph.sampling.grammar.constraints.charset import CharSet, regex_class
 from stepgraph.sampling.grammar.constraints.unsupported import reject
+from stepgraph.sampling.grammar.schema.automata import automaton
+from stepgraph.sampling.grammar.schema.grammar import MAX_WHITESPACE, GrammarWriter, write_enforced
+from stepgraph.sampling.grammar.schema.language import ANY_TEXT, Term
+from stepgraph.sampling.grammar.schema.normalise import Normaliser
+from stepgraph.sampling.grammar.schema.options import Options
+from stepgraph.sampling.grammar.schema.spelling import LanguageWriter, json_class
 
 MAX_STATES = 20_000  # states of all automata of a schema
 MAX_AUTOMATON_STATES = 1_000  # states of one automaton: the library recurses into an expression, and a deep one overflows its stack
 MAX_TERMINALS = 20_000
 MAX_INLINE_CHARS = 30  # characters of an expression that is repeated instead of becoming a terminal
 
-_EBNF_TOKEN = re.compile(
-    r' *(?:"(?P<text>(?:[^"\\]|\\.)*)"|\[(?P<chars>(?:[^\]\\]|\\.)*)\]|(?P<name>\w+)|(?P<sign>[*+?]|\{\d+,?\d*\}|\(=|.))', re.S
-)
-_IN_NUMBERS = charset("+-.0123456789eE")
-_STRING_END_RULE = "string_rest"  # the rule that ends a string of any characters
+_EBNF_ESCAPE = re.compile(r"\\(?:U([0-9a-f]{8})|.)")
+_HEX = "[0-9A-Fa-f]"
+_LETTER = r"[\u{20}-\u{21}\u{23}-\u{5b}\u{5d}-\u{d7ff}\u{e000}-\u{10ffff}]"
+_ESCAPE = rf'["\\\/bfnrt]|u(?:[0-9A-CE-Fa-ce-f]{_HEX}{{3}}|[Dd][0-7]{_HEX}{{2}}|[Dd][89ABab]{_HEX}{{2}}\\u[Dd][C-Fc-f]{_HEX}{{2}})'
+_BASE_TERMINALS = {
+    "string": rf'/"(?:{_LETTER}|\\(?:{_ESCAPE}))*"/',
+    "integer": "/0|-?[1-9][0-9]*/",
+    "number": r"/-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+\-]?[0-9]+)?/",
+}
 
 
-class _Element(NamedTuple):
-    kind: str  # text, chars, name, all, any, repeat
-    text: str = ""  # a text, a name, or the suffix of a repetition
-    chars: CharSet = ()
-    parts: tuple[_Element, ...] = ()
+def lark_rules(schema: Any, options: Options, prefix: str = "") -> str:
+    """The rules of the grammar, as in `schema_grammar`, and its terminals."""
+    writer = write_enforced(schema, options, prefix, _LarkWriter)[1]
+    text = "".join(f"{name}: {rule}\n" for name, rule in (writer.rules | writer.terminals.expressions).items())
+    return _EBNF_ESCAPE.sub(lambda found: _json_char(chr(int(found[1], 16))) if found[1] else found[0], text)
 
 
-def lark_rules(ebnf: str) -> str:
-    """The rules of an EBNF grammar in Lark notation, under the same names."""
-    rules = dict(line.split(" ::= ", 1) for line in ebnf.splitlines())
-    rules |= {name.removesuffix("_fewer"): rule for name, rule in rules.items() if name.endswith("_fewer")}  # terminals do not recurse
-    return _Translation({name: _Parser(rule).part() for name, rule in rules.items()}).text(next(iter(rules)))
+def _json_char(char: str) -> str:
+    return json.dumps(char, ensure_ascii=False)[1:-1].replace("\x7f", "\\u007f")
 
 
-class _Parser:
-    def __init__(self, rule: str) -> None:
-        self._pieces = list(_EBNF_TOKEN.finditer(rule.rstrip()))
-        self._index = 0
+class _LarkWriter(GrammarWriter):
+    blank = f"(/[ \\n\\r\\t]{{1,{MAX_WHITESPACE}}}/)?"
 
-    def part(self) -> _Element:
-        """The alternatives up to and including a closing parenthesis, or up to the end."""
-        cases: list[list[_Element]] = [[]]
-        while self._index < len(self._pieces):
-            piece = self._pieces[self._index]
-            self._index += 1
-            match piece["sign"]:
-                case None:
-                    kind = piece.lastgroup or ""
-                    chars = class_members(piece[kind]) if kind == "chars" else ()
-                    if kind != "text" or piece[kind]:
-                        cases[-1].append(_Element(kind, "" if chars else unescaped(piece[kind]), chars))
-                case ")":
-                    break
-                case "(":
-                    cases[-1].append(self.part())
-                case "(=":  # drop the look-ahead: it always holds where the rule is used
-                    self.part()
-                case "|":
-                    cases.append([])
-                case sign:
-                    cases[-1][-1] = _Element("repeat", sign, parts=(cases[-1][-1],))
-        alternatives = [case[0] if len(case) == 1 else _Element("all", parts=tuple(case)) for case in cases]
-        return alternatives[0] if len(alternatives) == 1 else _Element("any", parts=tuple(alternatives))
+    def __init__(self, normaliser: Normaliser, options: Options, prefix: str, implies_types: bool) -> None:
+        super().__init__(normaliser, options, prefix, implies_types)
+        self.terminals = _TerminalWriter(prefix.upper())
+
+    def _base_rule(self, name: str) -> str:
+        return self.terminals.name(_BASE_TERMINALS[name]) if name in _BASE_TERMINALS else super()._base_rule(name)
+
+    def number(self, term: Term) -> str:
+        return self.terminals.name(self.terminals.body(term, in_string=False))
+
+    def string(self, term: Term) -> str:
+        if term is ANY_TEXT:
+            return self._base_rule("string")
+        return self.terminals.name(f'"\\"" {self.terminals.body(term, in_string=True)} "\\""')
 
 
-_Equation = dict[str, str]  # next rule -> expression before it; "": no rule follows
+_Equation = dict[str, str]  # next state -> expression before it; "": the end
 
 
-class _Translation:
-    def __init__(self, rules: dict[str, _Element]) -> None:
-        self._rules, self._prefix = rules, next(iter(rules)).removesuffix("root").upper()
-        self._terminals = dict[str, str]()  # expression -> name
-        self._expressions = dict[str, str]()  # name -> expression
-        self._equations = dict[str, _Equation]()
-        self._in_number = dict[str, bool]()
+class _TerminalWriter(LanguageWriter):
+    """Writes languages as expressions of terminals."""
 
-    def text(self, root: str) -> str:
-        rules, waiting = dict[str, str](), [root]
-        while waiting:
-            name = waiting.pop()
-            if name not in rules:
-                rules[name] = self._write_element(self._rules[name], waiting)
-        self._solve()
-        lines = [f"{name}: {rule}" for name, rule in rules.items()]
-        return "\n".join([*lines, *(f"{name}: {rule}" for name, rule in self._used_terminals(rules.values()))]) + "\n"
+    def __init__(self, prefix: str) -> None:
+        super().__init__({}, prefix)
+        self._names = dict[str, str]()  # expression -> name
+        self.expressions = dict[str, str]()  # name -> expression
+        self._texts = dict[tuple[CharSet, bool], str]()  # of classes
+        self._num_states = 0
 
-    def _used_terminals(self, rules: Iterable[str]) -> Iterator[tuple[str, str]]:
-        """The terminals that the rules use, directly or through other terminals."""
-        seen, waiting = set[str](), list(rules)
-        while waiting:
-            for name in re.findall(r"\b[A-Z]\w*", re.sub(r'"(?:[^"\\]|\\.)*"|/(?:[^/\\]|\\.)*/', "", waiting.pop())):
-                if name not in seen:
-                    seen.add(name)
-                    waiting.append(self._expressions[name])
-                    yield name, self._expressions[name]
-
-    # Rules
-
-    def _write_element(self, part: _Element, waiting: list[str]) -> str:
-        """A rule's element; the names of other rules are added to `waiting`."""
-        match part.kind:
-            case "any":
-                return f"({' | '.join(self._write_element(case, waiting) for case in part.parts)})"
-            case "repeat" if not self._is_blank(part):
-                return f"({self._write_element(part.parts[0], waiting)}){part.text}"
-            case "name" if not self._is_number(part):
-                waiting.append(part.text)
-                return part.text
-        return " ".join(self._sequence(part.parts if part.kind == "all" else (part,), waiting)) or '""'
-
-    def _sequence(self, parts: tuple[_Element, ...], waiting: list[str]) -> Iterator[str]:
-        index = 0
-        while index < len(parts):
-            first, end = parts[index], index + 1
-            if first == _Element("text", '"'):
-                while parts[end] != first and not parts[end].text.endswith(_STRING_END_RULE):
-                    end += 1
-                end += 1
-            elif self._is_number(first):
-                while end < len(parts) and self._is_number(parts[end]):
-                    end += 1
-            if self._is_blank(first):
-                low, _, high = first.text[1:-1].partition(",")
-                yield f"{self._terminal_name(f'{_class(first.parts[0].chars)}{{{max(1, int(low))},{high}}}')}{'' if int(low) else '?'}"
-            elif first.kind == "text" and end == index + 1:
-                yield _literal(first.text)
-            elif end > index + 1 or self._is_number(first):
-                yield self._terminal_name(self._expression(_Element("all", parts=parts[index:end])))
-            else:
-                yield self._write_element(first, waiting)
-            index = end
-
-    @staticmethod
-    def _is_blank(part: _Element) -> bool:
-        """White space between the tokens of JSON."""
-        return part.kind == "repeat" and part.parts[0].kind == "chars" and part.parts[0].chars[0][0] == ord("\t")
-
-    def _is_number(self, part: _Element) -> bool:
-        """Whether all characters of the part occur in JSON numbers, so that it is a number or a part of one."""
-        match part.kind:
-            case "text":
-                return not part.text.strip("+-.0123456789eE")
-            case "chars":
-                return intersection(part.chars, _IN_NUMBERS) == part.chars
-            case "name":
-                if part.text not in self._in_number:
-                    self._in_number[part.text] = all(self._is_number(leaf) for leaf in self._leaves(part.text))
-                return self._in_number[part.text]
-        return all(map(self._is_number, part.parts))
-
-    def _leaves(self, name: str) -> Iterator[_Element]:
-        """The texts and classes of a rule and of the rules that it uses."""
-        seen, waiting = {name}, [self._rules[name]]
-        while waiting:
-            part = waiting.pop()
-            waiting += part.parts
-            if part.kind == "name" and part.text not in seen:
-                seen.add(part.text)
-                waiting.append(self._rules[part.text])
-            elif part.kind in ("text", "chars"):
-                yield part
-
-    # Terminals
-
-    def _terminal_name(self, expression: str) -> str:
-        if expression not in self._terminals:
-            if len(self._terminals) >= MAX_TERMINALS:
+    def name(self, expression: str) -> str:
+        if expression not in self._names:
+            if len(self._names) >= MAX_TERMINALS:
                 reject("#", "schema", f"takes more than {MAX_TERMINALS} terminals of llguidance; use another backend")
-            self._terminals[expression] = name = f"{self._prefix}T{len(self._terminals)}"
-            self._expressions[name] = expression
-        return self._terminals[expression]
+            self._names[expression] = name = f"{self._prefix}T{len(self._names)}"
+            self.expressions[name] = expression
+        return self._names[expression]
 
-    def _expression(self, part: _Element) -> str:
-        """The expression of a part inside a terminal; empty for the empty text."""
-        match part.kind:
-            case "text":
-                return _literal(part.text)
-            case "chars":
-                return _class(part.chars)
-            case "name":
-                self._add_equations(part.text)
-                return part.text.upper()
-            case "repeat":
-                return f"({self._expression(part.parts[0])}){part.text}"
-            case "all":
-                return " ".join(filter(None, map(self._expression, part.parts)))
-        return _alternation(*map(self._expression, part.parts))
+    def _short(self, expression: str) -> str:
+        return expression if len(expression) <= MAX_INLINE_CHARS else self.name(expression)
 
-    def _add_equations(self, name: str) -> None:
-        """Add the equations of a rule and of the rules that follow it."""
-        waiting, before = [name], len(self._equations)
-        while waiting:
-            name = waiting.pop()
-            if name in self._equations:
-                continue
-            limit = min(MAX_STATES, before + MAX_AUTOMATON_STATES)
-            if len(self._equations) >= limit:
-                reject("#", "schema", f"takes more than {limit - before} states of an automaton; use another backend than llguidance")
-            cases, rule = defaultdict[str, list[str]](list), self._rules[name]
-            for case in rule.parts if rule.kind == "any" else (rule,):
-                parts = case.parts if case.kind == "all" else (case,)
-                next_rule = parts[-1].text if parts and parts[-1].kind == "name" else ""
-                cases[next_rule].append(self._expression(_Element("all", parts=parts[:-1] if next_rule else parts)))
-            self._equations[name] = {next_rule: _alternation(*before) for next_rule, before in cases.items()}
-            waiting += filter(None, cases)
+    def _named(self, term: Term, in_string: bool) -> str:
+        return self.body(term.parts[0], in_string)  # the rule is recursive
 
-    def _solve(self) -> None:
-        """Eliminate the rules one by one, rules with few successors and few users first."""
-        equations = self._equations
+    def _class(self, chars: CharSet, in_string: bool) -> str:
+        key = chars, in_string
+        if key not in self._texts:
+            self._texts[key] = self._short(json_class(chars, _class) if in_string else _class(chars))
+        return self._texts[key]
+
+    def _automaton(self, term: Term, in_string: bool) -> str:
+        found, start, equations = automaton(term), f"{self._prefix}S{self._num_states}_", dict[str, _Equation]()
+        for state, edges in enumerate(found.edges):
+            if edges or not state:
+                cases = defaultdict[str, list[str]](list)
+                for chars, target in edges:
+                    cases[f"{start}{target}" if found.edges[target] else ""].append(self._class(chars, in_string))
+                if found.accepts[state]:
+                    cases[""].append("")
+                equations[f"{start}{state}"] = {following: _alternation(*before) for following, before in cases.items()}
+        limit = min(MAX_STATES - self._num_states, MAX_AUTOMATON_STATES)
+        if len(equations) > limit:
+            reject("#", "schema", f"takes more than {limit} states of an automaton; use another backend than llguidance")
+        self._num_states += len(equations)
+        self._solve(equations)
+        return f"{start}0"
+
+    def _solve(self, equations: dict[str, _Equation]) -> None:
+        """Eliminate the states one by one, states with few successors and few users first."""
         users = defaultdict[str, set[str]](set)
         for name, equation in equations.items():
-            for next_rule in equation:
-                users[next_rule].add(name)
+            for following in equation:
+                users[following].add(name)
         numbers = {name: number for number, name in enumerate(equations)}
-        costs = dict[str, int]()  # of the remaining rules
+        costs = dict[str, int]()  # of the remaining states
         queue = list[tuple[int, int, str]]()
 
         def enqueue(name: str) -> None:
@@ -235,35 +137,31 @@ class _Translation:
             enqueue(name)
         while queue:
             cost, _, name = heappop(queue)
-            if costs.get(name) != cost:  # an old entry: the rule was eliminated, or its cost has changed
+            if costs.get(name) != cost:  # an old entry: the state was eliminated, or its cost has changed
                 continue
             del costs[name]
-            for other in self._eliminate(name, users) & costs.keys():
+            for other in self._eliminate(name, equations, users) & costs.keys():
                 enqueue(other)
 
-    def _eliminate(self, name: str, users: dict[str, set[str]]) -> set[str]:
-        """Substitute the equation of a rule for the rule. Returns the rules whose equations or users have changed."""
-        equations = self._equations
+    def _eliminate(self, name: str, equations: dict[str, _Equation], users: dict[str, set[str]]) -> set[str]:
+        """Substitute the equation of a state for the state. Returns the states whose equations or users have changed."""
         equation = equations[name]
         if (loop := equation.pop(name, None)) is not None:
             users[name].discard(name)
-            for next_rule, text in equation.items():
-                equation[next_rule] = f"({loop})* {text}".strip()
+            for following, text in equation.items():
+                equation[following] = f"({loop})* {text}".strip()
+        self.expressions[name] = _alternation(*(f"{text} {following}".strip() for following, text in equation.items()))
         if equation.keys() == {""}:
-            self._expressions[name.upper()] = equation[""]
-            equation = {"": name.upper()}
-        else:
-            self._expressions[name.upper()] = _alternation(*(f"{text} {next_rule.upper()}".strip() for next_rule, text in equation.items()))
+            equation = {"": name}
         for user in sorted(users[name]):  # sorted: the order determines the names of shared expressions
             before = equations[user].pop(name)
-            for next_rule, text in equation.items():
+            for following, text in equation.items():
                 text = f"{before} {text}".strip()
-                other = equations[user].get(next_rule)
-                text = text if other is None else _alternation(other, text)
-                equations[user][next_rule] = text if len(text) <= MAX_INLINE_CHARS else self._terminal_name(text)
-                users[next_rule].add(user)
-        for next_rule in equation:
-            users[next_rule].discard(name)
+                other = equations[user].get(following)
+                equations[user][following] = self._short(text if other is None else _alternation(other, text))
+                users[following].add(user)
+        for following in equation:
+            users[following].discard(name)
         return users[name] | equation.keys()
 
 
@@ -275,7 +173,3 @@ def _alternation(*texts: str) -> str:
 
 def _class(chars: CharSet) -> str:
     return f"/{regex_class(chars)}/"
-
-
-def _literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from stepgraph.sampling.grammar.constraints.charset import CharSet, union
+from stepgraph.sampling.grammar.constraints.charset import CharSet
 from stepgraph.sampling.grammar.schema.language import ANY_CHAR, NOTHING, START, SURROGATES, Label, Term, both, repeat_bounds
 
 MAX_STATES = 20_000  # of one automaton
@@ -66,58 +66,25 @@ def split_length(term: Term) -> tuple[Term | None, Term]:
 
 
 def _of_length(source: Automaton, low: int, high: int | None) -> Automaton:
-    """The texts of these lengths. A state is a state of the given automaton and the number of characters so far.
-
-    Longer texts are processed first, so that equal states are found in one pass: the number grows with each edge. Above the number from
-    which all lengths are accepted, the states are those of the given automaton, which is minimal.
-    """
+    """The texts of these lengths. A state is a state of the given automaton and the number of characters so far; without an upper bound
+    they are counted up to the lower one."""
     if not source.edges:
         return source
     last = low if high is None else high
-    layers: list[set[int]] = [{0}]
-    total = 1
-    while len(layers) <= last and layers[-1]:
-        layers.append({target for state in layers[-1] for _, target in source.edges[state]})
-        total += len(layers[-1])
-        if total > MAX_LENGTH_STATES:
+    numbers, order, num_counted = {(0, 0): 0}, [(0, 0)], 0
+    following = list[list[tuple[CharSet, tuple[int, int]]]]()
+    for state, length in order:  # grows
+        num_counted += length <= last
+        if num_counted > MAX_LENGTH_STATES:
             raise TooComplexError(f"takes more than {MAX_LENGTH_STATES} states with its length; write smaller bounds")
-    numbers, result = dict[Label, int](), Automaton([], [])
-    if high is None and len(layers) > last:
-        result, after = _reachable_part(source, layers.pop())
-    else:
-        after = {}
-    for length in range(len(layers) - 1, -1, -1):
-        state_numbers = dict[int, int]()
-        for state in layers[length]:
-            leads = defaultdict[int, list[tuple[int, int]]](list)
-            for members, target in source.edges[state] if high is None or length < high else ():
-                if target in after:
-                    leads[after[target]] += members
-            accepts = source.accepts[state] and length >= low
-            if not leads and not accepts:
-                continue
-            edges = [(union(pairs), target) for target, pairs in leads.items()]
-            key = accepts, frozenset(edges)
-            if key not in numbers:
-                numbers[key] = len(result.edges)
-                result.edges.append(edges)
-                result.accepts.append(accepts)
-            state_numbers[state] = numbers[key]
-        after = state_numbers
-    return _reachable_part(result, [after[0]])[0] if 0 in after else Automaton([], [])
-
-
-def _reachable_part(source: Automaton, start: Iterable[int]) -> tuple[Automaton, dict[int, int]]:
-    """The automaton of the states that are reached, in the order of their discovery, and the new numbers of these states."""
-    order = list(start)
-    numbers = {state: index for index, state in enumerate(order)}
-    for state in order:  # grows
-        for _, target in source.edges[state]:
-            if target not in numbers:
-                numbers[target] = len(order)
-                order.append(target)
-    edges = [[(members, numbers[target]) for members, target in source.edges[state]] for state in order]
-    return Automaton(edges, [source.accepts[state] for state in order]), numbers
+        leads = source.edges[state] if high is None or length < high else []
+        following.append([(members, (target, min(length + 1, last))) for members, target in leads])
+        for _, after in following[-1]:
+            if after not in numbers:
+                numbers[after] = len(order)
+                order.append((after[0], length + 1))
+    edges = [sorted((first, end, numbers[after]) for members, after in leads for first, end in members) for leads in following]
+    return _minimal(edges, [source.accepts[state] and length >= low for state, length in order])
 
 
 def _minimal(edges: list[_Ranges], accepts: list[bool]) -> Automaton:

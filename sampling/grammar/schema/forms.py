@@ -151,12 +151,10 @@ ANY_VALUE = Form(True, frozenset([False, True]), (Numbers(),), _ANY_STRINGS, (Ar
 
 def of_one_type(form: Form) -> Form:
     """If a form restricts exactly one type: its values of this type. Otherwise the form itself."""
-    others = dict[str, object]()
-    for field in fields(Form):
-        if getattr(form, field.name) == getattr(ANY_VALUE, field.name):
-            others[field.name] = getattr(NO_VALUE, field.name)
-    found = replace(form, **others)  # type: ignore[arg-type]
-    return found if len(others) == len(fields(Form)) - 1 and found != NO_VALUE else form
+    names = [field.name for field in fields(Form)]
+    others = {name: getattr(NO_VALUE, name) for name in names if getattr(form, name) == getattr(ANY_VALUE, name)}
+    found = replace(form, **others)
+    return found if len(others) == len(names) - 1 and found != NO_VALUE else form
 
 
 def superset_of(form: Form) -> Form:

@@ -59,16 +59,16 @@ def schema_grammar(schema: Any, options: Options, prefix: str = "", writer: type
 
     Names of rules start with the prefix. Numbers of the schema are int and Decimal.
     """
-    rules = _write_enforced(schema, options, prefix, writer or GrammarWriter)[1].rules
+    rules = write_enforced(schema, options, prefix, writer or GrammarWriter)[1].rules
     return "".join(f"{name} ::= {rule}\n" for name, rule in rules.items())
 
 
 def narrowed_parts(schema: Any, options: Options) -> tuple[Unsupported, ...]:
     """The parts that are enforced, but not all of whose texts are generated, with the reasons."""
-    return tuple(_write_enforced(schema, options, "", GrammarWriter)[0].narrowed)
+    return tuple(write_enforced(schema, options, "", GrammarWriter)[0].narrowed)
 
 
-def _write_enforced(schema: Any, options: Options, prefix: str, writer: type[WriterType]) -> tuple[Normaliser, WriterType]:
+def write_enforced(schema: Any, options: Options, prefix: str, writer: type[WriterType]) -> tuple[Normaliser, WriterType]:
     """The normaliser and writer of a schema; with `approximate`, of its enforced part."""
     omissions = MAX_OMITTED_KEYWORDS if options.approximate else 0
     while True:
@@ -113,9 +113,11 @@ def write_schema(normaliser: Normaliser, options: Options, prefix: str, writer_t
 class GrammarWriter:
     """A `Writer` of items.py."""
 
+    blank = f"[ \\n\\r\\t]{{0,{MAX_WHITESPACE}}}"
+
     def __init__(self, normaliser: Normaliser, options: Options, prefix: str, implies_types: bool) -> None:
         self._normaliser, self._prefix, self._implies_types = normaliser, prefix, implies_types
-        blank = f"[ \\n\\r\\t]{{0,{MAX_WHITESPACE}}}" if options.any_whitespace else ""
+        blank = self.blank if options.any_whitespace else ""
         self.comma, self.colon = (f'{blank} "," {blank}', f'{blank} ":" {blank}') if blank else ('", "', '": "')
         self.is_closed, self.any_order = options.objects == "closed", options.property_order == "any"
         self.opening = f"{blank} " if blank else ""
@@ -264,9 +266,14 @@ class GrammarWriter:
             return [self._base_rule("integer")]
         try:
             language = either(*(item.language() for item in numbers))
-            return [self._language_writer.body(language, in_string=False)] if not is_empty(language) else []
+            return [self.number(language)] if not is_empty(language) else []
+        except UnsupportedError:
+            raise
         except ValueError as error:
             reject(self.where, "multipleOf", str(error))
+
+    def number(self, term: Term) -> str:
+        return self._language_writer.body(term, in_string=False)
 
     def strings(self, form: Form) -> Term:
         exact, anchored, _ = form.strings
@@ -349,15 +356,11 @@ def _candidates(schema: Any) -> Iterator[tuple[_Part, ...]]:
 
 def _with_only(root: Any, where: str, parts: tuple[_Part, ...]) -> Any:
     """The document in which the schema at `where` has only these parts and its type."""
-    schema, keywords = value_at(root, where), {keyword for keyword, _ in parts}
+    changed, keywords = copy.deepcopy(root), {keyword for keyword, _ in parts}
     typed = keywords | ({"type"} if len(parts) > 1 else set()) | ({"then", "else"} if "if" in keywords else set())
-    kept = {keyword: value for keyword, value in schema.items() if keyword not in KEYWORDS or keyword in typed}
+    schema = value_at(changed, where)
+    for keyword in (schema.keys() & KEYWORDS) - typed:
+        del schema[keyword]
     if "allOf" in keywords:
-        kept["allOf"] = [schema["allOf"][index] for keyword, index in parts if keyword == "allOf"]
-    while where != "#":
-        above, _, step = where.rpartition("/")
-        outer = value_at(root, above)
-        copied: Any = list(outer) if isinstance(outer, list) else dict(outer)
-        copied[int(step) if isinstance(outer, list) else step.replace("~1", "/").replace("~0", "~")] = kept
-        kept, where = copied, above
-    return kept
+        schema["allOf"] = [schema["allOf"][index] for keyword, index in parts if keyword == "allOf"]
+    return changed

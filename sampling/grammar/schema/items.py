@@ -71,18 +71,21 @@ def items_text(writer: Writer, array: Array) -> str | None:
         high = dead if high is None else min(high, dead)
     text = ""
     if high is None or high > size:
-        rest, low = writer.value(array.rest), max(array.low - size, 0)
-        if size:
-            text = repeated(f"{writer.comma} {rest}", low, None if high is None else high - size)
-        else:
-            more = repeated(f"{writer.comma} {rest}", max(low - 1, 0), None if high is None else high - 1)
-            text = optional(f"{writer.opening}{rest} {more}".strip(), not low)
+        text = listed(writer, writer.value(array.rest), max(array.low - size, 0), None if high is None else high - size, is_first=not size)
     for index in range(min(size, size if high is None else high) - 1, -1, -1):  # from the last item backwards
         comma = f"{writer.comma} " if index else writer.opening
         text = optional(f"{comma}{writer.value(array.prefix[index])} {text}".strip(), index >= array.low)
         if text.startswith("(") and len(text) > MAX_NESTED_CHARS:
             text = writer.rule(text)
     return text
+
+
+def listed(writer: Writer, item: str, low: int, high: int | None, is_first: bool) -> str:
+    """`low` to `high` items or properties, each with the comma before it."""
+    if not is_first:
+        return repeated(f"{writer.comma} {item}", low, high)
+    more = repeated(f"{writer.comma} {item}", max(low - 1, 0), None if high is None else high - 1)
+    return optional(f"{writer.opening}{item} {more}".strip(), not low)
 
 
 def _contains_text(writer: Writer, array: Array) -> str | None:

@@ -157,9 +157,8 @@ def words(texts: Iterable[str]) -> Term:
 
 
 NOTHING, EPSILON = words(()), words(("",))
-_SENTINELS: CharSet = ((START, END),)
 ANY_CHAR = chars(ALL_CHARS)
-ANY_MARKED = chars(union((*ALL_CHARS, *_SENTINELS)))  # also START and END
+MARKED_CHARS = union((*ALL_CHARS, (START, END)))
 
 
 def cat(first: Term, *rest: Term) -> Term:
@@ -291,7 +290,7 @@ def named_rule(name: str, rule: str, parts: Sequence[Term], longest: int | None)
 
 
 ANY_TEXT = _term("repeat", (ANY_CHAR,), (0, None))
-MARKED_TEXT = _term("repeat", (ANY_MARKED,), (0, None))
+MARKED_TEXT = _term("repeat", (chars(MARKED_CHARS),), (0, None))
 
 
 def unmarked(term: Term, count: int) -> Term:

@@ -9,9 +9,9 @@ from dataclasses import replace
 from stepgraph.sampling.grammar.constraints.unsupported import reject
 from stepgraph.sampling.grammar.schema.automata import is_empty
 from stepgraph.sampling.grammar.schema.forms import Expr, KeyClass, Object, all_of
-from stepgraph.sampling.grammar.schema.items import MAX_STATES, State, Writer, list_texts_if_few, write_states
+from stepgraph.sampling.grammar.schema.items import MAX_STATES, State, Writer, list_texts_if_few, listed, write_states
 from stepgraph.sampling.grammar.schema.language import Term, both, complement, matches, words
-from stepgraph.sampling.grammar.schema.spelling import json_literal, optional, repeated
+from stepgraph.sampling.grammar.schema.spelling import json_literal, repeated
 
 MAX_ANY_ORDER = 8  # declared properties
 MAX_WITNESS_CASES = 512  # cases of the witnesses of one object
@@ -198,10 +198,7 @@ class _Members:
             return [f"{comma}{before} {f' {self._comma}'.join(self._ends)}"]
         if not self._others or room == 0:
             return None if needed else [""]
-        if count:
-            return [repeated(f"{comma}{self._others}", needed, room)]
-        more = repeated(f"{self._comma}{self._others}", 0, None if room is None else room - 1)
-        return [optional(f"{comma}{self._others} {more}".strip(), not needed)]
+        return [listed(self._writer, self._others, needed, room, is_first=not count)]
 
 
 def _grouped(cases: list[str]) -> str:

@@ -41,12 +41,11 @@ from stepgraph.sampling.grammar.schema.forms import (
 from stepgraph.sampling.grammar.schema.language import ANY_CHAR, ANY_TEXT, NOTHING, Term, complement, either, matches, repeat, words
 from stepgraph.sampling.grammar.schema.numbers import Numbers
 from stepgraph.sampling.grammar.schema.patterns import PatternError, full, search
-from stepgraph.sampling.grammar.schema.reader import Document, Node, clip_json, fraction, pointer, refuse_format
+from stepgraph.sampling.grammar.schema.reader import NUMBER_KEYWORDS, Document, Node, clip_json, fraction, pointer, refuse_format
 
 MAX_FORMS = 20_000  # forms of schemas and conjunctions of schemas
 MAX_PAIRS = 30_000  # intersections of alternatives
 
-_NUMBER_KEYWORDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _ARRAY_KEYWORDS = ("items", "prefixItems", "minItems", "maxItems", "uniqueItems", "contains")
 _OBJECT_KEYWORDS = ("properties", "patternProperties", "additionalProperties", "required", "minProperties", "maxProperties")
 _TEXT_KEYWORDS = ("pattern", "patternProperties", "propertyNames", "format")
@@ -201,7 +200,7 @@ class Normaliser:
             if keyword in keywords:
                 values = keywords["enum"] if keyword == "enum" else [keywords["const"]]
                 yield keyword, self._values(values, node.where, keyword)
-        if any(word in keywords for word in _NUMBER_KEYWORDS):
+        if any(word in keywords for word in NUMBER_KEYWORDS):
             yield "minimum", self._numbers(node)
         strings = [keywords[word] for word in ("minLength", "maxLength") if word in keywords]
         if strings:
@@ -255,8 +254,7 @@ class Normaliser:
         found: Numbers | None = Numbers(multiple=keywords.get("multipleOf"))
         for bound in (
             Numbers(low=keywords.get("minimum"), high=keywords.get("maximum")),
-            Numbers(low=keywords.get("exclusiveMinimum"), low_open=True) if "exclusiveMinimum" in keywords else Numbers(),
-            Numbers(high=keywords.get("exclusiveMaximum"), high_open=True) if "exclusiveMaximum" in keywords else Numbers(),
+            Numbers(keywords.get("exclusiveMinimum"), keywords.get("exclusiveMaximum"), low_open=True, high_open=True),
         ):
             found = found.meet(bound) if found else None
         return replace(ANY_VALUE, numbers=(found,) if found else ())

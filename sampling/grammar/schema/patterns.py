@@ -184,7 +184,7 @@ def _term(sequence: Pieces, following: Term, anything: Term) -> Term:
 
 _ANYTHING = Repeat(ALL_CHARS, 0, None)
 _STARTS, _ENDS = Repeat(((START, START),), 0, None), Repeat(((END, END),), 0, None)
-_ANYTHING_MARKED = Repeat(union((*ALL_CHARS, (START, END))), 0, None)
+_ANYTHING_MARKED = Repeat(language.MARKED_CHARS, 0, None)
 
 
 class _Parser:

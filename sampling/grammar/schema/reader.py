@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, TypeGuard
 from urllib.parse import unquote, urljoin, urlsplit
 
+from stepgraph.sampling.fields import Check, instance_of
 from stepgraph.sampling.grammar.constraints.unsupported import Unsupported, UnsupportedError, reject
 from stepgraph.sampling.grammar.schema import patterns
 from stepgraph.sampling.grammar.schema.formats import FORMATS
@@ -32,21 +33,17 @@ MAX_DIGITS = 400  # digits of a number without an exponent
 MAX_CLIP_CHARS = 60  # characters of a value in a message
 _ENCODER = json.JSONEncoder(default=float)
 DRAFTS = {"3": 3, "4": 4, "6": 6, "7": 7, "2019-09": 8, "2020-12": 9}
-_FIRST_DRAFT = {
-    "multipleOf": 4,
-    "contains": 6,
-    "const": 6,
-    "propertyNames": 6,
-    "if": 7,
-    "then": 7,
-    "else": 7,
-    "minContains": 8,
-    "maxContains": 8,
-    "prefixItems": 9,
-}  # the first draft with a keyword that older schemas may contain as an annotation
-_LAST_DRAFT = {"divisibleBy": 3, "disallow": 3, "extends": 3}
+_FIRST_DRAFT = {  # the first draft with a keyword that older schemas may contain as an annotation
+    **dict.fromkeys(("multipleOf",), 4),
+    **dict.fromkeys(("contains", "const", "propertyNames"), 6),
+    **dict.fromkeys(("if", "then", "else"), 7),
+    **dict.fromkeys(("minContains", "maxContains"), 8),
+    **dict.fromkeys(("prefixItems",), 9),
+}
+_LAST_DRAFT = dict.fromkeys(("divisibleBy", "disallow", "extends"), 3)
 _DRAFT = re.compile(r"https?://json-schema\.org/draft[-/]0?(3|4|6|7|2019-09|2020-12)/(?:hyper-)?schema#?$")
 
+NUMBER_KEYWORDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 KEYWORDS = frozenset(
     "$ref $dynamicRef $recursiveRef additionalItems additionalProperties allOf anyOf const contains dependencies dependentRequired"
     " dependentSchemas disallow divisibleBy else enum exclusiveMaximum exclusiveMinimum extends format if items maxContains maxItems"
@@ -312,28 +309,12 @@ def _referenced_schemas(document: Document, node: Node) -> Iterator[str]:
 
 
 def _checked_value(keyword: str, value: Any, where: str) -> Any:
-    def expect(condition: bool, expected: str) -> None:
-        if not condition:
-            reject(where, keyword, f"got {clip_json(value)}, expected {expected}")
-
-    if keyword.startswith(("min", "max")) and keyword not in ("minimum", "maximum"):
-        expect(_is_number(value) and 0 <= value <= MAX_COUNT and int(value) == value, f"an integer in 0..{MAX_COUNT}")
-        return int(value)
-    if keyword in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"):
+    if keyword in NUMBER_KEYWORDS:
         return _number(value, where, keyword)
-    if keyword in _SCHEMA_DICTS:
-        expect(isinstance(value, dict), "an object")
-    elif keyword in ("allOf", "anyOf", "oneOf"):
-        expect(isinstance(value, list) and bool(value), "a list of at least one schema")
-    elif keyword in ("prefixItems", "enum"):
-        expect(isinstance(value, list), "a list")
-    elif keyword == "required":
-        expect(isinstance(value, list) and all(isinstance(name, str) for name in value), "a list of strings")
-    elif keyword in ("pattern", "format"):
-        expect(isinstance(value, str), "a string")
-    elif keyword == "uniqueItems":
-        expect(isinstance(value, bool), "true or false")
-    return value
+    check = _COUNT if keyword.startswith(("min", "max")) else _VALUE_CHECKS.get(keyword)
+    if check and not check.accepts(value):
+        reject(where, keyword, f"got {clip_json(value)}, expected {check.expected}")
+    return int(value) if check is _COUNT else value
 
 
 def _number(value: Any, where: str, keyword: str) -> Fraction:
@@ -342,8 +323,20 @@ def _number(value: Any, where: str, keyword: str) -> Fraction:
     return fraction(value, where, keyword)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[int | Decimal]:
     return isinstance(value, (int, Decimal)) and not isinstance(value, bool)
+
+
+_COUNT = Check(lambda value: _is_number(value) and 0 <= value <= MAX_COUNT and int(value) == value, f"an integer in 0..{MAX_COUNT}")
+_SCHEMAS = Check(lambda value: isinstance(value, list) and bool(value), "a list of at least one schema")
+_VALUE_CHECKS = {
+    **dict.fromkeys(_SCHEMA_DICTS, instance_of(dict, "an object")),
+    **dict.fromkeys(("allOf", "anyOf", "oneOf"), _SCHEMAS),
+    **dict.fromkeys(("prefixItems", "enum"), instance_of(list, "a list")),
+    "required": Check(lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value), "a list of strings"),
+    **dict.fromkeys(("pattern", "format"), instance_of(str, "a string")),
+    "uniqueItems": instance_of(bool, "true or false"),
+}
 
 
 def fraction(value: int | Decimal, where: str, keyword: str) -> Fraction:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 from stepgraph.sampling.grammar.constraints.charset import JSON_UNESCAPED, CharSet, charset, complement, intersection, xgrammar_safe_class
 from stepgraph.sampling.grammar.schema.automata import Automaton, TooComplexError, automaton, is_empty, split_length
@@ -23,18 +24,18 @@ def json_literal(text: str) -> str:
     return literal(json.dumps(text, ensure_ascii=False))
 
 
-def json_class(chars: CharSet) -> str:
+def json_class(chars: CharSet, write_class: Callable[[CharSet], str] = xgrammar_safe_class) -> str:
     """One of these characters inside a JSON string."""
     alternatives = []
     if raw := intersection(chars, JSON_UNESCAPED):
-        alternatives.append(xgrammar_safe_class(raw))
+        alternatives.append(write_class(raw))
     escaped = [code for first, last in intersection(chars, _CHARS_TO_ESCAPE) for code in range(first, last + 1)]
     if short := [_SHORT_ESCAPES[code] for code in escaped if code in _SHORT_ESCAPES]:
-        alternatives.append(f'"\\\\" {xgrammar_safe_class(charset("".join(short)))}')
+        alternatives.append(f'"\\\\" {write_class(charset("".join(short)))}')
     for high in (0, 1):
         digits = [f"{code % 16:x}" for code in escaped if code not in _SHORT_ESCAPES and code // 16 == high]
         if digits:
-            alternatives.append(f'"\\\\u00{high}" {xgrammar_safe_class(charset("".join(digits), "".join(digits).upper()))}')
+            alternatives.append(f'"\\\\u00{high}" {write_class(charset("".join(digits), "".join(digits).upper()))}')
     return alternatives[0] if len(alternatives) == 1 and " " not in alternatives[0] else f"({' | '.join(alternatives)})"
 
 

@@ -46,7 +46,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
 
 class _HeaderReader:
     def __init__(self, data: mmap.mmap) -> None:
-        self._data, self._position, self._entries = data, 0, 0
+        self._data, self._entries = data, 0
 
     def read(self) -> GgufHeader:
         magic, version = self._bytes(4), self._number("I")
@@ -64,7 +64,7 @@ class _HeaderReader:
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
             raise ValueError(f"general.alignment: got {alignment!r:.100}, expected a power of two")
-        start = -(-self._position // alignment) * alignment
+        start = -(-self._data.tell() // alignment) * alignment
         return GgufHeader(metadata, {name: entry._replace(offset=start + entry.offset) for name, entry in tensors.items()})
 
     def _value(self, kind: int) -> Any:
@@ -79,7 +79,7 @@ class _HeaderReader:
 
     def _format(self, kind: int) -> str:
         if kind not in _NUMBERS:
-            raise ValueError(f"got a value of type {kind} before byte {self._position}, expected one of GGUF's scalar types")
+            raise ValueError(f"got a value of type {kind} before byte {self._data.tell()}, expected one of GGUF's scalar types")
         return _NUMBERS[kind]
 
     def _count(self) -> int:
@@ -91,7 +91,7 @@ class _HeaderReader:
 
     def _text(self) -> str:
         length = self._number("Q")
-        start, content = self._position, self._bytes(length)
+        start, content = self._data.tell(), self._bytes(length)
         try:
             return content.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -104,11 +104,10 @@ class _HeaderReader:
         return struct.unpack("<" + struct_format, self._bytes(struct.calcsize("<" + struct_format)))
 
     def _bytes(self, size: int) -> bytes:
-        start = self._position
+        start = self._data.tell()
         if size > len(self._data) - start:
             raise ValueError(f"the file ends at byte {len(self._data)}, inside a value of {size} bytes that starts at byte {start}")
-        self._position += size
-        return self._data[start : self._position]
+        return self._data.read(size)
 
 
 def table_of_gguf_metadata(metadata: Mapping[str, Any], path: Path, logits_width: int | None) -> TokenTable:

@@ -12,7 +12,7 @@ import heapq
 import itertools
 import json
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,12 +37,12 @@ from stepgraph.sampling.grammar.schema.reader import parse_json
 from stepgraph.sampling.grammar.schema.spelling import literal
 
 # A literal, a class or a comment; also without an end, which would be searched again and again.
-_LITERAL_OR_CLASS = re.compile(r'"(?:[^"\\]|\\.)*"?|\[(?:[^\]\\]|\\.)*\]?|#[^\n]*')
+LITERAL_OR_CLASS = re.compile(r'"(?:[^"\\]|\\.)*"?|\[(?:[^\]\\]|\\.)*\]?|#[^\n]*')
 _BLANKS = r"(?:\s|#[^\n]*(?:\n|\Z))*"
 # What precedes an empty alternative, which the library expects to be written as "".
-_BEFORE_EMPTY = re.compile(rf"({_LITERAL_OR_CLASS.pattern})|(?:::=|[|(])(?={_BLANKS}\|)|\|(?={_BLANKS}(?:\)|[\w.-]+\s*::=|\Z))")
+_BEFORE_EMPTY = re.compile(rf"({LITERAL_OR_CLASS.pattern})|(?:::=|[|(])(?={_BLANKS}\|)|\|(?={_BLANKS}(?:\)|[\w.-]+\s*::=|\Z))")
 # Any character, in the notation of llama.cpp. A dot beside a letter or digit is part of a name.
-_ANY_CHAR = re.compile(rf"({_LITERAL_OR_CLASS.pattern})|(?<![\w.-])\.(?![\w.-])")
+_ANY_CHAR = re.compile(rf"({LITERAL_OR_CLASS.pattern})|(?<![\w.-])\.(?![\w.-])")
 _ANY_CLASS = r"[\U00000000-\U0010ffff]"
 # The library reads numbers as 32 bits, and its parser of regular expressions is wrong: see `constraints.pattern`.
 _MISREAD = re.compile(r"[{(][\s\d,]*\d{10}|(?<![\w.-])Regex\s*\(")
@@ -112,7 +112,7 @@ def ebnf_text(core: Any, kind: str, payload: str, options: Options) -> tuple[str
         reject("#", "lark", "is a notation of llguidance; xgrammar expects ebnf")
     if kind == "ebnf":
         root, grammar = json.loads(payload)
-        if found := _MISREAD.search(_LITERAL_OR_CLASS.sub("", grammar)):
+        if found := _MISREAD.search(LITERAL_OR_CLASS.sub("", grammar)):
             raise ValueError(f"got {clip_repr(found.group())}, expected numbers below 1,000,000,000, and rules instead of Regex(...)")
         grammar = _ANY_CHAR.sub(lambda found: found[1] or _ANY_CLASS, grammar)
         grammar = _BEFORE_EMPTY.sub(lambda found: found[1] or f'{found[0]} ""', grammar)
@@ -157,7 +157,7 @@ def _with_safe_classes(core: Any, text: str, root: str) -> str:
         return text
     text = EBNF_CHAR.sub(_fixed_width, text)
     core.Grammar.from_ebnf(text, root)  # raises the library's error for the user's own text
-    return _LITERAL_OR_CLASS.sub(_safe_token, text)
+    return LITERAL_OR_CLASS.sub(_safe_token, text)
 
 
 def _safe_token(token: re.Match[str]) -> str:
@@ -193,14 +193,11 @@ class _Alternative:
 
     rule: int
     num_bytes: int = 0
-    parts: dict[int, int] = field(default_factory=dict)  # rule -> required number of occurrences
+    parts: Counter[int] = field(default_factory=Counter)  # rule -> required number of occurrences
     optional: tuple[int, ...] = ()  # rules that may follow but need not
 
     def total(self, shortest: dict[int, int]) -> int:
-        total = self.num_bytes
-        for rule, count in self.parts.items():
-            total += count * shortest[rule]
-        return total
+        return self.num_bytes + sum(count * shortest[rule] for rule, count in self.parts.items())
 
 
 class _SerialisedGrammar:
@@ -208,8 +205,9 @@ class _SerialisedGrammar:
 
     def __init__(self, serialised: str) -> None:
         grammar: dict[str, Any] = json.loads(serialised)
-        self._data: list[int] = grammar["grammar_expr_data"]
-        self._starts: list[int] = grammar["grammar_expr_indptr"]
+        data: list[int] = grammar["grammar_expr_data"]
+        starts: list[int] = grammar["grammar_expr_indptr"]
+        self._expressions = [(data[start], data[start + 2 : start + 2 + data[start + 1]]) for start in starts]  # kind and content
         # The library renames the root rule to "root", and another rule of that name to "root_0".
         self.names = ["root" if rule[0] == "root_0" else str(rule[0]) for rule in grammar["rules"]]
         self._bodies = [int(rule[1]) for rule in grammar["rules"]]
@@ -217,21 +215,24 @@ class _SerialisedGrammar:
 
     def alternatives(self) -> Iterator[_Alternative]:
         for rule, body in enumerate(self._bodies):
-            kind, content = self._expression(body)
-            for expression in content if kind == _CHOICES else [body]:
+            for expression in self._inside(body, _CHOICES):
                 alternative = _Alternative(rule)
-                kind, content = self._expression(expression)
-                for element in content if kind == _SEQUENCE else [expression]:
+                for element in self._inside(expression, _SEQUENCE):
                     self._add(element, alternative)
                 yield alternative
+
+    def _inside(self, index: int, kind: int) -> list[int]:
+        """The parts of an expression of this kind; any other expression is the only part."""
+        found, content = self._expressions[index]
+        return content if found == kind else [index]
 
     def repetitions_of_themselves(self) -> Iterator[int]:
         """Rules that are only a repetition of a rule, which leads back to them in the same way. The library recurses into them for ever."""
         only = dict[int, tuple[int, bool]]()  # of rules that are one reference: the rule, and whether it is repeated
         for rule, body in enumerate(self._bodies):
-            kind, content = self._expression(body)
+            kind, content = self._expressions[body]
             while kind in (_CHOICES, _SEQUENCE) and len(content) == 1:
-                kind, content = self._expression(content[0])
+                kind, content = self._expressions[content[0]]
             if kind in (_RULE, _REPEAT):
                 only[rule] = content[0], kind == _REPEAT
         known = set[int]()
@@ -244,22 +245,17 @@ class _SerialisedGrammar:
             cycle = path[path.index(rule) :] if rule in path else []
             yield from [each for each in cycle if only[each][1]]
 
-    def _expression(self, index: int) -> tuple[int, list[int]]:
-        start = self._starts[index]
-        kind, size = self._data[start : start + 2]
-        return kind, self._data[start + 2 : start + 2 + size]
-
     def _add(self, index: int, alternative: _Alternative) -> None:
-        kind, content = self._expression(index)
+        kind, content = self._expressions[index]
         if kind == _BYTES:
             alternative.num_bytes += len(content)
         elif kind == _CLASS:
             negated, *ends = content
             alternative.num_bytes += 1 if negated else len(chr(min(ends, default=0)).encode(errors="surrogatepass"))
         elif kind == _RULE:
-            alternative.parts[content[0]] = alternative.parts.get(content[0], 0) + 1
+            alternative.parts[content[0]] += 1
         elif kind == _REPEAT and content[1]:
-            alternative.parts[content[0]] = alternative.parts.get(content[0], 0) + content[1]
+            alternative.parts[content[0]] += content[1]
         elif kind == _REPEAT:
             alternative.optional += (content[0],) if content[2] else ()  # none of at most 0
         elif kind == _TAGS:

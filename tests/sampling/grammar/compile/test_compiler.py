@@ -16,6 +16,7 @@ import pytest
 
 from stepgraph.sampling.grammar import Constraint, GrammarCompiler, GrammarLimits, MaskStatus
 from stepgraph.sampling.grammar.compile.limits import MIB
+from stepgraph.sampling.grammar.compile.worker_process import CompileWorker
 from tests.helpers.documents import DOCUMENTS
 from tests.helpers.grammar_texts import EXAMPLES, PRINTABLE, STOP, encode, fill_mask, take_claim
 from tests.helpers.toy_engines import needs_native
@@ -292,3 +293,24 @@ def test_claim_without_a_thread_leaves_no_entry(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.undo()
     assert (compiler.stats.waiting, compiler.stats.misses) == (0, 0)
     assert take_claim(compiler, Constraint.regex("a")).result(60).backend == "automaton"
+
+
+@needs_native
+def test_worker_is_closed_by_one_thread_if_the_compiler_is_closed_just_after_a_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads that close it at a time may fail, and the claims of the compile then wait for ever."""
+
+    def counted(worker: CompileWorker) -> None:
+        closed.append(worker)
+        close(worker)
+
+    class ClosedAfterAppend(list[CompileWorker | None]):
+        def append(self, worker: CompileWorker | None) -> None:
+            super().append(worker)
+            compiler.close()
+
+    compiler, closed, close = isolated(), list[CompileWorker](), CompileWorker.close
+    monkeypatch.setattr(CompileWorker, "close", counted)
+    compiler._idle_workers = ClosedAfterAppend(compiler._workers[:1])
+    claim = take_claim(compiler, Constraint.regex("a"))
+    assert claim.result(60).backend == "automaton"
+    assert len(closed) == 2, "before its process was started, and with the compiler"

@@ -16,6 +16,7 @@ import torch
 
 from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, GrammarLimits, MaskStatus, Matcher, Vocabulary
 from stepgraph.sampling.grammar.link.llguidance_binding import LLGuidanceNativeGrammar, LLGuidanceTokenizer, llguidance_api
+from stepgraph.sampling.grammar.llguidance_lib import schema as lark_schema
 from stepgraph.sampling.grammar.llguidance_lib.grammar import LLGuidanceMatcher
 from stepgraph.sampling.grammar.llguidance_lib.library import LLGuidance, TokenizerWrapper
 from tests.helpers.c_library import needs_c
@@ -114,6 +115,12 @@ def test_states_of_automata_are_limited_for_each_string() -> None:
     schema = {"type": "object", "properties": strings, "required": ["a"]}
     compiled = COMPILER.compile(Constraint.json_schema(schema))
     assert takes(compiled, json.dumps({"a": "b" * 400, "c": "a" * 400})) and not takes(compiled, json.dumps({"a": "a" * 400}))
+
+
+def test_terminals_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lark_schema, "MAX_TERMINALS", 2)
+    with pytest.raises(ValueError, match=r"#: schema: got \{.*, which takes more than 2 terminals of llguidance; use another backend"):
+        COMPILER.compile(Constraint.json_schema({"type": "integer", "multipleOf": 12, "not": {"multipleOf": 8}}))
 
 
 def test_objects_are_closed_unless_they_are_read_by_the_standard() -> None:
