@@ -311,6 +311,10 @@ class AsyncEngine(BoundToProcess):
         failure = self._stepper.failure if self._stepper else None
         return None if isinstance(failure, EngineClosedError) else failure
 
+    async def wait_closed(self) -> None:
+        """Wait until stepping has ended, by close() or by an error, which is `failure`."""
+        await self.check("AsyncEngine.wait_closed").ended.wait()
+
     async def close(self, drain: bool = True) -> None:
         """Stop stepping after all present jobs have ended, or cancel them if drain is False. Raises the error of a failed step.
 

@@ -7,6 +7,7 @@ whose tokens depend on their drafts have no drafts.
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import functools
 import random
@@ -62,6 +63,7 @@ class Counts:
     retried: int = 0  # sent to another replica before the first token
     continued: int = 0
     refused: int = 0  # could not be continued
+    ended: collections.Counter[FinishReason] = field(default_factory=collections.Counter)  # by the server, before their last token
 
 
 class ResumedStream:
@@ -141,19 +143,24 @@ class ResumedStream:
         return event
 
     def cancel(self, reason: FinishReason = FinishReason.CANCELLED) -> None:
-        """End the request without waiting; the last event says so. Idempotent. Ray closes the generator of the replica without a reason."""
-        self._closing = self._closing or asyncio.ensure_future(self._close())
+        """End the request without waiting; the last event has this reason. Idempotent. For the replica it is cancelled in any case, since
+        Ray closes its generator without a reason."""
+        self._closing = self._closing or asyncio.ensure_future(self._close(reason))
 
     async def aclose(self) -> None:
-        self._closing = self._closing or asyncio.ensure_future(self._close())
+        self.cancel()
+        assert self._closing is not None
         await asyncio.shield(self._closing)
 
-    async def _close(self) -> None:
+    async def _close(self, reason: FinishReason) -> None:
+        if is_open := self.job.finish_reason is None:
+            self.job.finish_reason = reason
+            self._counts.ended[reason] += 1
         self._reading.cancel()
         await asyncio.wait({self._reading})
         await self._end()
-        if self.job.finish_reason == FinishReason.CANCELLED:
-            self._unread = replace(self._unread or StepEvent(0), finish_reason=FinishReason.CANCELLED)
+        if is_open:
+            self._unread = replace(self._unread or StepEvent(0), finish_reason=reason)
 
     async def _next(self) -> StepEvent | None:
         """The next event; None after the last one."""

@@ -79,15 +79,20 @@ class App:
         self.asgi.router.redirect_slashes = False
 
     async def serve(self, listener: socket.socket, drain: asyncio.Event, stop_now: asyncio.Event, grace_seconds: float) -> None:
-        """Serve until `drain` is set; let answers end for `grace_seconds` or until `stop_now` is set, then cancel their jobs."""
+        """Serve until `drain` is set or the engine fails; let answers end for `grace_seconds` or until `stop_now` is set, then cancel their
+        jobs. RuntimeError if the engine has failed."""
         server = Server(server_config(self.asgi, self.bounds))
-        serving, stopped = asyncio.ensure_future(server.serve([listener])), asyncio.ensure_future(stop_now.wait())
-        await drain.wait()
+        serving = asyncio.ensure_future(server.serve([listener]))
+        ends = [asyncio.ensure_future(each) for each in (drain.wait(), self.serving.wait_failed(), stop_now.wait())]
+        await asyncio.wait(ends[:2], return_when=asyncio.FIRST_COMPLETED)
         self.shutting_down = server.should_exit = True
-        await asyncio.wait({serving, stopped}, timeout=grace_seconds, return_when=asyncio.FIRST_COMPLETED)
-        stopped.cancel()
+        await asyncio.wait({serving, ends[2]}, timeout=grace_seconds, return_when=asyncio.FIRST_COMPLETED)
+        for each in ends:
+            each.cancel()
         try:
-            await self.serving.close(drain=False)  # answers in progress end with an error; raises that of a failed engine
+            await self.serving.close(drain=False)  # answers in progress end with an error
+        except Exception as error:
+            raise RuntimeError("the engine failed") from error
         finally:
             await asyncio.wait({serving}, timeout=1.0)
             server.abort_connections()  # of clients that do not read, or whose requests have not arrived

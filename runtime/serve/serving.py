@@ -42,6 +42,9 @@ class Serving(Protocol):
     @property
     def failure(self) -> BaseException | None: ...
 
+    async def wait_failed(self) -> None:
+        """Wait until `failure` is set, or the engine is closed."""
+
     def list_loras(self) -> Sequence[str]: ...
 
     async def metrics(self) -> list[Metric]: ...
@@ -60,6 +63,9 @@ class EngineServing:
     @property
     def failure(self) -> BaseException | None:
         return self._async_engine.failure
+
+    async def wait_failed(self) -> None:
+        await self._async_engine.wait_closed()
 
     def list_loras(self) -> Sequence[str]:
         return self._async_engine.engine.list_loras()
