@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 from collections.abc import Coroutine, Generator
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -17,8 +18,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from stepgraph.sampling.fields import reject_constant, reject_repeated_keys
+from stepgraph.sampling.fields import parse_exact_json, reject_constant, reject_repeated_keys
 from stepgraph.sampling.grammar.schema.reader import clip_json
+
+LONG_NUMBER = re.compile(rb"[0-9.]{17}|[0-9][eE]-[0-9]{3}")
+SCHEMA_FIELDS = ("response_format", "structured_outputs")
 
 
 @dataclass(frozen=True)
@@ -155,6 +159,8 @@ async def read_json(request: Request, bounds: Bounds) -> tuple[dict[str, Any], i
     try:
         body = await asyncio.wait_for(_body(request, bounds.body_bytes), bounds.read_seconds)
         value = json.loads(body, object_pairs_hook=reject_repeated_keys, parse_constant=reject_constant)
+        if isinstance(value, dict) and LONG_NUMBER.search(body):  # in schemas, floats would round it
+            value |= {name: part for name, part in parse_exact_json(body).items() if name in SCHEMA_FIELDS}
     except asyncio.TimeoutError:
         raise HttpError(408, f"body: not complete after {bounds.read_seconds:g} seconds") from None
     except ClientDisconnect:

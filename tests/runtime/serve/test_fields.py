@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +10,7 @@ import openai
 import pytest
 
 from stepgraph.runtime.serve.http import Bounds
-from tests.helpers.running_server import CHAT, ON, RunningServer, engine_of, running
+from tests.helpers.running_server import CHAT, FORMAT, ON, RunningServer, engine_of, running
 
 PROMPTS = ["ab", "the second one", "c"]
 SAMPLED: Any = {"model": "toy", "max_tokens": 9, "temperature": 0.9, "seed": 7, "extra_body": ON}
@@ -143,3 +144,15 @@ def test_options_of_streams_may_be_null_or_off(server: RunningServer) -> None:
         for options, usages in valid:
             chunks = [*client.completions.create(prompt="x", stream=True, stream_options=options, **GREEDY)]
             assert sum(chunk.usage is not None for chunk in chunks) == usages
+
+
+@pytest.mark.parametrize("field", ["structured_outputs", "response_format"])
+def test_numbers_of_schemas_stay_exact(server: RunningServer, field: str) -> None:
+    """A number with as many digits in another field is a float."""
+    number, schema = "0.1234567890123456789", {"const": 0.5}
+    value: Any = {"json": schema} if field == "structured_outputs" else FORMAT | {"json_schema": {"name": "x", "schema": schema}}
+    body = json.dumps({"prompt": "a", "temperature": 0.25, "max_tokens": 40, field: value})
+    encoded = body.replace("0.5", number).replace("0.25", "0.30000000000000000001").encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(encoded)}\r\n\r\n"
+    answer = server.send(head.encode(), encoded, end=False)
+    assert answer.startswith(b"HTTP/1.1 200 ") and f'"text":"{number}"'.encode() in answer
