@@ -40,7 +40,8 @@ from stepgraph.runtime.serve.http import (
     error_response,
     http_error,
     json_response,
-    read_json,
+    parse_body,
+    read_body,
     server_config,
     until_disconnect,
 )
@@ -155,11 +156,15 @@ class App:
     async def _generate(self, request: Request) -> ASGIApp:
         """Check a request and queue its choices. HttpError if it is refused before it is submitted."""
         started, key = time.perf_counter(), self._authorize(request)
-        body, size = await read_json(request, self.bounds)
+        body = await read_body(request, self.bounds)
         chat = request.scope["path"] == "/v1/chat/completions"
-        arguments = body, chat, self._codec, self._names, self.serving.max_length, self._chosen_format, self.gate.size
-        in_thread = "tools" in body or size > LONG_TEXT  # an analysis of their schemas, or encoding a long text, can take seconds
-        parsed = await asyncio.to_thread(parse_request, *arguments) if in_thread else parse_request(*arguments)
+
+        def parse() -> GenerationRequest:
+            arguments = self._codec, self._names, self.serving.max_length, self._chosen_format, self.gate.size
+            return parse_request(parse_body(body), chat, *arguments)
+
+        in_thread = len(body) > LONG_TEXT or b'"tools"' in body  # an analysis of their schemas, or encoding a long text, can take seconds
+        parsed = await asyncio.to_thread(parse) if in_thread else parse()
         parsed.options["cache_salt"] = parsed.options["tenant"] = key  # callers with different keys share no cached prefixes
         if self.shutting_down:
             raise HttpError(503, SHUTTING_DOWN)

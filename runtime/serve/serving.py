@@ -76,6 +76,7 @@ class EngineServing:
         return engine_metrics([({}, await asyncio.to_thread(self._async_engine.engine.stats))])
 
     async def generate(self, prompt_ids: list[int], **options: Any) -> JobStream:
+        await self._async_engine.check_long(options["constraint"])
         return self._async_engine.generate(prompt_ids, **options)
 
     async def close(self, drain: bool = True) -> None:

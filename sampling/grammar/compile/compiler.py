@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections import OrderedDict, deque
@@ -26,6 +27,7 @@ from stepgraph.sampling.lifetimes import BoundToProcess, call_after_fork, close_
 Isolation = Literal["process", "none"]
 
 CACHE_BYTES = 256 * MIB
+RECENT_CHECKS = 8  # constraints without errors that are not checked again
 MAX_COMPILES = 256  # at a time; also the maximum number of threads of one compile
 
 
@@ -143,6 +145,9 @@ class GrammarCache:
         self._entries: OrderedDict[Constraint, CacheEntry] = OrderedDict()  # least recently released first
         self.counts = dict.fromkeys(("hits", "misses", "grammars", "nbytes", "dropped"), 0)  # as in CompileStats
 
+    def __contains__(self, constraint: Constraint) -> bool:
+        return constraint in self._entries
+
     def claim_existing(self, claim: Claim) -> bool:
         """Claim the entry of a constraint, if there is one."""
         entry = claim.entry = self._entries.get(claim.constraint)
@@ -227,6 +232,7 @@ class GrammarCompiler:
         self.vocabulary, self._check_masks = vocabulary, check_masks
         self._max_compiles = max_compiles
         self._backends = Backends(vocabulary, backend, self.limits, max_threads)
+        self._check_with_backends = functools.lru_cache(RECENT_CHECKS)(self._backends.check)
         self._lock = threading.RLock()  # reentrant: a signal handler may call Engine.stats()
         self._cache = GrammarCache(cache_bytes)
         self._waiting: deque[CacheEntry] = deque()
@@ -268,9 +274,16 @@ class GrammarCompiler:
         of short EBNF grammars. Contradictions between schemas, and what a library rejects, are found by the compile."""
         if not isinstance(constraint, Constraint):
             raise ValueError(f"constraint: got {type(constraint).__name__}, expected a Constraint")
-        self._backends.check(constraint)
+        self._check_with_backends(constraint)
         if constraint.marker is not None:
             check_marker(constraint.marker, self.vocabulary)
+
+    def check_ahead(self, constraint: Constraint) -> None:
+        """check(), which a claim soon afterwards does not repeat. Nothing is done for a constraint that is in the cache."""
+        with self._lock:
+            if constraint in self._cache:
+                return
+        self.check(constraint)
 
     def compile(self, constraint: Constraint) -> CompiledConstraint:
         """Compile a constraint and wait for it; ValueError with its kind and the reason if it cannot be compiled."""

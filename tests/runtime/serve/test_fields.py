@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
+from stepgraph.runtime.request_queue import RequestQueue
+from stepgraph.runtime.serve import app
 from stepgraph.runtime.serve.http import Bounds
+from stepgraph.sampling.grammar.compile import backends
 from tests.helpers.running_server import CHAT, FORMAT, ON, RunningServer, engine_of, running
 
 PROMPTS = ["ab", "the second one", "c"]
@@ -156,3 +160,30 @@ def test_numbers_of_schemas_stay_exact(server: RunningServer, field: str) -> Non
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(encoded)}\r\n\r\n"
     answer = server.send(head.encode(), encoded, end=False)
     assert answer.startswith(b"HTTP/1.1 200 ") and f'"text":"{number}"'.encode() in answer
+
+
+def test_long_bodies_are_read_and_their_constraints_checked_once_outside_the_event_loop(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: dict[str, list[int]] = {"enqueue": [], "parse_body": [], "check_size": []}  # the threads of the calls
+
+    def spy(owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+
+        def call(*arguments: Any) -> Any:
+            called[name].append(threading.get_ident())
+            return function(*arguments)
+
+        monkeypatch.setattr(owner, name, call)
+
+    spy(RequestQueue, "enqueue")
+    spy(app, "parse_body")
+    spy(backends, "check_size")
+    regex = {"structured_outputs": {"regex": "(a|b)" * 5000}}
+    schema = {"structured_outputs": {"json": {"enum": [f"value {index}" for index in range(2000)]}}}
+    with server.client as client:
+        for fields in (regex, schema, regex):
+            client.completions.create(model="toy", prompt="x", max_tokens=4, extra_body=fields)
+    (loop,) = set(called["enqueue"])
+    assert len(called["parse_body"]) == 3 and loop not in called["parse_body"] + called["check_size"]
+    assert len(called["check_size"]) == 4, "of each constraint one call before its request, and one by its compile"
