@@ -43,7 +43,7 @@ class Serving(Protocol):
     def failure(self) -> BaseException | None: ...
 
     async def wait_failed(self) -> None:
-        """Wait until `failure` is set, or the engine is closed."""
+        """Wait until `failure` is set."""
 
     def list_loras(self) -> Sequence[str]: ...
 
@@ -66,6 +66,8 @@ class EngineServing:
 
     async def wait_failed(self) -> None:
         await self._async_engine.wait_closed()
+        if self.failure is None:  # closed by its owner
+            await asyncio.get_running_loop().create_future()
 
     def list_loras(self) -> Sequence[str]:
         return self._async_engine.engine.list_loras()
