@@ -310,9 +310,9 @@ class AsyncEngine(BoundToProcess):
                     return self.generate(prompt, **options)
 
     async def check_long(self, constraint: object) -> None:
-        """ValueError for a long constraint that generate() would refuse. It is checked in a thread, since that can take tenths of a
-        second, and generate() does not repeat it."""
-        if isinstance(constraint, Constraint) and len(constraint.payload) > LONG_CONSTRAINT:
+        """ValueError for a long constraint or a grammar that generate() would refuse. It is checked in a thread, since that can take
+        tenths of a second, or load a library, and generate() does not repeat it."""
+        if isinstance(constraint, Constraint) and (len(constraint.payload) > LONG_CONSTRAINT or constraint.kind in ("ebnf", "lark")):
             await asyncio.to_thread(self.engine.queue.check_ahead, constraint)
 
     @property
