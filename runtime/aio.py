@@ -312,8 +312,11 @@ class AsyncEngine(BoundToProcess):
     async def check_long(self, constraint: object) -> None:
         """ValueError for a long constraint or a grammar that generate() would refuse. It is checked in a thread, since that can take
         tenths of a second, or load a library, and generate() does not repeat it."""
-        if isinstance(constraint, Constraint) and (len(constraint.payload) > LONG_CONSTRAINT or constraint.kind in ("ebnf", "lark")):
-            await asyncio.to_thread(self.engine.queue.check_ahead, constraint)
+        compiler = self.engine._parts.compiler
+        if not isinstance(constraint, Constraint) or compiler is None:
+            return
+        if len(constraint.payload) > LONG_CONSTRAINT or constraint.kind in ("ebnf", "lark"):
+            await asyncio.to_thread(compiler.check, constraint)
 
     @property
     def failure(self) -> BaseException | None:

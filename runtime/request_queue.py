@@ -159,10 +159,6 @@ class RequestQueue:
         self.wake.notify()
         return True
 
-    def check_ahead(self, constraint: Constraint) -> None:
-        """ValueError for a constraint that enqueue() would refuse."""
-        self._require_compiler().check_ahead(constraint)
-
     def compile(self, constraint: Constraint) -> CompiledConstraint:
         return self._require_compiler().compile(constraint)
 

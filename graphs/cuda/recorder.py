@@ -85,7 +85,7 @@ class CudaRecorder:
                         step(buffers)
                     torch.clear_autocast_cache()
                     kept = allocated_blocks() - before
-                if kept:  # also of garbage, other threads, and workspaces of libraries
+                if kept:  # also by other threads, as workspaces of libraries, and in cycles, which are freed here
                     gc.collect()
                     kept &= allocated_blocks()
                 if kept:

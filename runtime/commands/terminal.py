@@ -44,18 +44,7 @@ def coloured(text: str, origin: str) -> str:
 def print_text(text: str, end: str = "\n", origin: str = "") -> None:
     """Print to stdout, in the colour of `origin` if it is given."""
     text = printable(text, sys.stdout)
-    with _stdout_errors():
-        print(coloured(text, origin) if origin and text else text, end=end, flush=True)
-
-
-@contextlib.contextmanager
-def _stdout_errors() -> Iterator[None]:
-    """Give errors of writes the name that those of files have."""
-    try:
-        yield
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes again when it exits, and would report it
-        raise OSError(error.errno, error.strerror, "standard output") from None
+    print(coloured(text, origin) if origin and text else text, end=end, flush=True)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -93,8 +82,7 @@ def waiting(message: str) -> Iterator[None]:
 def print_json(document: object) -> None:
     """Print the document as JSON. Values without a JSON type become strings."""
     text = json.dumps(document, indent=2, default=str, ensure_ascii=not _encodes_everything(sys.stdout))
-    with _stdout_errors():
-        print(CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text))  # json.dumps leaves U+007F to U+009F
+    print(CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text))  # json.dumps leaves U+007F to U+009F
 
 
 def _repair_streams() -> None:
@@ -120,9 +108,10 @@ def run_command(name: str, work: Callable[[], int]) -> int:
         try:
             return work()
         finally:  # also after a parser's SystemExit: a closed pipe raises here or not at all
-            with _stdout_errors():
-                sys.stdout.flush()
+            sys.stdout.flush()
     except BrokenPipeError:
+        # The interpreter flushes stdout again when it exits and would report the closed pipe.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OUTPUT_CLOSED
     except (ValueError, OSError) as error:
         print_error(f"{name}: {error}")

@@ -219,13 +219,13 @@ class ReplicaPool:
     async def metrics(self) -> list[Metric]:
         """The metrics of every replica, with its label, and of the streams."""
         found = await self._handle.broadcast("labelled_stats").results_async(timeout_s=METRICS_SECONDS, return_exceptions=True)
-        ended = self.counts.ended.items()
+        ended = [({"reason": reason}, count) for reason, count in self.counts.ended.items()]
         return [
             *engine_metrics(pair for pair in found if isinstance(pair, tuple)),  # other replicas are ending
             counter("streams_retried", "Requests sent to another replica before their first token.", self.counts.retried),
             counter("streams_continued", "Times that a stream was continued on another replica.", self.counts.continued),
             counter("streams_refused", "Streams that could not be continued.", self.counts.refused),
-            counters("streams_ended", "Streams that the server ended, by reason.", [({"reason": reason}, n) for reason, n in ended]),
+            counters("streams_ended", "Streams that the server ended, by reason.", ended),
         ]
 
     async def close(self, drain: bool = True) -> None:

@@ -143,24 +143,22 @@ class ResumedStream:
         return event
 
     def cancel(self, reason: FinishReason = FinishReason.CANCELLED) -> None:
-        """End the request without waiting; the last event has this reason. Idempotent. For the replica it is cancelled in any case, since
-        Ray closes its generator without a reason."""
-        self._closing = self._closing or asyncio.ensure_future(self._close(reason))
+        """End the request without waiting; the last event says so. Idempotent. Ray closes the generator of the replica without a reason."""
+        if self._closing is None:
+            self._counts.ended[reason] += self.job.finish_reason is None
+            self._closing = asyncio.ensure_future(self._close())
 
     async def aclose(self) -> None:
         self.cancel()
         assert self._closing is not None
         await asyncio.shield(self._closing)
 
-    async def _close(self, reason: FinishReason) -> None:
-        if is_open := self.job.finish_reason is None:
-            self.job.finish_reason = reason
-            self._counts.ended[reason] += 1
+    async def _close(self) -> None:
         self._reading.cancel()
         await asyncio.wait({self._reading})
         await self._end()
-        if is_open:
-            self._unread = replace(self._unread or StepEvent(0), finish_reason=reason)
+        if self.job.finish_reason == FinishReason.CANCELLED:
+            self._unread = replace(self._unread or StepEvent(0), finish_reason=FinishReason.CANCELLED)
 
     async def _next(self) -> StepEvent | None:
         """The next event; None after the last one."""

@@ -70,15 +70,6 @@ def test_bad_input_exits_with_2_if_stderr_cannot_be_written() -> None:
     assert (done.returncode, done.stdout) == (terminal.BAD_INPUT, b"")
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_an_error_of_standard_output_names_it(unbuffered: str) -> None:
-    command, environment = [*COMMAND, "check-schema", "{}", "--json"], os.environ | {"PYTHONUNBUFFERED": unbuffered}
-    with open("/dev/full", "wb") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, env=environment, timeout=300, check=False)
-    message = b"stepgraph check-schema: [Errno 28] No space left on device: 'standard output'\n"
-    assert (done.returncode, done.stderr) == (terminal.BAD_INPUT, message)
-
-
 def test_help_and_version_do_not_import_torch(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise AssertionError('torch was imported')")
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])

@@ -27,7 +27,7 @@ from stepgraph.sampling.lifetimes import BoundToProcess, call_after_fork, close_
 Isolation = Literal["process", "none"]
 
 CACHE_BYTES = 256 * MIB
-RECENT_CHECKS = 8  # constraints without errors that are not checked again
+RECENT_CHECKS = 64  # constraints without errors that are not checked again
 MAX_COMPILES = 256  # at a time; also the maximum number of threads of one compile
 
 
@@ -144,9 +144,6 @@ class GrammarCache:
         self._max_bytes = max_bytes
         self._entries: OrderedDict[Constraint, CacheEntry] = OrderedDict()  # least recently released first
         self.counts = dict.fromkeys(("hits", "misses", "grammars", "nbytes", "dropped"), 0)  # as in CompileStats
-
-    def __contains__(self, constraint: Constraint) -> bool:
-        return constraint in self._entries
 
     def claim_existing(self, claim: Claim) -> bool:
         """Claim the entry of a constraint, if there is one."""
@@ -277,13 +274,6 @@ class GrammarCompiler:
         self._check_with_backends(constraint)
         if constraint.marker is not None:
             check_marker(constraint.marker, self.vocabulary)
-
-    def check_ahead(self, constraint: Constraint) -> None:
-        """check(), which a claim soon afterwards does not repeat. Nothing is done for a constraint that is in the cache."""
-        with self._lock:
-            if constraint in self._cache:
-                return
-        self.check(constraint)
 
     def compile(self, constraint: Constraint) -> CompiledConstraint:
         """Compile a constraint and wait for it; ValueError with its kind and the reason if it cannot be compiled."""
