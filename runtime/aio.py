@@ -22,10 +22,13 @@ from stepgraph.runtime.request import NO_DRAFTS, EngineClosedError, Job, StepEve
 from stepgraph.runtime.request_queue import QueueFullError
 from stepgraph.runtime.validate import REQUEST_NAMES, Prompt, RequestOptions
 from stepgraph.sampling.fields import check_value, checked_keywords, instance_of, message_of
+from stepgraph.sampling.grammar.constraints.constraint import Constraint
 from stepgraph.sampling.lifetimes import EXIT_SECONDS, BoundToProcess, ExitStage, close_at_exit
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+LONG_CONSTRAINT = 10_000  # characters, whose check takes up to about 30 ms
 
 
 class StreamBuffer:
@@ -297,19 +300,33 @@ class AsyncEngine(BoundToProcess):
         return JobStream(self, stepper, buffer)
 
     async def submit(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> JobStream:
-        """Like generate(), but wait for room in a full queue, in the order of the calls."""
+        """Like generate(), but wait for room in a full queue, in the order of the calls, and check long constraints in a thread."""
         stepper = self.check("AsyncEngine.submit")
+        await self.check_long(options.get("constraint"))
         async with self._submit_lock:
             while True:
                 await stepper.wait_for_room()
                 with contextlib.suppress(QueueFullError):  # another thread took the room
                     return self.generate(prompt, **options)
 
+    async def check_long(self, constraint: object) -> None:
+        """ValueError for a long constraint or a grammar that generate() would refuse. It is checked in a thread, since that can take
+        tenths of a second, or load a library, and generate() does not repeat it."""
+        compiler = self.engine._parts.compiler
+        if not isinstance(constraint, Constraint) or compiler is None:
+            return
+        if len(constraint.payload) > LONG_CONSTRAINT or constraint.kind in ("ebnf", "lark"):
+            await asyncio.to_thread(compiler.check, constraint)
+
     @property
     def failure(self) -> BaseException | None:
         """The error that ended the stepping thread; None if there was none, or if the engine was closed."""
         failure = self._stepper.failure if self._stepper else None
         return None if isinstance(failure, EngineClosedError) else failure
+
+    async def wait_closed(self) -> None:
+        """Wait until stepping has ended, by close() or by an error, which is `failure`."""
+        await self.check("AsyncEngine.wait_closed").ended.wait()
 
     async def close(self, drain: bool = True) -> None:
         """Stop stepping after all present jobs have ended, or cancel them if drain is False. Raises the error of a failed step.

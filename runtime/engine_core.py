@@ -12,6 +12,7 @@ from stepgraph.runtime.engine_state import EngineState
 from stepgraph.runtime.finish_reason import FinishReason
 from stepgraph.runtime.preemption import PreemptingScheduler
 from stepgraph.runtime.request import ActiveRequest, Job, StepEvent
+from stepgraph.runtime.upload import GrammarCopyError
 from stepgraph.sampling.fields import message_of
 from stepgraph.sampling.grammar.status import FinishCode
 
@@ -49,19 +50,20 @@ class EngineCore(EngineState):
         return events + self._scheduler.admit()
 
     def _prefill(self, events: list[StepEvent]) -> None:
-        """Launch up to one chunk of prompt tokens. A request without memory for its settings or its chunk ends with an event."""
+        """Launch up to one chunk of prompt tokens. A request ends with an event if its grammar cannot be copied, or on a GPU without
+        memory for its settings or its chunk."""
         budget, prefilling = self.limits.prefill_chunk, [request for request in self._scheduler.active if not request.decoding]
         if prefilling:
             self._in_flight.interrupt()
         for request in prefilling:
-            if budget <= 0 or not self._uploader.send_grammar(request):
-                continue
             try:
+                if budget <= 0 or not self._uploader.send_grammar(request):
+                    continue
                 if not request.prefill_started:
                     self._scheduler.start_prefill(request)
                     self._uploader.begin(request)
                 taken = self._uploader.prefill(request, budget)
-            except torch.OutOfMemoryError as error:  # of a GPU: what was launched concerns this row only
+            except (torch.OutOfMemoryError, GrammarCopyError) as error:  # what was launched concerns this row only
                 if self._parts.ranks:  # which would wait for this one
                     raise
                 events.append(self._end(request.job, request, FinishReason.ERROR, message_of(error)))

@@ -26,12 +26,17 @@ from stepgraph.graphs.row_layout import Column
 from stepgraph.runtime.extras.hidden_states import HiddenStates
 from stepgraph.runtime.request import ActiveRequest, Job
 from stepgraph.sampling import bitmask
+from stepgraph.sampling.fields import error_summary
 from stepgraph.sampling.grammar.automaton.arena import ArenaBlock
 from stepgraph.sampling.grammar.status import FinishCode
 from stepgraph.sampling.rng import draft_seed
 from stepgraph.sampling.sampler import Param
 
 CopyLaunch = Callable[[Callable[[], object]], Event]
+
+
+class GrammarCopyError(RuntimeError):
+    """A copy of a request's grammar could not be launched."""
 
 
 class PinnedRing:
@@ -96,7 +101,8 @@ class Uploader:
     def send_grammar(self, request: ActiveRequest) -> bool:
         """Launch copies of the request's grammar to its block, until one would wait (see __init__). Returns whether all are launched.
 
-        The copies run beside the rounds. Rounds in flight may still read the grammar that had this memory before.
+        The copies run beside the rounds. Rounds in flight may still read the grammar that had this memory before. GrammarCopyError if one
+        fails; the copies run in order, so that a later request may repeat it, or use the memory.
         """
         block, grammar_ring = request.arena_block, self._grammar_ring
         while block is not None and grammar_ring is not None and block.num_copied < len(block.image):
@@ -104,7 +110,7 @@ class Uploader:
                 return False
             part = block.image[block.num_copied : block.num_copied + grammar_ring.width]
             start = block.offset + block.num_copied
-            copy = functools.partial(_copy_start, self._buffers.grammar_arena[start : start + len(part)])
+            copy = functools.partial(_copy_image, self._buffers.grammar_arena[start : start + len(part)])
             launch = functools.partial(self._backend.copy_aside, after_launched=not block.num_copied)
             self._copy_events[block] = grammar_ring.send(part, copy, launch)
             block.num_copied += len(part)
@@ -248,8 +254,11 @@ def _embeddings(job: Job, start: int, count: int) -> Iterator[tuple[int, Tensor]
             yield first - start, values[first - position : end - position]
 
 
-def _copy_start(to: Tensor, slot: Tensor) -> None:
-    to.copy_(slot[: len(to)], non_blocking=True)
+def _copy_image(to: Tensor, slot: Tensor) -> None:
+    try:
+        to.copy_(slot[: len(to)], non_blocking=True)
+    except Exception as error:
+        raise GrammarCopyError(f"the grammar could not be copied to the device: {error_summary(error)}") from error
 
 
 def _optional_settings(job: Job, limits: Limits, processors: Sequence[LogitsProcessor]) -> dict[str, list[int]]:

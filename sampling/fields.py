@@ -5,10 +5,13 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import json
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeGuard, TypeVar
 
@@ -212,3 +215,17 @@ def reject_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def reject_constant(name: str) -> None:
     """parse_constant of json: ValueError for NaN and Infinity."""
     raise ValueError(f"{name} is not a JSON value")
+
+
+def parse_exact_json(text: str | bytes) -> Any:
+    """The value of a JSON text; numbers that a float would round are Decimals. ValueError for repeated keys, NaN and Infinity."""
+    return json.loads(text, object_pairs_hook=reject_repeated_keys, parse_constant=reject_constant, parse_float=_exact_number)
+
+
+def _exact_number(text: str) -> float | Decimal:
+    number = float(text)
+    try:
+        exact = Decimal(text if math.isfinite(number) else 0)
+    except InvalidOperation:
+        raise ValueError(f"the exponent of {clip_repr(text)} is too small") from None
+    return exact if math.isfinite(number) and Decimal(repr(number)) != exact else number

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from stepgraph.graphs.memory import Backup
 from stepgraph.graphs.spans import GraphNode, RangeFactory, RecordedReport, stage_runs
 from stepgraph.graphs.tape.recorder import Recorder, first_difference
 from stepgraph.graphs.tape.reuse import check_second_run
-from stepgraph.sampling.cuda_graphs import CaptureStreams, GraphPool, Streams, capturing, empty_cache, hold_workspaces
+from stepgraph.sampling.cuda_graphs import CaptureStreams, GraphPool, Streams, capturing, empty_cache, gc_paused, hold_workspaces
 
 _NODE_KINDS = (  # in the order of CUgraphNodeType; shared kinds have the names that the tape uses
     *("kernel", "copy", "fill", "host", "graph", "empty", "wait", "record", "semaphore-signal", "semaphore-wait"),
@@ -76,12 +77,18 @@ class CudaRecorder:
                 [generator.get_state() for generator in used],
             )
             self.synchronize()
-            context, before = CudaCaptureContext(self._driver, self._streams, buffers, self._errors, launch_host=False), allocated_blocks()
+            context = CudaCaptureContext(self._driver, self._streams, buffers, self._errors, launch_host=False)
             try:
-                with use_context(context):
-                    step(buffers)
-                torch.clear_autocast_cache()
-                if kept := allocated_blocks() - before:  # also of other threads, and workspaces of libraries
+                with gc_paused:  # otherwise a kept tensor may get the memory of garbage, and its address is not new
+                    before = allocated_blocks()
+                    with use_context(context):
+                        step(buffers)
+                    torch.clear_autocast_cache()
+                    kept = allocated_blocks() - before
+                if kept:  # also by other threads, as workspaces of libraries, and in cycles, which are freed here
+                    gc.collect()
+                    kept &= allocated_blocks()
+                if kept:
                     is_kept = lambda tensor: tensor.untyped_storage().data_ptr() in kept  # noqa: E731
                     check_second_run(tape_recorder(buffers, generators), step, is_kept)
                 for name in context.joined:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from stepgraph.runtime.commands.inputs import read_file
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.demo.variants import SCENARIOS, Case, Pair, tokens_per_second, toy_pair, variants
 from stepgraph.runtime.text import TextCodec
-from stepgraph.sampling.fields import clip_repr, reject_repeated_keys
+from stepgraph.sampling.fields import clip_repr, parse_exact_json
 from stepgraph.sampling.grammar import Constraint
 from stepgraph.sampling.grammar.compile.backends import check_constraints
 
@@ -109,7 +108,7 @@ def _read_prompts(options: argparse.Namespace, codec: TextCodec) -> list[Prompt]
 
 
 def _read_prompt(line: str, codec: TextCodec) -> Prompt:
-    entry = json.loads(line, object_pairs_hook=reject_repeated_keys)
+    entry = parse_exact_json(line)
     names = entry.keys() - {"schema"} if isinstance(entry, dict) else ()
     if len(names) != 1 or not names <= {"text", "messages"}:
         raise ValueError(f"got {clip_repr(line)}, expected an object with text or messages, and optionally a schema")

@@ -15,6 +15,7 @@ from tqdm import tqdm
 from stepgraph.graphs.spans import Span
 from stepgraph.runtime.commands import engines, terminal
 from stepgraph.runtime.commands.flags import TRACE_FILE
+from stepgraph.runtime.commands.inputs import writing
 from stepgraph.runtime.commands.terminal import ORIGINS
 from stepgraph.runtime.demo.variants import SCENARIOS, Case, Pair, Scenario, open_pair, tokens_per_second, toy_pair, variants
 from stepgraph.runtime.request import Job, StepEvent
@@ -119,7 +120,9 @@ class Demonstration:
             document["timeline"] = self.timeline()
         if self.options.html:
             shown = [(each, self.pieces[each.name]) for each in SCENARIOS]
-            self.options.html.write_text(page(self.pair.name, shown, head, rows, self.traced_timeline), encoding="utf-8")
+            text = page(self.pair.name, shown, head, rows, self.traced_timeline)
+            with writing("--html", self.options.html):
+                self.options.html.write_text(text, encoding="utf-8")
             self._print(f"{self.options.html}: answers, table and timeline as a page")
         return document
 
@@ -177,7 +180,8 @@ class Demonstration:
         with self._progress_bar("timeline", 1):
             with case.engine.trace(rounds=TRACED_ROUNDS) as trace:
                 self._run(case, scenario)
-            trace.timeline.save_perfetto(path)
+            with writing("--out", path):
+                trace.timeline.save_perfetto(path)
         self.traced_timeline, summary = trace.timeline, trace.timeline.summary()
         self._print(f"\n{summary}\n{path}: the timeline, for ui.perfetto.dev")
         return {"trace": str(path), "summary": summary.as_dict()}

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import socket
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from stepgraph.sampling.fields import clip_repr, reject_repeated_keys
+from stepgraph.sampling.fields import clip_repr, parse_exact_json
 
 
 def read_schema(flag: str, value: str) -> dict[str, Any] | bool:
     """A JSON schema: the value itself if it starts with {, otherwise the content of the file at this path."""
     text = value if value.lstrip().startswith("{") else read_file(flag, value, "a JSON schema: the path of a file, or the schema itself")
     try:
-        schema = json.loads(text, object_pairs_hook=reject_repeated_keys)
+        schema = parse_exact_json(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{flag}: got {clip_repr(value)}, which is not JSON ({error}), expected a JSON schema") from None
     if not isinstance(schema, (dict, bool)):
@@ -48,9 +49,16 @@ def parse_token_ids(flag: str, value: str | None) -> list[int] | None:
 
 def require_writable(flag: str, path: Path) -> None:
     """Creates the file and its folder, since decoding takes minutes before it is written."""
-    try:
+    with writing(flag, path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.open("a").close()
+
+
+@contextlib.contextmanager
+def writing(flag: str, path: Path) -> Iterator[None]:
+    """ValueError with flag and path if the file cannot be written: errors of a full disk do not contain them."""
+    try:
+        yield
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
         raise ValueError(f"{flag}: got {clip_repr(str(path))} ({why}), expected the path of a file that can be written") from None

@@ -19,7 +19,7 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 
 from stepgraph.runtime.aio import AsyncEngine
 from stepgraph.runtime.engine import Engine
-from stepgraph.runtime.metrics import counter, engine_metrics
+from stepgraph.runtime.metrics import counter, counters, engine_metrics
 from stepgraph.runtime.replicas.replica import AnswerPart, EngineInfo, ReplicaRequest, answer, identity_of, info_of
 from stepgraph.runtime.replicas.router import FREE_PAGES, PrefixRouter, scale
 from stepgraph.runtime.replicas.streams import POLICIES, Counts, ReplicaLost, ResumedStream
@@ -182,6 +182,9 @@ class ReplicaPool:
         made = codec(info) if codec else info.vocabulary and TextCodec.of_bytes(info.vocabulary)
         return cls(handle, info, made, replicas, resume, max_open)
 
+    async def wait_failed(self) -> None:
+        await asyncio.get_running_loop().create_future()  # Ray replaces replicas that fail
+
     def list_loras(self) -> Sequence[str]:
         return self.info.lora_names
 
@@ -216,11 +219,13 @@ class ReplicaPool:
     async def metrics(self) -> list[Metric]:
         """The metrics of every replica, with its label, and of the streams."""
         found = await self._handle.broadcast("labelled_stats").results_async(timeout_s=METRICS_SECONDS, return_exceptions=True)
+        ended = [({"reason": reason}, count) for reason, count in self.counts.ended.items()]
         return [
             *engine_metrics(pair for pair in found if isinstance(pair, tuple)),  # other replicas are ending
             counter("streams_retried", "Requests sent to another replica before their first token.", self.counts.retried),
             counter("streams_continued", "Times that a stream was continued on another replica.", self.counts.continued),
             counter("streams_refused", "Streams that could not be continued.", self.counts.refused),
+            counters("streams_ended", "Streams that the server ended, by reason.", ended),
         ]
 
     async def close(self) -> None:

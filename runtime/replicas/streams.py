@@ -7,6 +7,7 @@ whose tokens depend on their drafts have no drafts.
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import functools
 import random
@@ -62,6 +63,7 @@ class Counts:
     retried: int = 0  # sent to another replica before the first token
     continued: int = 0
     refused: int = 0  # could not be continued
+    ended: collections.Counter[FinishReason] = field(default_factory=collections.Counter)  # by the server, before their last token
 
 
 class ResumedStream:
@@ -142,10 +144,13 @@ class ResumedStream:
 
     def cancel(self, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End the request without waiting; the last event says so. Idempotent. Ray closes the generator of the replica without a reason."""
-        self._closing = self._closing or asyncio.ensure_future(self._close())
+        if self._closing is None:
+            self._counts.ended[reason] += self.job.finish_reason is None
+            self._closing = asyncio.ensure_future(self._close())
 
     async def aclose(self) -> None:
-        self._closing = self._closing or asyncio.ensure_future(self._close())
+        self.cancel()
+        assert self._closing is not None
         await asyncio.shield(self._closing)
 
     async def _close(self) -> None:

@@ -40,7 +40,8 @@ from stepgraph.runtime.serve.http import (
     error_response,
     http_error,
     json_response,
-    read_json,
+    parse_body,
+    read_body,
     server_config,
     until_disconnect,
 )
@@ -79,15 +80,20 @@ class App:
         self.asgi.router.redirect_slashes = False
 
     async def serve(self, listener: socket.socket, drain: asyncio.Event, stop_now: asyncio.Event, grace_seconds: float) -> None:
-        """Serve until `drain` is set; let answers end for `grace_seconds` or until `stop_now` is set, then cancel their jobs."""
+        """Serve until `drain` is set or the engine fails; let answers end for `grace_seconds` or until `stop_now` is set, then cancel their
+        jobs. RuntimeError if the engine has failed."""
         server = Server(server_config(self.asgi, self.bounds))
-        serving, stopped = asyncio.ensure_future(server.serve([listener])), asyncio.ensure_future(stop_now.wait())
-        await drain.wait()
+        serving = asyncio.ensure_future(server.serve([listener]))
+        ends = [asyncio.ensure_future(each) for each in (drain.wait(), self.serving.wait_failed(), stop_now.wait())]
+        await asyncio.wait(ends[:2], return_when=asyncio.FIRST_COMPLETED)
         self.shutting_down = server.should_exit = True
-        await asyncio.wait({serving, stopped}, timeout=grace_seconds, return_when=asyncio.FIRST_COMPLETED)
-        stopped.cancel()
+        await asyncio.wait({serving, ends[2]}, timeout=grace_seconds, return_when=asyncio.FIRST_COMPLETED)
+        for each in ends:
+            each.cancel()
         try:
-            await self.serving.close()
+            await self.serving.close()  # answers in progress end with an error
+        except Exception as error:
+            raise RuntimeError("the engine failed") from error
         finally:
             await asyncio.wait({serving}, timeout=1.0)
             server.abort_connections()  # of clients that do not read, or whose requests have not arrived
@@ -150,11 +156,15 @@ class App:
     async def _generate(self, request: Request) -> ASGIApp:
         """Check a request and queue its choices. HttpError if it is refused before it is submitted."""
         started, key = time.perf_counter(), self._authorize(request)
-        body, size = await read_json(request, self.bounds)
+        body = await read_body(request, self.bounds)
         chat = request.scope["path"] == "/v1/chat/completions"
-        arguments = body, chat, self._codec, self._names, self.serving.max_length, self._chosen_format, self.gate.size
-        in_thread = "tools" in body or size > LONG_TEXT  # an analysis of their schemas, or encoding a long text, can take seconds
-        parsed = await asyncio.to_thread(parse_request, *arguments) if in_thread else parse_request(*arguments)
+
+        def parse() -> GenerationRequest:
+            arguments = self._codec, self._names, self.serving.max_length, self._chosen_format, self.gate.size
+            return parse_request(parse_body(body), chat, *arguments)
+
+        in_thread = len(body) > LONG_TEXT or b'"tools"' in body  # an analysis of their schemas, or encoding a long text, can take seconds
+        parsed = await asyncio.to_thread(parse) if in_thread else parse()
         parsed.options["cache_salt"] = parsed.options["tenant"] = key  # callers with different keys share no cached prefixes
         if self.shutting_down:
             raise HttpError(503, SHUTTING_DOWN)

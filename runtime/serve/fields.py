@@ -60,6 +60,7 @@ _STREAM_OPTIONS = {"include_usage": _BOOL, "include_obfuscation": _OFF, "continu
 _REQUEST_FIELDS = {runtime: field for field, runtime in _SAMPLING_FIELDS.items()} | {"variables": "chat_template_kwargs"}
 MAX_STOPS = 32  # OpenAI allows 4; clients of vLLM and llama.cpp send more
 MAX_CHOICES = 16
+MAX_IDS = 1024  # of logit_bias and stop_token_ids
 MAX_CHAT_LOGPROBS, MAX_COMPLETION_LOGPROBS = 20, 5  # as OpenAI's endpoints
 MAX_PRIORITY = 1000
 _PRIORITY = whole(-MAX_PRIORITY, MAX_PRIORITY)._replace(
@@ -306,6 +307,9 @@ def _sampling(fields: Mapping[str, Any], logprobs: tuple[bool, int], stop: Seque
     biases = fields.get("logit_bias", {})
     if not isinstance(biases, dict) or not all(re.fullmatch("0|[1-9][0-9]{0,8}", token) for token in biases):
         refuse("logit_bias", biases, "an object from token ids to numbers")
+    for name in ("logit_bias", "stop_token_ids"):  # before they are checked one by one, which happens several times
+        if isinstance(fields.get(name), (dict, list)) and len(fields[name]) > MAX_IDS:
+            refuse(name, fields[name], f"at most {MAX_IDS} token ids")
     try:
         params = {"temperature": 1.0, **params, "logit_bias": {int(token): bias for token, bias in biases.items()}}
         return SamplingParams(**params, logprobs=logprobs[0], top_logprobs=logprobs[1], stop=stop)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 from collections.abc import Coroutine, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -17,8 +18,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from stepgraph.sampling.fields import reject_constant, reject_repeated_keys
+from stepgraph.sampling.fields import parse_exact_json, reject_constant, reject_repeated_keys
 from stepgraph.sampling.grammar.schema.reader import clip_json
+
+LONG_NUMBER = re.compile(rb"[0-9.]{17}|[0-9][eE]-[0-9]{3}")
+SCHEMA_FIELDS = ("response_format", "structured_outputs")
 
 
 @dataclass(frozen=True)
@@ -150,20 +154,25 @@ def server_config(app: Any, bounds: Bounds) -> uvicorn.Config:
     )
 
 
-async def read_json(request: Request, bounds: Bounds) -> tuple[dict[str, Any], int]:
-    """The body, and its size in bytes."""
+async def read_body(request: Request, bounds: Bounds) -> bytes:
     try:
-        body = await asyncio.wait_for(_body(request, bounds.body_bytes), bounds.read_seconds)
-        value = json.loads(body, object_pairs_hook=reject_repeated_keys, parse_constant=reject_constant)
+        return await asyncio.wait_for(_body(request, bounds.body_bytes), bounds.read_seconds)
     except asyncio.TimeoutError:
         raise HttpError(408, f"body: not complete after {bounds.read_seconds:g} seconds") from None
     except ClientDisconnect:
         raise HttpError(400, "body: the client disconnected before its end") from None
+
+
+def parse_body(body: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(body, object_pairs_hook=reject_repeated_keys, parse_constant=reject_constant)
+        if isinstance(value, dict) and LONG_NUMBER.search(body):  # in schemas, floats would round it
+            value |= {name: part for name, part in parse_exact_json(body).items() if name in SCHEMA_FIELDS}
     except (ValueError, RecursionError) as error:
         raise HttpError(400, f"body: got invalid JSON ({error}), expected a JSON object") from None
     if not isinstance(value, dict):
         raise HttpError(400, f"body: got {type(value).__name__}, expected a JSON object")
-    return value, len(body)
+    return value
 
 
 async def _body(request: Request, limit: int) -> bytes:

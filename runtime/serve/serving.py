@@ -42,6 +42,9 @@ class Serving(Protocol):
     @property
     def failure(self) -> BaseException | None: ...
 
+    async def wait_failed(self) -> None:
+        """Wait until `failure` is set."""
+
     def list_loras(self) -> Sequence[str]: ...
 
     async def metrics(self) -> list[Metric]: ...
@@ -62,6 +65,11 @@ class EngineServing:
     def failure(self) -> BaseException | None:
         return self._async_engine.failure
 
+    async def wait_failed(self) -> None:
+        await self._async_engine.wait_closed()
+        if self.failure is None:  # closed by its owner
+            await asyncio.get_running_loop().create_future()
+
     def list_loras(self) -> Sequence[str]:
         return self._async_engine.engine.list_loras()
 
@@ -71,6 +79,7 @@ class EngineServing:
         return engine_metrics([({}, await asyncio.to_thread(self._async_engine.engine.stats))])
 
     async def generate(self, prompt_ids: list[int], **options: Any) -> JobStream:
+        await self._async_engine.check_long(options["constraint"])
         return self._async_engine.generate(prompt_ids, **options)
 
     async def close(self) -> None:

@@ -19,7 +19,7 @@ from stepgraph import Constraint, Engine, EngineConfig, QueueFullError, Sampling
 from stepgraph.runtime.extras.record import Recording
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.files.config_fields import _MAX_PARAMETERS, read_config
-from stepgraph.runtime.serve.http import Bounds, HttpError, read_json
+from stepgraph.runtime.serve.http import Bounds, HttpError, read_body
 from stepgraph.sampling.grammar import GrammarCompiler, GrammarLimits, MaskStatus
 from stepgraph.sampling.grammar.compile.limits import with_limit_name
 from stepgraph.sampling.grammar.constraints.constraint import MAX_JSON_CHARS, MAX_MARKER
@@ -223,5 +223,5 @@ def test_request_body_is_bounded() -> None:
     size = str(Bounds.body_bytes + 1).encode()
     request = Request({"type": "http", "method": "POST", "headers": [(b"content-length", size)]})
     with pytest.raises(HttpError) as caught:
-        asyncio.run(read_json(request, Bounds()))
+        asyncio.run(read_body(request, Bounds()))
     assert caught.value.detail == f"body: got {Bounds.body_bytes + 1} bytes, expected at most {Bounds.body_bytes}"

@@ -133,8 +133,7 @@ def test_closing_the_engine_ends_every_stream(monkeypatch: pytest.MonkeyPatch) -
             await serving.generate([1], max_new_tokens=3).result()
             await asyncio.to_thread(asleep.wait)
             engine.close()  # wakes the thread that sleeps
-            assert serving._stepper is not None
-            await serving._stepper.ended.wait()
+            await serving.wait_closed()
             assert serving.failure is None
             with pytest.raises(EngineClosedError, match="it was closed"):
                 serving.generate([1])

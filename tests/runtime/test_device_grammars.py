@@ -26,6 +26,7 @@ from stepgraph.sampling.grammar.automaton.library import Field
 from stepgraph.sampling.grammar.compile.limits import GrammarLimits
 from stepgraph.sampling.grammar.link.protocol import MatcherRow
 from stepgraph.sampling.params import GREEDY
+from tests.helpers.failing_copies import FailingCopies
 from tests.helpers.toy_engines import CONSTRAINTS, TARGET, VOCABULARY, Setup, finish, make_engine, plain, shared_engine
 from tests.sampling.grammar.automaton.test_marker import BREAKS
 from tools.train.saved_states import SavedStates
@@ -223,6 +224,27 @@ def test_large_grammar_is_copied_in_parts_that_do_not_wait(monkeypatch: pytest.M
         finish(engine)
         assert [job.tokens for job in jobs] == [plain(job.prompt_ids, 20, SHAPES[6]).tokens for job in jobs]
         assert engine.stats().lanes.grammars == 2, "both requests share one grammar"
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_copy_that_fails_ends_only_its_request(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """The next request with the grammar continues the copies; one with another grammar gets the memory."""
+    monkeypatch.setattr("stepgraph.graphs.round_specs.IMAGE_CHUNK_INTS", 64)
+    with make_engine(DEVICE, TapeBackend(), grammar_arena_bytes=arena_for(SHAPES[6])) as engine:
+        running = submit(engine, [3, 3], None, 60)
+        engine.step()
+        failed = submit(engine, [3, 1], SHAPES[6], 20)
+        with FailingCopies(engine.buffers.grammar_arena, number):
+            engine.step()
+        assert (failed.finish_reason, failed.tokens) == ("error", [])
+        assert failed.error == "the grammar could not be copied to the device: OutOfMemoryError: no memory for a copy"
+        for shape in (SHAPES[6], SHAPES[5], SHAPES[6]):
+            job = submit(engine, [3, 1], shape, 20)
+            while not job.finished:
+                engine.step()
+            assert (job.grammar_lane, job.tokens) == ("device", plain([3, 1], 20, shape).tokens)
+        finish(engine)
+        assert running.tokens == plain([3, 3], 60).tokens and engine.stats().free_pages == engine.stats().pages
 
 
 @pytest.mark.parametrize("lane", ["device", "host"])

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from stepgraph import Constraint, Engine, EngineConfig
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.files.lora import read_lora
-from tests.helpers.adapters import save_adapter
+from tests.helpers.adapters import ALPHA, save_adapter
 from tests.helpers.c_library import needs_c
 from tests.helpers.families import BASE, folder_of, hf_model, random_model, save
 from tests.helpers.toy_engines import TARGET, finish
@@ -105,6 +105,24 @@ def test_adapters_of_latent_attention_and_shared_experts_equal_merged_weights(tm
         assert texts(engine, ["it"]) == expected != before
 
 
+@pytest.mark.parametrize("rslora", [False, True])
+def test_ranks_and_scales_of_some_modules_equal_merged_weights(rslora: bool, adapters: Path, tmp_path: Path) -> None:
+    """The first pattern that matches counts; one matches the end of a name, but not whole parts of it, which has no effect."""
+    ranks = {"q_proj": 2, r"^model\.layers\.0\..*_proj": 8, r"layers\.1\.mlp\.up_proj": 6, "roj": 7}
+    alphas = {"model.layers.1.self_attn.v_proj": 3.5, "q_proj": 24}
+    others = {"q_proj": (2, 24), "layers.1.mlp.up_proj": (6, ALPHA), "layers.1.self_attn.v_proj": (4, 3.5)}
+    others |= {f"layers.0.{each}": (8, ALPHA) for each in ("self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")}
+    others |= {f"layers.0.mlp.{each}_proj": (8, ALPHA) for each in ("gate", "up", "down")}
+    fields: dict[str, Any] = {"rank_pattern": ranks, "alpha_pattern": alphas, "use_rslora": rslora}
+    folder = save(save_adapter(tmp_path / "adapter", hf_model(FAMILY), 4, others=others, **fields), tmp_path / "merged")
+    with Engine.from_pretrained(folder, None, config=PLAIN) as engine:
+        expected = texts(engine, [""])
+    with Engine.from_pretrained(folder_of(FAMILY), "ngram", config=CONFIG) as engine:
+        before = texts(engine, [""])
+        engine.add_lora("it", tmp_path / "adapter")
+        assert texts(engine, ["it"]) == expected != before
+
+
 @needs_c
 def test_adapters_of_quantised_weights_equal_merged_weights(tmp_path: Path) -> None:
     """The merged weights are the dequantised weights plus those of the adapter."""
@@ -181,7 +199,15 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {  # changed fi
     "scale": ({"lora_alpha": 1e6}, {}, "adapter_config.json.lora_alpha: got 1000000.0, expected a number above 0 and below 1e6"),
     "kind": ({"peft_type": "LOHA"}, {}, "adapter_config.json.peft_type: got 'LOHA', expected 'LORA'"),
     "dora": ({"use_dora": True}, {}, "adapter_config.json.use_dora: got True"),
-    "ranks": ({"rank_pattern": {"q_proj": 2}}, {}, "adapter_config.json.rank_pattern: got {'q_proj': 2}"),
+    "rank of a module": (
+        {"rank_pattern": {"q_proj": 9}},
+        {},
+        r"adapter_config.json.rank_pattern\['q_proj'\]: got 9, expected a whole number",
+    ),
+    "other rank of a module": ({"rank_pattern": {"q_proj": 2}}, {}, r"q_proj.lora_A.weight: got shape \(4, 64\), expected \(2, 64\)"),
+    "scale of a module": ({"alpha_pattern": {"q_proj": 0}}, {}, r"adapter_config.json.alpha_pattern\['q_proj'\]: got 0, expected a number"),
+    "pattern": ({"rank_pattern": {"(": 2}}, {}, r"rank_pattern: got '\(' \(.*\), expected patterns of module names"),
+    "patterns": ({"rank_pattern": [2]}, {}, r"rank_pattern: got \[2\], expected an object"),
     "saved modules": ({"modules_to_save": ["lm_head"]}, {}, "adapter_config.json.modules_to_save: got"),
     "shape": ({}, {f"{Q}.lora_A.weight": torch.zeros(4, 63)}, r"q_proj.lora_A.weight: got shape \(4, 63\), expected \(4, 64\)"),
     "other rank": ({"r": 3}, {}, r"lora_A.weight: got shape \(4, 96\), expected \(3, 96\)"),

@@ -14,6 +14,7 @@ from stepgraph.graphs.cuda.backend import CudaBackend
 from stepgraph.graphs.graph_set import CaptureReport
 from stepgraph.graphs.memory import available_bytes
 from stepgraph.graphs.publishing import FINISH_COLUMN
+from tests.helpers.failing_copies import FailingCopies
 from tests.stub_cuda import counters
 from tests.stub_cuda.subject import Constraint, Engine, greedy_engine
 
@@ -159,6 +160,24 @@ def test_grammars_are_copied_beside_rounds_and_ordered_with_them(monkeypatch: py
     else:
         assert unordered == prompts_only, "only the graph of the prompt runs beside the copy"
     assert bool(early) == (missing == "wait of the copy"), "rounds that may read the memory end before the copy"
+
+
+def test_a_copy_of_a_grammar_that_fails_ends_only_its_request() -> None:
+    engine = greedy_engine(grammar_backend="automaton", grammar_lane="device", num_speculative_tokens=1)
+    engine.capture()
+    engine.buffers.results_ring_host[..., FINISH_COLUMN] = RUNNING
+    first = engine.submit(list(range(1, 20)), max_new_tokens=200)
+    constraint = engine.compile(Constraint.regex("[a-f]{150,200}[0-9]{150}"))
+    failed = engine.submit(list(range(1, 30)), max_new_tokens=200, constraint=constraint)
+    with FailingCopies(engine.buffers.grammar_arena, 1):
+        while not failed.finished:
+            engine.step()
+    assert (failed.finish_reason, failed.grammar_lane, failed.tokens) == ("error", "device", []) and "no memory for a copy" in failed.error
+    rounds, later = first.rounds, engine.submit(list(range(1, 30)), max_new_tokens=200, constraint=constraint)
+    while not later.rounds:
+        engine.step()
+    assert first.rounds > rounds and later.grammar_lane == "device" and engine.stats().running == 2
+    engine.close()
 
 
 def all_memory() -> list[torch.Tensor]:

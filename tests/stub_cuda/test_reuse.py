@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -63,3 +64,26 @@ def test_a_tensor_that_the_run_before_the_capture_made_is_refused(make: Callable
     assert caught.value.rule == "kept-tensor" and caught.value.file == reuse.__file__ and "# kept" in caught.value.source
     step.table, step.is_used = None, False
     backend.capture(step, buffers)
+
+
+def test_a_kept_tensor_is_found_at_the_address_of_garbage(backend: Backend) -> None:
+    """A collection while the step runs would free memory of a reference cycle, at whose address the kept tensor would not be new."""
+
+    def make(b: StaticBuffers) -> torch.Tensor:
+        gc.set_threshold(1, 1, 1)
+        _ = [[] for _ in range(99)]  # each may start a collection
+        gc.set_threshold(10**6)
+        return torch.zeros(8, device=b.device)[4:]
+
+    def leave_garbage() -> None:
+        cycle: list[Any] = [torch.zeros(8, device=backend.device)]
+        cycle.append(cycle)
+
+    buffers, step, thresholds = StaticBuffers(reuse.SPECS, backend.device), reuse.Lazy(make), gc.get_threshold()
+    gc.set_threshold(10**6)
+    backend.run(leave_garbage)
+    try:
+        with pytest.raises(CaptureError, match="that the step kept from an earlier run"):
+            backend.capture(step, buffers)
+    finally:
+        gc.set_threshold(*thresholds)

@@ -280,8 +280,9 @@ def _gemma_ropes(config: Mapping[str, Any], head_size: int) -> tuple[RopeConfig,
         raise ValueError(f"config.rope_parameters: got {parts!r:.200}, expected an object for each of {LAYER_TYPES}")
     if scaling and (not isinstance(scaling, Mapping) or "rope_type" not in scaling):
         raise ValueError(f"config.rope_scaling: got {scaling!r:.200}, expected an object with rope_type")
-    whole = _rope({"rope_theta": config.get("rope_theta")}, scaling or parts.get("full_attention") or {}, 1_000_000.0, head_size)
-    local = _rope({"rope_theta": config.get("rope_local_base_freq")}, parts.get("sliding_attention") or {}, 10_000.0, head_size)
+    inner = {"max_position_embeddings": config.get("max_position_embeddings")}
+    whole = _rope({"rope_theta": config.get("rope_theta"), **inner}, scaling or parts.get("full_attention") or {}, 1_000_000.0, head_size)
+    local = _rope({"rope_theta": config.get("rope_local_base_freq"), **inner}, parts.get("sliding_attention") or {}, 10_000.0, head_size)
     for fields in (scaling, *parts.values()):
         require_off(fields or {}, {"truncate": True})  # transformers reads it outside these objects
     return whole, local
@@ -297,8 +298,9 @@ def _rope(config: Mapping[str, Any], fields: Any, default_theta: float, head_siz
     if not isinstance(fields, Mapping):
         raise ValueError(f"config.rope_scaling: got {fields!r:.200}, expected an object")
     require_off(fields, {"partial_rotary_factor": 1})
-    if config.get(_ORIGINAL_LENGTH) is not None:  # takes precedence, as in transformers
-        fields = {**fields, _ORIGINAL_LENGTH: config[_ORIGINAL_LENGTH]}
+    # As in transformers: the original length outside takes precedence; if there is none, it is the number of positions.
+    outside = {} if config.get(_ORIGINAL_LENGTH) is None else {_ORIGINAL_LENGTH: config[_ORIGINAL_LENGTH]}
+    fields = {_ORIGINAL_LENGTH: config.get("max_position_embeddings"), **fields, **outside}
     theta = number_field({**config, **fields}, "rope_theta", 1.0, 1e12, default=default_theta)
     kind = fields.get("rope_type", fields.get("type", "default"))
     if kind == "default":

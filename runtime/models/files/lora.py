@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ _ACCEPTED: dict[str, tuple[object, ...]] = {  # values of fields that change wha
     "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal"),  # other values change the model's own weights
     "task_type": (None, "CAUSAL_LM"),
     **dict.fromkeys(("use_dora", "lora_bias", "fan_in_fan_out", "use_qalora"), (None, False)),
-    **dict.fromkeys(("rank_pattern", "alpha_pattern"), (None, {})),
     **dict.fromkeys(
         ("modules_to_save", "trainable_token_indices", "target_parameters", "layer_replication", "alora_invocation_tokens"), (None, [])
     ),
@@ -38,7 +37,7 @@ class SlotContent(NamedTuple):
 
 def read_lora(folder: Path, weights: Mapping[str, LoraWeight], max_rank: int, dtype: torch.dtype) -> dict[str, SlotContent]:
     """The content of the adapter's slot for each of `weights`, on the CPU; `up` includes the adapter's scale."""
-    rank, scale = _read_config(folder / "adapter_config.json", max_rank)
+    config = _read_config(folder / "adapter_config.json")
     source = SafetensorsSource(folder, "adapter_model.safetensors")
     modules = {module: (name, index) for name, weight in weights.items() for index, module in enumerate(weight.parts)}
     module_names: list[str] = []
@@ -60,6 +59,7 @@ def read_lora(folder: Path, weights: Mapping[str, LoraWeight], max_rank: int, dt
         weight, content = weights[name], contents[name]
         sizes = list(weight.parts.values())
         first, column = sum(sizes[:index]), index * max_rank
+        rank, scale = _rank_and_scale(config, module, max_rank)
         down = read_finite(folder, source, f"base_model.model.{module}.lora_A.weight", (rank, weight.inner))
         up = read_finite(folder, source, f"base_model.model.{module}.lora_B.weight", (sizes[index], rank))
         content.down[column : column + rank] = require_finite(folder, f"{module}.lora_A.weight in {dtype}", down.to(dtype))
@@ -68,15 +68,34 @@ def read_lora(folder: Path, weights: Mapping[str, LoraWeight], max_rank: int, dt
     return contents
 
 
-def _read_config(path: Path, max_rank: int) -> tuple[int, float]:
-    """Rank and scale of an adapter."""
-    config = read_json(path)
-    fields = ConfigFields(config, str(path))
+def _read_config(path: Path) -> ConfigFields:
+    fields = ConfigFields(read_json(path), str(path))
     for name, accepted in _ACCEPTED.items():
         fields.one_of(name, *accepted)
-    rank, alpha = config.get("r"), config.get("lora_alpha")
+    fields.one_of("use_rslora", None, False, True)
+    return fields
+
+
+def _rank_and_scale(fields: ConfigFields, module: str, max_rank: int) -> tuple[int, float]:
+    (name, rank), (alpha_name, alpha) = (
+        _setting(fields, "r", "rank_pattern", module),
+        _setting(fields, "lora_alpha", "alpha_pattern", module),
+    )
     if not is_int(rank) or not 1 <= rank <= max_rank:
-        raise ValueError(f"{path}.r: got {rank!r:.100}, expected a whole number from 1 to EngineConfig.max_lora_rank={max_rank}")
+        raise ValueError(f"{name}: got {rank!r:.100}, expected a whole number from 1 to EngineConfig.max_lora_rank={max_rank}")
     if not is_number(alpha) or not 0 < alpha < 1e6:
-        raise ValueError(f"{path}.lora_alpha: got {alpha!r:.100}, expected a number above 0 and below 1e6")
-    return rank, alpha / rank**0.5 if fields.one_of("use_rslora", None, False, True) else alpha / rank
+        raise ValueError(f"{alpha_name}: got {alpha!r:.100}, expected a number above 0 and below 1e6")
+    return rank, alpha / (rank**0.5 if fields.config.get("use_rslora") else rank)
+
+
+def _setting(fields: ConfigFields, name: str, patterns_name: str, module: str) -> tuple[str, Any]:
+    """A field of the adapter and its value for a module: that of the first pattern that matches the end of its name, as in PEFT."""
+    patterns = fields.inner(patterns_name).config if fields.config.get(patterns_name) is not None else {}
+    for pattern, value in patterns.items():
+        try:
+            found = re.match(rf"(.*\.)?({pattern})$", module)
+        except re.error as error:
+            raise ValueError(f"{fields.path}.{patterns_name}: got {pattern!r:.100} ({error}), expected patterns of module names") from None
+        if found:
+            return f"{fields.path}.{patterns_name}[{pattern!r:.100}]", value
+    return f"{fields.path}.{name}", fields.config.get(name)

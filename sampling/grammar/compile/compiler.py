@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections import OrderedDict, deque
@@ -26,6 +27,7 @@ from stepgraph.sampling.lifetimes import BoundToProcess, call_after_fork, close_
 Isolation = Literal["process", "none"]
 
 CACHE_BYTES = 256 * MIB
+RECENT_CHECKS = 64  # constraints without errors that are not checked again
 MAX_COMPILES = 256  # at a time; also the maximum number of threads of one compile
 
 
@@ -222,6 +224,7 @@ class GrammarCompiler:
         self.vocabulary, self._check_masks = vocabulary, check_masks
         self._max_compiles = max_compiles
         self._backends = Backends(vocabulary, backend, self.limits, max_threads)
+        self._check_with_backends = functools.lru_cache(RECENT_CHECKS)(self._backends.check)
         self._lock = threading.RLock()  # reentrant: a signal handler may call Engine.stats()
         self._cache = GrammarCache(cache_bytes)
         self._waiting: deque[CacheEntry] = deque()
@@ -263,7 +266,7 @@ class GrammarCompiler:
         of short EBNF grammars. Contradictions between schemas, and what a library rejects, are found by the compile."""
         if not isinstance(constraint, Constraint):
             raise ValueError(f"constraint: got {type(constraint).__name__}, expected a Constraint")
-        self._backends.check(constraint)
+        self._check_with_backends(constraint)
         if constraint.marker is not None:
             check_marker(constraint.marker, self.vocabulary)
 

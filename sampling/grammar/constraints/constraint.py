@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, replace
+from decimal import Decimal
 from typing import Any, Literal, get_args
 
 from stepgraph.sampling.fields import (
@@ -18,8 +20,7 @@ from stepgraph.sampling.fields import (
     is_int,
     one_of,
     optional,
-    reject_constant,
-    reject_repeated_keys,
+    parse_exact_json,
     whole,
 )
 from stepgraph.sampling.grammar.constraints.structural_tag import checked_tag
@@ -32,6 +33,7 @@ MAX_PAYLOAD_CHARS = 1_000_000
 MAX_MARKER = 1000  # characters or ids
 MAX_MARKER_LIMIT = (1 << 31) - 2  # tokens
 MAX_JSON_CHARS = 1_000_000  # of JSON text, before its blanks are removed
+_DECIMAL = secrets.token_hex(16)  # begins the string that represents a Decimal, which json cannot write; no other text contains it
 
 _FORMATS = {  # the fields of response_format by its type
     "text": {"type"},
@@ -240,12 +242,21 @@ def _canonical_json(value: Any, name: str) -> str:
     chars = _min_json_chars(value)
     try:
         if chars <= MAX_JSON_CHARS:
-            text = value if isinstance(value, str) else json.dumps(value, allow_nan=False)
-            parsed = json.loads(text, object_pairs_hook=reject_repeated_keys, parse_constant=reject_constant)
-            return json.dumps(parsed, separators=(",", ":"), allow_nan=False, ensure_ascii=False)  # 1e999 is parsed as infinity
+            return _json_text(parse_exact_json(value if isinstance(value, str) else _json_text(value)))
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{name}: got a schema that is not JSON ({error}), expected a JSON object") from error
     raise ValueError(f"{name}: got {chars} characters{'' if isinstance(value, str) else ' or more'}, expected at most {MAX_JSON_CHARS}")
+
+
+def _json_text(value: Any) -> str:
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False, default=_decimal_text)  # 1e999 is infinity
+    return re.sub(f'"{_DECIMAL}([^"]*)"', r"\1", text)
+
+
+def _decimal_text(value: Any) -> str:
+    if isinstance(value, Decimal) and value.is_finite():
+        return f"{_DECIMAL}{value}"
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
 def _min_json_chars(value: Any) -> int:

@@ -155,6 +155,16 @@ def test_failure_of_checks_the_answer_against_its_schema() -> None:
     assert failure("[", finish_reason=FinishReason.DEAD_END) == "dead_end: no token is allowed"
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_an_error_of_a_full_disk_names_flag_and_file(tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / TRACE_FILE).symlink_to("/dev/full")
+    for flags in (["--html", "/dev/full", "--no-timeline"], ["--out", str(tmp_path)]):
+        assert cli.main([*QUICKEST, *flags]) == terminal.BAD_INPUT
+        file = flags[1] if flags[0] == "--html" else str(tmp_path / TRACE_FILE)
+        expected = f"{flags[0]}: got '{file}' (No space left on device), expected the path of a file that can be written"
+        assert capsys.readouterr().err == f"stepgraph demo: {expected}\n"
+
+
 def test_demo_refuses_an_unwritable_folder_before_decoding(tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / "file").touch()
     assert cli.main([*QUICK, "--no-timeline", "--html", str(tmp_path)]) == terminal.BAD_INPUT

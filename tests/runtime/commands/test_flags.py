@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,7 @@ def test_a_byte_order_mark_is_ignored_and_line_ends_stay(tmp_path: Path, monkeyp
     path, text = tmp_path / "marked", json.dumps(SCHEMA) + "\r\n\r\n"
     path.write_bytes(b"\xef\xbb\xbf" + text.encode())
     assert read_schema("--schema", str(path)) == SCHEMA
+    assert read_schema("--schema", '{"const": 0.12345678901234567891}') == {"const": Decimal("0.12345678901234567891")}
     assert read_file("--prompt-file", str(path), "") == text
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(path.read_bytes())))
     assert read_standard_input("PROMPT") == text

@@ -301,15 +301,16 @@ def test_leaving_a_stream_cancels_its_job_and_its_reader_gets_the_end(waits: boo
         async with AsyncEngine(engine) as serving:
             ended, before = list[int](), dict(engine.stats().finished).get(FinishReason.CANCELLED, 0)
             options: dict[str, Any] = {"sampling": SamplingParams(ignore_eos=True), "max_new_tokens": 90}
-            replicas = Replicas([serving], [])
-            stream = ResumedStream(replicas.call, info_of(engine, "a"), "exact", Counts(), lambda: ended.append(1), (5,), options)
+            replicas, counts = Replicas([serving], []), Counts()
+            stream = ResumedStream(replicas.call, info_of(engine, "a"), "exact", counts, lambda: ended.append(1), (5,), options)
             await stream.open()
             reader = asyncio.ensure_future(read(stream))
             for _ in range(3 * waits):
                 await asyncio.sleep(0)
-            stream.cancel()
+            stream.cancel(FinishReason.STOP)
             await stream.aclose()
             assert (await reader)[-1] == stream.job.finish_reason == FinishReason.CANCELLED
+            assert counts.ended == {FinishReason.STOP: 1}, "for the replica it is cancelled"
             assert ended == [1] and dict(engine.stats().finished)[FinishReason.CANCELLED] == before + 1
 
     asyncio.run(main())

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
+from stepgraph.runtime.request_queue import RequestQueue
+from stepgraph.runtime.serve import app
 from stepgraph.runtime.serve.http import Bounds
-from tests.helpers.running_server import CHAT, ON, RunningServer, engine_of, running
+from stepgraph.sampling.grammar.compile import backends
+from tests.helpers.running_server import CHAT, FORMAT, ON, RunningServer, engine_of, running
 
 PROMPTS = ["ab", "the second one", "c"]
 SAMPLED: Any = {"model": "toy", "max_tokens": 9, "temperature": 0.9, "seed": 7, "extra_body": ON}
@@ -143,3 +148,43 @@ def test_options_of_streams_may_be_null_or_off(server: RunningServer) -> None:
         for options, usages in valid:
             chunks = [*client.completions.create(prompt="x", stream=True, stream_options=options, **GREEDY)]
             assert sum(chunk.usage is not None for chunk in chunks) == usages
+
+
+@pytest.mark.parametrize("field", ["structured_outputs", "response_format"])
+def test_numbers_of_schemas_stay_exact(server: RunningServer, field: str) -> None:
+    """A number with as many digits in another field is a float."""
+    number, schema = "0.1234567890123456789", {"const": 0.5}
+    value: Any = {"json": schema} if field == "structured_outputs" else FORMAT | {"json_schema": {"name": "x", "schema": schema}}
+    body = json.dumps({"prompt": "a", "temperature": 0.25, "max_tokens": 40, field: value})
+    encoded = body.replace("0.5", number).replace("0.25", "0.30000000000000000001").encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(encoded)}\r\n\r\n"
+    answer = server.send(head.encode(), encoded, end=False)
+    assert answer.startswith(b"HTTP/1.1 200 ") and f'"text":"{number}"'.encode() in answer
+
+
+def test_long_bodies_are_read_and_their_constraints_checked_once_outside_the_event_loop(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: dict[str, list[int]] = {"enqueue": [], "parse_body": [], "check_size": []}  # the threads of the calls
+
+    def spy(owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+
+        def call(*arguments: Any) -> Any:
+            called[name].append(threading.get_ident())
+            return function(*arguments)
+
+        monkeypatch.setattr(owner, name, call)
+
+    spy(RequestQueue, "enqueue")
+    spy(app, "parse_body")
+    spy(backends, "check_size")
+    regex = {"structured_outputs": {"regex": "(a|b)" * 5000}}
+    schema = {"structured_outputs": {"json": {"enum": [f"value {index}" for index in range(2000)]}}}
+    grammar = {"structured_outputs": {"grammar": 'root ::= "a" | "b"'}}  # its first check imports a library
+    with server.client as client:
+        for fields in (regex, schema, grammar, regex):
+            client.completions.create(model="toy", prompt="x", max_tokens=4, extra_body=fields)
+    (loop,) = set(called["enqueue"])
+    assert len(called["parse_body"]) == 4 and called["parse_body"].count(loop) == 1 and loop not in called["check_size"]
+    assert len(called["check_size"]) == 6, "of each constraint one call before its request, and one by its compile"

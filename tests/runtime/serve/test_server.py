@@ -886,15 +886,33 @@ def test_times_contain_the_time_before_an_answer_reaches_the_engine(caplog: pyte
         assert found["_count"] == 3 and found["_sum"] >= sum(lines) - 0.001
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the server ends with that error
-def test_a_failure_of_the_engine_is_an_error_of_requests_and_of_health(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise RuntimeError("the device is lost")
+def test_a_failure_of_the_engine_is_the_error_of_its_requests_and_ends_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The process ends, so that its supervisor starts another one."""
+    messages = list[str]()
 
-    with engine_of() as engine, running(engine, Bounds()) as found, found.client as client:
-        client.models.list()  # the engine has started
-        monkeypatch.setattr(ToyTarget, "forward", fail)
-        with pytest.raises(openai.InternalServerError, match="the device is lost"):
-            client.completions.create(model="toy", prompt="a")
-        answer = found.send(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", end=False)
-        assert answer.startswith(b"HTTP/1.1 503 ") and b"the device is lost" in answer
+    def fail(*_: object) -> None:
+        raise ValueError("the device is lost")
+
+    def ask(url: str) -> None:
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=SECONDS) as client:
+            chunks = client.completions.create(model="toy", prompt="x", max_tokens=4000, stream=True, extra_body=ON)
+            assert next(chunks).choices
+            monkeypatch.setattr(ToyTarget, "forward", fail)
+            with pytest.raises(openai.APIError) as caught:
+                list(chunks)
+            messages.append(caught.value.message)
+
+    asking: list[threading.Thread] = []
+
+    def on_listening(line: str) -> None:
+        asking.append(threading.Thread(target=ask, args=(line.removeprefix("listening on "),)))
+        asking[0].start()
+
+    monkeypatch.setattr(terminal, "print_text", on_listening)
+    assert cli.main([*FLAGS, "--port", "0"]) == terminal.FAILED
+    asking[0].join()
+    assert len(messages) == 1 and "ValueError: the device is lost" in messages[0]
+    errors = capsys.readouterr().err
+    assert "ValueError: the device is lost" in errors and errors.endswith("RuntimeError: the engine failed\n")

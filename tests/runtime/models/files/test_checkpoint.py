@@ -194,7 +194,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
         "rope_theta: got 1.0, expected a number between 1.0 and",
     ),
     "yarn": (
-        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}, "max_position_embeddings": None},
         "original_max_position_embeddings: got None, expected a whole number",
     ),
     "GPT-OSS's limit": ({"architectures": ["GptOssForCausalLM"], "swiglu_limit": 5.0}, "swiglu_limit: got 5.0, expected 7.0"),

@@ -17,7 +17,14 @@ from tests.helpers.families import BASE, CachedModel, random_model, save
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 GEMMA = {"sliding_window": 16, "head_dim": 16, "query_pre_attn_scalar": 20, "layer_types": ["sliding_attention", "full_attention"] * 2}
 GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "pad_token_id": 0, "sliding_window": 16}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 EQUAL: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama 3's scaling without an original length": ("Llama", {"rope_scaling": LLAMA3, "max_position_embeddings": 224}),
+    "YaRN without an original length": ("Llama", {"rope_scaling": {"type": "yarn", "factor": 4.0}, "max_position_embeddings": 224}),
+    "YaRN in Gemma 3 without an original length": (
+        "Gemma3",
+        GEMMA | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "max_position_embeddings": 224},
+    ),
     "original length beside rope_scaling": ("Llama", {"rope_scaling": YARN, "original_max_position_embeddings": 60}),
     "original length beside the default scaling": ("GptOss", GPT_OSS | {"original_max_position_embeddings": 100}),
     "YaRN in all layers of Gemma 3": ("Gemma3", GEMMA | {"rope_scaling": YARN}),

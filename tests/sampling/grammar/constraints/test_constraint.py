@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from decimal import Decimal
 from random import Random
 from typing import Any
 
@@ -148,6 +149,9 @@ def test_compile_error_has_the_reason(constraint: Constraint, message: str | Non
         lambda: Constraint.json_schema('{"type": "string", "type": "null"}'),
         lambda: Constraint.json_schema({"const": float("nan")}),
         lambda: Constraint.json_schema({"const": {1, 2}}),
+        lambda: Constraint.json_schema({"const": Decimal("nan")}),
+        lambda: Constraint.json_schema('{"const": 1e999}'),
+        lambda: Constraint.json_schema('{"const": 1e-99999999999999999999}'),
         lambda: Constraint.json_schema({}, any_whitespace=1),  # type: ignore[arg-type]
         lambda: Constraint("regex", "a", any_whitespace=True),
         lambda: Constraint("lark", "a", any_whitespace=True),
@@ -170,3 +174,22 @@ def test_schema_equals_its_text_but_not_another_property_order() -> None:
     forward: dict[str, Any] = {"properties": {"a": {}, "b": {}}}
     assert Constraint.json_schema(forward) == Constraint.json_schema(json.dumps(forward, indent=2))
     assert Constraint.json_schema(forward) != Constraint.json_schema({"properties": {"b": {}, "a": {}}})
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_numbers_that_a_float_would_round_stay_exact(as_text: bool) -> None:
+    digits = "0.1234567890123456789"
+    text = f'{{"anyOf": [{{"const": {digits}}}, {{"minimum": 2.00000000000000000001}}]}}'
+    schema = {"anyOf": [{"const": Decimal(digits)}, {"minimum": Decimal("2.00000000000000000001")}]}
+    constraint = Constraint.json_schema(text if as_text else schema)
+    assert constraint == Constraint.json_schema(constraint.payload)
+    numbers = {digits: True, f"{digits}1": False, "0.12345678901234568": False, "2.00000000000000000001": True, "2.0": False}
+    assert {number: accepts(constraint, number.encode()) for number in numbers} == numbers
+    tag = {"structures": [{"begin": "", "schema": schema, "end": ""}]}
+    assert digits in Constraint.structural_tag(tag).payload
+    assert Constraint.json_schema('{"const": 0.10}') == Constraint.json_schema({"const": 0.1}), "a float has one text"
+
+
+def test_a_number_with_too_small_an_exponent_is_refused() -> None:
+    with pytest.raises(ValueError, match="got 1E-999, expected a number of at most 400 digits"):
+        COMPILER.compile(Constraint.json_schema('{"minimum": 1e-999}'))
