@@ -23,7 +23,8 @@ from stepgraph.graphs.capture import BackendStats, host_call
 from stepgraph.graphs.context import MAIN
 from stepgraph.graphs.errors import HostNodeError
 from stepgraph.graphs.spans import BETWEEN_ROUNDS, DEFAULT_STAGE, LAUNCHING_THREAD, NO_ROUND, RecordedReport, Span, StageRun, stage_runs
-from stepgraph.graphs.tape.recorder import Node, Recorder
+from stepgraph.graphs.tape.races import Node
+from stepgraph.graphs.tape.recorder import Recorder
 from stepgraph.graphs.tape.replay_ops import same_bits
 from stepgraph.sampling.kernels.c_kernel import PackedCall, join_calls
 from stepgraph.sampling.lifetimes import ExitStage, close_at_exit
@@ -257,7 +258,7 @@ def _undeclared_buffers(recorder: Recorder, node: Node) -> list[tuple[str, Tenso
     return [
         (name, tensor)
         for name, tensor in pinned
-        if storage_key(tensor) not in declared and not races.concurrent_writes(storage_key(tensor), node.stream, node.clock)
+        if storage_key(tensor) not in declared and not races.concurrent_writes(storage_key(tensor), node)
     ]
 
 
