@@ -23,8 +23,6 @@ class HostNodes:
     context: CaptureContext
     link: HostLink
     shape: RoundShape
-    dummy_row: int
-    has_device_grammars: bool  # rows of the batch may have their grammars on the device: their masks and tags are not written
 
     def fill_head(self) -> None:
         buffers, shape, max_drafts = self.buffers, self.shape, self.shape.max_drafts
@@ -34,9 +32,9 @@ class HostNodes:
         ends = not (shape.masks_drafts and shape.num_drafts)
         with self.context.stage(f"show {HEAD_STAGE}"):
             rows = buffers.batch_rows[: shape.size]
-            if self.has_device_grammars:
+            if "batch_host_rows" in buffers:
                 images = buffers.row_state[rows, Column.IMAGE]
-                buffers.batch_host_rows[: shape.size].copy_(torch.where(images == 0, rows, self.dummy_row))
+                buffers.batch_host_rows[: shape.size].copy_(torch.where(images == 0, rows, len(buffers.row_state) - 1))
             self._copy_state()
             if not shape.masks_drafts:
                 for draft in range(shape.num_drafts):
@@ -79,7 +77,8 @@ class HostNodes:
             reads=[buffers.state_host, buffers.drafts_host],
             writes=[*(masks[stages_filled.start : stages_filled.stop] for masks in filled), buffers.tags_host, *forced],
         )
-        rows = (buffers.batch_host_rows if self.has_device_grammars else buffers.batch_rows)[:size]
+        # Masks and tags of rows whose grammars are on the device are not written: the dummy row takes their place.
+        rows = (buffers.batch_host_rows if "batch_host_rows" in buffers else buffers.batch_rows)[:size]
         with self.context.stage(f"place {name}"):
             for stage in stages_filled:
                 place_masks(buffers, rows, stage)

@@ -105,7 +105,7 @@ class Round:
         shape = RoundShape(key.rows, num_drafts, self.limits.num_speculative_tokens, self.masks_drafts(buffers), fixed, proposed)
         sources: list[MaskSource] = []
         if not key.device:
-            sources.append(HostNodes(buffers, context, self.host, shape, self.limits.dummy_row, self.tables is not None))
+            sources.append(HostNodes(buffers, context, self.host, shape))
         if self.tables is not None:
             sources.append(DeviceTables(buffers, context, self.tables, self.split, shape))
         return GrammarLane(sources, buffers, context, key.device)
