@@ -132,12 +132,12 @@ class CaptureReport:
 
     def as_dict(self) -> dict[str, object]:
         """The report without the nodes of the graphs."""
-        keys, prompts = ([{"key": asdict(key), **asdict(report)} for key, report in pairs] for pairs in (self.keys, self.prompts))
-        for row in (*keys, *prompts):
-            del row["graph_nodes"]
-        failed = [asdict(one) for one in self.failed]
-        plain = {name: getattr(self, name) for name in ("backend", "mode", "notes", "buffer_bytes", "resident_bytes", "seconds")}
-        return {**plain, "keys": keys, "prompts": prompts, "failed": failed}
+        found = asdict(self)
+        for name in ("keys", "prompts"):
+            found[name] = [{"key": key, **report} for key, report in found[name]]
+            for row in found[name]:
+                del row["graph_nodes"]
+        return found
 
     def __str__(self) -> str:
         lines = [f"{'key':<32}{'nodes':>7}{'host nodes':>12}{'KiB':>9}{'ms':>8}"]

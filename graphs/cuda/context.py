@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import C_HOST_FUNCTION, native_entry
+from stepgraph.graphs.capture import C_HOST_FUNCTION, check_pinned, native_entry
 from stepgraph.graphs.context import MAIN, NULL_CONTEXT, StreamEvent, temporarily_set
 from stepgraph.graphs.cuda.driver import Driver
 from stepgraph.graphs.errors import FirstError, HostNodeError, Site, call_site, fail
@@ -105,11 +105,7 @@ class CudaCaptureContext:
 
     def host_node(self, name: str, function: Callable[[], object], *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
         self._require_joined(f"host node {name!r}")
-        for tensor in (*reads, *writes):
-            owner = self._buffers.owner_of(tensor)
-            if owner is None or owner[1] != "pinned":
-                declared = f"{owner[0]!r}" if owner else "an unregistered tensor"
-                raise fail("host-node-memory", f"host node {name!r} declares {declared}, which is not a pinned buffer")
+        check_pinned(name, (*reads, *writes), self._buffers)
         if self._launch_host:
             callback = HostCallback(name, function, self._errors)
             self.callbacks.append(callback)

@@ -232,23 +232,17 @@ def _latest_name(program: Sequence[Item]) -> str:
 
 
 def make_report(recorder: Recorder, nbytes: int, seconds: float) -> RecordedReport:
+    in_graph = [node for node in recorder.nodes if node.kind not in ("view", "record", "wait")]  # nodes that a CUDA graph has as well
     return RecordedReport(
         nodes=dict(Counter(node.kind for node in recorder.nodes if node.kind not in ("view", "record"))),
         host_nodes=tuple(node.name for node in recorder.nodes if node.kind == "host"),
         nbytes=nbytes,
         host_bytes=_NODE_BYTES * len(recorder.nodes),
         seconds=seconds,
-        stages=stage_runs(_labels(recorder.nodes)),
+        stages=stage_runs(
+            StageRun(node.stream, node.name, "host") if node.kind == "host" else StageRun(node.stream, node.stage) for node in in_graph
+        ),
     )
-
-
-def _labels(nodes: Sequence[Node]) -> Iterator[StageRun]:
-    """Labels of the nodes that a CUDA graph would have as well."""
-    for node in nodes:
-        if node.kind == "host":
-            yield StageRun(node.stream, node.name, "host")
-        elif node.kind not in ("view", "record", "wait"):
-            yield StageRun(node.stream, node.stage)
 
 
 def _undeclared_buffers(recorder: Recorder, node: Node) -> list[tuple[str, Tensor]]:

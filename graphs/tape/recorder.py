@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from stepgraph.graphs.buffers import StaticBuffers, storage_key
-from stepgraph.graphs.capture import Step, native_entry, refusing_threads, run_step
+from stepgraph.graphs.capture import Step, check_pinned, native_entry, refusing_threads, run_step
 from stepgraph.graphs.context import MAIN, NULL_CONTEXT, StreamEvent, temporarily_set, use_context
 from stepgraph.graphs.errors import CaptureError, Site, call_site, fail
 from stepgraph.graphs.memory import Backup
@@ -30,7 +30,6 @@ from stepgraph.graphs.tape.arena import Arena
 from stepgraph.graphs.tape.races import Access, Leaf, Node, RaceChecker, TapeStreamEvent
 from stepgraph.graphs.tape.replay_ops import OpCall, replay_of, signature, tensors_in
 from stepgraph.graphs.tape.rules import Memory, Rules, check_plain, generator_key, has_rule
-from stepgraph.sampling.fields import check_value, instance_of
 
 
 class Recorder(TorchDispatchMode):
@@ -246,10 +245,7 @@ class Recorder(TorchDispatchMode):
         with self.unrecorded():
             self._join_or_fail(f"host node {name!r}")
             native_entry(name, function)  # checks it
-            for tensor in (*reads, *writes):
-                check_value(f"host_node.reads and writes of {name!r}", tensor, instance_of(Tensor, "tensors of pinned buffers"))
-                if self.memory.kind(tensor) != "pinned":
-                    raise fail("host-node-memory", f"host node {name!r} declares {self.memory.name(tensor)}, which is not a pinned buffer")
+            check_pinned(name, (*reads, *writes), self.memory.buffers, self.memory.name)
             leaves = tuple(self._leaves([*reads, *writes]))
             node = Node("host", name, self._stream, call_site(), leaves, function, writes=tuple(writes))
             self._add(node)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -138,37 +138,27 @@ def _promoted_call(call: OpCall, results: Sequence[Tensor], fresh: Sequence[Tens
 
 
 def _out_call(call: OpCall, result: object) -> Callable[[], object] | None:
-    out = out_overload(call.func)
-    if out is None:
+    overload = out_overload(call.func)
+    if overload is None:
         return None
-    results = [result] if len(out.outs) == 1 else list(result) if isinstance(result, (tuple, list)) else []
-    if len(results) != len(out.outs) or any(value is None for value in results):
+    outs, taken, first = signature(overload).outs, signature(overload).defaults, call.schema.positional
+    results = [result] if len(outs) == 1 else list(result) if isinstance(result, (tuple, list)) else []
+    if len(results) != len(outs) or any(value is None for value in results):
         return None
-    positional = [call.values[name] for name in out.positional]
-    keywords = {name: call.values[name] for name in out.keywords}
-    return functools.partial(out.overload, *positional, **keywords, **dict(zip(out.outs, results, strict=True)))
-
-
-class OutOverload(NamedTuple):
-    """An overload that writes to given tensors, with the names of its arguments."""
-
-    overload: OpOverload
-    positional: tuple[str, ...]
-    keywords: tuple[str, ...]  # without outs
-    outs: tuple[str, ...]
+    positional = [call.values[name] for name in first if name in taken]
+    keywords = {name: call.values[name] for name in call.schema.defaults if name in taken and name not in first}
+    return functools.partial(overload, *positional, **keywords, **dict(zip(outs, results, strict=True)))
 
 
 @functools.cache
-def out_overload(func: OpOverload) -> OutOverload | None:
+def out_overload(func: OpOverload) -> OpOverload | None:
     """The overload of `func` that writes to given tensors; found by schema."""
     packet = func._overloadpacket
     for overload_name in packet.overloads():
         candidate: OpOverload = getattr(packet, overload_name)
         outs = signature(candidate).outs
         if outs and len(outs) == signature(func).returns and _same_inputs(func, candidate):
-            taken, first = signature(candidate).defaults, signature(func).positional
-            keywords = (name for name in signature(func).defaults if name in taken and name not in first)
-            return OutOverload(candidate, tuple(name for name in first if name in taken), tuple(keywords), outs)
+            return candidate
     return None
 
 
