@@ -124,8 +124,8 @@ class Prompts:
 
     def run(self, buffers: StaticBuffers, chunk: Chunk, embedded: bool) -> None:
         """The chunk that `buffers.prompt` holds. embedded: some of its tokens have embeddings."""
-        attend = self.attention.prompt_attend(chunk.start, chunk.count)
-        draft_attend = self.attention.prompt_attend(chunk.draft_start, chunk.draft_count)
+        parts = (chunk.start, chunk.count), (chunk.draft_start, chunk.draft_count)
+        attend, draft_attend = (self.attention.prompt_attend(first, count) if count else None for first, count in parts)
         self._prefill(buffers, chunk.count, chunk.draft_count, embedded, attend, draft_attend)
 
     def _prefill(

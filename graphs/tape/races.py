@@ -57,10 +57,8 @@ class Node:
 Region = npt.NDArray[Any]  # the elements that a tensor covers
 
 
-def region_of(tensor: Tensor) -> Region | None:
-    """An array at the address of `tensor`, which may be on a device: numpy compares addresses and reads nothing. None without elements."""
-    if tensor.numel() == 0:
-        return None
+def region_of(tensor: Tensor) -> Region:
+    """An array at the address of `tensor`, which may be on a device: numpy compares addresses and reads nothing."""
     size = tensor.element_size()
     shape, strides = tuple(tensor.shape), tuple(stride * size for stride in tensor.stride())
     interface = {"version": 3, "data": (tensor.data_ptr(), True), "shape": shape, "strides": strides, "typestr": f"|V{size}"}
@@ -78,8 +76,7 @@ class Access(NamedTuple):
     def overlaps(self, other: Access) -> bool:
         if self.tensor is None or other.tensor is None:
             return True
-        own, others = region_of(self.tensor), region_of(other.tensor)
-        return own is not None and others is not None and np.shares_memory(own, others)
+        return np.shares_memory(region_of(self.tensor), region_of(other.tensor))
 
 
 class RaceChecker:
