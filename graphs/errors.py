@@ -58,8 +58,8 @@ class StepError(RuntimeError):
     """A step raised an exception, which is chained. Names its line."""
 
 
-class FirstError:
-    """The first error of launched work, kept until it is raised. Written by the thread of the device, read by the launching thread."""
+class HostErrors:
+    """The first error of a host node, kept until it is raised. Written by the driver's thread, read by the launching thread."""
 
     def __init__(self) -> None:
         self._first: BaseException | None = None

@@ -21,7 +21,7 @@ from torch import Tensor
 from stepgraph.graphs.buffers import StaticBuffers, storage_key
 from stepgraph.graphs.capture import BackendStats, Between, CaptureCheck, Event, Generators, Step, checked_loop_args
 from stepgraph.graphs.context import COPY_STREAM, MAIN, NULL_CONTEXT, temporarily_set
-from stepgraph.graphs.errors import FirstError, fail
+from stepgraph.graphs.errors import fail
 from stepgraph.graphs.spans import RangeFactory, RecordedReport, Span
 from stepgraph.graphs.tape.arena import Arena
 from stepgraph.graphs.tape.player import Await, Delay, Item, ItemTimer, Tracer, Worker, make_report, stop_workers, stream_programs
@@ -139,7 +139,7 @@ class TapeEvent:
         with NULL_CONTEXT if tracer is None else tracer.waiting():
             reached = self.reached.wait(seconds)
         if reached:
-            self._backend.errors.raise_first()
+            self._backend.raise_pending()
         return reached
 
 
@@ -176,7 +176,7 @@ class TapeBackend:
         self._arena = Arena()
         # The code of steps that ran twice. A later recording of it, such as one for another key, would find a kept tensor to be foreign.
         self._ran_again: set[object] = set()
-        self.errors = FirstError()
+        self._error: BaseException | None = None  # the first one, until it is raised
         self._workers = {name: Worker(name) for name in (_DEVICE, COPY_STREAM) if asynchronous}  # by stream
         self._device = self._workers.get(_DEVICE)
         self._last_copy: threading.Event | None = None  # at the end of the last copy_aside; refers to no backend, which would then live on
@@ -192,7 +192,7 @@ class TapeBackend:
         if buffers.device.type != "cpu":
             raise ValueError(f"TapeBackend.capture: got buffers on {buffers.device}, expected cpu")
         self._drain()
-        self.errors.raise_first()
+        self.raise_pending()
         begin, before = time.perf_counter(), self._arena.nbytes
         record = functools.partial(self._record, step, buffers, generators, check == "twice")
         recorder = record()
@@ -255,7 +255,7 @@ class TapeBackend:
         self._check_usable("synchronize()")
         self.stats.syncs += 1
         self._drain()
-        self.errors.raise_first()
+        self.raise_pending()
 
     def start_trace(self, first_round: int, rounds: int) -> None:
         if self._tracer is not None:
@@ -277,9 +277,8 @@ class TapeBackend:
             worker.join()
         for tape in [tape for tape in _live_tapes() if tape._backend is self]:
             tape.free()
-        error = self.errors.take()
-        if error is not None:
-            warnings.warn(f"TapeBackend.close(): an error was never raised: {error}", RuntimeWarning, stacklevel=2)
+        if self._error is not None:
+            warnings.warn(f"TapeBackend.close(): an error was never raised: {self._error}", RuntimeWarning, stacklevel=2)
 
     def active_work(self) -> tuple[str, ...]:
         running = self.replaying
@@ -303,7 +302,7 @@ class TapeBackend:
     def launch(self, job: Callable[[], object], what: str) -> None:
         """Run `job` in launch order: now, or on the device thread."""
         self._check_usable(what)
-        self.errors.raise_first()
+        self.raise_pending()
         if self._device is None:
             with torch.no_grad():
                 job()
@@ -316,11 +315,16 @@ class TapeBackend:
             self._workers[key] = Worker(stream)
         return self._workers[key]
 
+    def raise_pending(self) -> None:
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
     def _run_and_keep_error(self, job: Callable[[], object]) -> None:
         try:
             job()
-        except BaseException as error:  # the launching thread raises it
-            self.errors.store(error)
+        except BaseException as error:  # raise_pending() delivers it
+            self._error = self._error or error
 
     def _copy(self, function: Callable[[], object], launched: TapeEvent | None, copied: TapeEvent) -> None:
         if launched is not None:
