@@ -25,16 +25,11 @@ class Batch(NamedTuple):
     drafts: Tensor  # [B, K] int64, -1 after the last draft
     block_tables: Tensor  # [B, pages_per_row] int64
     attention: AttentionChoice = DEFAULT_ATTENTION
-    constrained: Tensor | None = None  # [B] bool, set by the first stage that needs it
+    constrained: Tensor | None = None  # [B] bool: rows with a constraint; set by `accept` in a constrained round
     params: Tensor | None = None  # [B, Param] float32, set by `accept` in a sampled round
 
     def column(self, column: Column) -> Tensor:
         return self.state[:, column]
-
-    @property
-    def has_grammar(self) -> Tensor:
-        """[B] bool: rows with a constraint."""
-        return self.column(Column.CONSTRAINED) != 0 if self.constrained is None else self.constrained
 
     @property
     def live(self) -> Tensor:

@@ -140,6 +140,18 @@ class Backend(Protocol):
 C_HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
+def check_pinned(
+    name: str, tensors: Sequence[Tensor], buffers: StaticBuffers, describe: Callable[[Tensor], str] = lambda _: "an unregistered tensor"
+) -> None:
+    """Check the tensors that a host node declares. describe: what the error calls one that is not in a buffer."""
+    for tensor in tensors:
+        check_value(f"host_node.reads and writes of {name!r}", tensor, instance_of(Tensor, "tensors of pinned buffers"))
+        owner = buffers.owner_of(tensor)
+        if owner is None or owner[1] != "pinned":
+            declared = repr(owner[0]) if owner else describe(tensor)
+            raise fail("host-node-memory", f"host node {name!r} declares {declared}, which is not a pinned buffer")
+
+
 def native_entry(name: str, function: Callable[[], object]) -> tuple[int, int] | None:
     """Address and data of a host node that is a C function; None for a Python function."""
     check_value(f"host_node.function of {name!r}", function, FUNCTION)

@@ -78,8 +78,9 @@ def grammar_mask_of(buffers: StaticBuffers, after: Batch, step: int, on_device: 
     """The masks that guide drafts from `step` on, filled in this round. on_device: `advance_fill` filled all of them."""
     if not on_device:
         return check_masks(buffers, after.rows, step - 1, count)
+    assert after.constrained is not None
     index = slice(step - 1, step - 1 + count)
-    return GrammarMask(buffers.row_masks[:, index], after.rows, after.has_grammar, buffers.batch_status[index, : len(after.rows)].T)
+    return GrammarMask(buffers.row_masks[:, index], after.rows, after.constrained, buffers.batch_status[index, : len(after.rows)].T)
 
 
 def check_masks(buffers: StaticBuffers, rows: Tensor, first: int, count: int) -> GrammarMask:

@@ -50,7 +50,7 @@ class HostNodeError(RuntimeError):
     """A host node raised an exception in a replay; the cause is chained."""
 
     def __init__(self, node: str, cause: BaseException) -> None:
-        self.node = node
+        self.node, self.__cause__ = node, cause
         super().__init__(f"host node {node!r} failed: {type(cause).__name__}: {cause}")
 
 
@@ -62,15 +62,12 @@ class HostErrors:
     """The first error of a host node, kept until it is raised. Written by the driver's thread, read by the launching thread."""
 
     def __init__(self) -> None:
-        self._first: HostNodeError | None = None
+        self._first: BaseException | None = None
 
-    def store(self, node: str, cause: BaseException) -> None:
-        if self._first is None:
-            error = HostNodeError(node, cause)
-            error.__cause__ = cause
-            self._first = error
+    def store(self, error: BaseException) -> None:
+        self._first = self._first or error
 
-    def take(self) -> HostNodeError | None:
+    def take(self) -> BaseException | None:
         first = self._first
         if first is not None:  # otherwise an error that is stored meanwhile would be lost
             self._first = None

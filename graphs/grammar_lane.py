@@ -36,12 +36,25 @@ class MaskSource(Protocol):
 
 
 @dataclass(frozen=True)
+class MaskedRound:
+    """What the sources of a round have in common."""
+
+    buffers: StaticBuffers
+    context: CaptureContext
+    size: int  # rows of the batch
+    num_drafts: int  # drafts of this round
+    max_drafts: int  # of any round
+    masks_drafts: bool  # each draft is chosen under its mask
+    fixed_draft_count: bool  # the previous round had `max_drafts` as well
+    proposes_chain: bool  # the drafts are a proposed chain: they are known before their masks
+
+
+@dataclass(frozen=True)
 class GrammarLane:
     """Fills the masks of one round while the models compute on the main stream."""
 
+    round: MaskedRound
     sources: Sequence[MaskSource]
-    buffers: StaticBuffers
-    context: CaptureContext
     on_device: bool  # all grammars of the batch are on the device
 
     def fill_head(self, batch: Batch) -> StreamEvent:
@@ -54,50 +67,37 @@ class GrammarLane:
 
     def mask(self, after: Batch, step: int, count: int = 1) -> GrammarMask:
         """The masks that guide drafts from `step` on, on the main stream after it waited for them."""
-        return drafting.grammar_mask_of(self.buffers, after, step, self.on_device, count)
+        return drafting.grammar_mask_of(self.round.buffers, after, step, self.on_device, count)
 
     def _fill(self, fill: Callable[[MaskSource], None], checked: Batch | None = None) -> StreamEvent:
-        reached = self.context.record()
-        with self.context.stream(SIDE_STREAM):
-            self.context.wait(reached)
+        context = self.round.context
+        reached = context.record()
+        with context.stream(SIDE_STREAM):
+            context.wait(reached)
             for source in self.sources:
                 fill(source)
             if checked is not None:
-                with self.context.stage(f"check {HEAD_STAGE}"):
-                    drafting.check_masks(self.buffers, checked.rows, 0, checked.drafts.shape[1] + 1)
-            return self.context.record()
-
-
-@dataclass(frozen=True)
-class RoundShape:
-    """What the sources of a round have in common."""
-
-    size: int  # rows of the batch
-    num_drafts: int  # drafts of this round
-    max_drafts: int  # of any round
-    masks_drafts: bool  # each draft is chosen under its mask
-    fixed_draft_count: bool  # the previous round had `max_drafts` as well
-    proposes_chain: bool  # the drafts are a proposed chain: they are known before their masks
+                with context.stage(f"check {HEAD_STAGE}"):
+                    drafting.check_masks(self.round.buffers, checked.rows, 0, checked.drafts.shape[1] + 1)
+            return context.record()
 
 
 @dataclass(frozen=True)
 class DeviceTables:
-    buffers: StaticBuffers
-    context: CaptureContext
+    round: MaskedRound
     tokens: TokenTensors
     split: SplitTensors | None  # None: no forced tokens
-    shape: RoundShape
 
     def fill_head(self) -> None:
-        drafts, masked = self.shape.num_drafts, self.shape.masks_drafts
-        first = drafts if masked and self.shape.fixed_draft_count else min(1, drafts) if masked else 0
+        drafts, masked = self.round.num_drafts, self.round.masks_drafts
+        first = drafts if masked and self.round.fixed_draft_count else min(1, drafts) if masked else 0
         self._fill(HEAD_STAGE, first, drafts, of_previous_round=True, fill_new=first > 0)
 
     def fill_draft_masks(self, first: int, last: int) -> None:
         self._fill(stage_of_masks(first, last), first, last)
 
     def _fill(self, stage: str, first: int, last: int, of_previous_round: bool = False, fill_new: bool = False) -> None:
-        b, size, split = self.buffers, self.shape.size, self.split
+        b, size, split = self.round.buffers, self.round.size, self.split
         drafts = b.row_drafts if of_previous_round else b.batch_drafts[:, :size].T
         rows, images = b.batch_rows[:size], b.row_state[:, Column.IMAGE]
         named: dict[str, Any] = {name: b[name] for name in ("row_places", "row_stacks", "row_masks", "row_tags", "batch_status")}
@@ -105,8 +105,8 @@ class DeviceTables:
         if split:
             named |= {"row_forced_text": b.row_forced_text, "token_slots": split.token_slots, "merges": int(split.merges)}
         if split and not of_previous_round:  # the last round's masks guide no draft of this round
-            named |= {"batch_forced": b.batch_forced, "takes_forced": int(self.shape.proposes_chain and last > 0)}
-        with self.context.stage(f"fill {stage}"):
+            named |= {"batch_forced": b.batch_forced, "takes_forced": int(self.round.proposes_chain and last > 0)}
+        with self.round.context.stage(f"fill {stage}"):
             advance_fill(b.row_state, images, rows, drafts, b.grammar_arena, *self.tokens, **named)
 
 

@@ -35,12 +35,7 @@ from stepgraph.sampling.fields import (
 
 def bucket_sizes(max_rows: int) -> tuple[int, ...]:
     """Powers of two below `max_rows`, and `max_rows`."""
-    sizes = []
-    size = 1
-    while size < max_rows:
-        sizes.append(size)
-        size *= 2
-    return (*sizes, max_rows)
+    return (*(1 << power for power in range((max_rows - 1).bit_length())), max_rows)
 
 
 def checked_buckets(buckets: Iterable[int], max_rows: int | None = None) -> tuple[int, ...]:
@@ -137,12 +132,12 @@ class CaptureReport:
 
     def as_dict(self) -> dict[str, object]:
         """The report without the nodes of the graphs."""
-        keys, prompts = ([{"key": asdict(key), **asdict(report)} for key, report in pairs] for pairs in (self.keys, self.prompts))
-        for row in (*keys, *prompts):
-            del row["graph_nodes"]
-        failed = [asdict(one) for one in self.failed]
-        plain = {name: getattr(self, name) for name in ("backend", "mode", "notes", "buffer_bytes", "resident_bytes", "seconds")}
-        return {**plain, "keys": keys, "prompts": prompts, "failed": failed}
+        found = asdict(self)
+        for name in ("keys", "prompts"):
+            found[name] = [{"key": key, **report} for key, report in found[name]]
+            for row in found[name]:
+                del row["graph_nodes"]
+        return found
 
     def __str__(self) -> str:
         lines = [f"{'key':<32}{'nodes':>7}{'host nodes':>12}{'KiB':>9}{'ms':>8}"]
@@ -170,10 +165,6 @@ class CaptureBudget:
         self._pool_bytes = self._host_bytes = self._host_bytes_per_graph = 0
         self._fixed_bytes = self._bytes_per_row = 0.0
         self._measured_bytes: Mapping[Key, int] = {}
-
-    @property
-    def limited(self) -> bool:
-        return self._limit_bytes is not None
 
     @property
     def _used_bytes(self) -> int:
@@ -269,7 +260,7 @@ class GraphSet(GraphTable):
         started, before = time.perf_counter(), resident_bytes()
         recorded, failures = dict[Key, Recorded](), dict[Key, str]()
         budget = CaptureBudget(self._capture_bytes, self._buffers.nbytes)
-        if budget.limited and not eager:
+        if self._capture_bytes is not None and not eager:
             notes += (self._estimate_note(budget, all_keys),)
         # Also a bar that is not shown would start a thread for the whole process.
         for key in tqdm(all_keys, desc="capture", unit="graph", leave=False) if progress else all_keys:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.context import CaptureContext
-from stepgraph.graphs.grammar_lane import HEAD_STAGE, RoundShape, stage_of_masks
+from stepgraph.graphs.grammar_lane import HEAD_STAGE, MaskedRound, stage_of_masks
 from stepgraph.graphs.row_layout import Column
 from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, HostLink, HostStep, advance, fill_next, follow
 from stepgraph.sampling.grammar.status import HostColumn
@@ -19,24 +18,20 @@ from stepgraph.sampling.kernels.operation import Ints, Longs, operation
 
 @dataclass(frozen=True)
 class HostNodes:
-    buffers: StaticBuffers
-    context: CaptureContext
+    round: MaskedRound
     link: HostLink
-    shape: RoundShape
-    dummy_row: int
-    has_device_grammars: bool  # rows of the batch may have their grammars on the device: their masks and tags are not written
 
     def fill_head(self) -> None:
-        buffers, shape, max_drafts = self.buffers, self.shape, self.shape.max_drafts
+        shape, buffers, max_drafts = self.round, self.round.buffers, self.round.max_drafts
         # With masked drafts one mask is filled per row, in the last stage: its index depends on the row's number of drafts.
         stages_filled = range(max_drafts, max_drafts + 1) if shape.masks_drafts else range(shape.num_drafts + 1)
         steps = [fill_next(stage=max_drafts)] if shape.masks_drafts else [COMMIT, *(advance(index) for index in stages_filled[1:])]
         ends = not (shape.masks_drafts and shape.num_drafts)
-        with self.context.stage(f"show {HEAD_STAGE}"):
+        with self.round.context.stage(f"show {HEAD_STAGE}"):
             rows = buffers.batch_rows[: shape.size]
-            if self.has_device_grammars:
+            if "batch_host_rows" in buffers:
                 images = buffers.row_state[rows, Column.IMAGE]
-                buffers.batch_host_rows[: shape.size].copy_(torch.where(images == 0, rows, self.dummy_row))
+                buffers.batch_host_rows[: shape.size].copy_(torch.where(images == 0, rows, len(buffers.row_state) - 1))
             self._copy_state()
             if not shape.masks_drafts:
                 for draft in range(shape.num_drafts):
@@ -50,37 +45,37 @@ class HostNodes:
 
     def fill_draft_masks(self, first: int, last: int) -> None:
         name, drafts = stage_of_masks(first, last), range(max(1, first), last + 1)
-        ends_round = last == self.shape.num_drafts - 1
-        with self.context.stage(f"show {name}"):
+        ends_round = last == self.round.num_drafts - 1
+        with self.round.context.stage(f"show {name}"):
             if first == 0:
                 self._copy_state()
             for index in drafts:
-                self._copy_draft(index - 1, self.buffers.batch_drafts[index - 1, : self.shape.size])
-        accept = follow if self.shape.proposes_chain else advance
+                self._copy_draft(index - 1, self.round.buffers.batch_drafts[index - 1, : self.round.size])
+        accept = follow if self.round.proposes_chain else advance
         steps = [COMMIT] * (first == 0) + [accept(index) for index in drafts]
         self._node(name, [*steps, END_ROUND] if ends_round else steps, range(first, last + 1))
 
     def _copy_state(self) -> None:
-        size = self.shape.size
-        state = self.buffers.row_state[self.buffers.batch_rows[:size], : len(HostColumn)]
-        self.buffers.state_host[:size].copy_(state, non_blocking=True)
+        buffers, size = self.round.buffers, self.round.size
+        buffers.state_host[:size].copy_(buffers.row_state[buffers.batch_rows[:size], : len(HostColumn)], non_blocking=True)
 
     def _copy_draft(self, index: int, tokens: Tensor) -> None:
-        self.buffers.drafts_host[index, : self.shape.size].copy_(tokens, non_blocking=True)
+        self.round.buffers.drafts_host[index, : self.round.size].copy_(tokens, non_blocking=True)
 
     def _node(self, name: str, steps: Sequence[HostStep], stages_filled: range) -> None:
         """A host node, then the upload of the masks and tags that it filled."""
-        buffers, size = self.buffers, self.shape.size
+        buffers, size, context = self.round.buffers, self.round.size, self.round.context
         forced = [buffers.forced_host] if "forced_host" in buffers else []
         filled = buffers.masks_host, buffers.contents_host
-        self.context.host_node(
+        context.host_node(
             name,
             self.link.node(steps),
             reads=[buffers.state_host, buffers.drafts_host],
             writes=[*(masks[stages_filled.start : stages_filled.stop] for masks in filled), buffers.tags_host, *forced],
         )
-        rows = (buffers.batch_host_rows if self.has_device_grammars else buffers.batch_rows)[:size]
-        with self.context.stage(f"place {name}"):
+        # Masks and tags of rows whose grammars are on the device are not written: the dummy row takes their place.
+        rows = (buffers.batch_host_rows if "batch_host_rows" in buffers else buffers.batch_rows)[:size]
+        with context.stage(f"place {name}"):
             for stage in stages_filled:
                 place_masks(buffers, rows, stage)
 

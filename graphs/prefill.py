@@ -6,8 +6,7 @@ serves any part of any prompt with at most as many tokens: the positions after t
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -26,7 +25,6 @@ from stepgraph.graphs.model import ModelPair, TargetModel
 from stepgraph.graphs.model_call import Attend, Embeddings, ModelInput, check_shape, run_model
 
 MIN_CHUNK = 32  # tokens; a shorter chunk also reads all weights
-AttendFactory = Callable[[], Attend | None]
 
 
 class PromptField(IntEnum):
@@ -121,17 +119,17 @@ class Prompts:
 
     def step(self, key: PromptKey) -> Step:
         """A chunk of at most `key.tokens` tokens."""
-        tokens, factory = key.tokens, self.attention.chunk_attend
-        return lambda buffers: self._prefill(buffers, tokens, tokens + 1, "prompt_embeddings" in buffers, factory, factory)
+        tokens, attend = key.tokens, self.attention.chunk_attend
+        return lambda buffers: self._prefill(buffers, tokens, tokens + 1, "prompt_embeddings" in buffers, attend(), attend())
 
     def run(self, buffers: StaticBuffers, chunk: Chunk, embedded: bool) -> None:
         """The chunk that `buffers.prompt` holds. embedded: some of its tokens have embeddings."""
-        factory = functools.partial(self.attention.prompt_attend, chunk.start, chunk.count)
-        draft_factory = functools.partial(self.attention.prompt_attend, chunk.draft_start, chunk.draft_count)
-        self._prefill(buffers, chunk.count, chunk.draft_count, embedded, factory, draft_factory)
+        parts = (chunk.start, chunk.count), (chunk.draft_start, chunk.draft_count)
+        attend, draft_attend = (self.attention.prompt_attend(first, count) if count else None for first, count in parts)
+        self._prefill(buffers, chunk.count, chunk.draft_count, embedded, attend, draft_attend)
 
     def _prefill(
-        self, buffers: StaticBuffers, count: int, draft_count: int, embedded: bool, factory: AttendFactory, draft_factory: AttendFactory
+        self, buffers: StaticBuffers, count: int, draft_count: int, embedded: bool, attend: Attend | None, draft_attend: Attend | None
     ) -> None:
         """Fill both caches from one line, with room for `count` tokens of the target and `draft_count` of the draft."""
         (target, draft), limits, window = self.models[:2], self.limits, self.limits.prompt_window
@@ -139,7 +137,7 @@ class Prompts:
         embeddings = Embeddings(buffers.prompt_embeddings[None], is_embedded[None] != 0) if embedded else None
         if count:
             chunk_embeddings = None if embeddings is None else Embeddings(embeddings.values[:, :count], embeddings.given[:, :count])
-            inputs = self._inputs(buffers, tokens[None, :count], PromptField.START, factory())
+            inputs = self._inputs(buffers, tokens[None, :count], PromptField.START, attend)
             lora_slots = _field(buffers, PromptField.LORA) if limits.max_loras else None
             output = run_model("target", target.forward, inputs._replace(embeddings=chunk_embeddings, lora_slots=lora_slots), buffers)
             check_shape("target features", output.next_features, 1, count, limits.feature_size)
@@ -153,7 +151,7 @@ class Prompts:
         features = torch.cat([features, output.next_features], 1) if count else features
         skipped = _field(buffers, PromptField.DRAFT_START) - _field(buffers, PromptField.START)
         index = (torch.arange(draft_count, device=tokens.device) + skipped).clamp(max=count)
-        inputs = self._inputs(buffers, tokens.index_select(0, index)[None], PromptField.DRAFT_START, draft_factory())
+        inputs = self._inputs(buffers, tokens.index_select(0, index)[None], PromptField.DRAFT_START, draft_attend)
         chunk_embeddings = None
         if embeddings is not None and getattr(draft, "shares_embeddings", False):
             chunk_embeddings = Embeddings(*(each.index_select(1, index) for each in embeddings))

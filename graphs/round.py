@@ -28,7 +28,7 @@ from stepgraph.graphs.batch import Batch, read_batch
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Step
 from stepgraph.graphs.context import CaptureContext, current_context
-from stepgraph.graphs.grammar_lane import DeviceTables, GrammarLane, MaskSource, RoundShape
+from stepgraph.graphs.grammar_lane import DeviceTables, GrammarLane, MaskedRound, MaskSource
 from stepgraph.graphs.graph_key import FULL_LENGTH, GraphKey
 from stepgraph.graphs.host_nodes import HostNodes
 from stepgraph.graphs.limits import Limits
@@ -101,14 +101,12 @@ class Round:
         The device's forced tokens are written after the copy of the host's, which are -1 for its rows.
         """
         proposed = self.models.proposer is not None or not key.draft_model
-        num_drafts, fixed = key.num_drafts(self.limits.num_speculative_tokens), key.draft_length == FULL_LENGTH
-        shape = RoundShape(key.rows, num_drafts, self.limits.num_speculative_tokens, self.masks_drafts(buffers), fixed, proposed)
-        sources: list[MaskSource] = []
-        if not key.device:
-            sources.append(HostNodes(buffers, context, self.host, shape, self.limits.dummy_row, self.tables is not None))
+        most, fixed = self.limits.num_speculative_tokens, key.draft_length == FULL_LENGTH
+        masked = MaskedRound(buffers, context, key.rows, key.num_drafts(most), most, self.masks_drafts(buffers), fixed, proposed)
+        sources: list[MaskSource] = [] if key.device else [HostNodes(masked, self.host)]
         if self.tables is not None:
-            sources.append(DeviceTables(buffers, context, self.tables, self.split, shape))
-        return GrammarLane(sources, buffers, context, key.device)
+            sources.append(DeviceTables(masked, self.tables, self.split))
+        return GrammarLane(masked, sources, key.device)
 
     def masks_drafts(self, buffers: StaticBuffers) -> bool:
         """Whether each draft is chosen under its mask. If not, one host node accepts all drafts during the next target_verify."""

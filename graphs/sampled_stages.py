@@ -66,13 +66,6 @@ def ban_words(buffers: StaticBuffers, batch: Batch, processed: Processed, column
     return mark_dead_ends(processed.status, processed.finite, banned, columns)
 
 
-def remember_output(rows: Tensor, tokens: Tensor, emitted: Tensor, row_recent: Tensor) -> None:
-    """Append the emitted tokens of [B, Q] to the last ones of each row: row_recent [R, L - 1]."""
-    size = row_recent.shape[1]
-    index = emitted[:, None] + torch.arange(size, device=rows.device)
-    row_recent.index_copy_(0, rows, torch.cat([row_recent[rows], tokens], 1).gather(1, index))
-
-
 def relax(
     buffers: StaticBuffers, batch: Batch, processed: Processed, probs: Tensor, tokens: Tensor, accepted: Tensor, columns: VocabColumns
 ) -> tuple[Tensor, Tensor]:
@@ -141,8 +134,10 @@ def choose_sampled(buffers: StaticBuffers, batch: Batch, logits: Tensor, mask: G
 def record_output(buffers: StaticBuffers, rows: Tensor, tokens: Tensor, emitted: Tensor) -> None:
     """What later rounds need of the emitted tokens."""
     count_output(rows, tokens, emitted, buffers.row_output_counts)
-    if "row_recent" in buffers:
-        remember_output(rows, tokens, emitted, buffers.row_recent)
+    if "row_recent" in buffers:  # the last tokens of each row, [R, L - 1]
+        recent = buffers.row_recent
+        index = emitted[:, None] + torch.arange(recent.shape[1], device=rows.device)
+        recent.index_copy_(0, rows, torch.cat([recent[rows], tokens], 1).gather(1, index))
 
 
 @operation(lambda *_: None, writes=("output_counts",), triton=True)

@@ -52,8 +52,6 @@ def choose_attention(device: torch.device, requested: str, shapes: tuple[Attenti
     """
     if requested not in ATTENTION_CHOICES:
         raise ValueError(f"attention: got {requested!r}, expected one of {', '.join(map(repr, ATTENTION_CHOICES))}")
-    if requested == "reference":
-        return _choice({"reference": _REFERENCE}, "reference", "reference")
     if requested == "auto" and not shapes:
         return DEFAULT_ATTENTION
     if requested == "auto" and device.type != "cuda":

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import C_HOST_FUNCTION, native_entry
+from stepgraph.graphs.capture import C_HOST_FUNCTION, check_pinned, native_entry
 from stepgraph.graphs.context import MAIN, NULL_CONTEXT, StreamEvent, temporarily_set
 from stepgraph.graphs.cuda.driver import Driver
-from stepgraph.graphs.errors import HostErrors, Site, call_site, fail
+from stepgraph.graphs.errors import HostErrors, HostNodeError, Site, call_site, fail
 from stepgraph.graphs.spans import DEFAULT_STAGE, RangeFactory, StageRun
 from stepgraph.sampling.cuda_graphs import Streams, gc_paused
 
@@ -38,7 +38,7 @@ class HostCallback:
                     with gc_paused:  # a host node must not call CUDA
                         function()
                 except BaseException as error:
-                    errors.store(name, error)
+                    errors.store(HostNodeError(name, error))
 
             self._entry = C_HOST_FUNCTION(enter)
             entry = int(c_void_p.from_buffer(self._entry).value or 0), 0  # ctypes.cast would make a reference cycle
@@ -105,11 +105,7 @@ class CudaCaptureContext:
 
     def host_node(self, name: str, function: Callable[[], object], *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
         self._require_joined(f"host node {name!r}")
-        for tensor in (*reads, *writes):
-            owner = self._buffers.owner_of(tensor)
-            if owner is None or owner[1] != "pinned":
-                declared = f"{owner[0]!r}" if owner else "an unregistered tensor"
-                raise fail("host-node-memory", f"host node {name!r} declares {declared}, which is not a pinned buffer")
+        check_pinned(name, (*reads, *writes), self._buffers)
         if self._launch_host:
             callback = HostCallback(name, function, self._errors)
             self.callbacks.append(callback)

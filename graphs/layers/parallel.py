@@ -6,7 +6,6 @@ import datetime
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,21 +16,29 @@ from stepgraph.graphs.context import current_context
 from stepgraph.graphs.layers.dense import Residual
 from stepgraph.sampling.kernels.operation import operation
 
-# An operation's schema has numbers and tensors, so it names a group by its index here.
-_GROUPS: dict[int, tuple[dist.ProcessGroup, float]] = {}
 _INDICES = itertools.count()
-_SUMS: dict[int, AllReduce] = {}  # by group index, where an implementation was chosen
 
 
-class AllReduce(Protocol):
-    """An implementation of sums: rank_sums.py."""
+class GatherSum:
+    """Sums over a group, added in the order of the ranks. Other implementations: rank_sums.py."""
 
-    @property
-    def fused_add_rms_norm(self) -> Callable[[Tensor, Tensor, Tensor, float], Residual] | None:
-        """add_rms_norm of states [N, H], the sum of all parts, weight and epsilon, in one kernel; None: not supported."""
+    # add_rms_norm of states [N, H], the sum of all parts, weight and epsilon, in one kernel; None: not supported
+    fused_add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], Residual] | None = None
+
+    def __init__(self, group: dist.ProcessGroup, seconds: float, *_: object) -> None:
+        self.group, self.seconds = group, seconds
 
     def add(self, states: Tensor) -> None:
         """Replace `states` by its sum over the ranks."""
+        # Not all_reduce: the order of its additions depends on the position in the tensor, so the bits of a row would depend on the batch.
+        first, second, *others = gather(self.group, states, self.seconds).unbind()
+        torch.add(first, second, out=states)
+        for part in others:
+            states.add_(part)
+
+
+# An operation's schema has numbers and tensors, so it names a group, and the implementation of its sums, by an index.
+_GROUPS: dict[int, GatherSum] = {}
 
 
 @dataclass(frozen=True)
@@ -51,24 +58,24 @@ class RankGroups:
             return self.eager
 
     @property
-    def members(self) -> tuple[tuple[dist.ProcessGroup, float], ...]:
+    def members(self) -> tuple[GatherSum, GatherSum]:
         return _GROUPS[self.graph], _GROUPS[self.eager]
 
     @property
-    def sums(self) -> AllReduce | None:
-        """The chosen implementation of sums in the current group."""
-        return _SUMS.get(self.current)
+    def sums(self) -> GatherSum:
+        """The implementation of sums in the current group."""
+        return _GROUPS[self.current]
 
 
-def set_sums(groups: RankGroups, sums: Sequence[AllReduce]) -> None:
+def set_sums(groups: RankGroups, sums: Sequence[GatherSum]) -> None:
     """sums: the implementations for recorded steps and for other work."""
-    _SUMS[groups.graph], _SUMS[groups.eager] = sums
+    _GROUPS[groups.graph], _GROUPS[groups.eager] = sums
 
 
 def register_group(group: dist.ProcessGroup, seconds: float) -> int:
     """Register a group whose sums fail after `seconds`. Returns its index for `sum_over_ranks`."""
     index = next(_INDICES)
-    _GROUPS[index] = group, seconds
+    _GROUPS[index] = GatherSum(group, seconds)
     return index
 
 
@@ -76,7 +83,6 @@ def forget_groups(groups: RankGroups) -> None:
     """Free the threads and descriptors of these groups."""
     for index in (groups.graph, groups.eager):
         _GROUPS.pop(index, None)
-        _SUMS.pop(index, None)
 
 
 def gather(group: dist.ProcessGroup, values: Tensor, seconds: float) -> Tensor:
@@ -90,15 +96,6 @@ def gather(group: dist.ProcessGroup, values: Tensor, seconds: float) -> Tensor:
     if work is not None:
         work.wait()
     return gathered.view(group.size(), *values.shape)
-
-
-def add_gathered(group: dist.ProcessGroup, states: Tensor, seconds: float) -> None:
-    """Replace `states` by its sum over a group, added in the order of the ranks."""
-    # Not all_reduce: the order of its additions depends on the position in the tensor, so the bits of a row would depend on the batch.
-    first, second, *others = gather(group, states, seconds).unbind()
-    torch.add(first, second, out=states)
-    for part in others:
-        states.add_(part)
 
 
 def all_reduce(group: dist.ProcessGroup, states: Tensor, seconds: float) -> None:
@@ -120,13 +117,10 @@ def _no_outputs(states: Tensor, *_: object) -> None:
 def sum_over_ranks(states: Tensor, group: int) -> None:
     """Replace `states` by its sum over the ranks of a group, added in their order unless another implementation was chosen. Every rank
     calls it in the same order."""
-    if sums := _SUMS.get(group):
-        sums.add(states)
-    else:
-        add_gathered(_GROUPS[group][0], states, _GROUPS[group][1])
+    _GROUPS[group].add(states)
 
 
 @operation(_no_outputs, writes=("found",))
 def gather_over_ranks(values: Tensor, found: Tensor, group: int) -> None:
     """Write `values` of every rank of a group to `found` [size, ...], in the order of the ranks. Every rank calls it in the same order."""
-    found.copy_(gather(_GROUPS[group][0], values, _GROUPS[group][1]))
+    found.copy_(gather(_GROUPS[group].group, values, _GROUPS[group].seconds))

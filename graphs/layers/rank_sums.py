@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stepgraph.graphs.layers.dense import Residual, add_rms_norm
-from stepgraph.graphs.layers.parallel import RankGroups, add_gathered, all_reduce, set_sums
+from stepgraph.graphs.layers.parallel import GatherSum, RankGroups, all_reduce, set_sums
 from stepgraph.sampling.cuda_graphs import capture_replay, replay_us
 from stepgraph.sampling.fields import error_summary
 
@@ -39,22 +39,16 @@ class RankExchange(Protocol):
         """`value` of every rank."""
 
 
-class GatherSum:
-    fused_add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], Residual] | None = None
-
-    def __init__(self, group: dist.ProcessGroup, seconds: float, ranks: RankExchange, exchange: Exchange, like: Tensor) -> None:
-        self._group, self._seconds, self._rows, self._width, self._type = group, seconds, len(like), like.shape[1], like.dtype
-
-    def add(self, states: Tensor) -> None:
-        add_gathered(self._group, states, self._seconds)
-
-
 class NcclSum(GatherSum):
+    def __init__(self, group: dist.ProcessGroup, seconds: float, ranks: RankExchange, exchange: Exchange, like: Tensor) -> None:
+        super().__init__(group, seconds)
+        self._rows, self._width, self._type = len(like), like.shape[1], like.dtype
+
     def add(self, states: Tensor) -> None:
         if states.dtype != self._type or states.shape[1:] != (self._width,):  # such as counts of weights: the order of sums affects draws
             super().add(states)
         else:
-            all_reduce(self._group, states, self._seconds)
+            all_reduce(self.group, states, self.seconds)
 
 
 class FlashInferSum(NcclSum):
@@ -160,7 +154,7 @@ def _create_and_measure(
 ) -> tuple[list[GatherSum], float]:
     """The implementation for both groups, and the microseconds of a sum in a graph on the slowest rank. RuntimeError for a sum that is
     wrong, or differs between ranks."""
-    sums_of_groups = [kind(*group, ranks, exchange, like) for group in groups.members]
+    sums_of_groups = [kind(each.group, each.seconds, ranks, exchange, like) for each in groups.members]
     for sums in sums_of_groups:
         for some in (like[:1], like):
             _check_sums(sums, some, ranks, exchange)

@@ -194,7 +194,7 @@ class TapeBackend:
         self._drain()
         self.raise_pending()
         begin, before = time.perf_counter(), self._arena.nbytes
-        record = functools.partial(_record, step, buffers, generators, self._arena, check == "twice", self._ran_again)
+        record = functools.partial(self._record, step, buffers, generators, check == "twice")
         recorder = record()
         if check == "twice":
             if between is not None:
@@ -203,6 +203,21 @@ class TapeBackend:
             if (difference := first_difference(recorder.nodes, second.nodes)) is not None:
                 raise difference
         return Tape(self, recorder, self._arena.nbytes - before, time.perf_counter() - begin)
+
+    def _record(self, step: Step, buffers: StaticBuffers, generators: Generators, records_leaves: bool) -> Recorder:
+        self._arena.restart()
+        recorder = Recorder(buffers, generators, lambda key: any(tape.owns(key) for tape in _live_tapes()), self._arena, records_leaves)
+        with temporarily_set(_local, "recording", recorder):
+            recorder.record_step(step)
+            function = getattr(step, "func", step)
+            code, models = getattr(function, "__code__", None), getattr(getattr(function, "__self__", None), "models", ())
+            packages = {type(model).__module__.partition(".")[0] for model in models if model is not None}
+            # The rounds and prompts of engines. A second run takes time, so of the models only those from other packages get one.
+            is_ours = code is not None and code.co_filename.startswith(_FOLDER) and packages <= {__name__.partition(".")[0]}
+            if recorder.shares_intermediates or (not is_ours and (code is None or code not in self._ran_again)):
+                check_second_run(recorder, step, lambda tensor: storage_key(tensor) in recorder.memory.intermediates)
+                self._ran_again.add(code)
+        return recorder
 
     def measure(self, step: Step, buffers: StaticBuffers) -> RecordedReport:
         with temporarily_set(self, "_arena", Arena()):
@@ -309,8 +324,7 @@ class TapeBackend:
         try:
             job()
         except BaseException as error:  # raise_pending() delivers it
-            if self._error is None:
-                self._error = error
+            self._error = self._error or error
 
     def _copy(self, function: Callable[[], object], launched: TapeEvent | None, copied: TapeEvent) -> None:
         if launched is not None:
@@ -340,21 +354,3 @@ def _refuse_while_recording(what: str) -> None:
     if recorder is not None:
         with recorder.unrecorded():
             raise fail("nested-capture" if what == "capture()" else "host-sync", f"{what} inside a step that is being captured")
-
-
-def _record(
-    step: Step, buffers: StaticBuffers, generators: Generators, arena: Arena, records_leaves: bool, ran_again: set[object]
-) -> Recorder:
-    arena.restart()
-    recorder = Recorder(buffers, generators, lambda key: any(tape.owns(key) for tape in _live_tapes()), arena, records_leaves)
-    with temporarily_set(_local, "recording", recorder):
-        recorder.record_step(step)
-        function = getattr(step, "func", step)
-        code, models = getattr(function, "__code__", None), getattr(getattr(function, "__self__", None), "models", ())
-        packages = {type(model).__module__.partition(".")[0] for model in models if model is not None}
-        # The rounds and prompts of engines. A second run takes time, so of the models only those from other packages get one.
-        is_ours = code is not None and code.co_filename.startswith(_FOLDER) and packages <= {__name__.partition(".")[0]}
-        if recorder.shares_intermediates or (not is_ours and (code is None or code not in ran_again)):
-            check_second_run(recorder, step, lambda tensor: storage_key(tensor) in recorder.memory.intermediates)
-            ran_again.add(code)
-    return recorder

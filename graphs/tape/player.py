@@ -23,7 +23,8 @@ from stepgraph.graphs.capture import BackendStats, host_call
 from stepgraph.graphs.context import MAIN
 from stepgraph.graphs.errors import HostNodeError
 from stepgraph.graphs.spans import BETWEEN_ROUNDS, DEFAULT_STAGE, LAUNCHING_THREAD, NO_ROUND, RecordedReport, Span, StageRun, stage_runs
-from stepgraph.graphs.tape.recorder import Node, Recorder
+from stepgraph.graphs.tape.races import Node
+from stepgraph.graphs.tape.recorder import Recorder
 from stepgraph.graphs.tape.replay_ops import same_bits
 from stepgraph.sampling.kernels.c_kernel import PackedCall, join_calls
 from stepgraph.sampling.lifetimes import ExitStage, close_at_exit
@@ -231,23 +232,17 @@ def _latest_name(program: Sequence[Item]) -> str:
 
 
 def make_report(recorder: Recorder, nbytes: int, seconds: float) -> RecordedReport:
+    in_graph = [node for node in recorder.nodes if node.kind not in ("view", "record", "wait")]  # nodes that a CUDA graph has as well
     return RecordedReport(
         nodes=dict(Counter(node.kind for node in recorder.nodes if node.kind not in ("view", "record"))),
         host_nodes=tuple(node.name for node in recorder.nodes if node.kind == "host"),
         nbytes=nbytes,
         host_bytes=_NODE_BYTES * len(recorder.nodes),
         seconds=seconds,
-        stages=stage_runs(_labels(recorder.nodes)),
+        stages=stage_runs(
+            StageRun(node.stream, node.name, "host") if node.kind == "host" else StageRun(node.stream, node.stage) for node in in_graph
+        ),
     )
-
-
-def _labels(nodes: Sequence[Node]) -> Iterator[StageRun]:
-    """Labels of the nodes that a CUDA graph would have as well."""
-    for node in nodes:
-        if node.kind == "host":
-            yield StageRun(node.stream, node.name, "host")
-        elif node.kind not in ("view", "record", "wait"):
-            yield StageRun(node.stream, node.stage)
 
 
 def _undeclared_buffers(recorder: Recorder, node: Node) -> list[tuple[str, Tensor]]:
@@ -257,7 +252,7 @@ def _undeclared_buffers(recorder: Recorder, node: Node) -> list[tuple[str, Tenso
     return [
         (name, tensor)
         for name, tensor in pinned
-        if storage_key(tensor) not in declared and not races.concurrent_writes(storage_key(tensor), node.stream, node.clock)
+        if storage_key(tensor) not in declared and not races.concurrent_writes(storage_key(tensor), node)
     ]
 
 

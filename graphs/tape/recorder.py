@@ -10,7 +10,6 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,46 +21,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from stepgraph.graphs.buffers import StaticBuffers, storage_key
-from stepgraph.graphs.capture import Step, native_entry, refusing_threads, run_step
+from stepgraph.graphs.capture import Step, check_pinned, native_entry, refusing_threads, run_step
 from stepgraph.graphs.context import MAIN, NULL_CONTEXT, StreamEvent, temporarily_set, use_context
 from stepgraph.graphs.errors import CaptureError, Site, call_site, fail
 from stepgraph.graphs.memory import Backup
 from stepgraph.graphs.spans import DEFAULT_STAGE
 from stepgraph.graphs.tape.arena import Arena
-from stepgraph.graphs.tape.races import Access, Clock, RaceChecker
+from stepgraph.graphs.tape.races import Access, Leaf, Node, RaceChecker, TapeStreamEvent
 from stepgraph.graphs.tape.replay_ops import OpCall, replay_of, signature, tensors_in
 from stepgraph.graphs.tape.rules import Memory, Rules, check_plain, generator_key, has_rule
-from stepgraph.sampling.fields import check_value, instance_of
-
-Leaf = tuple[str, str]  # ("scalar" | "tensor", description)
-
-
-@dataclass
-class TapeStreamEvent:
-    """A point in one stream of one capture."""
-
-    number: int
-    stream: str
-    clock: Clock
-    capture: object
-
-
-@dataclass(slots=True)
-class Node:
-    kind: str  # kernel, copy, fill, copied, host; view (runs once); record, wait
-    name: str
-    stream: str
-    site: Site
-    leaves: tuple[Leaf, ...] = ()
-    call: Callable[[], object] | None = None
-    event: TapeStreamEvent | None = None
-    writes: tuple[Tensor, ...] = ()  # declared, of a host node
-    clock: Clock = field(default_factory=dict)
-    stage: str = DEFAULT_STAGE
-
-    def __str__(self) -> str:
-        what = f"host node {self.name!r}" if self.kind == "host" else self.name
-        return f"{what} on stream {self.stream!r} at {self.site}"
 
 
 class Recorder(TorchDispatchMode):
@@ -204,8 +172,7 @@ class Recorder(TorchDispatchMode):
             self._check_accesses(node, reads, [*call.targets, *fresh])
             if call.schema.seeded and call.values.get("dropout_p") != 0:
                 generator = call.values.get("generator") or torch.default_generator
-                access = Access(node, node.stream, node.clock, None, True)
-                self._check_access(node, generator_key(generator), access, "a random generator")
+                self._check_access(generator_key(generator), Access(node, None, write=True))
 
     def _leaves(self, value: object) -> Iterator[Leaf]:
         if isinstance(value, Tensor):
@@ -232,20 +199,19 @@ class Recorder(TorchDispatchMode):
             raise fail("stream-outside-capture", message)
 
     def _check_accesses(self, node: Node, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
-        node.clock = self.races.begin(node, node.stream)
+        self.races.begin(node)
         for tensors, write in ((reads, False), (writes, True)):
             for tensor in tensors:
                 if tensor.numel() and self.memory.kind(tensor) != "constant":  # constants are never written
-                    access = Access(node, node.stream, node.clock, tensor, write)
-                    self._check_access(node, storage_key(tensor), access, tensor)
+                    self._check_access(storage_key(tensor), Access(node, tensor, write))
 
-    def _check_access(self, node: Node, key: int, access: Access, what: Tensor | str) -> None:
+    def _check_access(self, key: int, access: Access) -> None:
         other = self.races.access(key, access)
         if other is not None:
-            name = what if isinstance(what, str) else self.memory.name(what)
+            name = "a random generator" if access.tensor is None else self.memory.name(access.tensor)
             verbs = "writes" if other.write else "reads", "writes" if access.write else "reads"
-            message = f"{other.actor} {verbs[0]} {name}, and {access.actor} {verbs[1]} it: nothing orders the two"
-            raise fail("race", message, node.site)
+            message = f"{other.node} {verbs[0]} {name}, and {access.node} {verbs[1]} it: nothing orders the two"
+            raise fail("race", message, access.node.site)
 
     def _add(self, node: Node) -> None:
         node.stage = self._stage
@@ -279,10 +245,7 @@ class Recorder(TorchDispatchMode):
         with self.unrecorded():
             self._join_or_fail(f"host node {name!r}")
             native_entry(name, function)  # checks it
-            for tensor in (*reads, *writes):
-                check_value(f"host_node.reads and writes of {name!r}", tensor, instance_of(Tensor, "tensors of pinned buffers"))
-                if self.memory.kind(tensor) != "pinned":
-                    raise fail("host-node-memory", f"host node {name!r} declares {self.memory.name(tensor)}, which is not a pinned buffer")
+            check_pinned(name, (*reads, *writes), self.memory.buffers, self.memory.name)
             leaves = tuple(self._leaves([*reads, *writes]))
             node = Node("host", name, self._stream, call_site(), leaves, function, writes=tuple(writes))
             self._add(node)

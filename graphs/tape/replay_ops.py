@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,54 +29,30 @@ def tensors_in(value: object) -> list[Tensor]:
     """Every tensor in the (nested) arguments or results of an operation."""
     if isinstance(value, Tensor):
         return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    if not isinstance(value, (list, tuple)):
-        return []
-    found = list[Tensor]()
-    for item in value:
-        if isinstance(item, Tensor):
-            found.append(item)
-        elif isinstance(item, (list, tuple, dict)):
-            found += tensors_in(item)
-    return found
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [tensor for item in items for tensor in tensors_in(item)]
 
 
-@dataclass(frozen=True)
 class Signature:
-    """The parts of a schema and the tags that the tape uses, cached: torch builds them at every access."""
+    """The parts of a schema and the tags that the tape uses."""
 
-    name: str
-    defaults: dict[str, Any]  # of every argument, in order; None without a default
-    positional: tuple[str, ...]  # without keyword-only arguments
-    outs: tuple[str, ...]
-    writes: tuple[str, ...]  # including outs
-    returns: int
-    mutable: bool
-    view: bool
-    seeded: bool
-    reads_data: bool
-    dynamic: bool  # the shape of its result depends on values
-    inplace_view: bool
+    def __init__(self, func: OpOverload) -> None:
+        schema, arguments = func._schema, func._schema.arguments
+        self.name = schema.name
+        self.defaults: dict[str, Any] = {a.name: a.default_value if a.has_default_value() else None for a in arguments}  # in order
+        self.positional = tuple(a.name for a in arguments if not a.kwarg_only)
+        self.outs = tuple(a.name for a in arguments if a.is_out)
+        self.writes = tuple(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)  # including outs
+        self.returns = len(schema.returns)
+        self.mutable = schema.is_mutable
+        self.view = not schema.is_mutable and any(r.alias_info is not None for r in schema.returns)
+        self.seeded = torch.Tag.nondeterministic_seeded in func.tags
+        self.reads_data = torch.Tag.data_dependent_output in func.tags
+        self.dynamic = torch.Tag.dynamic_output_shape in func.tags  # the shape of its result depends on values
+        self.inplace_view = torch.Tag.inplace_view in func.tags
 
 
-@functools.cache
-def signature(func: OpOverload) -> Signature:
-    schema = func._schema
-    return Signature(
-        schema.name,
-        {a.name: a.default_value if a.has_default_value() else None for a in schema.arguments},
-        tuple(a.name for a in schema.arguments if not a.kwarg_only),
-        tuple(a.name for a in schema.arguments if a.is_out),
-        tuple(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write),
-        len(schema.returns),
-        schema.is_mutable,
-        not schema.is_mutable and any(r.alias_info is not None for r in schema.returns),
-        torch.Tag.nondeterministic_seeded in func.tags,
-        torch.Tag.data_dependent_output in func.tags,
-        torch.Tag.dynamic_output_shape in func.tags,
-        torch.Tag.inplace_view in func.tags,
-    )
+signature = functools.cache(Signature)  # torch builds schemas and tags at every access
 
 
 class OpCall:
@@ -163,37 +138,27 @@ def _promoted_call(call: OpCall, results: Sequence[Tensor], fresh: Sequence[Tens
 
 
 def _out_call(call: OpCall, result: object) -> Callable[[], object] | None:
-    out = out_overload(call.func)
-    if out is None:
+    overload = out_overload(call.func)
+    if overload is None:
         return None
-    results = [result] if len(out.outs) == 1 else list(result) if isinstance(result, (tuple, list)) else []
-    if len(results) != len(out.outs) or any(value is None for value in results):
+    outs, taken, first = signature(overload).outs, signature(overload).defaults, call.schema.positional
+    results = [result] if len(outs) == 1 else list(result) if isinstance(result, (tuple, list)) else []
+    if len(results) != len(outs) or any(value is None for value in results):
         return None
-    positional = [call.values[name] for name in out.positional]
-    keywords = {name: call.values[name] for name in out.keywords}
-    return functools.partial(out.overload, *positional, **keywords, **dict(zip(out.outs, results, strict=True)))
-
-
-class OutOverload(NamedTuple):
-    """An overload that writes to given tensors, with the names of its arguments."""
-
-    overload: OpOverload
-    positional: tuple[str, ...]
-    keywords: tuple[str, ...]  # without outs
-    outs: tuple[str, ...]
+    positional = [call.values[name] for name in first if name in taken]
+    keywords = {name: call.values[name] for name in call.schema.defaults if name in taken and name not in first}
+    return functools.partial(overload, *positional, **keywords, **dict(zip(outs, results, strict=True)))
 
 
 @functools.cache
-def out_overload(func: OpOverload) -> OutOverload | None:
+def out_overload(func: OpOverload) -> OpOverload | None:
     """The overload of `func` that writes to given tensors; found by schema."""
     packet = func._overloadpacket
     for overload_name in packet.overloads():
         candidate: OpOverload = getattr(packet, overload_name)
         outs = signature(candidate).outs
         if outs and len(outs) == signature(func).returns and _same_inputs(func, candidate):
-            taken, first = signature(candidate).defaults, signature(func).positional
-            keywords = (name for name in signature(func).defaults if name in taken and name not in first)
-            return OutOverload(candidate, tuple(name for name in first if name in taken), tuple(keywords), outs)
+            return candidate
     return None
 
 

@@ -18,8 +18,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from stepgraph.graphs.buffers import storage_key
 from stepgraph.graphs.capture import Step
 from stepgraph.graphs.errors import call_site, fail
-from stepgraph.graphs.tape.races import Clock
-from stepgraph.graphs.tape.recorder import Node, Recorder
+from stepgraph.graphs.tape.races import Clock, Node
+from stepgraph.graphs.tape.recorder import Recorder
 from stepgraph.graphs.tape.replay_ops import EMPTY, OpCall, tensors_in
 
 
@@ -54,7 +54,7 @@ class _SecondRun(Recorder):
             self._check_inputs(call)
             result = call.run()
             node = Node("kernel", call.schema.name.removeprefix("aten::"), self._stream, call_site())
-            node.clock = self.races.begin(node, self._stream)
+            self.races.begin(node)
             runs = not call.schema.view and call.schema.name not in EMPTY
             for tensor in (*call.allocated, *tensors_in(result), *call.inputs):
                 if self.memory.buffers.owner_of(tensor) is None:
@@ -78,7 +78,7 @@ class _SecondRun(Recorder):
             self._blocks[key] = _Block(self._stream, StorageWeakRef(tensor.untyped_storage()), self._users_of_freed(node.clock))
         block = self._blocks[key]
         for other in block.before if runs else ():
-            if not _is_before(other, node.clock):
+            if not other.happens_before(node.clock):
                 message = f"{node} may get the memory of a dropped tensor that {other} still uses: nothing orders the two"
                 raise fail(
                     "race", f"{message}; keep the tensor until stream {block.stream!r} waits, or pass it through a buffer", node.site
@@ -90,11 +90,7 @@ class _SecondRun(Recorder):
     def _users_of_freed(self, clock: Clock) -> tuple[Node, ...]:
         """The operations that may use freed memory of the current stream while an operation with this clock runs."""
         freed = [each for each in self._shared.values() if each.stream == self._stream and not each.is_deferred and each.ref.expired()]
-        return tuple(node for each in freed for node in each.uses.values() if not _is_before(node, clock))
-
-
-def _is_before(node: Node, clock: Clock) -> bool:
-    return node.clock[node.stream] <= clock.get(node.stream, 0)
+        return tuple(node for each in freed for node in each.uses.values() if not node.happens_before(clock))
 
 
 def check_second_run(first: Recorder, step: Step, is_kept: Callable[[Tensor], bool]) -> None:

@@ -42,7 +42,7 @@ class ShardedLayer(LlamaLayer):
     def fused(self) -> Callable[[Tensor, Tensor, Tensor, float], Residual] | None:
         """The fused sum, residual connection and norm, if it was chosen and no operation is between them; otherwise None."""
         sums, between = self._groups.sums, self.attention_output_norm is not None or self.experts is not None or self.config.norm_offset
-        return None if sums is None or between else sums.fused_add_rms_norm
+        return None if between else sums.fused_add_rms_norm
 
     def finish(self, states: Tensor, attended: Tensor, next_norm: Tensor, product_hook: ProductHook = unchanged) -> Residual:
         if (fused := self.fused) is None:

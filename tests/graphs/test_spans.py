@@ -238,3 +238,5 @@ def test_cuda_context_labels_captured_nodes() -> None:
     outer, think = ("outer", "stage", 1), ("think", "host", 1)
     assert found == [(DEFAULT_STAGE, "stage", 2), outer, ("inner", "stage", 3), think, outer, (DEFAULT_STAGE, "stage", 1)]
     assert ranges.begun == [("outer",), ("outer", "inner"), ("outer", "think")]
+    with pytest.raises(ValueError, match=r"^host_node\.reads and writes of 'think': got 'x', expected tensors of pinned buffers"):
+        context.host_node("think", lambda: None, reads="x")  # type: ignore[arg-type]

@@ -53,11 +53,8 @@ class Accesses(TorchDispatchMode):
         return result
 
     def add(self, name: str, nodes: range, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
-        found = []
-        for tensor, write in [*((tensor, False) for tensor in reads), *((tensor, True) for tensor in writes)]:
-            region = region_of(tensor)
-            if region is not None:
-                found.append(Access(name, region, write))
+        accesses = [*((tensor, False) for tensor in reads), *((tensor, True) for tensor in writes)]
+        found = [Access(name, region_of(tensor), write) for tensor, write in accesses]
         self.of_node.update(dict.fromkeys(nodes, found))
 
 

@@ -25,8 +25,8 @@ from stepgraph.graphs.capture import Recorded
 from stepgraph.graphs.cuda.backend import CudaBackend
 from stepgraph.graphs.layers import rank_sums
 from stepgraph.graphs.layers.dense import add_rms_norm
-from stepgraph.graphs.layers.parallel import RankGroups, register_group, sum_over_ranks
-from stepgraph.graphs.layers.rank_sums import IMPLEMENTATIONS, GatherSum, NcclSum, choose_sums
+from stepgraph.graphs.layers.parallel import GatherSum, RankGroups, register_group, sum_over_ranks
+from stepgraph.graphs.layers.rank_sums import IMPLEMENTATIONS, NcclSum, choose_sums
 from stepgraph.runtime.models.llama_config import LlamaConfig
 from stepgraph.runtime.parallel.llama import ShardedLlama
 from stepgraph.runtime.parallel.ranks import Ranks

@@ -139,10 +139,10 @@ def test_collection_is_off_until_the_last_thread_ends_its_block() -> None:
 def test_first_host_error_is_kept_until_it_is_raised() -> None:
     errors = HostErrors()
     for name in ("first", "second"):
-        errors.store(name, ValueError(name))
+        errors.store(HostNodeError(name, ValueError(name)))
     with pytest.raises(HostNodeError, match="'first'"):
         errors.raise_first()
-    errors.store("third", ValueError("third"))
+    errors.store(HostNodeError("third", ValueError("third")))
     with pytest.raises(HostNodeError, match="'third'"):
         errors.raise_first()
 

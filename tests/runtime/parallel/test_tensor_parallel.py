@@ -332,22 +332,19 @@ def require_equal_tokens(target: Path, draft: str | Path, size: int, weights: st
 def test_layers_whose_sums_include_the_norm_give_the_tokens_of_one_process() -> None:
     """FlashInfer fuses sum and norm on a GPU. Here the first rank does so, with the messages of the unfused sum."""
 
-    class WithNorm:
-        def __init__(self, number: int) -> None:
-            self.number, self.calls = number, 0
+    class WithNorm(parallel.GatherSum):
+        def __init__(self, number: int, unfused: parallel.GatherSum) -> None:
+            super().__init__(unfused.group, unfused.seconds)
+            self.fused_add_rms_norm, self.number, self.calls = self._fused_add_rms_norm, number, 0
 
-        def add(self, states: torch.Tensor) -> None:
-            group, seconds = parallel._GROUPS[self.number]
-            parallel.add_gathered(group, states, seconds)
-
-        def fused_add_rms_norm(self, states: torch.Tensor, part: torch.Tensor, weight: torch.Tensor, epsilon: float) -> Residual:
+        def _fused_add_rms_norm(self, states: torch.Tensor, part: torch.Tensor, weight: torch.Tensor, epsilon: float) -> Residual:
             self.calls += 1
             sum_over_ranks.out(part, self.number)
             return add_rms_norm(states, part, weight, epsilon)
 
     with open_engine(model_folder(), "ngram", 2) as engine:
         groups = ranks_of(engine).groups
-        sums = [WithNorm(number) for number in (groups.graph, groups.eager)]
+        sums = [WithNorm(*each) for each in zip((groups.graph, groups.eager), groups.members, strict=True)]
         parallel.set_sums(groups, sums)
         found = results(engine)
         assert found["jobs"] == alone("ngram")["jobs"] and not found["error"]
@@ -460,7 +457,7 @@ def test_messages_of_graphs_and_of_eager_work_use_different_groups(eager: bool, 
     with open_engine(model_folder(), "none", 2, eager=eager) as engine:
         groups = ranks_of(engine).groups
         assert engine.generate([1, 2, 3], max_new_tokens=4).tokens
-    graph, other = (parallel._GROUPS[number][0] for number in (groups.graph, groups.eager))
+    graph, other = (each.group for each in groups.members)
     assert graph is not other and used == ({other} if eager else {graph, other})
 
 
