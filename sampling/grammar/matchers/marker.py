@@ -32,8 +32,10 @@ class Marker:
         self.vocabulary = vocabulary
         self._text = marker.encode() if isinstance(marker, str) else b""
         self._ids = () if isinstance(marker, str) else marker
-        self.symbols = np.array(list(self._text or self._ids), np.int32)  # bytes or ids
-        self.fallback = _fallback(self.symbols.tolist())
+        symbols = self._text or self._ids
+        self.symbols = np.array(list(symbols), np.int32)  # bytes or ids
+        # for each state, the length of the longest proper prefix that is also a suffix
+        self.fallback = np.array([_prefix_length(symbols[1:state], symbols) for state in range(len(symbols))], np.int32)
         self._make_masks()
 
     @property
@@ -92,13 +94,9 @@ class Marker:
         """For each state, the tokens that continue the marker and do not extend beyond its end."""
         if self._ids:
             return [{token_id} for token_id in self._ids]
-        continuing: list[set[int]] = [set() for _ in range(self.complete)]
-        for token_id, token in enumerate(self.vocabulary.tokens):
-            if token and token_id not in self.vocabulary.non_text_ids:
-                state = self._text.find(token)
-                while state >= 0:
-                    continuing[state].add(token_id)
-                    state = self._text.find(token, state + 1)
+        text, non_text = self._text, self.vocabulary.non_text_ids
+        parts = [(token_id, token) for token_id, token in enumerate(self.vocabulary.tokens) if token in text and token_id not in non_text]
+        continuing = [{token_id for token_id, token in parts if token and text.startswith(token, state)} for state in range(self.complete)]
         for state, tokens in enumerate(continuing):
             if not tokens:
                 expected = f"a marker that tokens can write from each of its bytes on; none begins with byte {state}"
@@ -202,17 +200,6 @@ def check_marker(marker: str | tuple[int, ...], vocabulary: Vocabulary) -> None:
         if token_id >= len(vocabulary.tokens) or token_id in vocabulary.stop_token_ids:
             expected = f"an id below {len(vocabulary.tokens)} that is not a stop token"
             raise ValueError(f"Constraint.marker: got id {clip_repr(token_id)}, expected {expected}")
-
-
-def _fallback(symbols: list[int]) -> Int32s:
-    """For each marker prefix, the length of its longest proper prefix that is also a suffix (the Knuth-Morris-Pratt failure function)."""
-    fallback, size = [0] * len(symbols), 0
-    for index in range(1, len(symbols) - 1):
-        while size and symbols[size] != symbols[index]:
-            size = fallback[size]
-        size += symbols[size] == symbols[index]
-        fallback[index + 1] = size
-    return np.array(fallback, np.int32)
 
 
 def _prefix_length(text: bytes | tuple[int, ...], marker: bytes | tuple[int, ...]) -> int:
