@@ -35,7 +35,7 @@ INLINED float log_total(const scores *from, float best) {
     return best + (float)log(sum);
 }
 
-/* logits, probs [batch, positions, width]; rows [batch]; params [table rows, columns], of which TOP_LOGPROBS is how many tokens a row asks for;
+/* logits, probs [batch, positions, width]; rows [batch]; params [table rows, columns], of which TOP_LOGPROBS is the number of tokens;
    published [1]; ids_ring, values_ring [slots, row slots, position slots, 2 * most]. */
 EXPORTED int stepgraph_top_logprobs(const argument *args) {
     const argument *logits = args, *probs = args + 1, *params = args + 3, *ring = args + 5;
