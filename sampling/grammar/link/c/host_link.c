@@ -183,7 +183,10 @@ static void process_row(const host_node *node, int64_t slot) {
 static void process_item(void *context, unsigned item) {
     const host_node *node = context;
     const host_link *link = node->link;
-    if (item < link->computing) return process_row(node, link->active[item]);
+    if (item < link->computing) {
+        process_row(node, link->active[item]);
+        return;
+    }
     unsigned first = link->computing + (item - link->computing) * LOOK_UP_ROWS, last = first + LOOK_UP_ROWS;
     for (unsigned row = first; row < last && row < link->num_active; row++) process_row(node, link->active[row]);
 }
