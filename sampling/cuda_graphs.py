@@ -113,25 +113,18 @@ def return_stream(stream: torch.cuda.Stream) -> None:
 
 
 class Streams(dict[str, torch.cuda.Stream]):
-    """The streams of one backend by name, taken on first use."""
+    """The streams of one backend by name, taken on first use: those on which graphs run, or on which steps are captured."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, take: Callable[[torch.device], torch.cuda.Stream] = take_stream) -> None:
         super().__init__()
-        self._device = device
+        self._take = functools.partial(take, device)
 
     def __missing__(self, name: str) -> torch.cuda.Stream:
-        return self.setdefault(name, take_stream(self._device))
+        return self.setdefault(name, self._take())
 
     def release(self) -> None:
         while self:
             return_stream(self.popitem()[1])
-
-
-class CaptureStreams(Streams):
-    """The streams on which the steps of one backend are captured. The graphs run on the other streams of the backend."""
-
-    def __missing__(self, name: str) -> torch.cuda.Stream:
-        return self.setdefault(name, take_capture_stream(self._device))
 
 
 def hold_workspaces(streams: Iterable[torch.cuda.Stream]) -> None:

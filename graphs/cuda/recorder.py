@@ -23,7 +23,7 @@ from stepgraph.graphs.memory import Backup
 from stepgraph.graphs.spans import GraphNode, RangeFactory, RecordedReport, stage_runs
 from stepgraph.graphs.tape.recorder import Recorder, first_difference
 from stepgraph.graphs.tape.reuse import check_second_run
-from stepgraph.sampling.cuda_graphs import CaptureStreams, GraphPool, Streams, capturing, empty_cache, gc_paused, hold_workspaces
+from stepgraph.sampling.cuda_graphs import GraphPool, Streams, capturing, empty_cache, gc_paused, hold_workspaces
 
 _NODE_KINDS = (  # in the order of CUgraphNodeType; shared kinds have the names that the tape uses
     *("kernel", "copy", "fill", "host", "graph", "empty", "wait", "record", "semaphore-signal", "semaphore-wait"),
@@ -56,7 +56,7 @@ class CudaRecorder:
         self,
         driver: Driver,
         streams: Streams,
-        capture_streams: CaptureStreams,
+        capture_streams: Streams,
         pool: GraphPool,
         errors: HostErrors,
         ranges: RangeFactory | None = None,

@@ -10,7 +10,7 @@ import torch
 from stepgraph.graphs.context import MAIN
 from stepgraph.graphs.cuda.driver import Driver, EventPool
 from stepgraph.graphs.cuda.recorder import Recording
-from stepgraph.sampling.cuda_graphs import CaptureStreams, GraphPool, Streams, driver_library
+from stepgraph.sampling.cuda_graphs import GraphPool, Streams, driver_library, take_capture_stream
 
 
 class DeviceResources:
@@ -19,7 +19,7 @@ class DeviceResources:
     def __init__(self, device: torch.device) -> None:
         self.driver: Driver = open_driver()
         self.context = self.driver.context()
-        self.streams, self.capture_streams = Streams(device), CaptureStreams(device)
+        self.streams, self.capture_streams = Streams(device), Streams(device, take_capture_stream)
         self.pool = GraphPool(self.capture_streams[MAIN])
         self.retired: list[Recording] = []  # recordings without references that may still be running
         self.events = EventPool(device, self.driver)

@@ -172,11 +172,7 @@ def _scatter_by_id(values: Tensor, ids: Tensor, width: int) -> Tensor:
     return dense.scatter_add_(1, ids.clamp(min=0), values)
 
 
-def _c_supports_ranking(params: Tensor) -> bool:
-    return params.shape[1] == Param.TOP_LOGPROBS + 1
-
-
-@operation(lambda *_: None, writes=("ids_ring", "values_ring"), triton=True, c=True, supports=_c_supports_ranking, mapped=True)
+@operation(lambda *_: None, writes=("ids_ring", "values_ring"), triton=True, c=True, mapped=True)
 def top_logprobs(
     logits: DenseFloats, probs: Dense, rows: Longs, params: Float32s, published: Longs, ids_ring: Ints, values_ring: Float32s
 ) -> None:

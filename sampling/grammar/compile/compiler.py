@@ -365,7 +365,7 @@ class GrammarCompiler:
         try:
             grammar, name, why = self._backends.build(constraint, worker)
             marker = None if constraint.marker is None else Marker(constraint.marker, self.vocabulary, constraint.marker_limit)
-            if marker and marker.is_text and isinstance(grammar, AutomatonGrammar):
+            if marker and marker.text and isinstance(grammar, AutomatonGrammar):
                 after = grammar.after(marker)
                 if after.nbytes <= self.limits.automaton_bytes:
                     grammar, marker = after, None

@@ -109,8 +109,7 @@ class NativeRow:
         arrays = {name: getattr(marker, name).ctypes.data for name in ("symbols", "fallback", "mask_index", "masks")}
         self._table = structs.marker_table(**arrays, num_tokens=len(vocabulary.tokens), complete=marker.complete)
         self._table.words, self._table.limit = vocabulary.mask_words, NO_LIMIT if marker.limit is None else marker.limit
-        self._table.text_words = vocabulary.text_words.ctypes.data
-        if marker.is_text:
+        if marker.text:
             self._table.bytes, self._table.starts = (array.ctypes.data for array in vocabulary.texts)
         self.struct.marker = structs.marker_progress(table=addressof(self._table), states=self._states.ctypes.data, room=room)
         self.struct.marker.num_free = matcher.num_free

@@ -191,10 +191,7 @@ class ForcedText:
 
 def _legal_tokens(mask: Int32s) -> list[int]:
     """The legal tokens in order; stops soon after MAX_LEGAL."""
-    legal: list[int] = []
-    for word in np.flatnonzero(mask).tolist():
-        bits = int(mask[word])
-        legal += [word * BITS_PER_WORD + bit for bit in range(BITS_PER_WORD) if bits >> bit & 1]
-        if len(legal) > MAX_LEGAL:
-            break
+    words = np.flatnonzero(mask)[: MAX_LEGAL + 1]
+    place, bit = np.nonzero(np.unpackbits(mask[words, None].view(np.uint8), axis=1, bitorder="little"))
+    legal: list[int] = (words[place] * BITS_PER_WORD + bit).tolist()
     return legal

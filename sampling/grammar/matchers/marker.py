@@ -30,10 +30,12 @@ class Marker:
         check_marker(marker, vocabulary)
         self.limit = limit
         self.vocabulary = vocabulary
-        self._text = marker.encode() if isinstance(marker, str) else b""
+        self.text = marker.encode() if isinstance(marker, str) else b""  # empty if the marker consists of ids
         self._ids = () if isinstance(marker, str) else marker
-        self.symbols = np.array(list(self._text or self._ids), np.int32)  # bytes or ids
-        self.fallback = _fallback(self.symbols.tolist())
+        symbols = self.text or self._ids
+        self.symbols = np.array(list(symbols), np.int32)  # bytes or ids
+        # for each state, the length of the longest proper prefix that is also a suffix
+        self.fallback = np.array([_prefix_length(symbols[1:state], symbols) for state in range(len(symbols))], np.int32)
         self._make_masks()
 
     @property
@@ -42,16 +44,8 @@ class Marker:
         return len(self.symbols)
 
     @property
-    def is_text(self) -> bool:
-        return bool(self._text)
-
-    @property
     def nbytes(self) -> int:
         return self.masks.nbytes + self.mask_index.nbytes + self.fallback.nbytes + self.symbols.nbytes
-
-    def remaining_bytes(self, state: int) -> bytes:
-        """The bytes of a text marker that remain in a state."""
-        return self._text[state:]
 
     def next_state(self, state: int, token_id: int) -> int | None:
         """The state after one more token; None if the token is not legal, for example a stop token before the end of the marker."""
@@ -60,11 +54,11 @@ class Marker:
             return _prefix_length((*self._ids[:state], token_id), self._ids) if legal else None
         if token_id in self.vocabulary.non_text_ids:
             return None
-        text = self._text[:state] + self.vocabulary.tokens[token_id]
-        found = text.find(self._text)
+        text = self.text[:state] + self.vocabulary.tokens[token_id]
+        found = text.find(self.text)
         if found < 0:
-            return _prefix_length(text, self._text)
-        return self.complete if found + len(self._text) == len(text) else None
+            return _prefix_length(text, self.text)
+        return self.complete if found + len(self.text) == len(text) else None
 
     def mask(self, state: int, tokens: int) -> Int32s:
         """[mask_words] the legal tokens in a state after this number of tokens."""
@@ -92,17 +86,13 @@ class Marker:
         """For each state, the tokens that continue the marker and do not extend beyond its end."""
         if self._ids:
             return [{token_id} for token_id in self._ids]
-        continuing: list[set[int]] = [set() for _ in range(self.complete)]
-        for token_id, token in enumerate(self.vocabulary.tokens):
-            if token and token_id not in self.vocabulary.non_text_ids:
-                state = self._text.find(token)
-                while state >= 0:
-                    continuing[state].add(token_id)
-                    state = self._text.find(token, state + 1)
+        text, non_text = self.text, self.vocabulary.non_text_ids
+        parts = [(token_id, token) for token_id, token in enumerate(self.vocabulary.tokens) if token in text and token_id not in non_text]
+        continuing = [{token_id for token_id, token in parts if token and text.startswith(token, state)} for state in range(self.complete)]
         for state, tokens in enumerate(continuing):
             if not tokens:
                 expected = f"a marker that tokens can write from each of its bytes on; none begins with byte {state}"
-                raise ValueError(f"Constraint.marker: got {clip_repr(self._text)} with a limit, expected {expected}")
+                raise ValueError(f"Constraint.marker: got {clip_repr(self.text)} with a limit, expected {expected}")
         return continuing
 
     def _legal_non_text_ids(self) -> list[set[int]]:
@@ -115,7 +105,7 @@ class Marker:
         A token is forbidden in the state from which its prefix completes the marker, and in every state that falls back to that one.
         """
         beyond: list[set[int]] = [set() for _ in range(self.complete)]
-        last, text, non_text = self._text[-1], self._text, self.vocabulary.non_text_ids
+        last, text, non_text = self.text[-1], self.text, self.vocabulary.non_text_ids
         for token_id, token in enumerate(self.vocabulary.tokens):
             if last not in token[:-1] or token_id in non_text:
                 continue
@@ -176,7 +166,7 @@ class MarkerMatcher:
     def forced_bytes(self) -> bytes:
         if self.past_marker:
             return forced_bytes(self.inner)
-        rest = self.marker.remaining_bytes(self.state) if self._at_limit else b""
+        rest = self.marker.text[self.state :] if self._at_limit else b""
         return (rest + forced_bytes(self.inner))[:FORCED_BYTES] if rest else b""
 
     @property
@@ -202,17 +192,6 @@ def check_marker(marker: str | tuple[int, ...], vocabulary: Vocabulary) -> None:
         if token_id >= len(vocabulary.tokens) or token_id in vocabulary.stop_token_ids:
             expected = f"an id below {len(vocabulary.tokens)} that is not a stop token"
             raise ValueError(f"Constraint.marker: got id {clip_repr(token_id)}, expected {expected}")
-
-
-def _fallback(symbols: list[int]) -> Int32s:
-    """For each marker prefix, the length of its longest proper prefix that is also a suffix (the Knuth-Morris-Pratt failure function)."""
-    fallback, size = [0] * len(symbols), 0
-    for index in range(1, len(symbols) - 1):
-        while size and symbols[size] != symbols[index]:
-            size = fallback[size]
-        size += symbols[size] == symbols[index]
-        fallback[index + 1] = size
-    return np.array(fallback, np.int32)
 
 
 def _prefix_length(text: bytes | tuple[int, ...], marker: bytes | tuple[int, ...]) -> int:

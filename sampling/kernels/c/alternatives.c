@@ -2,6 +2,8 @@
 
 #include "native.h"
 
+enum { TOP_LOGPROBS = 8 }; /* sampler.Param */
+
 typedef struct {
     const void *values; /* [width] */
     int64_t width, bfloat16;
@@ -33,7 +35,7 @@ INLINED float log_total(const scores *from, float best) {
     return best + (float)log(sum);
 }
 
-/* logits, probs [batch, positions, width]; rows [batch]; params [table rows, columns], the last column is how many tokens a row asks for;
+/* logits, probs [batch, positions, width]; rows [batch]; params [table rows, columns], of which TOP_LOGPROBS is the number of tokens;
    published [1]; ids_ring, values_ring [slots, row slots, position slots, 2 * most]. */
 EXPORTED int stepgraph_top_logprobs(const argument *args) {
     const argument *logits = args, *probs = args + 1, *params = args + 3, *ring = args + 5;
@@ -42,7 +44,7 @@ EXPORTED int stepgraph_top_logprobs(const argument *args) {
     for (int64_t row = 0; row < logits->size[0]; row++) {
         int64_t table_row = index_in(rows[row], params->size[0]);
         if (table_row < 0) return 1;
-        int64_t asked = (int64_t)((const float *)params->data)[(table_row + 1) * params->size[1] - 1];
+        int64_t asked = (int64_t)((const float *)params->data)[table_row * params->size[1] + TOP_LOGPROBS];
         asked = asked < most ? asked : most;
         for (int64_t position = 0; asked > 0 && position < logits->size[1]; position++) {
             int64_t at = slot * ring->stride[0] + row * ring->stride[1] + position * ring->stride[2];

@@ -12,35 +12,30 @@ import triton.language as tl
 
 from stepgraph.sampling.grammar.automaton.arena import ALIGNMENT
 from stepgraph.sampling.grammar.automaton.library import IMAGE_VERSION, Field
-from stepgraph.sampling.grammar.status import TAG_FIELDS, FinishCode, HostColumn, MaskStatus
+from stepgraph.sampling.grammar.status import TAG_FIELDS, HostColumn
 from stepgraph.sampling.kernels import advance
 from stepgraph.sampling.kernels.advance import PlaceColumn
-from stepgraph.sampling.kernels.triton.automaton import crossing_of, fill, follow, symbol_at
+from stepgraph.sampling.kernels.triton.automaton import _ALIGNMENT, _ENDED, crossing_of, fill, follow, symbol_at
+from stepgraph.sampling.kernels.triton.choice import _ILLEGAL, _NONE, _OK, _RUNNING
 from stepgraph.sampling.kernels.triton.forced import follow_text, token_of, within_limit, write_forced_token
 
 _VERSION = tl.constexpr(IMAGE_VERSION)
 _HEADER_INTS = tl.constexpr(advance.HEADER_INTS)
 _PLACE_INTS = tl.constexpr(advance.PLACE_INTS)
 _TAG_FIELDS = tl.constexpr(TAG_FIELDS)
-_ENDED = tl.constexpr(advance.ENDED)
 _TOO_DEEP = tl.constexpr(advance.TOO_DEEP)
-_ALIGNMENT = tl.constexpr(ALIGNMENT)
 _POSITIONS = tl.constexpr(16)  # a power of two, at least those of 8 drafts
 
 _OWNER = tl.constexpr(int(HostColumn.OWNER))
 _GENERATED = tl.constexpr(int(HostColumn.GENERATED))
 _LAST_TOKEN = tl.constexpr(int(HostColumn.LAST_TOKEN))
 _FINISH = tl.constexpr(int(HostColumn.FINISH))
-_RUNNING = tl.constexpr(int(FinishCode.RUNNING))
 _STATE = tl.constexpr(int(PlaceColumn.STATE))
 _DEPTH = tl.constexpr(int(PlaceColumn.DEPTH))
 _COUNTER = tl.constexpr(int(PlaceColumn.FIRST_COUNTER))
 _START = tl.constexpr(int(Field.START))
 _START_COUNTERS = tl.constexpr(int(Field.START_COUNTERS))
 _MAX_DEPTH = tl.constexpr(int(Field.DEPTH))
-_NONE = tl.constexpr(int(MaskStatus.NONE))
-_OK = tl.constexpr(int(MaskStatus.OK))
-_ILLEGAL = tl.constexpr(int(MaskStatus.ILLEGAL))
 
 WARPS = 8
 REGISTERS = (168, 128)  # per thread; 128: aligned words, no merges; others would spill with ptxas of Triton 3.6. 129 to 255 leave one block

@@ -16,12 +16,11 @@ from stepgraph.sampling.grammar.automaton.arena import ALIGNMENT
 from stepgraph.sampling.grammar.automaton.library import MOVE_INTS, Field
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.kernels import advance
+from stepgraph.sampling.kernels.triton.choice import _OK, _TERMINATED
 
 _MOVE_INTS = tl.constexpr(MOVE_INTS)
 _ENDED = tl.constexpr(advance.ENDED)
 _ALIGNMENT = tl.constexpr(ALIGNMENT)
-_OK = tl.constexpr(int(MaskStatus.OK))
-_TERMINATED = tl.constexpr(int(MaskStatus.TERMINATED))
 _FAULT = tl.constexpr(int(MaskStatus.FAULT))
 
 # fields of an image

@@ -11,7 +11,7 @@ import triton.language as tl
 from stepgraph.sampling.grammar.automaton.library import Field
 from stepgraph.sampling.grammar.matchers import forced
 from stepgraph.sampling.kernels import advance
-from stepgraph.sampling.kernels.triton.automaton import entries_of, entry_at, follow, table
+from stepgraph.sampling.kernels.triton.automaton import _CLASSES, _LEAVE, entries_of, entry_at, follow, table
 
 _BYTES = tl.constexpr(forced.FORCED_BYTES)
 _TAIL = tl.constexpr(forced.TAIL_BYTES)
@@ -22,9 +22,7 @@ _TOKENS = tl.constexpr(advance.TEXT_COLUMNS)
 _PUSHES = tl.constexpr(advance.FORCED_PUSHES)
 _TEXT_INTS = tl.constexpr(advance.TEXT_INTS)
 _CLASS_TILE = tl.constexpr(256)
-_CLASSES = tl.constexpr(int(Field.CLASSES))
 _BYTE_OF = tl.constexpr(int(Field.BYTE_OF))
-_LEAVE = tl.constexpr(int(Field.LEAVE))
 _FREE = tl.constexpr(int(Field.FREE))
 _LIMIT = tl.constexpr(int(Field.LIMIT))
 _LIMITED = tl.constexpr(int(Field.LIMITED))

@@ -14,16 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stepgraph.sampling.grammar.status import MaskStatus
-from stepgraph.sampling.kernels.triton.choice import _BOTTOM, _LAST_ID, is_finite, rank, table_row_of
+from stepgraph.sampling.kernels.triton.choice import _BOTTOM, _DEAD_END, _LAST_ID, _OK, is_finite, rank, table_row_of
 from stepgraph.sampling.sampler import Param
 
 PROCESS_TILE = 512  # tokens per program
 PROCESS_REGISTERS = 48  # per thread; without a bound, ptxas of Triton 3.9 takes 40 on sm_90 and spills
 SUM_TILE = 4096
 
-_OK = tl.constexpr(int(MaskStatus.OK))
-_DEAD_END = tl.constexpr(int(MaskStatus.DEAD_END))
 _REPETITION = tl.constexpr(int(Param.REPETITION_PENALTY))
 _PRESENCE = tl.constexpr(int(Param.PRESENCE_PENALTY))
 _FREQUENCY = tl.constexpr(int(Param.FREQUENCY_PENALTY))

@@ -14,16 +14,12 @@ import torch
 import triton
 import triton.language as tl
 
-from stepgraph.sampling.grammar.status import MaskStatus
-from stepgraph.sampling.kernels.triton.choice import _LAST_ID, best_of
+from stepgraph.sampling.kernels.triton.choice import _ILLEGAL, _LAST_ID, _NONE, _OK, best_of
 from stepgraph.sampling.kernels.triton.numeric import coin, exponential
 from stepgraph.sampling.rng import GOLDEN, Purpose, signed
 
 REJECTION_TILE = 1024  # tokens per program
 
-_OK = tl.constexpr(int(MaskStatus.OK))
-_NONE = tl.constexpr(int(MaskStatus.NONE))
-_ILLEGAL = tl.constexpr(int(MaskStatus.ILLEGAL))
 _ACCEPT = tl.constexpr(signed(int(Purpose.ACCEPT) * GOLDEN))
 _TARGET = tl.constexpr(signed(int(Purpose.TARGET) * GOLDEN))
 _FALLBACK = tl.constexpr(-(1 << 63))  # the sign bit, which no candidate of a probability has

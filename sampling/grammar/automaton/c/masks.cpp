@@ -49,18 +49,14 @@ struct PlainText {
         }
     }
 
-    bool is_plain(const uint8_t *text, int size) const {
-        int state = 0;
-        for (int at = 0; at < size && state >= 0; at++) state = next[state][text[at]];
-        return state == 0;
+    int32_t count(const uint8_t *text, int32_t size) const { // of characters, -1 if a part of the text is not plain
+        int32_t state = 0, characters = 0;
+        for (int32_t at = 0; at < size && state >= 0; at++) characters += (state = next[state][text[at]]) == 0;
+        return state == 0 ? characters : -1;
     }
 };
 
 static const PlainText plain_text;
-
-static int32_t count_characters(const uint8_t *text, int32_t size) {
-    return (int32_t)std::count_if(text, text + size, [](uint8_t byte) { return (byte & 0xC0) != 0x80; });
-}
 
 // Groups of bytes that grammars mostly treat in the same way; all other bytes are one group.
 struct ByteGroups {
@@ -83,6 +79,7 @@ static const ByteGroups byte_groups;
 struct Entry {
     const uint8_t *text;
     int32_t size, id;
+    int32_t characters; // -1: not plain
 };
 
 static bool in_text_order(const Entry &left, const Entry &right) {
@@ -132,7 +129,6 @@ constexpr Part PARTS[] = {{true, 0, 1, 8}, {true, 0, 9, 16}, {true, 0, 17, ANY},
 constexpr size_t NUM_PARTS = std::size(PARTS);
 constexpr int32_t MOST_BYTES = 1 << 15; // stands for an unlimited length
 constexpr int32_t SHARED_TOKENS = 100; // a subtree with as many tokens is walked once for several states
-constexpr size_t MANY_WORDS = 64; // a part with as many pairs of words and bits is stored for several rows
 constexpr int32_t MAX_COARSER_BYTES = 16; // states are compared for texts of up to this many bytes
 constexpr int64_t MAX_COARSER_MOVES = 50'000'000; // moves that are compared to find equivalent states
 // Steps before equivalent states are searched for, and before subtrees are shared: both take longer if few states are equivalent.
@@ -154,30 +150,25 @@ Vocabulary::Vocabulary(
     std::vector<Entry> entries;
     for (int32_t id = 0; id < num_tokens; id++) {
         int32_t size = starts[id + 1] - starts[id];
-        if (hidden_words[id / 32] >> (id % 32) & 1) continue;
-        if (size) entries.push_back({text.data() + starts[id], size, id});
+        if (!size || hidden_words[id / 32] >> (id % 32) & 1) continue;
+        entries.push_back({text.data() + starts[id], size, id, plain_text.count(text.data() + starts[id], size)});
         longest = std::max(longest, size);
+        longest_plain = std::max(longest_plain, entries.back().characters);
     }
     std::sort(entries.begin(), entries.end(), in_text_order);
     for (const Part &part : PARTS) {
         std::vector<Entry> some;
         for (const Entry &entry : entries) {
             auto quotes = std::min((int32_t)std::count(entry.text, entry.text + entry.size, '"'), PARTS[NUM_PARTS - 1].quotes);
-            bool is_plain = plain_text.is_plain(entry.text, entry.size),
-                is_long = entry.size >= part.shortest && entry.size <= part.longest;
-            if (is_plain == part.is_plain && quotes == part.quotes && is_long) some.push_back(entry);
+            bool is_long = entry.size >= part.shortest && entry.size <= part.longest;
+            if ((entry.characters >= 0) == part.is_plain && quotes == part.quotes && is_long) some.push_back(entry);
         }
         tries.push_back(make_trie(some));
     }
-    Ints characters; // [entries], -1: not plain
-    for (const Entry &entry : entries) {
-        characters.push_back(plain_text.is_plain(entry.text, entry.size) ? count_characters(entry.text, entry.size) : -1);
-        longest_plain = std::max(longest_plain, characters.back());
-    }
     plain.assign((size_t)(longest_plain + 1) * words, 0);
-    for (size_t at = 0; at < entries.size(); at++)
-        for (int32_t id = entries[at].id, count = characters[at]; count >= 0 && count <= longest_plain; count++)
-            plain[(size_t)count * words + id / 32] |= (int32_t)(1u << (id % 32));
+    for (const Entry &entry : entries)
+        for (int32_t count = entry.characters; count >= 0 && count <= longest_plain; count++)
+            plain[(size_t)count * words + entry.id / 32] |= (int32_t)(1u << (entry.id % 32));
 }
 
 image_vocabulary Vocabulary::view() const {
@@ -293,7 +284,7 @@ public:
         : automaton(automaton), vocabulary(vocabulary), limits(limits),
           narrow(std::max((size_t)automaton.states, automaton.moves.size() + 1) <= 1 << 15), bytes_of(bytes_by_class(automaton)),
           quote(bytes_of[automaton.class_of['"']].size() == 1 ? automaton.class_of['"'] : -1), rows(automaton.classes),
-          continuations(automaton), row((size_t)vocabulary.words), part_row(row), ordered(vocabulary.starts.size() / 32 + 1),
+          continuations(automaton), row((size_t)vocabulary.words), ordered(vocabulary.starts.size() / 32 + 1),
           top_at((size_t)vocabulary.longest + 1), pushed((size_t)vocabulary.longest + 1) {
         find_walk_states();
     }
@@ -323,7 +314,7 @@ public:
             row_of[state] = number;
             if (!is_new) continue;
             for (size_t part = 0; part < NUM_PARTS; part++)
-                if (parts[part] >= 0) set_part(part, parts[part]);
+                if (parts[part] >= 0) set_part(vocabulary.tries[part], parts[part]);
             if (automaton.accepts[state])
                 for (int32_t stop : vocabulary.stops) row.add(stop);
             add_row(base);
@@ -649,22 +640,12 @@ private:
         crossed->insert(crossed->end(), begin + (int64_t)found.crossed.begin, begin + (int64_t)found.crossed.end);
     }
 
-    // Set the tokens given by pairs of word index and bits, in the order of a tree.
-    static void set_ordered(const Trie &trie, Slice<int32_t> pairs, SparseRow &to) {
-        for (const int32_t *at = pairs.first; at < pairs.last; at += 2)
-            for (auto bits = (uint32_t)at[1]; bits; bits &= bits - 1) to.add(trie.tokens[(size_t)at[0] * 32 + (size_t)__builtin_ctz(bits)]);
-    }
-
-    // Set the tokens of a tree, given by their number in `below_bits`. The words of large sets are stored, because several rows have them.
-    void set_part(size_t part, int32_t number) {
+    // Set the tokens of a tree, given by their number in `below_bits`.
+    void set_part(const Trie &trie, int32_t number) {
         Slice<int32_t> pairs = below_bits.of(number);
-        if (pairs.size() < MANY_WORDS) return set_ordered(vocabulary.tries[part], pairs, row);
-        Ints &words = words_of_part[part][number];
-        if (words.empty()) {
-            set_ordered(vocabulary.tries[part], pairs, part_row);
-            part_row.move_to(words);
-        }
-        for (size_t at = 0; at < words.size(); at += 2) row.set(words[at], (uint32_t)words[at + 1]);
+        for (const int32_t *at = pairs.first; at < pairs.last; at += 2)
+            for (auto bits = (uint32_t)at[1]; bits; bits &= bits - 1)
+                row.add(trie.tokens[(size_t)at[0] * 32 + (size_t)__builtin_ctz(bits)]);
     }
 
     // Set the tokens from `begin` to before `end`.
@@ -916,8 +897,7 @@ private:
     Ints below_crossed, *crossed = nullptr; // tokens whose legality depends on the stack; of the state or the part that is being walked
     std::deque<SparseRow> spares; // one for each nested call of `keep_below`
     size_t level = 0; // number of nested calls of `keep_below`
-    std::array<std::unordered_map<int32_t, Ints>, NUM_PARTS> words_of_part; // pairs of word index and bits, by number in `below_bits`
-    SparseRow row, part_row; // being built
+    SparseRow row; // being built
     SparseRow ordered; // the tokens of a tree, in its order: those below a node are adjacent
     struct Pushed { int32_t symbol, below, size; }; // a symbol, the index of the symbol below it, and the stack size
     Ints top_at; // [bytes] index in `pushed` of the top of the stack after so many bytes; 0: the stack is empty

@@ -95,14 +95,6 @@ static int forced(const matcher_library *self, void *handle, char *text, int64_t
     return (int)image_forced(matcher->image, &matcher->places[matcher->tokens].place, matcher->stack, (uint8_t *)text, room);
 }
 
-static void expect(void *handle, int64_t token) {
-    const image_vocabulary *vocabulary = ((automaton_matcher *)handle)->vocabulary;
-    if (token < 0 || token >= vocabulary->num_tokens) return;
-    __builtin_prefetch(vocabulary->text + vocabulary->starts[token]);
-    __builtin_prefetch(vocabulary->stop_words + token / 32);
-    __builtin_prefetch(vocabulary->hidden_words + token / 32);
-}
-
 void stepgraph_close_automaton(void *handle) {
     automaton_matcher *matcher = handle;
     if (!matcher) return;
@@ -126,4 +118,4 @@ void *stepgraph_open_automaton(const int32_t *image, const image_vocabulary *voc
     return matcher;
 }
 
-STEPGRAPH_API const matcher_library stepgraph_automaton_functions = {accept, fill, rollback, is_terminated, forced, expect};
+STEPGRAPH_API const matcher_library stepgraph_automaton_functions = {accept, fill, rollback, is_terminated, forced};

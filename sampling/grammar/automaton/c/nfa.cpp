@@ -720,13 +720,12 @@ private:
         }
         if (!counted) return to;
         int32_t loop = (int32_t)nfa.loops.size(), outer = nfa.states[continuation].loop;
-        nfa.loops.push_back({-1, -1, to, (int32_t)(count - written), nesting, outer, key});
+        nfa.loops.push_back({-1, to, (int32_t)(count - written), nesting, outer, key});
         int32_t head = state(loop), again = state(loop), enter = state(outer);
         if (optional) follow(head, continuation);
         int32_t first = body(again);
         follow(head, first);
         nfa.loops[loop].head = head;
-        nfa.loops[loop].again = again;
         nfa.states[again].kind = Nfa::AGAIN;
         nfa.states[enter].kind = Nfa::ENTER;
         nfa.states[again].target_loop = nfa.states[enter].target_loop = loop;

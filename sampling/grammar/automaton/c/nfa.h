@@ -72,8 +72,8 @@ private:
 struct Nfa {
     struct Edge { int32_t low, high, to; }; // a range of bytes
     struct Call { int32_t automaton, back, byte = -1, to = -1; }; // run an automaton, then `back`; byte >= 0: its first byte, then `to`
-    // A loop runs at most `count` times through its body, from `head` to the state `again`, and then continues in `exit`.
-    struct Loop { int32_t head, again, exit, count, counter, parent; int64_t expression; };
+    // A loop runs at most `count` times through its body, from `head` to a state of kind AGAIN, and then continues in `exit`.
+    struct Loop { int32_t head, exit, count, counter, parent; int64_t expression; };
     enum Kind : uint8_t { PLAIN, ENTER, AGAIN };
     struct State {
         int32_t final_of = -1; // the automaton that ends here

@@ -179,18 +179,6 @@ static void process_row(const host_node *node, int64_t slot) {
     }
 }
 
-/* Prefetch the data of a row: other work between two rounds has evicted most of it from the caches. */
-static void expect_tokens(const host_node *node, int64_t slot) {
-    const link_shape *shape = &node->link->shape;
-    const matcher_row *row = node->link->batch[slot];
-    for (int64_t step = 0; step < node->count; step++) {
-        int64_t stage = node->steps[step].stage;
-        row->library->expect(row->matcher, stage ? draft_of(shape, slot, stage) : shape->state[slot * HOST_COLUMNS + LAST_TOKEN]);
-        __builtin_prefetch(shape->contents + stage * shape->slots + slot, 1);
-        __builtin_prefetch(shape->tags + (stage * shape->slots + slot) * TAG_FIELDS, 1);
-    }
-}
-
 /* Process one row whose library computes masks, or a block of rows that look up masks. */
 static void process_item(void *context, unsigned item) {
     const host_node *node = context;
@@ -200,9 +188,7 @@ static void process_item(void *context, unsigned item) {
         return;
     }
     unsigned first = link->computing + (item - link->computing) * LOOK_UP_ROWS, last = first + LOOK_UP_ROWS;
-    if (last > link->num_active) last = link->num_active;
-    for (unsigned row = first; row < last; row++) expect_tokens(node, link->active[row]);
-    for (unsigned row = first; row < last; row++) process_row(node, link->active[row]);
+    for (unsigned row = first; row < last && row < link->num_active; row++) process_row(node, link->active[row]);
 }
 
 /* Collects the slots whose request is the owner of the device row, is running and has no fault; slots that compute masks come first. */
@@ -213,7 +199,7 @@ static unsigned find_active(host_link *link) {
         const int64_t *state = link->shape.state + slot * HOST_COLUMNS;
         if (row && !faulted(row) && state[OWNER] == row->owner && state[FINISH] == ROW_RUNNING) {
             unsigned place = link->num_active++;
-            if (!row->library->expect) {
+            if (!row->grammar) {
                 link->active[place] = link->active[link->computing];
                 place = link->computing++;
             }

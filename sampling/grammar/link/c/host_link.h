@@ -37,8 +37,6 @@ struct matcher_library {
     int (*is_terminated)(const matcher_library *self, void *matcher, char *error);
     /* Writes the bytes that must come next, at most `room`, and returns their number. */
     int (*forced)(const matcher_library *self, void *matcher, char *text, int64_t room, char *error);
-    /* Prefetches the memory that accepting a token reads. NULL: the library computes masks, instead of a look-up in under a microsecond. */
-    void (*expect)(void *matcher, int64_t token);
 };
 
 /* The content of a mask: the grammar for which it was filled, and the numbers `written` by the library. Grammar 0: unknown. */
@@ -58,7 +56,7 @@ struct matcher_row {
     int64_t num_partial;
     int64_t num_tokens;
     int64_t owner;
-    int64_t grammar;          /* positive number of the grammar; 0: `written` is not used */
+    int64_t grammar;          /* positive number of a grammar whose masks are looked up; 0: they are computed, `written` is not used */
     int64_t committed;        /* tokens of the history that the matcher has accepted permanently */
     int64_t pending_drafts;   /* drafts accepted after the committed tokens */
     int64_t next_mask;        /* index after the latest mask that was due */

@@ -161,7 +161,7 @@ static int forced(const matcher_library *self, void *opaque, char *text, int64_t
 }
 
 void stepgraph_bind_llguidance(llguidance_library *library) {
-    library->functions = (matcher_library){accept, fill, rollback, is_terminated, forced, NULL};
+    library->functions = (matcher_library){accept, fill, rollback, is_terminated, forced};
 }
 
 /* A matcher that has accepted these tokens; NULL if memory is exhausted or a token is not accepted. */

@@ -8,48 +8,32 @@ static int32_t current_state(const marker_progress *marker) { return marker->sta
 
 int before_marker_end(const marker_progress *marker) { return marker->table && current_state(marker) < marker->table->complete; }
 
-static int is_text(const marker_table *table, int64_t token) { return (uint32_t)table->text_words[token / 32] >> (token % 32) & 1; }
-
 static int32_t next_state(const marker_table *table, int32_t state, int32_t symbol) {
     while (state && table->symbols[state] != symbol) state = table->fallback[state];
     return state + (table->symbols[state] == symbol);
 }
 
-/* -1 if the token extends beyond the marker's end, or is not text. */
-static int32_t state_after_text(const marker_table *table, int32_t state, int64_t token) {
-    if (!is_text(table, token)) return -1;
-    for (int32_t index = table->starts[token]; index < table->starts[token + 1]; index++) {
-        if (state == table->complete) return -1;
-        state = next_state(table, state, table->bytes[index]);
-    }
-    return state;
-}
-
-/* -1 if the token is not text and neither continues nor restarts the marker. */
-static int32_t state_after_id(const marker_table *table, int32_t state, int64_t token) {
-    if (!is_text(table, token) && token != table->symbols[state] && token != table->symbols[0]) return -1;
-    return next_state(table, state, (int32_t)token);
-}
-
 static int at_limit(const marker_progress *marker) { return marker->num_free >= marker->table->limit; }
 
-static const int32_t *free_mask(const marker_progress *marker, int64_t words) {
+static const int32_t *free_mask(const marker_progress *marker) {
     const marker_table *table = marker->table;
-    return table->masks + table->mask_index[current_state(marker) + (at_limit(marker) ? table->complete : 0)] * words;
+    return table->masks + table->mask_index[current_state(marker) + (at_limit(marker) ? table->complete : 0)] * table->words;
 }
 
 int accept_free_token(marker_progress *marker, int64_t token) {
     const marker_table *table = marker->table;
     if (token < 0 || token >= table->num_tokens) return 0;
-    if (at_limit(marker) && !((uint32_t)free_mask(marker, table->words)[token / 32] >> (token % 32) & 1)) return 0;
-    int32_t state = (table->bytes ? state_after_text : state_after_id)(table, current_state(marker), token);
-    if (state < 0) return 0;
+    if (!((uint32_t)free_mask(marker)[token / 32] >> (token % 32) & 1)) return 0;
+    int32_t state = current_state(marker);
+    if (!table->bytes) state = next_state(table, state, (int32_t)token);
+    else for (int32_t index = table->starts[token]; index < table->starts[token + 1]; index++)
+        state = next_state(table, state, table->bytes[index]);
     marker->states[++marker->num_free % marker->room] = state;
     return 1;
 }
 
 int32_t fill_free_mask(const marker_progress *marker, int32_t *mask, int64_t words) {
-    memcpy(mask, free_mask(marker, words), (size_t)words * sizeof *mask);
+    memcpy(mask, free_mask(marker), (size_t)words * sizeof *mask);
     for (int64_t word = 0; word < words; word++)
         if (mask[word]) return OK;
     return DEAD_END;

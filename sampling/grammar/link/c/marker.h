@@ -10,7 +10,6 @@ typedef struct {
     const int32_t *fallback;   /* [complete] per prefix: length of its longest proper prefix that is also a suffix */
     const int32_t *mask_index; /* [complete] row of `masks` for each state; with a limit, [2 * complete]: then those at the limit */
     const int32_t *masks;      /* [rows, words] */
-    const int32_t *text_words; /* [words] one bit per text token */
     const uint8_t *bytes;      /* all token texts, concatenated; NULL if the marker consists of ids */
     const int32_t *starts;     /* [num_tokens + 1] */
     int64_t num_tokens;

@@ -89,29 +89,17 @@ int accept_token(matcher_row *row, int64_t token) {
     return before_marker_end(&row->marker) ? accept_free_token(&row->marker, token) : accept_inner_token(row, token);
 }
 
-/* Skips blocks of 64 zero words without reading `text`. */
-static int any_text(const int32_t *mask, const int32_t *text, int64_t words) {
-    for (int64_t word = 0; word < words; word += 64) {
-        int64_t end = word + 64 < words ? word + 64 : words;
-        int32_t some = 0, some_text = 0;
-        for (int64_t next = word; next < end; next++) some |= mask[next];
-        if (!some) continue;
-        for (int64_t next = word; next < end; next++) some_text |= mask[next] & text[next];
-        if (some_text) return 1;
-    }
-    return 0;
-}
-
 /* Clears the bits that are neither text nor stop tokens (the library also sets bits beyond the vocabulary) and returns the
    status. Words in which every id is text need no clearing. */
 static int32_t keep_legal(const matcher_row *row, int32_t *mask, int64_t words) {
-    int32_t any_stop = 0;
+    int32_t any_stop = 0, any_text = 0;
     for (int64_t index = 0; index < row->num_partial; index++) {
         int32_t word = row->partial_words[index];
         mask[word] &= row->text_words[word] | row->stop_words[word];
         any_stop |= mask[word] & row->stop_words[word];
     }
-    return any_text(mask, row->text_words, words) ? OK : any_stop ? COMPLETE : DEAD_END;
+    for (int64_t word = 0; word < words; word++) any_text |= mask[word] & row->text_words[word];
+    return any_text ? OK : any_stop ? COMPLETE : DEAD_END;
 }
 
 static int32_t fill_inner_mask(matcher_row *row, int32_t *mask, int64_t words, mask_content *content) {

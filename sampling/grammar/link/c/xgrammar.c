@@ -137,5 +137,5 @@ static int forced(const matcher_library *self, void *matcher, char *text, int64_
 }
 
 void stepgraph_bind_xgrammar(xgrammar_library *library) {
-    library->functions = (matcher_library){accept, fill, rollback, is_terminated, forced, NULL};
+    library->functions = (matcher_library){accept, fill, rollback, is_terminated, forced};
 }
