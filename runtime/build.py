@@ -25,7 +25,7 @@ from stepgraph.graphs.graph_key import FULL
 from stepgraph.graphs.graph_set import GraphSet, draft_choices
 from stepgraph.graphs.layers.lora import lora_specs
 from stepgraph.graphs.layers.product_choice import choose_products
-from stepgraph.graphs.limits import GROW, RESERVE, UNTIL_EVENT, Limits
+from stepgraph.graphs.limits import GROW, UNTIL_EVENT, Limits
 from stepgraph.graphs.logits_processors import check_processors
 from stepgraph.graphs.memory import available_bytes
 from stepgraph.graphs.model import ModelPair, TargetModel
@@ -113,7 +113,7 @@ class EngineParts:
         decode_round = Round(limits, models, self.host_link, config.draft_masks, options, self.attention, tables, split)
         prompts = Prompts(limits, models, self.attention)
         self.validator = RequestValidator(config, limits, vocabulary, models, pinned=device.type == "cuda")
-        queue_type, scheduler_type = queue_types(config, device, self.ranks, record)
+        queue_type, scheduler_type = queue_types(config, device, self.ranks)
         self.sharing = sharing_for(config, models)
         read_range(os.environ)  # ValueError before the recording exists
         self.hidden_states = states = HiddenStates(timed, buffers, layout, folder, config.states_shard_bytes) if layout and folder else None
@@ -180,20 +180,14 @@ def accept_options(config: EngineConfig, models: ModelPair, limits: Limits, back
 
 
 def queue_types(
-    config: EngineConfig, device: torch.device, ranks: Ranks | None, record: object
+    config: EngineConfig, device: torch.device, ranks: Ranks | None
 ) -> tuple[Callable[..., RequestQueue], Callable[..., Scheduler]]:
-    """The types of queue and scheduler. ValueError for preemption with a part that requires the rounds of a request to be one series."""
-    excluded = {"record": record, "save_hidden_states": config.save_hidden_states, "tensor_parallel": ranks}
-    for setting, default in (("preemption", False), ("page_allocation", RESERVE)):
-        value = getattr(config, setting)
-        for name in (name for name, part in excluded.items() if part is not None and value != default):
-            raise ValueError(f"EngineConfig.{setting}: got {value!r} with {name}, expected {default!r}")
-    if ranks is None:
-        if not (config.preemption or config.page_allocation == GROW):
-            return RequestQueue, Scheduler
-        settings = config.preemption, config.rounds_per_launch == UNTIL_EVENT, device.type == "cuda"
-        return RequestQueue, functools.partial(PreemptingScheduler, *settings)
-    return functools.partial(LockstepQueue, ranks), functools.partial(LockstepScheduler, ranks)
+    if ranks is not None:
+        return functools.partial(LockstepQueue, ranks), functools.partial(LockstepScheduler, ranks)
+    if not (config.preemption or config.page_allocation == GROW):
+        return RequestQueue, Scheduler
+    settings = config.preemption, config.rounds_per_launch == UNTIL_EVENT, device.type == "cuda"
+    return RequestQueue, functools.partial(PreemptingScheduler, *settings)
 
 
 def catch_up_for(models: ModelPair, limits: Limits, buffers: StaticBuffers) -> Callable[[int], None] | None:

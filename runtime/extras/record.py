@@ -120,18 +120,15 @@ def open_recorder(
     record: Recording | str | Path, config: EngineConfig, models: ModelPair, vocabulary: Vocabulary | None, backend: Backend, tables: bool
 ) -> Recorder:
     """The recorder of an engine. ValueError if the file cannot be created. tables: whether grammars can be on the device."""
-    if config.rounds_per_launch != 1:
-        raise ValueError(
-            f"EngineConfig.rounds_per_launch: got {config.rounds_per_launch!r}, "
-            "expected 1: a recording lists what arrived between two rounds"
-        )
     unsupported = {
         "max_loras": "a recording has no adapters",
         "forced_acceptance": "which drafts are accepted depends on job ids, which a replay numbers anew",
         "logits_processors": "a recording has no functions",
+        "rounds_per_launch": "a recording lists what arrived between two rounds",
+        **dict.fromkeys(("preemption", "page_allocation"), "the rounds of a recorded request are one series"),
     }
     for name, why in unsupported.items():
-        if getattr(config, name):
+        if getattr(config, name) != getattr(EngineConfig, name):
             raise ValueError(f"Engine.record: got {clip_repr(record)}, expected None with {name}: {why}")
     lane = config.grammar_lane if tables else "host"  # a replay with grammars on the device would have other draft lengths
     header = {
