@@ -95,7 +95,10 @@ class StepThread:
         """RuntimeError in another process or event loop."""
         if os.getpid() != self.process_id:
             raise RuntimeError(f"{call}(): got a forked process, expected the process that opened it, where the stepping thread is")
-        if _running_loop() is not self.loop:
+        running = None
+        with contextlib.suppress(RuntimeError):  # no loop runs in this thread
+            running = asyncio.get_running_loop()
+        if running is not self.loop:
             raise RuntimeError(f"{call}(): expected a call in the event loop that opened it; Engine.submit() works in any thread")
 
     def stop(self, drain: bool) -> None:
@@ -352,10 +355,3 @@ class AsyncEngine(BoundToProcess):
             raise RuntimeError(f"{call}(): not open; call it inside `async with AsyncEngine(engine) as serving`")
         stepper.check(call)
         return stepper
-
-
-def _running_loop() -> asyncio.AbstractEventLoop | None:
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from stepgraph.graphs import round_specs
 from stepgraph.graphs.attention.choose import choose_attention
 from stepgraph.graphs.attention.float8 import FLOAT8
 from stepgraph.graphs.attention.paged import AttentionChoice
@@ -32,16 +33,6 @@ from stepgraph.graphs.model import ModelPair, TargetModel
 from stepgraph.graphs.prefill import Prompts, prompt_specs
 from stepgraph.graphs.proposing import process_skipped, text_specs
 from stepgraph.graphs.round import Round
-from stepgraph.graphs.round_specs import (
-    admission_specs,
-    forced_specs,
-    grammar_specs,
-    look_up_specs,
-    ring_specs,
-    round_specs,
-    skipped_specs,
-    state_specs,
-)
 from stepgraph.graphs.sampled_stages import AcceptOptions
 from stepgraph.runtime.check_models import Drafter, check_models, checked_vocabulary_size, devices_of, forces_drafts, resolve_drafter
 from stepgraph.runtime.config import EngineConfig
@@ -281,26 +272,27 @@ def make_buffers(
     named = {name: model for name, model in candidates if model is not None}
     samples_drafts = not config.greedy_only and models.proposer is None
     specs = [
-        *round_specs(limits, samples_drafts),
-        *ring_specs(limits),
+        *round_specs.round_specs(limits, samples_drafts),
+        *round_specs.ring_specs(limits),
         *prompt_specs(limits, models.target),
         *[spec for model in named.values() for spec in model.cache_specs(limits)],
         *lora_specs(lora_weights(models.target, limits), limits, models.target.feature_dtype),
     ]
     specs += text_specs(limits) if models.reads_text else ()
-    specs += look_up_specs(limits) if models.look_up is not None else ()
+    specs += round_specs.look_up_specs(limits) if models.look_up is not None else ()
     if layout:
-        specs += state_specs(limits, layout.width, models.target.feature_dtype)
-    specs += forced_specs(limits) if forced else ()
+        specs += round_specs.state_specs(limits, layout.width, models.target.feature_dtype)
+    specs += round_specs.forced_specs(limits) if forced else ()
     processors = config.logits_processors
-    specs += admission_specs(limits, config.relaxed_acceptance, sum(1 + each.num_arguments for each in processors))
+    specs += round_specs.admission_specs(limits, config.relaxed_acceptance, sum(1 + each.num_arguments for each in processors))
     if config.draft_length == "auto" and models.draft is not None and models.draft.cache_specs(limits):
-        specs += skipped_specs(limits, models.target.feature_dtype)
+        specs += round_specs.skipped_specs(limits, models.target.feature_dtype)
     constants: dict[str, nn.Module | torch.Tensor] = {name: model for name, model in named.items() if isinstance(model, nn.Module)}
     modules = {f"logits_processor_{each.name}": each.function for each in processors}
     constants |= {name: function for name, function in modules.items() if isinstance(function, nn.Module)}
     if tables is not None:
-        specs += grammar_specs(limits, config.grammar_arena_bytes // INT_BYTES, config.grammar_limits.automaton_depth, split is not None)
+        arena_size, depth = config.grammar_arena_bytes // INT_BYTES, config.grammar_limits.automaton_depth
+        specs += round_specs.grammar_specs(limits, arena_size, depth, split is not None)
         constants |= tables._asdict()
     if split is not None:
         constants["token_slots"] = split.token_slots

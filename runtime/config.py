@@ -11,20 +11,7 @@ from stepgraph.graphs.graph_set import OnFailure, bucket_sizes, checked_buckets
 from stepgraph.graphs.limits import GROW, KV_CACHE_DTYPES, PAGE_ALLOCATIONS, RESERVE, UNTIL_EVENT, Limits
 from stepgraph.graphs.logits_processors import LogitsProcessor
 from stepgraph.graphs.proposing import ANCHOR_TOKENS
-from stepgraph.sampling.fields import (
-    BOOL,
-    Check,
-    check_fields,
-    check_value,
-    checked_fields,
-    clip_repr,
-    is_int,
-    is_number,
-    number,
-    one_of,
-    optional,
-    whole,
-)
+from stepgraph.sampling.fields import BOOL, Check, check_fields, checked_fields, clip_repr, is_int, number, one_of, optional, whole
 from stepgraph.sampling.grammar.compile.compiler import CACHE_BYTES, MAX_COMPILES, GrammarCompiler, Isolation
 from stepgraph.sampling.grammar.compile.limits import DEFAULTS, MIB, GrammarLimits
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
@@ -73,6 +60,9 @@ CHECKS = {
     "capture_bytes": optional(whole(1)),
     "round_timeout_seconds": optional(number(0, MAX_SECONDS, low_open=True)),
     "look_up": whole(0, ANCHOR_TOKENS),
+    "forced_acceptance": optional(
+        Check(lambda value: isinstance(value, tuple) and all(map(number(0, 1).accepts, value)), "a tuple of numbers from 0 to 1")
+    ),
     "draft_length": Check(lambda value: value == "auto" or (is_int(value) and value >= 0), "'auto', or an integer >= 0"),
     "forced_drafts": optional(BOOL),
     "prompt_graphs": optional(BOOL),
@@ -190,13 +180,12 @@ class EngineConfig:
             self.limits(vocab_size=1, num_tokens=1, feature_size=0)
         except ValueError as error:
             raise ValueError(str(error).replace("Limits.", "EngineConfig.")) from None
-        if self.forced_acceptance is not None:
-            drafts = self.draft_length if is_int(self.draft_length) else self.num_speculative_tokens
-            check_value("EngineConfig.forced_acceptance", self.forced_acceptance, _acceptance_rates(drafts))
-        max_drafts = self.num_speculative_tokens
-        if is_int(self.draft_length) and self.draft_length > max_drafts:
-            expected = f"expected at most num_speculative_tokens={max_drafts}, or 'auto'"
-            raise ValueError(f"EngineConfig.draft_length: got {self.draft_length}, {expected}")
+        max_drafts, rates = self.num_speculative_tokens, self.forced_acceptance
+        drafts = self.draft_length if is_int(self.draft_length) else max_drafts
+        if rates is not None and not len(rates) == drafts > 0:
+            raise ValueError(f"EngineConfig.forced_acceptance: got {rates}, expected a number for each of {drafts} drafts of a round")
+        if drafts > max_drafts:
+            raise ValueError(f"EngineConfig.draft_length: got {drafts}, expected at most num_speculative_tokens={max_drafts}, or 'auto'")
         for name, value, other, other_value, expected in CONFLICTS:
             if _has(self, name, value) and _has(self, other, other_value):
                 got = f"{clip_repr(getattr(self, name))} with {other}={clip_repr(getattr(self, other))}"
@@ -230,11 +219,3 @@ class EngineConfig:
 def _has(config: EngineConfig, name: str, value: object) -> bool:
     found = getattr(config, name)
     return bool(found != getattr(EngineConfig, name) if value is _CHANGED else found == value)
-
-
-def _acceptance_rates(drafts: int) -> Check:
-    expected = f"a tuple of {drafts} numbers, one for each draft of a round, from 0 to 1"
-    return Check(
-        lambda value: isinstance(value, tuple) and len(value) == drafts > 0 and all(is_number(rate) and 0 <= rate <= 1 for rate in value),
-        expected,
-    )

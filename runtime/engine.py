@@ -312,11 +312,8 @@ class Engine(EngineCore, BoundToProcess):
 
     def _with_word_ids(self, sampling: SamplingParams | None) -> SamplingParams | None:
         """Replace bad words that are texts by token ids, once without and once with a blank before the word."""
-        if (
-            self._make_tokenizer is None
-            or not isinstance(sampling, SamplingParams)
-            or not any(isinstance(w, str) for w in sampling.bad_words)
-        ):
+        texts = isinstance(sampling, SamplingParams) and any(isinstance(word, str) for word in sampling.bad_words)
+        if sampling is None or not texts or self._make_tokenizer is None:
             return sampling
         words = dict[tuple[int, ...], None]()
         for word in sampling.bad_words:

@@ -57,10 +57,8 @@ class JobText:
                 text = stream.push(ids[next(ends, len(ids)) :]) + stream.finish()
             if ended or has_no_longer_text(self.constraint, text):
                 return self.parse(text)
-        raise ValueError(
-            "Job.parsed: the output is incomplete or its end was not reached, "
-            f"finish_reason is {self.finish_reason}{self.error and ': ' + self.error}"
-        )
+        reason = f"{self.finish_reason}{self.error and ': ' + self.error}"
+        raise ValueError(f"Job.parsed: the output is incomplete or its end was not reached, finish_reason is {reason}")
 
     @property
     def stop_reason(self) -> str | int | None:

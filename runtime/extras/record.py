@@ -31,7 +31,7 @@ from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.lifetimes import call_after_fork
 
 FORMAT = 1
-PACKAGES = ("torch", "xgrammar", "llguidance", "triton")
+PACKAGES = ("stepgraph", "torch", "xgrammar", "llguidance", "triton")
 # Options of submit() that a line contains unchanged.
 SUBMIT_FIELDS = ("max_new_tokens", "num_speculative_tokens", "draft_ids", "cache_salt", "resume_from", "priority", "tenant")
 FULL_LINE = b'{"kind":"full"}\n'
@@ -143,8 +143,11 @@ def open_recorder(
 
 
 def versions() -> dict[str, str]:
-    found = {"stepgraph": _version("stepgraph"), "python": platform.python_version()}
-    return found | {name: version for name in PACKAGES if (version := _version(name))}
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def vocabulary_fingerprint(vocabulary: Vocabulary | None) -> str:
@@ -191,10 +194,3 @@ def _values_fingerprint(values: Tensor) -> str:
 
 def _bytes(values: Tensor) -> bytes:  # values: [n]
     return values.contiguous().cpu().view(torch.uint8).numpy().tobytes()
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
