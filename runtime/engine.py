@@ -19,7 +19,7 @@ from stepgraph.runtime.check_models import Drafter
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.engine_core import EngineCore
 from stepgraph.runtime.extras.record import Recording
-from stepgraph.runtime.finish_reason import FinishReason
+from stepgraph.runtime.job import FinishReason
 from stepgraph.runtime.loras import LoraTable
 from stepgraph.runtime.parallel.loading import load_part
 from stepgraph.runtime.parallel.ranks import ranks_of
@@ -165,7 +165,7 @@ class Engine(EngineCore, BoundToProcess):
         """
         self._require_open("compile")
         try:
-            return self.queue.compile(typed_constraint(constraint).constraint)
+            return self.queue.compiler.compile(typed_constraint(constraint).constraint)
         except (RuntimeError, ValueError):  # of the compiler, for example, which another thread has closed with the engine
             self._require_open("compile")
             raise

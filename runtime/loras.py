@@ -12,8 +12,8 @@ from stepgraph.graphs.capture import Backend
 from stepgraph.graphs.layers.lora import LoraWeight
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import TargetModel
+from stepgraph.runtime.job import Lora
 from stepgraph.runtime.models.files.lora import SlotContent, read_lora
-from stepgraph.runtime.request import Lora
 from stepgraph.runtime.request_queue import RequestQueue
 from stepgraph.sampling.fields import Check, check_value, checked_path, clip_repr
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from stepgraph.graphs.graph_key import GraphKey
 from stepgraph.runtime.build import EngineParts
 from stepgraph.runtime.device_grammars import INT_BYTES
-from stepgraph.runtime.finish_reason import FinishReason
 from stepgraph.runtime.histogram import SECONDS_BOUNDS, HistogramBuilder
+from stepgraph.runtime.job import FinishReason
 from stepgraph.runtime.request import DraftCounts
 from stepgraph.runtime.scheduler import REFUSED_CONSTRAINT, Counters, LossCause
 from stepgraph.sampling.grammar.compile.compiler import CompileStats

@@ -167,15 +167,14 @@ class Uploader:
         }
         parts |= {name: part for name, part in _optional_settings(request.job, limits, self._processors).items() if name in buffers}
 
-        def copy(slot: Tensor) -> None:
-            _copy_parts(buffers, row, parts, slot)
+        def reset() -> None:
             buffers.row_prompt_seen[row].zero_()
             counts = buffers.row_output_counts[row].zero_()
             if resumed is not None and request.sampled:
                 tokens = resumed.to(counts.device, non_blocking=True)
                 counts.index_add_(0, tokens, torch.ones_like(tokens, dtype=counts.dtype))
 
-        self._admission_ring.send(_joined(parts), copy)
+        self._send_parts(row, parts, reset)
         if request.job.sampling.repetition_penalty != 1:  # otherwise the prompt's tokens have no effect
             self._upload_seen(request)
         if self._text_ring is not None:
@@ -227,7 +226,7 @@ class Uploader:
         params = [getattr(job.sampling, column.name.lower()) for column in Param]
         parts = {"row_params": _float_bits(params), "row_state": [state.get(column, 0) for column in Column]}
 
-        def copy(slot: Tensor) -> None:
+        def reset() -> None:
             buffers.row_drafts[row].fill_(-1)
             if offered:
                 buffers.row_drafts[row, :offered].copy_(buffers.row_text[row, start : start + offered])
@@ -235,9 +234,21 @@ class Uploader:
                 if "row_looked_up" in buffers:
                     buffers.row_looked_up[row].fill_(True)
             buffers.row_tags[row].fill_(0)
-            _copy_parts(buffers, row, parts, slot)
 
-        self._admission_ring.send(_joined(parts), copy)
+        self._send_parts(row, parts, reset)
+
+    def _send_parts(self, row: int, parts: Mapping[str, list[int]], reset: Callable[[], None]) -> None:
+        """Upload values to one row of each table, as one line of the ring. reset: also launched, for other tables."""
+        buffers, sizes = self._buffers, [len(part) for part in parts.values()]
+
+        def copy(slot: Tensor) -> None:
+            reset()
+            line = slot[: sum(sizes)].to(buffers.device, non_blocking=True)
+            for name, part in zip(parts, line.split(sizes), strict=True):
+                table = buffers[name][row]
+                table.copy_((_floats(part) if table.is_floating_point() else part).view_as(table))
+
+        self._admission_ring.send(list(itertools.chain.from_iterable(parts.values())), copy)
 
 
 def _embeddings(job: Job, start: int, count: int) -> Iterator[tuple[int, Tensor]]:
@@ -266,19 +277,6 @@ def _optional_settings(job: Job, limits: Limits, processors: Sequence[LogitsProc
         "row_relaxed": _float_bits([job.sampling.relaxed_top_n, job.sampling.relaxed_delta]),
         "row_processors": _float_bits(settings),
     }
-
-
-def _joined(parts: Mapping[str, list[int]]) -> list[int]:
-    """The parts as one line of a ring, which `_copy_parts` splits."""
-    return list(itertools.chain.from_iterable(parts.values()))
-
-
-def _copy_parts(buffers: StaticBuffers, row: int, parts: Mapping[str, list[int]], line: Tensor) -> None:
-    """Copy the parts of a line to one row of each table."""
-    sizes, line = [len(part) for part in parts.values()], line.to(buffers.device, non_blocking=True)
-    for name, part in zip(parts, line[: sum(sizes)].split(sizes), strict=True):
-        table = buffers[name][row]
-        table.copy_((_floats(part) if table.is_floating_point() else part).view_as(table))
 
 
 def _float_bits(values: Sequence[float]) -> list[int]:

@@ -20,7 +20,8 @@ from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelPair
 from stepgraph.runtime.config import NAMES_ELSEWHERE as CONFIG_NAMES
 from stepgraph.runtime.config import EngineConfig
-from stepgraph.runtime.request import Job, Lora
+from stepgraph.runtime.job import Lora
+from stepgraph.runtime.request import Job
 from stepgraph.runtime.text import Message
 from stepgraph.sampling.fields import Check, check_value, clip_repr, is_int
 from stepgraph.sampling.grammar.compile.compiler import CompiledConstraint

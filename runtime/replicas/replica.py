@@ -17,8 +17,8 @@ import torch
 from stepgraph.runtime.aio import AsyncEngine
 from stepgraph.runtime.engine import Engine
 from stepgraph.runtime.extras.record import model_fingerprints, versions, vocabulary_fingerprint
-from stepgraph.runtime.finish_reason import FinishReason
-from stepgraph.runtime.request import NO_DRAFTS, DraftCounts, EngineClosedError, Origin, TokenLogprob
+from stepgraph.runtime.job import FinishReason, Origin, TokenLogprob
+from stepgraph.runtime.request import NO_DRAFTS, DraftCounts, EngineClosedError
 from stepgraph.runtime.request_queue import QueueFullError
 from stepgraph.sampling import native
 from stepgraph.sampling.grammar.vocabulary import Vocabulary

@@ -22,8 +22,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from stepgraph.runtime.finish_reason import FinishReason
 from stepgraph.runtime.histogram import HistogramBuilder
+from stepgraph.runtime.job import FinishReason
 from stepgraph.runtime.metrics import counters, gauge, histogram, prometheus_text
 from stepgraph.runtime.models.files.tokenizer import LONG_TEXT
 from stepgraph.runtime.request import EngineClosedError, Job, StepEvent
