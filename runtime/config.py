@@ -31,7 +31,9 @@ PROCESSORS = Check(
 )
 # Not listed: flags, and sizes that Limits checks.
 CHECKS = {
-    **dict.fromkeys(("max_rows", "max_length", "page_size"), whole(1)),
+    **dict.fromkeys(("max_rows", "max_length", "page_size", "max_queued", "max_lora_rank"), whole(1)),
+    **dict.fromkeys(("states_shard_bytes", "grammar_cache_bytes"), whole(1)),
+    **dict.fromkeys(("forced_drafts", "prompt_graphs"), optional(BOOL)),
     "backend": one_of(("auto", "tape", "cuda")),
     "host_link": one_of(HOST_LINKS),
     "grammar_lane": one_of(GRAMMAR_LANES),
@@ -49,12 +51,8 @@ CHECKS = {
     "on_capture_failure": one_of(get_args(OnFailure)),
     "grammar_limits": Check(lambda value: isinstance(value, GrammarLimits), "GrammarLimits"),
     "save_hidden_states": optional(Check(lambda value: isinstance(value, (str, Path)) and value != "", "the path of a folder")),
-    "max_queued": whole(1),
     "logits_processors": PROCESSORS,
     "max_loras": whole(0),
-    "max_lora_rank": whole(1),
-    "states_shard_bytes": whole(1),
-    "grammar_cache_bytes": whole(1),
     "max_compiles": whole(1, MAX_COMPILES),
     "prefix_cache_pages": optional(whole(0)),
     "capture_bytes": optional(whole(1)),
@@ -64,8 +62,6 @@ CHECKS = {
         Check(lambda value: isinstance(value, tuple) and all(map(number(0, 1).accepts, value)), "a tuple of numbers from 0 to 1")
     ),
     "draft_length": Check(lambda value: value == "auto" or (is_int(value) and value >= 0), "'auto', or an integer >= 0"),
-    "forced_drafts": optional(BOOL),
-    "prompt_graphs": optional(BOOL),
 }
 _CHANGED = object()  # every value but the default
 # A setting and a value, another setting and the value with which the first one is refused, and what is expected instead.

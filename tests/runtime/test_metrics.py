@@ -12,9 +12,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from stepgraph import Constraint, EngineStats
 from stepgraph.graphs.graph_key import GraphKey
+from stepgraph.runtime.histogram import Histogram
 from stepgraph.runtime.metrics import engine_metrics, prometheus_text
 from stepgraph.runtime.scheduler import LossCause
-from stepgraph.runtime.stats import GraphStats, Histogram
+from stepgraph.runtime.stats import GraphStats
 from stepgraph.sampling.native import why_not
 from tests.helpers.toy_engines import CONSTRAINTS, Setup, finish, shared_engine
 

@@ -14,7 +14,7 @@ from stepgraph.graphs import BufferSpec, StaticBuffers, TapeBackend
 from stepgraph.graphs.capture import BackendStats
 from stepgraph.graphs.context import current_context
 from stepgraph.graphs.tape.player import Await
-from stepgraph.runtime.stats import Histogram
+from stepgraph.runtime.histogram import Histogram
 from stepgraph.sampling.grammar.link.protocol import NODE_BOUNDS_NS, HostLink
 from stepgraph.sampling.grammar.link.python import PythonLink
 from tests.helpers.link_bench import ROUND_STEPS, Memory, native_link, set_running
