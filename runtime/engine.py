@@ -193,7 +193,7 @@ class Engine(EngineCore, BoundToProcess):
 
     def list_loras(self) -> list[str]:
         """The names of the loaded adapters."""
-        return self._loras.names
+        return list(self._loras.by_name)
 
     def wait(self, seconds: float | None = None) -> bool:
         """Sleep until a step may have something to do; True if it has. For a thread that only steps."""
