@@ -70,8 +70,9 @@ class StreamBuffer:
 class StepThread:
     """Steps an engine in a thread. Holds no reference to the AsyncEngine, so that one dropped without close() can be finalised."""
 
-    def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop, owner: AsyncEngine) -> None:
         self.engine, self.loop, self.process_id = engine, loop, os.getpid()
+        self._owner = weakref.ref(owner, lambda _: self.stop(drain=False))
         self.opened, self.ended = asyncio.Event(), asyncio.Event()
         self.failure: BaseException | None = None
         self.stopping = self._cancel_jobs = False
@@ -264,7 +265,6 @@ class AsyncEngine(BoundToProcess):
             raise ValueError("AsyncEngine.engine: got an engine under torchrun, expected one that started its ranks")
         self.engine = engine
         self._stepper: StepThread | None = None
-        self._finalizer: weakref.finalize[..., AsyncEngine] | None = None
         self._submit_lock = asyncio.Lock()
 
     async def open(self) -> None:
@@ -273,12 +273,8 @@ class AsyncEngine(BoundToProcess):
             self._stepper.close(EXIT_SECONDS)  # ends the thread of the closed loop, which may be asleep
         if self._stepper is not None and self._stepper.thread.is_alive():
             raise RuntimeError("AsyncEngine.open(): already open")
-        self._stepper = stepper = StepThread(self.engine, asyncio.get_running_loop())
+        self._stepper = stepper = StepThread(self.engine, asyncio.get_running_loop(), self)
         self._submit_lock = asyncio.Lock()  # a used lock is bound to its event loop
-        if self._finalizer is not None:
-            self._finalizer.detach()  # it would keep the previous thread and its event loop
-        self._finalizer = weakref.finalize(self, stepper.stop, drain=False)
-        self._finalizer.atexit = False
         try:
             await stepper.opened.wait()
         except asyncio.CancelledError:

@@ -173,8 +173,7 @@ class RowTable:
     def _find(self, job: Job) -> list[CachedPage]:
         """Full published pages before the last given token, which is an input of the first round."""
         sharing = self._sharing
-        limit = len(job.context_ids) - max(1 + sharing.recompute_tail, sharing.lookahead)
-        limit = min(limit, self._num_shareable(job))
+        limit = min(len(job.context_ids) - max(1 + sharing.recompute_tail, sharing.lookahead), self._num_shareable(job))
         return self.page_cache.find(_cache_key(job), job.context_ids, limit) if not sharing.why_off else []
 
     def _num_shareable(self, job: Job) -> int:
