@@ -104,7 +104,7 @@ class EngineParts:
         decode_round = Round(limits, models, self.host_link, config.draft_masks, options, self.attention, tables, split)
         prompts = Prompts(limits, models, self.attention)
         self.validator = RequestValidator(config, limits, vocabulary, models, pinned=device.type == "cuda")
-        queue_type, scheduler_type = queue_types(config, device, self.ranks)
+        queue_type, scheduler_type = queue_types(config, self.ranks)
         self.sharing = sharing_for(config, models)
         read_range(os.environ)  # ValueError before the recording exists
         self.hidden_states = states = HiddenStates(timed, buffers, layout, folder, config.states_shard_bytes) if layout and folder else None
@@ -170,15 +170,12 @@ def accept_options(config: EngineConfig, models: ModelPair, limits: Limits, back
     return AcceptOptions(config.forced_acceptance, config.logits_processors, getattr(models.target, "shard", None))
 
 
-def queue_types(
-    config: EngineConfig, device: torch.device, ranks: Ranks | None
-) -> tuple[Callable[..., RequestQueue], Callable[..., Scheduler]]:
+def queue_types(config: EngineConfig, ranks: Ranks | None) -> tuple[Callable[..., RequestQueue], Callable[..., Scheduler]]:
     if ranks is not None:
         return functools.partial(LockstepQueue, ranks), functools.partial(LockstepScheduler, ranks)
     if not (config.preemption or config.page_allocation == GROW):
         return RequestQueue, Scheduler
-    settings = config.preemption, config.rounds_per_launch == UNTIL_EVENT, device.type == "cuda"
-    return RequestQueue, functools.partial(PreemptingScheduler, *settings)
+    return RequestQueue, functools.partial(PreemptingScheduler, config.preemption, config.rounds_per_launch == UNTIL_EVENT)
 
 
 def catch_up_for(models: ModelPair, limits: Limits, buffers: StaticBuffers) -> Callable[[int], None] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import itertools
 from dataclasses import dataclass
 
 SECONDS_BOUNDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
@@ -18,14 +17,6 @@ class Histogram:
     @property
     def count(self) -> int:
         return sum(self.counts)
-
-    @property
-    def cumulative(self) -> tuple[int, ...]:
-        return tuple(itertools.accumulate(self.counts))
-
-    @property
-    def mean(self) -> float:
-        return self.total / self.count if self.count else 0.0
 
 
 class HistogramBuilder:

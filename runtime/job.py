@@ -75,7 +75,6 @@ class JobBase:
     # (first position in the prompt, host tensor [n, width]) in order: embeddings that replace those of the tokens there
     embeddings: tuple[tuple[int, Tensor], ...] = ()
     resume_from: tuple[int, ...] = ()  # the output of an earlier request, which this one continues; not part of `tokens`
-    prior_output_host: Tensor | None = None  # `prior_output`, for the counts of penalties
     priority: int = 0  # lower numbers get rows first
     tenant: str = ""  # at equal priority, tenants get rows in turn
     num_preemptions: int = 0  # how often it lost its row and continued

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, fields
@@ -107,7 +108,8 @@ def counters(name: str, description: str, samples: Iterable[Sample]) -> Metric:
 
 
 def histogram(name: str, description: str, histogram: Histogram) -> Metric:
-    buckets = [("_bucket", {"le": bound}, count) for bound, count in zip([*histogram.bounds, "+Inf"], histogram.cumulative, strict=True)]
+    bounds = zip([*histogram.bounds, "+Inf"], itertools.accumulate(histogram.counts), strict=True)
+    buckets = [("_bucket", {"le": bound}, count) for bound, count in bounds]
     return _metric(name, "histogram", description, [*buckets, ("_sum", {}, histogram.total), ("_count", {}, histogram.count)])
 
 

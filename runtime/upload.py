@@ -157,7 +157,8 @@ class Uploader:
     def begin(self, request: ActiveRequest) -> None:
         """Upload a request's block table and settings, before its first chunk."""
         buffers, limits, row, stop_ids = self._buffers, self._limits, request.row, request.job.stop_ids
-        biases, resumed = request.job.sampling.biases, request.job.prior_output_host
+        biases = request.job.sampling.biases
+        prior = self._prior_output(request.job) if request.sampled and request.job.prior_output else None
         unused = limits.max_bias_ids - len(biases)
         parts = {
             "row_stop_ids": [*stop_ids, *[-1] * (limits.max_stop_ids - len(stop_ids))],
@@ -170,8 +171,8 @@ class Uploader:
         def reset() -> None:
             buffers.row_prompt_seen[row].zero_()
             counts = buffers.row_output_counts[row].zero_()
-            if resumed is not None and request.sampled:
-                tokens = resumed.to(counts.device, non_blocking=True)
+            if prior is not None:  # for penalties
+                tokens = prior.to(counts.device, non_blocking=True)
                 counts.index_add_(0, tokens, torch.ones_like(tokens, dtype=counts.dtype))
 
         self._send_parts(row, parts, reset)
@@ -179,6 +180,11 @@ class Uploader:
             self._upload_seen(request)
         if self._text_ring is not None:
             self._upload_text(request, self._text_ring)
+
+    def _prior_output(self, job: Job) -> Tensor:
+        """In pinned memory on a GPU: a copy from other memory would wait for the rounds in flight."""
+        ids = torch.tensor(job.prior_output)
+        return ids.pin_memory() if self._buffers.device.type == "cuda" else ids
 
     def _upload_seen(self, request: ActiveRequest) -> None:
         """Upload which tokens the prompt contains. All at once, since the part found in the cache is not prefilled."""

@@ -165,8 +165,6 @@ class RequestValidator:
         )
         if job.resume_from:
             self._check_resumed(job)
-            ids = torch.tensor(job.resume_from)
-            job.prior_output_host = ids.pin_memory() if self._pinned else ids
         return job
 
     def _check_resumed(self, job: Job) -> None:
