@@ -45,12 +45,6 @@ class DecodeBatch(NamedTuple):
     reads_logprobs: bool  # whether some request reads log-probabilities
 
 
-def batch_of(requests: tuple[ActiveRequest, ...]) -> DecodeBatch:
-    constrained, sampled = any(request.constrained for request in requests), any(request.sampled for request in requests)
-    kind = BatchKind(len(requests), constrained, sampled, constrained and not any(request.matcher for request in requests))
-    return DecodeBatch(requests, kind, any(request.job.sampling.logprobs for request in requests))
-
-
 class LaunchedRound(NamedTuple):
     """A launch of one round, or with `is_loop` of many, whose results have not all been read."""
 
@@ -131,7 +125,9 @@ class InFlight:
 
     def _batch_of(self, requests: tuple[ActiveRequest, ...]) -> DecodeBatch:
         if self.latest_batch is None or self.latest_batch.requests != requests:
-            self.latest_batch = batch_of(requests)
+            constrained, sampled = any(request.constrained for request in requests), any(request.sampled for request in requests)
+            kind = BatchKind(len(requests), constrained, sampled, constrained and not any(request.matcher for request in requests))
+            self.latest_batch = DecodeBatch(requests, kind, any(request.job.sampling.logprobs for request in requests))
         return self.latest_batch
 
     def _choose_graph(self, batch: DecodeBatch) -> tuple[Drafting, GraphKey]:

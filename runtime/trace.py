@@ -96,6 +96,10 @@ class Timeline:
     lengths: tuple[ChosenLength, ...] = ()
 
     @property
+    def rounds(self) -> tuple[int, ...]:
+        return tuple(sorted({span.round for span in self.spans if span.kind != "launch"} - {NO_ROUND}))
+
+    @property
     def streams(self) -> tuple[str, ...]:
         """The main stream, the others in alphabetical order, then the launching thread."""
         return tuple(dict.fromkeys(span.stream for span in sorted(self.spans, key=_by_stream)))

@@ -106,9 +106,8 @@ class Recorder:
         return file is not None
 
     def _detach(self) -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            file.close()
+        self._lock = threading.RLock()
+        self.close()
 
     def _fail(self, why: str) -> None:
         if self.close():

@@ -68,10 +68,9 @@ def test_trace_changes_no_token_and_no_count(traced: Traced) -> None:
 
 
 def test_trace_has_the_requested_number_of_rounds(traced: Traced) -> None:
-    rounds = list(traced.timeline.extents())
-    assert rounds == list(range(traced.first_round, traced.first_round + ROUNDS))
+    assert traced.timeline.rounds == tuple(range(traced.first_round, traced.first_round + ROUNDS))
     launches = [span for span in traced.timeline.spans if span.kind == "launch"]
-    assert [span.round for span in launches] == rounds
+    assert [span.round for span in launches] == list(traced.timeline.rounds)
 
 
 def test_a_trace_during_calibration_has_rounds_of_requests_only() -> None:
@@ -79,7 +78,7 @@ def test_a_trace_during_calibration_has_rounds_of_requests_only() -> None:
     with small_engine(capture=False, draft_length="auto") as engine, engine.trace(rounds=ROUNDS) as trace:
         engine.generate([1, 2, 3], max_new_tokens=40, sampling=SamplingParams(ignore_eos=True))
     timeline = trace.timeline
-    assert [*timeline.extents()] == [each.round for each in timeline.lengths] == list(range(ROUNDS))
+    assert timeline.rounds == tuple(range(ROUNDS)) and [each.round for each in timeline.lengths] == [*timeline.rounds]
     for each in timeline.lengths:
         names = {span.name for span in of_round(timeline, each.round, MAIN, "stage")}
         assert sum(name.startswith("choose_draft ") for name in names) == each.drafts, names
