@@ -160,11 +160,11 @@ class Uploader:
         biases = request.job.sampling.biases
         prior = self._prior_output(request.job) if request.sampled and request.job.prior_output else None
         unused = limits.max_bias_ids - len(biases)
-        parts = {
+        parts: dict[str, list[Any]] = {
             "row_stop_ids": [*stop_ids, *[-1] * (limits.max_stop_ids - len(stop_ids))],
             "row_block_tables": [*request.pages, *[0] * (limits.pages_per_row - len(request.pages))],
             "row_bias_ids": [*biases, *[-1] * unused],
-            "row_biases": _float_bits([*biases.values(), *[0.0] * unused]),
+            "row_biases": [*biases.values(), *[0.0] * unused],
         }
         parts |= {name: part for name, part in _optional_settings(request.job, limits, self._processors).items() if name in buffers}
 
@@ -230,7 +230,7 @@ class Uploader:
             Column.LORA: job.lora.slot,
         }
         params = [getattr(job.sampling, column.name.lower()) for column in Param]
-        parts = {"row_params": _float_bits(params), "row_state": [state.get(column, 0) for column in Column]}
+        parts: dict[str, list[Any]] = {"row_params": params, "row_state": [state.get(column, 0) for column in Column]}
 
         def reset() -> None:
             buffers.row_drafts[row].fill_(-1)
@@ -243,18 +243,19 @@ class Uploader:
 
         self._send_parts(row, parts, reset)
 
-    def _send_parts(self, row: int, parts: Mapping[str, list[int]], reset: Callable[[], None]) -> None:
-        """Upload values to one row of each table, as one line of the ring. reset: also launched, for other tables."""
-        buffers, sizes = self._buffers, [len(part) for part in parts.values()]
+    def _send_parts(self, row: int, parts: Mapping[str, list[Any]], reset: Callable[[], None]) -> None:
+        """Upload values to one row of each table, as one line of the ring, float32 as bits. reset: also launched, for other tables."""
+        tables, sizes, line = [self._buffers[name][row] for name in parts], [len(part) for part in parts.values()], list[int]()
+        for table, part in zip(tables, parts.values(), strict=True):
+            line += np.array(part, np.float32).view(np.int32).tolist() if table.is_floating_point() else part
 
         def copy(slot: Tensor) -> None:
             reset()
-            line = slot[: sum(sizes)].to(buffers.device, non_blocking=True)
-            for name, part in zip(parts, line.split(sizes), strict=True):
-                table = buffers[name][row]
-                table.copy_((_floats(part) if table.is_floating_point() else part).view_as(table))
+            uploaded = slot[: len(line)].to(self._buffers.device, non_blocking=True).split(sizes)
+            for table, part in zip(tables, uploaded, strict=True):
+                table.copy_((part.to(torch.int32).view(torch.float32) if table.is_floating_point() else part).view_as(table))
 
-        self._admission_ring.send(list(itertools.chain.from_iterable(parts.values())), copy)
+        self._admission_ring.send(line, copy)
 
 
 def _embeddings(job: Job, start: int, count: int) -> Iterator[tuple[int, Tensor]]:
@@ -269,7 +270,7 @@ def _copy_start(to: Tensor, slot: Tensor) -> None:
     to.copy_(slot[: len(to)], non_blocking=True)
 
 
-def _optional_settings(job: Job, limits: Limits, processors: Sequence[LogitsProcessor]) -> dict[str, list[int]]:
+def _optional_settings(job: Job, limits: Limits, processors: Sequence[LogitsProcessor]) -> dict[str, list[Any]]:
     """Optional settings by table. A bad word fills the end of its line; recent tokens are the end of the output so far."""
     size, words = limits.max_bad_word_tokens, [[int(token) for token in word] for word in job.sampling.bad_words]
     words += [[]] * (limits.max_bad_words - len(words))
@@ -280,17 +281,6 @@ def _optional_settings(job: Job, limits: Limits, processors: Sequence[LogitsProc
     return {
         "row_bad_words": [token for word in words for token in (*[-1] * (size - len(word)), *word)],
         "row_recent": [*[-1] * (size - 1), *job.prior_output][1 - size :],
-        "row_relaxed": _float_bits([job.sampling.relaxed_top_n, job.sampling.relaxed_delta]),
-        "row_processors": _float_bits(settings),
+        "row_relaxed": [job.sampling.relaxed_top_n, job.sampling.relaxed_delta],
+        "row_processors": settings,
     }
-
-
-def _float_bits(values: Sequence[float]) -> list[int]:
-    """The bits of float32 values as integers, for rings of int64."""
-    bits: list[int] = np.array(values, dtype=np.float32).view(np.int32).tolist()
-    return bits
-
-
-def _floats(bits: Tensor) -> Tensor:
-    """The inverse of _float_bits, on the device."""
-    return bits.to(torch.int32).view(torch.float32)
