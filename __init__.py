@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from stepgraph.runtime.aio import AsyncEngine
     from stepgraph.runtime.config import EngineConfig
     from stepgraph.runtime.engine import Engine
-    from stepgraph.runtime.finish_reason import FinishReason
-    from stepgraph.runtime.request import DraftCounts, EngineClosedError, Job, Origin, StepEvent, TokenLogprob
+    from stepgraph.runtime.job import FinishReason, Origin, TokenLogprob
+    from stepgraph.runtime.request import DraftCounts, EngineClosedError, Job, StepEvent
     from stepgraph.runtime.request_queue import QueueFullError
     from stepgraph.runtime.stats import EngineStats
     from stepgraph.runtime.text import TextCodec
@@ -60,20 +60,20 @@ _MODULES = {
     "EngineClosedError": "runtime.request",
     "EngineConfig": "runtime.config",
     "EngineStats": "runtime.stats",
-    "FinishReason": "runtime.finish_reason",
+    "FinishReason": "runtime.job",
     "Job": "runtime.request",
     "LogitsProcessor": "graphs.logits_processors",
     "ModelInput": "graphs.model_call",
     "ModelOutput": "graphs.model_call",
     "NoCache": "graphs.model",
-    "Origin": "runtime.request",
+    "Origin": "runtime.job",
     "ProcessorInput": "graphs.logits_processors",
     "QueueFullError": "runtime.request_queue",
     "SamplingParams": "sampling.params",
     "StepEvent": "runtime.request",
     "TargetModel": "graphs.model",
     "TextCodec": "runtime.text",
-    "TokenLogprob": "runtime.request",
+    "TokenLogprob": "runtime.job",
     "Vocabulary": "sampling.grammar.vocabulary",
 }
 

@@ -1,7 +1,7 @@
 """AsyncEngine: serves the tasks of one asyncio event loop; a thread steps the engine.
 
-A job keeps its own tokens and a StreamBuffer keeps positions in them, so a slow consumer receives fewer, larger events, uses no more
-memory and does not delay the others. The event loop owns the buffers; the thread passes it the events of its steps.
+A job keeps its own tokens and a JobStream keeps positions in them, so a slow consumer receives fewer, larger events, uses no more
+memory and does not delay the others. The event loop owns the streams; the thread passes it the events of its steps.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from stepgraph.runtime.engine import Engine
-from stepgraph.runtime.finish_reason import FinishReason
+from stepgraph.runtime.job import FinishReason
 from stepgraph.runtime.parallel.lockstep import LockstepQueue
 from stepgraph.runtime.request import NO_DRAFTS, EngineClosedError, Job, StepEvent
 from stepgraph.runtime.request_queue import QueueFullError
@@ -31,54 +31,17 @@ if TYPE_CHECKING:
 LONG_CONSTRAINT = 10_000  # characters, whose check takes up to about 30 ms
 
 
-class StreamBuffer:
-    """The part of a job that its stream has not read yet."""
-
-    def __init__(self, job: Job) -> None:
-        self.job = job
-        self.num_received = self.num_read = 0  # numbers of tokens
-        self.drafts = NO_DRAFTS  # since the last read
-        self.has_unread = self.ended = False
-        self.changed = asyncio.Event()
-
-    def add(self, event: StepEvent) -> None:
-        self.num_received += len(event.tokens)
-        self.drafts = self.drafts.plus(event.drafts) if self.has_unread else event.drafts
-        self.has_unread, self.ended = True, event.finish_reason is not None
-        self.changed.set()
-
-    def end(self) -> None:
-        """End the stream of a job that ended without an event because the engine was closed."""
-        self.num_received, self.has_unread, self.ended = len(self.job.tokens), True, True
-        self.changed.set()
-
-    def take(self) -> StepEvent | None:
-        """Everything unread as one event."""
-        if not self.has_unread:
-            return None
-        job, new = self.job, slice(self.num_read, self.num_received)
-        event = StepEvent(
-            job.id,
-            tuple(job.tokens[new]),
-            self.drafts,
-            job.finish_reason if self.ended else None,
-            job.error if self.ended else "",
-            tuple(job.logprobs[new]),
-            tuple(job.origins[new]),
-        )
-        self.num_read, self.has_unread, self.drafts = self.num_received, False, NO_DRAFTS
-        return event
-
-
 class StepThread:
     """Steps an engine in a thread. Holds no reference to the AsyncEngine, so that one dropped without close() can be finalised."""
 
-    def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop, owner: AsyncEngine) -> None:
         self.engine, self.loop, self.process_id = engine, loop, os.getpid()
+        self._owner = weakref.ref(owner, lambda _: self.stop(drain=False))
         self.opened, self.ended = asyncio.Event(), asyncio.Event()
         self.failure: BaseException | None = None
         self.stopping = self._cancel_jobs = False
-        self.buffers: dict[int, StreamBuffer] = {}  # by job id, of jobs that have not ended; used by the event loop only
+        # By job id, of jobs that have not ended; used by the event loop only. A stream that is dropped cancels its job
+        self.streams: weakref.WeakValueDictionary[int, JobStream] = weakref.WeakValueDictionary()
         self._events: collections.deque[StepEvent] = collections.deque()  # from the thread to the event loop
         self._room_event: asyncio.Event | None = None
         self._deliver_pending = False  # a call of _deliver is scheduled
@@ -98,7 +61,10 @@ class StepThread:
         """RuntimeError in another process or event loop."""
         if os.getpid() != self.process_id:
             raise RuntimeError(f"{call}(): got a forked process, expected the process that opened it, where the stepping thread is")
-        if _running_loop() is not self.loop:
+        running = None
+        with contextlib.suppress(RuntimeError):  # no loop runs in this thread
+            running = asyncio.get_running_loop()
+        if running is not self.loop:
             raise RuntimeError(f"{call}(): expected a call in the event loop that opened it; Engine.submit() works in any thread")
 
     def stop(self, drain: bool) -> None:
@@ -156,25 +122,24 @@ class StepThread:
             self.stop(drain=False)
 
     def _deliver(self) -> None:
-        """Add the events to the buffers, and wake the task that waits for room. Runs in the event loop."""
+        """Add the events to the streams, and wake the task that waits for room. Runs in the event loop."""
         self._deliver_pending = False  # before the events are taken: for later events the thread schedules another call
         while self._events:
             event = self._events.popleft()
-            buffer = self.buffers.get(event.job_id)  # None for a job of Engine.submit()
-            if buffer is not None:
-                buffer.add(event)
-                if buffer.ended:
-                    del self.buffers[event.job_id]
+            ends = event.finish_reason is not None
+            stream = self.streams.pop(event.job_id, None) if ends else self.streams.get(event.job_id)
+            if stream is not None:  # otherwise it is of a job of Engine.submit()
+                stream._add(event)
         if self._room_event is not None:
             self._room_event.set()
             self._room_event = None
 
     def _end(self) -> None:
-        """End all buffers. Runs in the event loop, after the thread's last step."""
+        """End all streams. Runs in the event loop, after the thread's last step."""
         self._deliver()
-        for buffer in self.buffers.values():
-            buffer.end()
-        self.buffers.clear()
+        for stream in self.streams.values():
+            stream._end()
+        self.streams.clear()
         self.opened.set()
         self.ended.set()
 
@@ -191,27 +156,49 @@ class JobStream:
     The job is cancelled by aclose(), by leaving `async with`, by dropping the stream, and if a task that waits for an event is cancelled.
     """
 
-    def __init__(self, async_engine: AsyncEngine, stepper: StepThread, buffer: StreamBuffer) -> None:
-        self.job = buffer.job
-        self._async_engine, self._stepper, self._buffer = async_engine, stepper, buffer  # keeps the AsyncEngine alive
+    def __init__(self, async_engine: AsyncEngine, stepper: StepThread, job: Job) -> None:
+        self.job = job
+        self._async_engine, self._stepper = async_engine, stepper  # keeps the AsyncEngine alive
+        self._num_received = self._num_read = 0  # numbers of tokens
+        self._drafts = NO_DRAFTS  # since the last read
+        self._has_unread = self._ended = False
+        self._changed = asyncio.Event()
+        stepper.streams[job.id] = self  # before the event loop runs the call that delivers its first event
+
+    def _add(self, event: StepEvent) -> None:
+        self._num_received += len(event.tokens)
+        self._drafts = self._drafts.plus(event.drafts) if self._has_unread else event.drafts
+        self._has_unread, self._ended = True, event.finish_reason is not None
+        self._changed.set()
+
+    def _end(self) -> None:
+        """End the stream of a job that ended without an event because the engine was closed."""
+        self._num_received, self._has_unread, self._ended = len(self.job.tokens), True, True
+        self._changed.set()
+
+    def _take(self) -> StepEvent:
+        """Everything unread as one event."""
+        job, new, ended = self.job, slice(self._num_read, self._num_received), self._ended
+        reason, error = (job.finish_reason, job.error) if ended else (None, "")
+        event = StepEvent(job.id, tuple(job.tokens[new]), self._drafts, reason, error, tuple(job.logprobs[new]), tuple(job.origins[new]))
+        self._num_read, self._has_unread, self._drafts = self._num_received, False, NO_DRAFTS
+        return event
 
     def __aiter__(self) -> JobStream:
         return self
 
     async def __anext__(self) -> StepEvent:
         self._stepper.check("JobStream.__anext__")
-        buffer = self._buffer
-        while True:
-            if event := buffer.take():
-                return event
-            if buffer.ended:
+        while not self._has_unread:
+            if self._ended:
                 raise StopAsyncIteration
-            buffer.changed.clear()
+            self._changed.clear()
             try:
-                await buffer.changed.wait()
+                await self._changed.wait()
             except asyncio.CancelledError:
                 self.cancel()
                 raise
+        return self._take()
 
     def cancel(self, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End the job without waiting; the last event has this reason. Idempotent."""
@@ -237,7 +224,7 @@ class JobStream:
     async def aclose(self) -> None:
         """Cancel the job if it is running, and wait until its row is free."""
         self._stepper.check("JobStream.aclose")
-        if not self._buffer.ended:
+        if not self._ended:
             self.cancel()
         await self.result()
 
@@ -264,7 +251,6 @@ class AsyncEngine(BoundToProcess):
             raise ValueError("AsyncEngine.engine: got an engine under torchrun, expected one that started its ranks")
         self.engine = engine
         self._stepper: StepThread | None = None
-        self._finalizer: weakref.finalize[..., AsyncEngine] | None = None
         self._submit_lock = asyncio.Lock()
 
     async def open(self) -> None:
@@ -273,12 +259,8 @@ class AsyncEngine(BoundToProcess):
             self._stepper.close(EXIT_SECONDS)  # ends the thread of the closed loop, which may be asleep
         if self._stepper is not None and self._stepper.thread.is_alive():
             raise RuntimeError("AsyncEngine.open(): already open")
-        self._stepper = stepper = StepThread(self.engine, asyncio.get_running_loop())
+        self._stepper = stepper = StepThread(self.engine, asyncio.get_running_loop(), self)
         self._submit_lock = asyncio.Lock()  # a used lock is bound to its event loop
-        if self._finalizer is not None:
-            self._finalizer.detach()  # it would keep the previous thread and its event loop
-        self._finalizer = weakref.finalize(self, stepper.stop, drain=False)
-        self._finalizer.atexit = False
         try:
             await stepper.opened.wait()
         except asyncio.CancelledError:
@@ -295,9 +277,7 @@ class AsyncEngine(BoundToProcess):
         if stepper.stopping:
             why = f"the engine failed: {type(self.failure).__name__}: {message_of(self.failure)}" if self.failure else "it was closed"
             raise EngineClosedError(f"AsyncEngine.generate(): {why}") from stepper.failure
-        buffer = StreamBuffer(self.engine.submit(prompt, **options))
-        stepper.buffers[buffer.job.id] = buffer  # before the event loop runs the call that delivers its first event
-        return JobStream(self, stepper, buffer)
+        return JobStream(self, stepper, self.engine.submit(prompt, **options))
 
     async def submit(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> JobStream:
         """Like generate(), but wait for room in a full queue, in the order of the calls, and check long constraints in a thread."""
@@ -369,10 +349,3 @@ class AsyncEngine(BoundToProcess):
             raise RuntimeError(f"{call}(): not open; call it inside `async with AsyncEngine(engine) as serving`")
         stepper.check(call)
         return stepper
-
-
-def _running_loop() -> asyncio.AbstractEventLoop | None:
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from stepgraph.graphs import round_specs
 from stepgraph.graphs.attention.choose import choose_attention
 from stepgraph.graphs.attention.float8 import FLOAT8
 from stepgraph.graphs.attention.paged import AttentionChoice
@@ -25,23 +26,13 @@ from stepgraph.graphs.graph_key import FULL
 from stepgraph.graphs.graph_set import GraphSet, draft_choices
 from stepgraph.graphs.layers.lora import lora_specs
 from stepgraph.graphs.layers.product_choice import choose_products
-from stepgraph.graphs.limits import GROW, RESERVE, UNTIL_EVENT, Limits
+from stepgraph.graphs.limits import GROW, UNTIL_EVENT, Limits
 from stepgraph.graphs.logits_processors import check_processors
 from stepgraph.graphs.memory import available_bytes
 from stepgraph.graphs.model import ModelPair, TargetModel
 from stepgraph.graphs.prefill import Prompts, prompt_specs
 from stepgraph.graphs.proposing import process_skipped, text_specs
 from stepgraph.graphs.round import Round
-from stepgraph.graphs.round_specs import (
-    admission_specs,
-    forced_specs,
-    grammar_specs,
-    look_up_specs,
-    ring_specs,
-    round_specs,
-    skipped_specs,
-    state_specs,
-)
 from stepgraph.graphs.sampled_stages import AcceptOptions
 from stepgraph.runtime.check_models import Drafter, check_models, checked_vocabulary_size, devices_of, forces_drafts, resolve_drafter
 from stepgraph.runtime.config import EngineConfig
@@ -113,7 +104,7 @@ class EngineParts:
         decode_round = Round(limits, models, self.host_link, config.draft_masks, options, self.attention, tables, split)
         prompts = Prompts(limits, models, self.attention)
         self.validator = RequestValidator(config, limits, vocabulary, models, pinned=device.type == "cuda")
-        queue_type, scheduler_type = queue_types(config, device, self.ranks, record)
+        queue_type, scheduler_type = queue_types(config, self.ranks)
         self.sharing = sharing_for(config, models)
         read_range(os.environ)  # ValueError before the recording exists
         self.hidden_states = states = HiddenStates(timed, buffers, layout, folder, config.states_shard_bytes) if layout and folder else None
@@ -179,21 +170,12 @@ def accept_options(config: EngineConfig, models: ModelPair, limits: Limits, back
     return AcceptOptions(config.forced_acceptance, config.logits_processors, getattr(models.target, "shard", None))
 
 
-def queue_types(
-    config: EngineConfig, device: torch.device, ranks: Ranks | None, record: object
-) -> tuple[Callable[..., RequestQueue], Callable[..., Scheduler]]:
-    """The types of queue and scheduler. ValueError for preemption with a part that requires the rounds of a request to be one series."""
-    excluded = {"record": record, "save_hidden_states": config.save_hidden_states, "tensor_parallel": ranks}
-    for setting, default in (("preemption", False), ("page_allocation", RESERVE)):
-        value = getattr(config, setting)
-        for name in (name for name, part in excluded.items() if part is not None and value != default):
-            raise ValueError(f"EngineConfig.{setting}: got {value!r} with {name}, expected {default!r}")
-    if ranks is None:
-        if not (config.preemption or config.page_allocation == GROW):
-            return RequestQueue, Scheduler
-        settings = config.preemption, config.rounds_per_launch == UNTIL_EVENT, device.type == "cuda"
-        return RequestQueue, functools.partial(PreemptingScheduler, *settings)
-    return functools.partial(LockstepQueue, ranks), functools.partial(LockstepScheduler, ranks)
+def queue_types(config: EngineConfig, ranks: Ranks | None) -> tuple[Callable[..., RequestQueue], Callable[..., Scheduler]]:
+    if ranks is not None:
+        return functools.partial(LockstepQueue, ranks), functools.partial(LockstepScheduler, ranks)
+    if not (config.preemption or config.page_allocation == GROW):
+        return RequestQueue, Scheduler
+    return RequestQueue, functools.partial(PreemptingScheduler, config.preemption, config.rounds_per_launch == UNTIL_EVENT)
 
 
 def catch_up_for(models: ModelPair, limits: Limits, buffers: StaticBuffers) -> Callable[[int], None] | None:
@@ -287,26 +269,27 @@ def make_buffers(
     named = {name: model for name, model in candidates if model is not None}
     samples_drafts = not config.greedy_only and models.proposer is None
     specs = [
-        *round_specs(limits, samples_drafts),
-        *ring_specs(limits),
+        *round_specs.round_specs(limits, samples_drafts),
+        *round_specs.ring_specs(limits),
         *prompt_specs(limits, models.target),
         *[spec for model in named.values() for spec in model.cache_specs(limits)],
         *lora_specs(lora_weights(models.target, limits), limits, models.target.feature_dtype),
     ]
     specs += text_specs(limits) if models.reads_text else ()
-    specs += look_up_specs(limits) if models.look_up is not None else ()
+    specs += round_specs.look_up_specs(limits) if models.look_up is not None else ()
     if layout:
-        specs += state_specs(limits, layout.width, models.target.feature_dtype)
-    specs += forced_specs(limits) if forced else ()
+        specs += round_specs.state_specs(limits, layout.width, models.target.feature_dtype)
+    specs += round_specs.forced_specs(limits) if forced else ()
     processors = config.logits_processors
-    specs += admission_specs(limits, config.relaxed_acceptance, sum(1 + each.num_arguments for each in processors))
+    specs += round_specs.admission_specs(limits, config.relaxed_acceptance, sum(1 + each.num_arguments for each in processors))
     if config.draft_length == "auto" and models.draft is not None and models.draft.cache_specs(limits):
-        specs += skipped_specs(limits, models.target.feature_dtype)
+        specs += round_specs.skipped_specs(limits, models.target.feature_dtype)
     constants: dict[str, nn.Module | torch.Tensor] = {name: model for name, model in named.items() if isinstance(model, nn.Module)}
     modules = {f"logits_processor_{each.name}": each.function for each in processors}
     constants |= {name: function for name, function in modules.items() if isinstance(function, nn.Module)}
     if tables is not None:
-        specs += grammar_specs(limits, config.grammar_arena_bytes // INT_BYTES, config.grammar_limits.automaton_depth, split is not None)
+        arena_size, depth = config.grammar_arena_bytes // INT_BYTES, config.grammar_limits.automaton_depth
+        specs += round_specs.grammar_specs(limits, arena_size, depth, split is not None)
         constants |= tables._asdict()
     if split is not None:
         constants["token_slots"] = split.token_slots

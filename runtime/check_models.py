@@ -20,12 +20,13 @@ from stepgraph.graphs.proposer import Proposer
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.host_drafts import DraftFunction, ForcedDrafts, FunctionProposer
 from stepgraph.runtime.models.ngram import NgramLookup
-from stepgraph.sampling.fields import BOOL, Check, check_members, check_value, clip_repr, instance_of, whole
+from stepgraph.sampling.fields import BOOL, Check, check_members, check_value, clip_repr, instance_of, optional, whole
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
 AUTO, FORCED, NGRAM, NONE = "auto", "forced", "ngram", "none"
 DRAFTER_NAMES = (AUTO, FORCED, NGRAM, NONE)
 Drafter = DraftModel | Proposer | DraftFunction
+CONFIG = optional(instance_of(EngineConfig, "an EngineConfig"))
 
 
 def _iterable_of(kind: type, expected: str) -> Check:
@@ -48,7 +49,7 @@ _D2T = Check(lambda found: isinstance(found, Tensor) and found.dim() == 1, "a te
 
 def resolve_drafter(target: TargetModel, draft: Drafter | str | None, config: EngineConfig) -> tuple[ModelPair, EngineConfig]:
     """The models of an engine, and its config, with zero drafts if there is no drafter."""
-    check_config(config)
+    check_value("Engine.config", config, CONFIG)
     if isinstance(config.draft_length, int):
         config = replace(config, num_speculative_tokens=config.draft_length)
     if draft is None or draft == NONE:
@@ -62,11 +63,6 @@ def resolve_drafter(target: TargetModel, draft: Drafter | str | None, config: En
     return ModelPair(target, drafter, look_up=look_up), config
 
 
-def check_config(config: object) -> None:
-    if config is not None and not isinstance(config, EngineConfig):
-        raise ValueError(f"Engine.config: got {type(config).__name__}, expected an EngineConfig")
-
-
 def checked_drafter(draft: Drafter | None, config: EngineConfig) -> DraftModel | Proposer | None:
     """The drafter; a function is wrapped as a proposer. ValueError if it does not fit the config, or is missing."""
     if isinstance(draft, ForcedDrafts) and not config.draft_masks:
@@ -76,10 +72,8 @@ def checked_drafter(draft: Drafter | None, config: EngineConfig) -> DraftModel |
     if draft is not None:
         check_members("Engine.draft", draft, DraftModel if hasattr(draft, "forward") and not isinstance(draft, Proposer) else Proposer)
     if config.look_up and isinstance(draft, Proposer):
-        raise ValueError(
-            f"EngineConfig.look_up: got {config.look_up} with the drafter {type(draft).__name__}, expected 0: "
-            "it needs a draft model; draft='ngram' looks up without one"
-        )
+        expected = "expected 0: it needs a draft model; draft='ngram' looks up without one"
+        raise ValueError(f"EngineConfig.look_up: got {config.look_up} with the drafter {type(draft).__name__}, {expected}")
     return cast("DraftModel | Proposer | None", draft)
 
 
@@ -108,9 +102,8 @@ def check_models(models: ModelPair, backend: Backend, limits: Limits) -> None:
     for name, model in (("target", models.target), ("draft", models.drafter)):
         other_devices = [device for device in devices_of(model) if device != backend.device]
         if other_devices:
-            raise ValueError(
-                f"Engine.{name}: got tensors on {other_devices[0]}, expected {backend.device}, the device of the {backend.name} backend"
-            )
+            expected = f"{backend.device}, the device of the {backend.name} backend"
+            raise ValueError(f"Engine.{name}: got tensors on {other_devices[0]}, expected {expected}")
         modules: Iterable[tuple[str, nn.Module]] = model.named_modules() if isinstance(model, nn.Module) else ()
         for module_name, module in modules:
             for tensor_name, tensor in [*module.named_parameters(module_name, False), *module.named_buffers(module_name, False)]:

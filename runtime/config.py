@@ -8,23 +8,10 @@ from typing import get_args
 
 from stepgraph.graphs.attention.choose import ATTENTION_CHOICES
 from stepgraph.graphs.graph_set import OnFailure, bucket_sizes, checked_buckets
-from stepgraph.graphs.limits import KV_CACHE_DTYPES, PAGE_ALLOCATIONS, RESERVE, UNTIL_EVENT, Limits
+from stepgraph.graphs.limits import GROW, KV_CACHE_DTYPES, PAGE_ALLOCATIONS, RESERVE, UNTIL_EVENT, Limits
 from stepgraph.graphs.logits_processors import LogitsProcessor
 from stepgraph.graphs.proposing import ANCHOR_TOKENS
-from stepgraph.sampling.fields import (
-    BOOL,
-    Check,
-    check_fields,
-    check_value,
-    checked_fields,
-    clip_repr,
-    is_int,
-    is_number,
-    number,
-    one_of,
-    optional,
-    whole,
-)
+from stepgraph.sampling.fields import BOOL, Check, check_fields, checked_fields, clip_repr, is_int, number, one_of, optional, whole
 from stepgraph.sampling.grammar.compile.compiler import CACHE_BYTES, MAX_COMPILES, GrammarCompiler, Isolation
 from stepgraph.sampling.grammar.compile.limits import DEFAULTS, MIB, GrammarLimits
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
@@ -44,7 +31,9 @@ PROCESSORS = Check(
 )
 # Not listed: flags, and sizes that Limits checks.
 CHECKS = {
-    **dict.fromkeys(("max_rows", "max_length", "page_size"), whole(1)),
+    **dict.fromkeys(("max_rows", "max_length", "page_size", "max_queued", "max_lora_rank"), whole(1)),
+    **dict.fromkeys(("states_shard_bytes", "grammar_cache_bytes"), whole(1)),
+    **dict.fromkeys(("forced_drafts", "prompt_graphs"), optional(BOOL)),
     "backend": one_of(("auto", "tape", "cuda")),
     "host_link": one_of(HOST_LINKS),
     "grammar_lane": one_of(GRAMMAR_LANES),
@@ -62,21 +51,32 @@ CHECKS = {
     "on_capture_failure": one_of(get_args(OnFailure)),
     "grammar_limits": Check(lambda value: isinstance(value, GrammarLimits), "GrammarLimits"),
     "save_hidden_states": optional(Check(lambda value: isinstance(value, (str, Path)) and value != "", "the path of a folder")),
-    "max_queued": whole(1),
     "logits_processors": PROCESSORS,
     "max_loras": whole(0),
-    "max_lora_rank": whole(1),
-    "states_shard_bytes": whole(1),
-    "grammar_cache_bytes": whole(1),
     "max_compiles": whole(1, MAX_COMPILES),
     "prefix_cache_pages": optional(whole(0)),
     "capture_bytes": optional(whole(1)),
     "round_timeout_seconds": optional(number(0, MAX_SECONDS, low_open=True)),
     "look_up": whole(0, ANCHOR_TOKENS),
+    "forced_acceptance": optional(
+        Check(lambda value: isinstance(value, tuple) and all(map(number(0, 1).accepts, value)), "a tuple of numbers from 0 to 1")
+    ),
     "draft_length": Check(lambda value: value == "auto" or (is_int(value) and value >= 0), "'auto', or an integer >= 0"),
-    "forced_drafts": optional(BOOL),
-    "prompt_graphs": optional(BOOL),
 }
+_CHANGED = object()  # every value but the default
+# A setting and a value, another setting and the value with which the first one is refused, and what is expected instead.
+CONFLICTS = (
+    ("draft_length", "auto", "forced_acceptance", _CHANGED, "an integer: 'auto' needs measured acceptance"),
+    ("rounds_per_launch", UNTIL_EVENT, "eager", True, "1: eager needs the host between two rounds"),
+    ("rounds_per_launch", UNTIL_EVENT, "save_hidden_states", _CHANGED, "1: save_hidden_states needs the host between two rounds"),
+    ("rounds_per_launch", UNTIL_EVENT, "draft_length", "auto", "1, or an integer: draft_length needs the host between two rounds"),
+    *((name, _CHANGED, "greedy_only", True, "its default") for name in ("max_bad_words", "logits_processors", "relaxed_acceptance")),
+    *(("look_up", _CHANGED, name, 0, "0: nothing is drafted") for name in ("num_speculative_tokens", "draft_length")),
+    ("forced_drafts", True, "draft_masks", False, "draft_masks=True: masks show which drafts are forced"),
+    ("host_link", "native", "check_masks", True, "'auto' or 'python': masks are compared in Python"),
+    ("preemption", True, "save_hidden_states", _CHANGED, "False"),
+    ("page_allocation", GROW, "save_hidden_states", _CHANGED, repr(RESERVE)),
+)
 NAMES_ELSEWHERE = {
     **dict.fromkeys(("max_num_seqs", "max_batch", "max_batch_size", "batch_size", "n_parallel"), "max_rows"),
     **dict.fromkeys(("max_model_len", "max_seq_len", "max_seq_length", "n_ctx"), "max_length"),
@@ -176,42 +176,16 @@ class EngineConfig:
             self.limits(vocab_size=1, num_tokens=1, feature_size=0)
         except ValueError as error:
             raise ValueError(str(error).replace("Limits.", "EngineConfig.")) from None
-        if self.forced_acceptance is not None:
-            drafts = self.draft_length if is_int(self.draft_length) else self.num_speculative_tokens
-            check_value("EngineConfig.forced_acceptance", self.forced_acceptance, _acceptance_rates(drafts))
-        max_drafts = self.num_speculative_tokens
-        if is_int(self.draft_length) and self.draft_length > max_drafts:
-            expected = f"expected at most num_speculative_tokens={max_drafts}, or 'auto'"
-            raise ValueError(f"EngineConfig.draft_length: got {self.draft_length}, {expected}")
-        if self.forced_acceptance is not None and self.draft_length == "auto":
-            raise ValueError(
-                "EngineConfig.draft_length: got 'auto' with forced_acceptance, expected an integer: 'auto' needs measured acceptance"
-            )
-        if self.rounds_per_launch == UNTIL_EVENT:
-            needs_host = {"eager": self.eager, "save_hidden_states": self.save_hidden_states, "draft_length": self.draft_length == "auto"}
-            for name in (name for name, refused in needs_host.items() if refused):
-                expected = "expected 1, or an integer" if name == "draft_length" else "expected 1"
-                raise ValueError(
-                    f"EngineConfig.rounds_per_launch: got {UNTIL_EVENT!r} with {name}={getattr(self, name)!r}, "
-                    f"{expected}: {name} needs the host between two rounds"
-                )
-        needs_sampled = {
-            "max_bad_words": self.max_bad_words,
-            "logits_processors": self.logits_processors,
-            "relaxed_acceptance": self.relaxed_acceptance,
-        }
-        for name in (name for name, value in needs_sampled.items() if value and self.greedy_only):
-            raise ValueError(f"EngineConfig.{name}: got {clip_repr(getattr(self, name))} with greedy_only=True, expected its default")
-        for name in (name for name in ("num_speculative_tokens", "draft_length") if self.look_up and getattr(self, name) == 0):
-            raise ValueError(f"EngineConfig.look_up: got {self.look_up} with {name}=0, expected 0: nothing is drafted")
-        if self.forced_drafts and not self.draft_masks:
-            raise ValueError(
-                "EngineConfig.forced_drafts: got True with draft_masks=False, expected draft_masks=True: masks show which drafts are forced"
-            )
-        if self.host_link == "native" and self.check_masks:
-            raise ValueError(
-                "EngineConfig.host_link: got 'native' with check_masks=True, expected 'auto' or 'python': masks are compared in Python"
-            )
+        max_drafts, rates = self.num_speculative_tokens, self.forced_acceptance
+        drafts = self.draft_length if is_int(self.draft_length) else max_drafts
+        if rates is not None and not len(rates) == drafts > 0:
+            raise ValueError(f"EngineConfig.forced_acceptance: got {rates}, expected a number for each of {drafts} drafts of a round")
+        if drafts > max_drafts:
+            raise ValueError(f"EngineConfig.draft_length: got {drafts}, expected at most num_speculative_tokens={max_drafts}, or 'auto'")
+        for name, value, other, other_value, expected in CONFLICTS:
+            if _has(self, name, value) and _has(self, other, other_value):
+                got = f"{clip_repr(getattr(self, name))} with {other}={clip_repr(getattr(self, other))}"
+                raise ValueError(f"EngineConfig.{name}: got {got}, expected {expected}")
         if self.buckets is not None:
             checked_buckets(self.buckets, self.max_rows)
 
@@ -238,9 +212,6 @@ class EngineConfig:
         return Limits(**sizes | {"num_pages": num_pages, "vocab_size": vocab_size, "num_tokens": num_tokens, "feature_size": feature_size})
 
 
-def _acceptance_rates(drafts: int) -> Check:
-    expected = f"a tuple of {drafts} numbers, one for each draft of a round, from 0 to 1"
-    return Check(
-        lambda value: isinstance(value, tuple) and len(value) == drafts > 0 and all(is_number(rate) and 0 <= rate <= 1 for rate in value),
-        expected,
-    )
+def _has(config: EngineConfig, name: str, value: object) -> bool:
+    found = getattr(config, name)
+    return bool(found != getattr(EngineConfig, name) if value is _CHANGED else found == value)

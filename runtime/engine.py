@@ -19,7 +19,7 @@ from stepgraph.runtime.check_models import Drafter
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.engine_core import EngineCore
 from stepgraph.runtime.extras.record import Recording
-from stepgraph.runtime.finish_reason import FinishReason
+from stepgraph.runtime.job import FinishReason
 from stepgraph.runtime.loras import LoraTable
 from stepgraph.runtime.parallel.loading import load_part
 from stepgraph.runtime.parallel.ranks import ranks_of
@@ -165,7 +165,7 @@ class Engine(EngineCore, BoundToProcess):
         """
         self._require_open("compile")
         try:
-            return self.queue.compile(typed_constraint(constraint).constraint)
+            return self.queue.compiler.compile(typed_constraint(constraint).constraint)
         except (RuntimeError, ValueError):  # of the compiler, for example, which another thread has closed with the engine
             self._require_open("compile")
             raise
@@ -193,7 +193,7 @@ class Engine(EngineCore, BoundToProcess):
 
     def list_loras(self) -> list[str]:
         """The names of the loaded adapters."""
-        return self._loras.names
+        return list(self._loras.by_name)
 
     def wait(self, seconds: float | None = None) -> bool:
         """Sleep until a step may have something to do; True if it has. For a thread that only steps."""
@@ -312,11 +312,8 @@ class Engine(EngineCore, BoundToProcess):
 
     def _with_word_ids(self, sampling: SamplingParams | None) -> SamplingParams | None:
         """Replace bad words that are texts by token ids, once without and once with a blank before the word."""
-        if (
-            self._make_tokenizer is None
-            or not isinstance(sampling, SamplingParams)
-            or not any(isinstance(w, str) for w in sampling.bad_words)
-        ):
+        texts = isinstance(sampling, SamplingParams) and any(isinstance(word, str) for word in sampling.bad_words)
+        if sampling is None or not texts or self._make_tokenizer is None:
             return sampling
         words = dict[tuple[int, ...], None]()
         for word in sampling.bad_words:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from stepgraph.runtime.engine_state import EngineState
-from stepgraph.runtime.finish_reason import FinishReason
+from stepgraph.runtime.job import FinishReason
 from stepgraph.runtime.preemption import PreemptingScheduler
 from stepgraph.runtime.request import ActiveRequest, Job, StepEvent
 from stepgraph.runtime.upload import GrammarCopyError

@@ -7,7 +7,7 @@ import os
 from stepgraph.graphs.attention.float8 import FLOAT8
 from stepgraph.graphs.graph_set import CaptureReport
 from stepgraph.runtime.build import EngineParts
-from stepgraph.runtime.finish_reason import FinishReason
+from stepgraph.runtime.job import FinishReason
 from stepgraph.runtime.parallel.ranks import CAPTURE
 from stepgraph.runtime.profiled import read_range
 from stepgraph.runtime.request import EngineClosedError

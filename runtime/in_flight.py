@@ -9,10 +9,10 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import Backend
+from stepgraph.graphs.capture import Backend, Event
 from stepgraph.graphs.graph_key import FULL, Drafting, GraphKey
 from stepgraph.graphs.graph_set import GraphSet
 from stepgraph.graphs.limits import Limits
@@ -21,12 +21,41 @@ from stepgraph.graphs.row_layout import ResultLayout, ResultRecord
 from stepgraph.runtime.calibration import Calibration
 from stepgraph.runtime.draft_length import DraftLengthChooser, Results
 from stepgraph.runtime.extras.hidden_states import HiddenStates
-from stepgraph.runtime.launches import BatchKind, DecodeBatch, LaunchedRound, batch_of
 from stepgraph.runtime.request import ActiveRequest
 from stepgraph.sampling.grammar.link.protocol import HostLink
 from stepgraph.sampling.kernels.processors import read_top_logprobs
 
 _layout = functools.cache(ResultLayout)
+
+
+class BatchKind(NamedTuple):
+    """The arguments of GraphSet.key_for, but for the drafting."""
+
+    rows: int
+    constrained: bool
+    sampled: bool
+    device: bool
+
+
+class DecodeBatch(NamedTuple):
+    """What consecutive rounds of the same requests have in common."""
+
+    requests: tuple[ActiveRequest, ...]  # by batch index
+    kind: BatchKind
+    reads_logprobs: bool  # whether some request reads log-probabilities
+
+
+class LaunchedRound(NamedTuple):
+    """A launch of one round, or with `is_loop` of many, whose results have not all been read."""
+
+    event: Event
+    number: int  # of the launch; its slot in the rings of launches is number % ring_depth
+    batch: DecodeBatch
+    key: GraphKey
+    launched_at: float  # infinity after other work, which the device may still process
+    drafting: Drafting
+    is_loop: bool = False
+    caught_up: bool = False  # whether the draft model first processed skipped tokens
 
 
 class InFlight:
@@ -96,7 +125,9 @@ class InFlight:
 
     def _batch_of(self, requests: tuple[ActiveRequest, ...]) -> DecodeBatch:
         if self.latest_batch is None or self.latest_batch.requests != requests:
-            self.latest_batch = batch_of(requests)
+            constrained, sampled = any(request.constrained for request in requests), any(request.sampled for request in requests)
+            kind = BatchKind(len(requests), constrained, sampled, constrained and not any(request.matcher for request in requests))
+            self.latest_batch = DecodeBatch(requests, kind, any(request.job.sampling.logprobs for request in requests))
         return self.latest_batch
 
     def _choose_graph(self, batch: DecodeBatch) -> tuple[Drafting, GraphKey]:

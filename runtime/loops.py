@@ -10,8 +10,7 @@ from typing import Any
 from stepgraph.graphs.graph_key import GraphKey
 from stepgraph.graphs.round_specs import Control, Counter
 from stepgraph.runtime.draft_length import Results
-from stepgraph.runtime.in_flight import InFlight
-from stepgraph.runtime.launches import LaunchedRound
+from stepgraph.runtime.in_flight import InFlight, LaunchedRound
 from stepgraph.runtime.request import ActiveRequest
 from stepgraph.runtime.request_queue import RequestQueue
 

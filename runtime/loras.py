@@ -12,8 +12,8 @@ from stepgraph.graphs.capture import Backend
 from stepgraph.graphs.layers.lora import LoraWeight
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import TargetModel
+from stepgraph.runtime.job import Lora
 from stepgraph.runtime.models.files.lora import SlotContent, read_lora
-from stepgraph.runtime.request import Lora
 from stepgraph.runtime.request_queue import RequestQueue
 from stepgraph.sampling.fields import Check, check_value, checked_path, clip_repr
 
@@ -32,25 +32,21 @@ class LoraTable:
     def __init__(self, target: TargetModel, limits: Limits, buffers: StaticBuffers, backend: Backend, queue: RequestQueue) -> None:
         self._weights, self._dtype = lora_weights(target, limits), target.feature_dtype
         self._limits, self._buffers, self._backend, self._queue = limits, buffers, backend, queue
-        self._loras: dict[str, Lora] = {}  # changed under the queue's lock
+        self.by_name: dict[str, Lora] = {}  # changed under the queue's lock
         self._serials = itertools.count(1)
-
-    @property
-    def names(self) -> list[str]:
-        return list(self._loras)
 
     def find(self, name: Any) -> Lora:
         """The adapter of this name. ValueError if it is not loaded."""
         if name == "":
             return Lora()
-        if not isinstance(name, str) or name not in self._loras:
-            loaded = f"one of {', '.join(map(repr, self._loras))}, or '' for none" if self._loras else "'': the engine has no adapters"
+        if not isinstance(name, str) or name not in self.by_name:
+            loaded = f"one of {', '.join(map(repr, self.by_name))}, or '' for none" if self.by_name else "'': the engine has no adapters"
             raise ValueError(f"lora_name: got {clip_repr(name)}, expected {loaded}")
-        return self._loras[name]
+        return self.by_name[name]
 
     def check(self, lora: Lora) -> None:
         """ValueError if the adapter was removed. Called under the queue's lock, so that its slot is not reused."""
-        if lora.slot and self._loras.get(lora.name) is not lora:
+        if lora.slot and self.by_name.get(lora.name) is not lora:
             raise ValueError(f"lora_name: got {clip_repr(lora.name)}, which was removed")
 
     def read(self, name: Any, path: Any) -> dict[str, SlotContent]:
@@ -65,7 +61,7 @@ class LoraTable:
         """Fill a free slot, between rounds. The copy runs after earlier launches, which may still use the slot, and before later ones."""
         self._require_new(name)
         with self._queue.lock:
-            taken = {lora.slot for lora in (*self._loras.values(), *(queued.job.lora for queued in self._queue.unfinished.values()))}
+            taken = {lora.slot for lora in (*self.by_name.values(), *(queued.job.lora for queued in self._queue.unfinished.values()))}
         free = [slot for slot in range(1, self._limits.max_loras + 1) if slot not in taken]
         if not free:
             expected = f"at most EngineConfig.max_loras={self._limits.max_loras} adapters, those of unfinished requests included"
@@ -80,13 +76,13 @@ class LoraTable:
         with torch.no_grad():
             self._backend.run(copy)
         with self._queue.lock:
-            self._loras[name] = Lora(name, slot, next(self._serials))
+            self.by_name[name] = Lora(name, slot, next(self._serials))
 
     def _require_new(self, name: str) -> None:
-        if name in self._loras:
+        if name in self.by_name:
             raise ValueError(f"lora_name: got {clip_repr(name)}, which is loaded, expected another name, or a call of remove_lora() first")
 
     def remove(self, name: str) -> bool:
         """Remove an adapter; False if it is not loaded. Requests that were submitted with it keep it."""
         with self._queue.lock:
-            return self._loras.pop(name, None) is not None
+            return self.by_name.pop(name, None) is not None

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, fields
 from types import SimpleNamespace
 from typing import Any
 
 from prometheus_client import generate_latest
 from prometheus_client.metrics_core import Metric
 
+from stepgraph.runtime.histogram import Histogram
 from stepgraph.runtime.scheduler import LossCause
-from stepgraph.runtime.stats import EngineStats, Histogram
+from stepgraph.runtime.stats import EngineStats
 
 _LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
 _GRAPH_LABELS = ("rows", "constrained", "sampled", "device", "draft_length", "draft_model")
@@ -40,24 +42,16 @@ def engine_metrics(engines: Iterable[tuple[Labels, EngineStats]]) -> list[Metric
 
 
 def _metrics(stats: EngineStats) -> list[Metric]:
-    drafts, drafting, grammars, exposed = stats.drafts, stats.drafting, stats.grammars, stats.exposed_wait_seconds
-    lanes = stats.lanes
+    drafts, drafting, grammars, lanes = stats.drafts, stats.drafting, stats.grammars, stats.lanes
+    plain = [(kind, each.name, text) for each in fields(stats) for kind, text in each.metadata.items()]
     by_lane = [({"lane": lane}, getattr(lanes, lane)) for lane in ("device", "host")]
     by_reason = [({"reason": reason}, count) for reason, count in stats.finished]
     losses = [({"cause": loss.value}, getattr(drafting, loss.value)) for loss in LossCause]
     graphs = [({name: str(value).lower() for name, value in asdict(graph.key).items()}, graph) for graph in stats.graphs]
     return [
-        counter("tokens", "Tokens emitted.", stats.tokens),
-        counter("prompt_tokens", "Prompt tokens computed.", stats.prompt_tokens),
+        *(_KINDS[kind](name, text, value) for kind, name, text in plain if (value := getattr(stats, name)) is not None),
         counter("reused_prompt_tokens", "Prompt tokens found in the cache.", stats.reused_tokens),
-        counter("submitted", "Requests submitted.", stats.submitted),
         counters("finished", "Requests finished, by finish reason; refused: by a constraint or its limits.", by_reason),
-        counter("preemptions", "Requests that lost their row and continue, for another's priority or for pages.", stats.preemptions),
-        gauge("running", "Requests with a row.", stats.running),
-        gauge("waiting", "Requests waiting for a row.", stats.waiting),
-        gauge("most_waiting", "Maximum of waiting.", stats.most_waiting),
-        counter("saved_texts", "Texts whose hidden states were saved.", stats.saved_texts),
-        counter("unsaved_texts", "Texts whose hidden states could not be saved.", stats.unsaved_texts),
         counter("accepted_drafts", "Drafts accepted.", drafts.accepted),
         counter("drafting_rounds", "Rounds of a row for which drafts could be made.", drafting.rounds),
         counter("drafting_tokens", "Tokens emitted in these rounds; divided by drafting_rounds: the accepted length.", drafting.tokens),
@@ -70,8 +64,6 @@ def _metrics(stats: EngineStats) -> list[Metric]:
         counter("looked_up_drafts", "Drafts found by look-up.", drafts.looked_up),
         counter("accepted_looked_up_drafts", "Looked-up drafts accepted.", drafts.accepted_looked_up),
         counter("relaxed_drafts", "Drafts accepted by relaxed acceptance: not the target's choice.", drafts.accepted_relaxed),
-        counter("rounds", "Rounds launched.", stats.rounds),
-        counter("replays", "Graphs replayed.", stats.replays),
         counters(
             "eager_rounds",
             "Rounds that replayed no graph.",
@@ -82,13 +74,6 @@ def _metrics(stats: EngineStats) -> list[Metric]:
         ),
         counters("graph_padded_rounds", "Rounds with fewer rows than their graph.", [(key, graph.padded_rounds) for key, graph in graphs]),
         counters("graph_padded_rows", "Rows of graphs without a request.", [(key, graph.padded_rows) for key, graph in graphs]),
-        counter("host_syncs", "Waits of the launching thread for the whole device.", stats.host_syncs),
-        counter("event_waits", "Waits for the results of a round, or for pinned memory that is still being copied.", stats.event_waits),
-        counter("mask_fills", "Masks filled on the host.", stats.mask_fills),
-        counter("matcher_accepts", "Tokens accepted by matchers.", stats.matcher_accepts),
-        counter("matcher_rollbacks", "Rollbacks of matchers.", stats.matcher_rollbacks),
-        gauge("longest_host_node_seconds", "Duration of the longest host node.", stats.longest_host_node_seconds),
-        *([] if exposed is None else [counter("exposed_wait_seconds", "Time that the main stream waited for masks.", exposed)]),
         counter("grammar_cache_hits", "Grammars found compiled or being compiled.", grammars.hits),
         counter("grammar_cache_misses", "Grammars that had to be compiled.", grammars.misses),
         counter("grammar_cache_evictions", "Grammars evicted.", grammars.dropped),
@@ -106,16 +91,7 @@ def _metrics(stats: EngineStats) -> list[Metric]:
         gauge("arena_grammars", "Grammars on the device.", lanes.grammars),
         gauge("arena_bytes", "Bytes of the grammars on the device.", lanes.nbytes),
         counter("arena_evictions", "Grammars evicted from the device.", lanes.evicted),
-        gauge("pages", "Cache pages.", stats.pages),
-        gauge("free_pages", "Free pages, including pages kept only for their prefix.", stats.free_pages),
-        gauge("most_used_pages", "Maximum of pages in use.", stats.most_used_pages),
-        gauge("cached_pages", "Pages findable by prefix.", stats.cached_pages),
-        counter("evicted_pages", "Cached pages evicted.", stats.evicted_pages),
-        counter("added_pages", "Pages added to requests that decode.", stats.added_pages),
         histogram("host_node_seconds", "Duration of host nodes.", stats.host_nodes),
-        histogram("queue_seconds", "Time from submit to a row.", stats.queue_seconds),
-        histogram("first_token_seconds", "Time from submit to the first token.", stats.first_token_seconds),
-        histogram("token_seconds", "Time per token after the first, of each finished request.", stats.token_seconds),
     ]
 
 
@@ -132,7 +108,8 @@ def counters(name: str, description: str, samples: Iterable[Sample]) -> Metric:
 
 
 def histogram(name: str, description: str, histogram: Histogram) -> Metric:
-    buckets = [("_bucket", {"le": bound}, count) for bound, count in zip([*histogram.bounds, "+Inf"], histogram.cumulative, strict=True)]
+    bounds = zip([*histogram.bounds, "+Inf"], itertools.accumulate(histogram.counts), strict=True)
+    buckets = [("_bucket", {"le": bound}, count) for bound, count in bounds]
     return _metric(name, "histogram", description, [*buckets, ("_sum", {}, histogram.total), ("_count", {}, histogram.count)])
 
 
@@ -141,6 +118,9 @@ def _metric(name: str, kind: str, description: str, samples: Iterable[tuple[str,
     for suffix, labels, value in samples:
         metric.add_sample(metric.name + suffix, {label: str(text) for label, text in labels.items()}, value)
     return metric
+
+
+_KINDS: dict[str, Callable[..., Metric]] = {"counter": counter, "gauge": gauge, "histogram": histogram}
 
 
 def _by_position(values: Iterable[int]) -> list[Sample]:

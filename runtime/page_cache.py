@@ -49,10 +49,9 @@ class PageCache:
         """Pages that `allocate` can hand out, including published ones without holders."""
         return len(self._free) + len(self._idle)
 
-    def allocate(self, count: int) -> list[int] | None:
-        """`count` private pages, or None, without evicting anything, if there are fewer."""
-        if count > self.num_free:
-            return None
+    def allocate(self, count: int) -> list[int]:
+        """`count` private pages, at most `num_free`."""
+        assert count <= self.num_free, f"{count} pages, {self.num_free} are free"
         self._evict(count - len(self._free))
         pages = [self._free.pop() for _ in range(count)]
         self._used.update(pages)

@@ -7,8 +7,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from stepgraph.runtime.in_flight import InFlight
 from stepgraph.runtime.request import ActiveRequest, Job, StepEvent
 from stepgraph.runtime.scheduler import Scheduler
@@ -19,10 +17,10 @@ from stepgraph.runtime.upload import Uploader
 class PreemptingScheduler(Scheduler):
     """Suspends requests whose row or pages another one needs, and gives requests that grow their pages."""
 
-    def __init__(self, by_priority: bool, loops: bool, pinned: bool, *parts: Any) -> None:
-        """by_priority: also for waiting requests. loops: launches may run many rounds. pinned: copies start in pinned memory."""
+    def __init__(self, by_priority: bool, loops: bool, *parts: Any) -> None:
+        """by_priority: also for waiting requests. loops: launches may run many rounds."""
         super().__init__(*parts)
-        self._by_priority, self._loops, self._pinned = by_priority, loops, pinned
+        self._by_priority, self._loops = by_priority, loops
 
     def make_room(self, in_flight: InFlight, uploader: Uploader, collect: Callable[[int], list[StepEvent]]) -> list[StepEvent]:
         """Requeue requests that hold a row or pages for which an earlier one waits, once `collect` has read all rounds in flight; and give
@@ -76,8 +74,6 @@ class PreemptingScheduler(Scheduler):
             job.num_tokens_at_preemption = len(job.tokens)
             job.__dict__.pop("context_ids", None)  # the cached value
             self.counters.preemptions += 1
-            ids = torch.tensor(job.prior_output, dtype=torch.int64)  # also if empty
-            job.prior_output_host = ids.pin_memory() if self._pinned else ids
             queued = self._queue.unfinished[job.id]
             if queued.claim:
                 self._queue.prepare(queued, queued.claim)

@@ -2,46 +2,17 @@
 
 from __future__ import annotations
 
-import enum
 import functools
 import operator
 import sys
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn
+from dataclasses import dataclass
+from typing import NamedTuple, NoReturn
 
-from torch import Tensor
-
-from stepgraph.runtime.finish_reason import FinishReason
-from stepgraph.runtime.job_text import JobText
+from stepgraph.runtime.job import FinishReason, JobBase, Origin, TokenLogprob
 from stepgraph.runtime.page_cache import CachedPage
 from stepgraph.runtime.text import TextStream
 from stepgraph.sampling.grammar.automaton.arena import ArenaBlock
-from stepgraph.sampling.grammar.constraints.constraint import Constraint
 from stepgraph.sampling.grammar.link.protocol import MatcherRow
-from stepgraph.sampling.grammar.vocabulary import Vocabulary
-from stepgraph.sampling.params import SamplingParams
-
-
-class Origin(str, enum.Enum):
-    """Which drafter proposed an emitted token. Without relaxed acceptance every emitted token is the target's choice."""
-
-    TARGET = "target"  # no drafter: the last token of a round, unless the output ended before it
-    DRAFT = "draft"  # a draft model, a proposer or a function
-    LOOK_UP = "look_up"  # an n-gram match in the text or in draft_ids
-    FORCED = "forced"  # of the only text that the grammar allows; the target may spell it in other tokens
-    __str__ = str.__str__
-
-
-class TokenLogprob(NamedTuple):
-    """Natural log-probabilities of an emitted token."""
-
-    raw: float  # under the target's unprocessed logits
-    masked: float  # under the distribution it was sampled from, after penalties, temperature and filters; greedy: 0, -inf if relaxed
-    # With SamplingParams.top_logprobs, the most probable tokens and their log-probabilities, in descending order; fewer if fewer exist
-    top_raw: tuple[tuple[int, float], ...] = ()
-    top_masked: tuple[tuple[int, float], ...] = ()
 
 
 class EngineClosedError(RuntimeError):
@@ -93,52 +64,8 @@ class StepEvent:
         return self.drafts.accepted
 
 
-class Lora(NamedTuple):
-    """An adapter; the default is none."""
-
-    name: str = ""
-    slot: int = 0
-    serial: int = 0  # unique: a cached prefix is found only with the serial under which it was computed
-
-
-@dataclass(eq=False, repr=False)
-class Job(JobText):
+class Job(JobBase):
     """A submitted request. Any thread may read it; only the engine writes it."""
-
-    id: int
-    prompt_ids: tuple[int, ...]
-    constraint: Constraint | None
-    sampling: SamplingParams
-    max_new_tokens: int
-    num_speculative_tokens: int
-    stop_ids: tuple[int, ...]  # of the vocabulary and of the request
-    seed: int  # of the request, or chosen at random
-    draft_ids: tuple[int, ...] = ()  # the expected output, to draft from
-    cache_salt: str = ""  # only requests with equal salts share prefixes
-    lora: Lora = field(default_factory=Lora)
-    # (first position in the prompt, host tensor [n, width]) in order: embeddings that replace those of the tokens there
-    embeddings: tuple[tuple[int, Tensor], ...] = ()
-    resume_from: tuple[int, ...] = ()  # the output of an earlier request, which this one continues; not part of `tokens`
-    prior_output_host: Tensor | None = None  # `prior_output`, for the counts of penalties
-    priority: int = 0  # lower numbers get rows first
-    tenant: str = ""  # at equal priority, tenants get rows in turn
-    num_preemptions: int = 0  # how often it lost its row and continued
-    num_tokens_at_preemption: int = 0  # number of `tokens` before the latest preemption
-    vocabulary: Vocabulary | None = None
-    parse: Callable[[str], Any] = str  # the text of a complete output -> `parsed`
-    num_cached_tokens: int = 0  # tokens of the prompt and of `resume_from` found in the prefix cache, when it first had a row
-    tokens: list[int] = field(default_factory=list)
-    origins: list[Origin] = field(default_factory=list)  # one per token
-    logprobs: list[TokenLogprob] = field(default_factory=list)  # one per token, if SamplingParams.logprobs
-    num_accepted_drafts: int = 0
-    rounds: int = 0
-    grammar_lane: str = ""  # "device", or "host: " and why; empty without a constraint, and before it has a row
-    finish_reason: FinishReason | None = None
-    error: str = ""
-    submitted_at: float = field(default_factory=time.perf_counter)
-    queue_seconds: float | None = None  # from submit until it had a row
-    first_token_seconds: float | None = None  # from submit until its first token was known
-    seconds: float | None = None  # from submit until its end was known
 
     def __repr__(self) -> str:
         counts = f"{len(self.prompt_ids)} prompt tokens, {len(self.tokens)} tokens"

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 
 from stepgraph.runtime.device_grammars import DeviceGrammars
 from stepgraph.runtime.extras.record import Recorder, request_fields
-from stepgraph.runtime.finish_reason import FinishReason
+from stepgraph.runtime.job import FinishReason
 from stepgraph.runtime.request import ActiveRequest, Job
 from stepgraph.sampling.fields import Check, check_value, instance_of, is_int
-from stepgraph.sampling.grammar.compile.compiler import Claim, CompiledConstraint, GrammarCompiler
-from stepgraph.sampling.grammar.constraints.constraint import Constraint
+from stepgraph.sampling.grammar.compile.compiler import Claim, GrammarCompiler
 from stepgraph.sampling.grammar.link.protocol import MatcherRow
 from stepgraph.sampling.lifetimes import FORKED_ERROR, call_after_fork
 
@@ -71,7 +70,7 @@ class RequestQueue:
         self._require_room()  # before a compile, which would be killed with its worker process
         if job.constraint is not None:
             queued.ready = False
-            claim = queued.claim = Claim(self._require_compiler(), job.constraint)
+            claim = queued.claim = Claim(self.compiler, job.constraint)
             claim.take()
             claim.then(lambda claim: self.prepare(queued, claim))
         if self._recorder:
@@ -159,9 +158,6 @@ class RequestQueue:
         self.wake.notify()
         return True
 
-    def compile(self, constraint: Constraint) -> CompiledConstraint:
-        return self._require_compiler().compile(constraint)
-
     def pause(self) -> None:
         """Sleep briefly, for a step that can only wait for a grammar, so that it leaves the CPU to the compile."""
         self.wake.wait(0)  # clear an earlier notification, whose cause this step has handled
@@ -176,7 +172,9 @@ class RequestQueue:
         queued.ready = True
         self.wake.notify()
 
-    def _require_compiler(self) -> GrammarCompiler:
+    @property
+    def compiler(self) -> GrammarCompiler:
+        """ValueError if the engine has none."""
         if self._compiler is None:
             raise ValueError("constraint: the engine has no vocabulary; pass Engine(vocabulary=...) to constrain requests")
         return self._compiler

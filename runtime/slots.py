@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from stepgraph.graphs.limits import Limits
-from stepgraph.runtime.finish_reason import FinishReason
+from stepgraph.runtime.job import FinishReason
 from stepgraph.runtime.page_cache import CachedPage, PageCache
 from stepgraph.runtime.request import ActiveRequest, Job
 from stepgraph.sampling.grammar.link.protocol import MatcherRow
@@ -73,7 +73,6 @@ class RowTable:
         cached = self._find(job)
         self.page_cache.acquire(cached)
         private = self.page_cache.allocate(count - len(cached))
-        assert private is not None, "has_room counts the same pages"
         self._count_used()
         row, pages = heapq.heappop(self._free_rows), [*(page.page for page in cached), *private]
         stops = job.text_stream() if job.sampling.stop else None
@@ -125,7 +124,6 @@ class RowTable:
         for written, request in itertools.product(self._written if ahead else self._written[:1], requests):
             count = min(self._num_pages(request.job, written) - len(request.pages), self.page_cache.num_free)
             pages, first = self.page_cache.allocate(max(0, count)), len(request.pages)
-            assert pages is not None, "num_free counts the same pages"
             entries += [(request.row, index, page) for index, page in enumerate(pages, first)]
             request.pages += pages
             self._set_most_tokens(request)
@@ -175,8 +173,7 @@ class RowTable:
     def _find(self, job: Job) -> list[CachedPage]:
         """Full published pages before the last given token, which is an input of the first round."""
         sharing = self._sharing
-        limit = len(job.context_ids) - max(1 + sharing.recompute_tail, sharing.lookahead)
-        limit = min(limit, self._num_shareable(job))
+        limit = min(len(job.context_ids) - max(1 + sharing.recompute_tail, sharing.lookahead), self._num_shareable(job))
         return self.page_cache.find(_cache_key(job), job.context_ids, limit) if not sharing.why_off else []
 
     def _num_shareable(self, job: Job) -> int:

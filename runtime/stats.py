@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from stepgraph.graphs.graph_key import GraphKey
 from stepgraph.runtime.build import EngineParts
 from stepgraph.runtime.device_grammars import INT_BYTES
-from stepgraph.runtime.finish_reason import FinishReason
-from stepgraph.runtime.histogram import SECONDS_BOUNDS, HistogramBuilder
+from stepgraph.runtime.histogram import Histogram
+from stepgraph.runtime.job import FinishReason
 from stepgraph.runtime.request import DraftCounts
 from stepgraph.runtime.scheduler import REFUSED_CONSTRAINT, Counters, LossCause
 from stepgraph.sampling.grammar.compile.compiler import CompileStats
@@ -66,73 +66,55 @@ class LaneStats:
 
 
 @dataclass(frozen=True)
-class Histogram:
-    bounds: tuple[float, ...]  # upper, inclusive
-    counts: tuple[int, ...]  # one per bound, then one for larger values
-    total: float  # sum of the values
-
-    @property
-    def count(self) -> int:
-        return sum(self.counts)
-
-    @property
-    def cumulative(self) -> tuple[int, ...]:
-        return tuple(itertools.accumulate(self.counts))
-
-    @property
-    def mean(self) -> float:
-        return self.total / self.count if self.count else 0.0
-
-
-@dataclass(frozen=True)
 class EngineStats:
     """Counts since the engine was made, and its present state.
 
     Counts of jobs and pages are taken at one moment under the lock of the queue. The launched rounds include every round whose
-    results are counted. Counts of the device and of the grammar compiler are read just before.
+    results are counted. Counts of the device and of the grammar compiler are read just before. A field with metadata is also a metric of
+    this name, kind and description.
     """
 
-    rounds: int
-    replays: int
-    host_syncs: int  # waits of the launching thread for the whole device; rounds make none
-    event_waits: int  # for the results of a round, or for a pinned slot that was still being copied
+    rounds: int = field(metadata={"counter": "Rounds launched."})
+    replays: int = field(metadata={"counter": "Graphs replayed."})
+    host_syncs: int = field(metadata={"counter": "Waits of the launching thread for the whole device; rounds make none."})
+    event_waits: int = field(metadata={"counter": "Waits for the results of a round, or for pinned memory that is still being copied."})
     eager_rounds: int  # rounds that replayed no graph
     eager_reason: str  # empty if all rounds are recorded
     graphs: tuple[GraphStats, ...]  # largest first; those that were used
-    tokens: int
-    prompt_tokens: int  # computed; tokens found in the prefix cache are in reused_tokens
+    tokens: int = field(metadata={"counter": "Tokens emitted."})
+    prompt_tokens: int = field(metadata={"counter": "Prompt tokens computed."})  # tokens found in the prefix cache are in reused_tokens
     drafts: DraftCounts
     drafting: DraftStats
     forced_looks: int  # queries of a grammar for its forced next tokens
-    mask_fills: int
-    matcher_accepts: int
-    matcher_rollbacks: int
+    mask_fills: int = field(metadata={"counter": "Masks filled on the host."})
+    matcher_accepts: int = field(metadata={"counter": "Tokens accepted by matchers."})
+    matcher_rollbacks: int = field(metadata={"counter": "Rollbacks of matchers."})
     host_nodes: Histogram  # seconds of each host node: matcher updates and masks
-    longest_host_node_seconds: float
+    longest_host_node_seconds: float = field(metadata={"gauge": "Duration of the longest host node."})
     # Seconds that the main stream waited for masks. Tape: measured. Eager engine: all of host_nodes, as nothing overlaps; if some
     # graphs could not be captured: of the recorded rounds only. CUDA: None, as only a profiler can measure it.
-    exposed_wait_seconds: float | None
+    exposed_wait_seconds: float | None = field(metadata={"counter": "Time that the main stream waited for masks."})
     grammars: CompileStats
     lanes: LaneStats
-    saved_texts: int  # hidden states written to disk
-    unsaved_texts: int  # not written: the disk was too slow or failed
+    saved_texts: int = field(metadata={"counter": "Texts whose hidden states were saved."})
+    unsaved_texts: int = field(metadata={"counter": "Texts whose hidden states could not be saved."})  # the disk was too slow or failed
     saving_error: str  # why saving stopped; empty if it did not
-    submitted: int
+    submitted: int = field(metadata={"counter": "Requests submitted."})
     # Jobs by finish reason; "refused" are those with the reason "error" whose constraint could not be compiled or exceeded a limit
     finished: tuple[tuple[str, int], ...]
-    preemptions: int  # how often a request lost its row and continued, for another's priority or for pages
-    running: int
-    waiting: int
-    most_waiting: int  # at any time
-    queue_seconds: Histogram  # from submit to a row
-    first_token_seconds: Histogram  # from submit to the first token
-    token_seconds: Histogram  # per later token, of each finished request
-    pages: int
-    free_pages: int  # including pages that are kept only for their prefix
-    most_used_pages: int  # at any time, without pages that are kept only for their prefix
-    cached_pages: int  # findable by prefix
-    evicted_pages: int
-    added_pages: int  # to requests that decode
+    preemptions: int = field(metadata={"counter": "Requests that lost their row and continue, for another's priority or for pages."})
+    running: int = field(metadata={"gauge": "Requests with a row."})
+    waiting: int = field(metadata={"gauge": "Requests waiting for a row."})
+    most_waiting: int = field(metadata={"gauge": "Maximum of waiting."})
+    queue_seconds: Histogram = field(metadata={"histogram": "Time from submit to a row."})
+    first_token_seconds: Histogram = field(metadata={"histogram": "Time from submit to the first token."})
+    token_seconds: Histogram = field(metadata={"histogram": "Time per token after the first, of each finished request."})
+    pages: int = field(metadata={"gauge": "Cache pages."})
+    free_pages: int = field(metadata={"gauge": "Free pages, including pages kept only for their prefix."})
+    most_used_pages: int = field(metadata={"gauge": "Maximum of pages in use, without pages kept only for their prefix."})
+    cached_pages: int = field(metadata={"gauge": "Pages findable by prefix."})
+    evicted_pages: int = field(metadata={"counter": "Cached pages evicted."})
+    added_pages: int = field(metadata={"counter": "Pages added to requests that decode."})
     reused_tokens: int  # prompt tokens found in the prefix cache
 
 
@@ -175,9 +157,9 @@ def take_stats(parts: EngineParts) -> EngineStats:
             running=len(rows),
             waiting=len(queue.waiting),
             most_waiting=queue.most_waiting,
-            queue_seconds=histogram(counters.queue_seconds),
-            first_token_seconds=histogram(counters.first_token_seconds),
-            token_seconds=histogram(counters.token_seconds),
+            queue_seconds=counters.queue_seconds.snapshot(),
+            first_token_seconds=counters.first_token_seconds.snapshot(),
+            token_seconds=counters.token_seconds.snapshot(),
             pages=parts.limits.num_pages,
             free_pages=rows.page_cache.num_free,
             most_used_pages=rows.most_used_pages,
@@ -209,10 +191,6 @@ def draft_stats(counters: Counters) -> DraftStats:
         accepted=_at_least(counters.accepted),
         **{loss.value: counters.losses[loss] for loss in LossCause},
     )
-
-
-def histogram(builder: HistogramBuilder) -> Histogram:
-    return Histogram(SECONDS_BOUNDS, tuple(builder.counts), builder.total)
 
 
 def _at_least(rounds: Sequence[int]) -> tuple[int, ...]:

@@ -25,7 +25,6 @@ from stepgraph.runtime.draft_length import DraftLengthChooser
 from stepgraph.sampling.fields import check_value, whole
 
 Interval = tuple[int, int]  # start and end in nanoseconds
-ROUNDS_CHECK = whole(1)._replace(expected="an integer >= 1")
 
 
 @dataclass(frozen=True)
@@ -177,7 +176,7 @@ class Trace:
     """Traces the next `rounds` rounds of an engine while its `with` block lasts. After the block, `timeline` is available."""
 
     def __init__(self, backend: Backend, first_round: int, rounds: int, eager: bool, chooser: DraftLengthChooser | None = None) -> None:
-        check_value("Engine.trace.rounds", rounds, ROUNDS_CHECK)
+        check_value("Engine.trace.rounds", rounds, whole(1))
         if eager:
             got = "an engine with EngineConfig.eager=True or with graphs that could not be captured"
             raise ValueError(f"Engine.trace: got {got}, expected one whose rounds are recorded")
@@ -222,12 +221,9 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 def covered(interval: Interval, busy: Sequence[Interval]) -> int:
     """The length of the part of `interval` that lies in `busy`, a result of `union`."""
-    total = 0
-    for start, end in busy[max(bisect.bisect_right(busy, interval) - 1, 0) :]:
-        if start >= interval[1]:
-            break
-        total += max(0, min(interval[1], end) - max(interval[0], start))
-    return total
+    later = busy[max(bisect.bisect_right(busy, interval) - 1, 0) :]
+    begun = itertools.takewhile(lambda other: other[0] < interval[1], later)
+    return sum(max(0, min(interval[1], end) - max(interval[0], start)) for start, end in begun)
 
 
 def total_length(intervals: Iterable[Interval]) -> int:

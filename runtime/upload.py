@@ -163,29 +163,34 @@ class Uploader:
     def begin(self, request: ActiveRequest) -> None:
         """Upload a request's block table and settings, before its first chunk."""
         buffers, limits, row, stop_ids = self._buffers, self._limits, request.row, request.job.stop_ids
-        biases, resumed = request.job.sampling.biases, request.job.prior_output_host
+        biases = request.job.sampling.biases
+        prior = self._prior_output(request.job) if request.sampled and request.job.prior_output else None
         unused = limits.max_bias_ids - len(biases)
-        parts = {
+        parts: dict[str, list[Any]] = {
             "row_stop_ids": [*stop_ids, *[-1] * (limits.max_stop_ids - len(stop_ids))],
             "row_block_tables": [*request.pages, *[0] * (limits.pages_per_row - len(request.pages))],
             "row_bias_ids": [*biases, *[-1] * unused],
-            "row_biases": _float_bits([*biases.values(), *[0.0] * unused]),
+            "row_biases": [*biases.values(), *[0.0] * unused],
         }
         parts |= {name: part for name, part in _optional_settings(request.job, limits, self._processors).items() if name in buffers}
 
-        def copy(slot: Tensor) -> None:
-            _copy_parts(buffers, row, parts, slot)
+        def reset() -> None:
             buffers.row_prompt_seen[row].zero_()
             counts = buffers.row_output_counts[row].zero_()
-            if resumed is not None and request.sampled:
-                tokens = resumed.to(counts.device, non_blocking=True)
+            if prior is not None:  # for penalties
+                tokens = prior.to(counts.device, non_blocking=True)
                 counts.index_add_(0, tokens, torch.ones_like(tokens, dtype=counts.dtype))
 
-        self._admission_ring.send(_joined(parts), copy)
+        self._send_parts(row, parts, reset)
         if request.job.sampling.repetition_penalty != 1:  # otherwise the prompt's tokens have no effect
             self._upload_seen(request)
         if self._text_ring is not None:
             self._upload_text(request, self._text_ring)
+
+    def _prior_output(self, job: Job) -> Tensor:
+        """In pinned memory on a GPU: a copy from other memory would wait for the rounds in flight."""
+        ids = torch.tensor(job.prior_output)
+        return ids.pin_memory() if self._buffers.device.type == "cuda" else ids
 
     def _upload_seen(self, request: ActiveRequest) -> None:
         """Upload which tokens the prompt contains. All at once, since the part found in the cache is not prefilled."""
@@ -231,9 +236,9 @@ class Uploader:
             Column.LORA: job.lora.slot,
         }
         params = [getattr(job.sampling, column.name.lower()) for column in Param]
-        parts = {"row_params": _float_bits(params), "row_state": [state.get(column, 0) for column in Column]}
+        parts: dict[str, list[Any]] = {"row_params": params, "row_state": [state.get(column, 0) for column in Column]}
 
-        def copy(slot: Tensor) -> None:
+        def reset() -> None:
             buffers.row_drafts[row].fill_(-1)
             if offered:
                 buffers.row_drafts[row, :offered].copy_(buffers.row_text[row, start : start + offered])
@@ -241,9 +246,22 @@ class Uploader:
                 if "row_looked_up" in buffers:
                     buffers.row_looked_up[row].fill_(True)
             buffers.row_tags[row].fill_(0)
-            _copy_parts(buffers, row, parts, slot)
 
-        self._admission_ring.send(_joined(parts), copy)
+        self._send_parts(row, parts, reset)
+
+    def _send_parts(self, row: int, parts: Mapping[str, list[Any]], reset: Callable[[], None]) -> None:
+        """Upload values to one row of each table, as one line of the ring, float32 as bits. reset: also launched, for other tables."""
+        tables, sizes, line = [self._buffers[name][row] for name in parts], [len(part) for part in parts.values()], list[int]()
+        for table, part in zip(tables, parts.values(), strict=True):
+            line += np.array(part, np.float32).view(np.int32).tolist() if table.is_floating_point() else part
+
+        def copy(slot: Tensor) -> None:
+            reset()
+            uploaded = slot[: len(line)].to(self._buffers.device, non_blocking=True).split(sizes)
+            for table, part in zip(tables, uploaded, strict=True):
+                table.copy_((part.to(torch.int32).view(torch.float32) if table.is_floating_point() else part).view_as(table))
+
+        self._admission_ring.send(line, copy)
 
 
 def _embeddings(job: Job, start: int, count: int) -> Iterator[tuple[int, Tensor]]:
@@ -261,7 +279,7 @@ def _copy_image(to: Tensor, slot: Tensor) -> None:
         raise GrammarCopyError(f"the grammar could not be copied to the device: {error_summary(error)}") from error
 
 
-def _optional_settings(job: Job, limits: Limits, processors: Sequence[LogitsProcessor]) -> dict[str, list[int]]:
+def _optional_settings(job: Job, limits: Limits, processors: Sequence[LogitsProcessor]) -> dict[str, list[Any]]:
     """Optional settings by table. A bad word fills the end of its line; recent tokens are the end of the output so far."""
     size, words = limits.max_bad_word_tokens, [[int(token) for token in word] for word in job.sampling.bad_words]
     words += [[]] * (limits.max_bad_words - len(words))
@@ -272,30 +290,6 @@ def _optional_settings(job: Job, limits: Limits, processors: Sequence[LogitsProc
     return {
         "row_bad_words": [token for word in words for token in (*[-1] * (size - len(word)), *word)],
         "row_recent": [*[-1] * (size - 1), *job.prior_output][1 - size :],
-        "row_relaxed": _float_bits([job.sampling.relaxed_top_n, job.sampling.relaxed_delta]),
-        "row_processors": _float_bits(settings),
+        "row_relaxed": [job.sampling.relaxed_top_n, job.sampling.relaxed_delta],
+        "row_processors": settings,
     }
-
-
-def _joined(parts: Mapping[str, list[int]]) -> list[int]:
-    """The parts as one line of a ring, which `_copy_parts` splits."""
-    return list(itertools.chain.from_iterable(parts.values()))
-
-
-def _copy_parts(buffers: StaticBuffers, row: int, parts: Mapping[str, list[int]], line: Tensor) -> None:
-    """Copy the parts of a line to one row of each table."""
-    sizes, line = [len(part) for part in parts.values()], line.to(buffers.device, non_blocking=True)
-    for name, part in zip(parts, line[: sum(sizes)].split(sizes), strict=True):
-        table = buffers[name][row]
-        table.copy_((_floats(part) if table.is_floating_point() else part).view_as(table))
-
-
-def _float_bits(values: Sequence[float]) -> list[int]:
-    """The bits of float32 values as integers, for rings of int64."""
-    bits: list[int] = np.array(values, dtype=np.float32).view(np.int32).tolist()
-    return bits
-
-
-def _floats(bits: Tensor) -> Tensor:
-    """The inverse of _float_bits, on the device."""
-    return bits.to(torch.int32).view(torch.float32)

@@ -20,7 +20,8 @@ from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelPair
 from stepgraph.runtime.config import NAMES_ELSEWHERE as CONFIG_NAMES
 from stepgraph.runtime.config import EngineConfig
-from stepgraph.runtime.request import Job, Lora
+from stepgraph.runtime.job import Lora
+from stepgraph.runtime.request import Job
 from stepgraph.runtime.text import Message
 from stepgraph.sampling.fields import Check, check_value, clip_repr, is_int
 from stepgraph.sampling.grammar.compile.compiler import CompiledConstraint
@@ -110,10 +111,8 @@ class RequestValidator:
         """pinned: copy embeddings to pinned memory, because a copy from pageable memory to the device would block."""
         stop_token_ids = vocabulary.stop_token_ids if vocabulary else ()
         if len(stop_token_ids) > limits.max_stop_ids:
-            raise ValueError(
-                f"EngineConfig.max_stop_ids: got {limits.max_stop_ids}, expected at least {len(stop_token_ids)}, "
-                "the number of the vocabulary's stop ids"
-            )
+            expected = f"at least {len(stop_token_ids)}, the number of the vocabulary's stop ids"
+            raise ValueError(f"EngineConfig.max_stop_ids: got {limits.max_stop_ids}, expected {expected}")
         self._config, self._limits, self._vocabulary, self._stop_token_ids = config, limits, vocabulary, tuple(stop_token_ids)
         self._takes_draft_ids = models.reads_text and getattr(models.proposer, "takes_draft_ids", True)
         self._embedding_size, self._embedding_dtype = int(getattr(models.target, "embedding_size", 0)), models.target.feature_dtype
@@ -166,17 +165,14 @@ class RequestValidator:
         )
         if job.resume_from:
             self._check_resumed(job)
-            ids = torch.tensor(job.resume_from)
-            job.prior_output_host = ids.pin_memory() if self._pinned else ids
         return job
 
     def _check_resumed(self, job: Job) -> None:
         """ValueError if the output has ended, or if its next tokens depend on the drafts of the earlier request."""
         ids, sampling = job.resume_from, job.sampling
         if sampling.relaxed_top_n and job.num_speculative_tokens:
-            raise ValueError(
-                f"sampling.relaxed_top_n: got {sampling.relaxed_top_n} with resume_from, expected 0: tokens depend on the drafts"
-            )
+            got = f"{sampling.relaxed_top_n} with resume_from"
+            raise ValueError(f"sampling.relaxed_top_n: got {got}, expected 0: tokens depend on the drafts")
         if len(ids) >= job.max_new_tokens:
             expected = f"expected fewer than max_new_tokens={job.max_new_tokens}, which counts them"
             raise ValueError(f"resume_from: got {len(ids)} tokens, {expected}")
@@ -208,10 +204,8 @@ class RequestValidator:
             return ()
         ids, max_length = checked_ids("draft_ids", draft_ids, self._limits.num_tokens), self._limits.max_length
         if not self._takes_draft_ids:
-            raise ValueError(
-                f"draft_ids: got {len(ids)} tokens, expected None: the engine has no look-up drafter; use Engine(draft='ngram'), "
-                "or EngineConfig(look_up=3) beside a draft model"
-            )
+            expected = "None: the engine has no look-up drafter; use Engine(draft='ngram'), or EngineConfig(look_up=3) beside a draft model"
+            raise ValueError(f"draft_ids: got {len(ids)} tokens, expected {expected}")
         if not drafts:
             raise ValueError(f"draft_ids: got {len(ids)} tokens with num_speculative_tokens=0, expected None")
         if len(ids) > max_length:
@@ -236,9 +230,8 @@ class RequestValidator:
                 raise ValueError(f"sampling.logit_bias: got the key {token}, expected token ids from 0 to {limits.num_tokens - 1}")
         if len(sampling.biases) > limits.max_bias_ids:
             names = " and ".join(name for name in ("logit_bias", "bad_token_ids") if getattr(sampling, name))
-            raise ValueError(
-                f"sampling.{names}: got {len(sampling.biases)} tokens, expected at most EngineConfig.max_bias_ids={limits.max_bias_ids}"
-            )
+            expected = f"at most EngineConfig.max_bias_ids={limits.max_bias_ids}"
+            raise ValueError(f"sampling.{names}: got {len(sampling.biases)} tokens, expected {expected}")
         if sampling.top_logprobs > limits.max_top_logprobs:
             expected = f"expected at most EngineConfig.max_top_logprobs={limits.max_top_logprobs}"
             raise ValueError(f"sampling.top_logprobs: got {sampling.top_logprobs}, {expected}")

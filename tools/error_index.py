@@ -53,6 +53,7 @@ def page() -> str:
     lines = [INTRODUCTION, "## Settings\n", "| setting | expected |", "|---|---|"]
     for name, checks in (("EngineConfig", config.CHECKS), ("SamplingParams", params.CHECKS)):
         lines += [f"| `{name}.{field}` | {_cell(check.expected)} |" for field, check in _settings(name, checks).items()]
+    lines += [f"| `EngineConfig.{name}` with `{other}` | {_cell(expected)} |" for name, _, other, _, expected in config.CONFLICTS]
     for folder in FOLDERS:
         lines += [f"\n## {folder}/\n", "| message | expected | raised as | in |", "|---|---|---|---|"]
         for path in sorted((ROOT / folder).rglob("*.py")):

@@ -116,17 +116,9 @@ class Case:
     def figures(self) -> dict[str, Any]:
         """Counts over the lifetime of the engine."""
         stats = self.engine.stats()
-        return {
-            "variant": self.variant.name,
-            "tokens": stats.tokens,
-            "rounds": stats.rounds,
-            "tokens_per_round": round(stats.tokens / max(1, stats.rounds), 2),
-            "accepted_drafts": stats.drafts.accepted,
-            "accepted_forced_drafts": stats.drafts.accepted_forced,
-            "mask_fills": stats.mask_fills,
-            "replays": stats.replays,
-            "host_syncs": stats.host_syncs,
-        }
+        counts = {name: getattr(stats, name) for name in ("tokens", "rounds", "mask_fills", "replays", "host_syncs")}
+        counts |= {"accepted_drafts": stats.drafts.accepted, "accepted_forced_drafts": stats.drafts.accepted_forced}
+        return {"variant": self.variant.name, **counts, "tokens_per_round": round(stats.tokens / max(1, stats.rounds), 2)}
 
 
 def record(**properties: Any) -> dict[str, Any]:

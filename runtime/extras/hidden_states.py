@@ -73,8 +73,7 @@ class SavedText(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        states = (self.hidden,) if self.features is self.hidden else (self.features, self.hidden)
-        return sum(part.nbytes for part in (self.token_ids, *states))
+        return sum(part.nbytes for part in {self.token_ids, self.features, self.hidden})  # the last two may be one tensor
 
 
 class StatesWriter:

@@ -31,7 +31,7 @@ from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.lifetimes import call_after_fork
 
 FORMAT = 1
-PACKAGES = ("torch", "xgrammar", "llguidance", "triton")
+PACKAGES = ("stepgraph", "torch", "xgrammar", "llguidance", "triton")
 # Options of submit() that a line contains unchanged.
 SUBMIT_FIELDS = ("max_new_tokens", "num_speculative_tokens", "draft_ids", "cache_salt", "resume_from", "priority", "tenant")
 FULL_LINE = b'{"kind":"full"}\n'
@@ -106,9 +106,8 @@ class Recorder:
         return file is not None
 
     def _detach(self) -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            file.close()
+        self._lock = threading.RLock()
+        self.close()
 
     def _fail(self, why: str) -> None:
         if self.close():
@@ -120,18 +119,15 @@ def open_recorder(
     record: Recording | str | Path, config: EngineConfig, models: ModelPair, vocabulary: Vocabulary | None, backend: Backend, tables: bool
 ) -> Recorder:
     """The recorder of an engine. ValueError if the file cannot be created. tables: whether grammars can be on the device."""
-    if config.rounds_per_launch != 1:
-        raise ValueError(
-            f"EngineConfig.rounds_per_launch: got {config.rounds_per_launch!r}, "
-            "expected 1: a recording lists what arrived between two rounds"
-        )
     unsupported = {
         "max_loras": "a recording has no adapters",
         "forced_acceptance": "which drafts are accepted depends on job ids, which a replay numbers anew",
         "logits_processors": "a recording has no functions",
+        "rounds_per_launch": "a recording lists what arrived between two rounds",
+        **dict.fromkeys(("preemption", "page_allocation"), "the rounds of a recorded request are one series"),
     }
     for name, why in unsupported.items():
-        if getattr(config, name):
+        if getattr(config, name) != getattr(EngineConfig, name):
             raise ValueError(f"Engine.record: got {clip_repr(record)}, expected None with {name}: {why}")
     lane = config.grammar_lane if tables else "host"  # a replay with grammars on the device would have other draft lengths
     header = {
@@ -146,8 +142,11 @@ def open_recorder(
 
 
 def versions() -> dict[str, str]:
-    found = {"stepgraph": _version("stepgraph"), "python": platform.python_version()}
-    return found | {name: version for name in PACKAGES if (version := _version(name))}
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def vocabulary_fingerprint(vocabulary: Vocabulary | None) -> str:
@@ -194,10 +193,3 @@ def _values_fingerprint(values: Tensor) -> str:
 
 def _bytes(values: Tensor) -> bytes:  # values: [n]
     return values.contiguous().cpu().view(torch.uint8).numpy().tobytes()
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""

@@ -29,14 +29,13 @@ class TokenMapped(nn.Module):
 
     def set_token_map(self, token_map: TokenMap | None, device: str | torch.device) -> None:
         """Called once, in __init__. token_map: None if the draft has the target's vocabulary."""
-        draft_ids, proposable, d2t = (None, None, None) if token_map is None else (ids.to(device) for ids in token_map)
-        for name, ids in (("draft_ids", draft_ids), ("proposable", proposable), ("d2t", d2t)):
-            self.register_buffer(name, ids, persistent=False)
+        for name in TokenMap._fields:
+            self.register_buffer(name, None if token_map is None else getattr(token_map, name).to(device), persistent=False)
         self.draft_ids: Tensor | None
         self.proposable: Tensor | None
         self.d2t: Tensor | None
-        if proposable is not None:
-            self.vocab_size = len(proposable)
+        if token_map is not None:
+            self.vocab_size = len(token_map.proposable)
 
     @property
     def notes(self) -> tuple[str, ...]:

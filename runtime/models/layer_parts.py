@@ -38,22 +38,18 @@ class ExpertMlp(nn.Module):
             self.shared_down = empty_weight(like, config.hidden_size, experts.shared_size)
 
     def forward(self, states: Tensor, product_hook: ProductHook) -> Tensor:
-        count = self.experts.num_experts
-        weights, expert_ids = self._choose(states)
+        experts, count = self.experts, self.experts.num_experts
+        options, routed = () if experts.routing is None else (self.correction, *experts.routing), states
+        if options:
+            routed = states.float() if self.router.dtype is torch.uint8 else states.to(self.router.dtype)
+        logits = product(routed, self.router, self.router_bias)
+        weights, expert_ids = choose_experts(logits, experts.experts_per_token, experts.normalised, *options)
         gated = activate_and_mul(expert_product(states, expert_ids, self.gate_up, count, self.gate_up_bias), self.activation)
         output = combine_experts(expert_product(gated, expert_ids, self.down, count, self.down_bias), weights)
-        if not self.experts.shared_size:
+        if not experts.shared_size:
             return output
         gated = activate_and_mul(product_hook("shared_gate_up", states, product(states, self.shared_gate_up)), self.activation)
         return output + product_hook("shared_down", gated, product(gated, self.shared_down))
-
-    def _choose(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        experts = self.experts
-        options = () if experts.routing is None else (self.correction, *experts.routing)
-        if options:
-            states = states.float() if self.router.dtype is torch.uint8 else states.to(self.router.dtype)
-        logits = product(states, self.router, self.router_bias)
-        return choose_experts(logits, experts.experts_per_token, experts.normalised, *options)
 
 
 class LatentProjection(nn.Module):

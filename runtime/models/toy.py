@@ -16,9 +16,9 @@ from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model_call import ModelInput, ModelOutput
 from stepgraph.sampling.fields import check_value, number
-from stepgraph.sampling.kernels.operation import empty_of, operation
+from stepgraph.sampling.kernels.operation import operation
 
-_LIMBS, _LIMB_BITS, _HASH_BITS = 3, 14, 42  # a hash as three floats, which are exact in float32
+_HASH_BITS = 42  # exact in float64, the type of hidden states
 _MASK = (1 << _HASH_BITS) - 1
 _FACTOR, _GATE = 0x2545F4914F6CDD1D, -0x71BA30AC78285ACA  # _GATE is _salted(0x5851F42D)
 
@@ -31,7 +31,7 @@ class ToyTarget(nn.Module):
     def __init__(self, vocab_size: int, seed: int = 0, biases: Mapping[int, float] | None = None) -> None:
         super().__init__()
         self.vocab_size, self.seed = vocab_size, seed
-        self.feature_size, self.hidden_size, self.feature_dtype = _LIMBS, _LIMBS, torch.float32
+        self.feature_size, self.hidden_size, self.feature_dtype = 1, 1, torch.float64
         self.register_buffer("bias", torch.tensor([(biases or {}).get(token, 0.0) for token in range(vocab_size)]))
         self.register_buffer("salts", _salted(torch.arange(vocab_size) + seed * 1_000_003), persistent=False)
         self.bias: Tensor
@@ -86,11 +86,11 @@ class ToyDraft(nn.Module):
 
 
 def _empty_hidden(positions: Tensor, *_: object) -> Tensor:
-    return positions.new_empty((*positions.shape, _LIMBS), dtype=torch.float32)
+    return positions.new_empty((*positions.shape, 1), dtype=torch.float64)
 
 
 def _empty_logits(hidden: Tensor, salts: Tensor, *_: object) -> Tensor:
-    return empty_of((*hidden.shape[:-1], len(salts)), hidden)
+    return hidden.new_empty((*hidden.shape[:-1], len(salts)), dtype=torch.float32)
 
 
 # One operation each: a tape takes longer to record their operations of torch than to run them.
@@ -98,28 +98,28 @@ def _empty_logits(hidden: Tensor, salts: Tensor, *_: object) -> Tensor:
 
 @operation(_empty_hidden, whole=True)
 def toy_target_hidden(positions: Tensor, pages: Tensor, block_tables: Tensor) -> Tensor:
-    """The hash of the prefix up to each position, of the toy target: [B, Q, 3]."""
-    return _to_limbs(_prefix_hash(positions, pages, block_tables))
+    """The hash of the prefix up to each position, of the toy target: [B, Q, 1]."""
+    return _prefix_hash(positions, pages, block_tables)[..., None].to(torch.float64)
 
 
 @operation(_empty_hidden, whole=True)
 def toy_draft_hidden(positions: Tensor, pages: Tensor, block_tables: Tensor, features: Tensor, tokens: Tensor) -> Tensor:
-    """The hash of the prefix up to each position, of the toy draft, which needs the target's hidden states as features: [B, Q, 3]."""
+    """The hash of the prefix up to each position, of the toy draft, which needs the target's hidden states as features: [B, Q, 1]."""
     own = _prefix_hash(positions, pages, block_tables)
-    expected = (_from_limbs(features) + hash_pair(tokens, positions)) & _MASK
-    return _to_limbs(torch.where(own == expected, own, own ^ 1))  # after a wrong feature or cache entry no draft agrees
+    expected = (features[..., 0].to(torch.int64) + hash_pair(tokens, positions)) & _MASK
+    return torch.where(own == expected, own, own ^ 1)[..., None].to(torch.float64)  # after a wrong feature or cache entry no draft agrees
 
 
 @operation(_empty_logits, whole=True)
 def toy_target_logits(hidden: Tensor, salts: Tensor, bias: Tensor) -> Tensor:
     """Logits of the toy target [B, Q, V]."""
-    return _logits(_from_limbs(hidden)[..., None] * _FACTOR, salts) + bias
+    return _logits(hidden.to(torch.int64) * _FACTOR, salts) + bias
 
 
 @operation(_empty_logits, whole=True)
 def toy_draft_logits(hidden: Tensor, salts: Tensor, target_salts: Tensor, target_bias: Tensor, agreeing: int) -> Tensor:
     """Logits of the toy draft [B, Q, V]: those of the target after `agreeing` of a thousand prefixes."""
-    scaled = _from_limbs(hidden)[..., None] * _FACTOR
+    scaled = hidden.to(torch.int64) * _FACTOR
     agrees = ((_mix(scaled + _GATE) & _MASK) >> 12) % 1000 < agreeing
     logits = _logits(scaled, torch.where(agrees, target_salts, salts))
     return torch.where(agrees, logits + target_bias, logits)
@@ -144,15 +144,6 @@ def _salted(salt: Tensor) -> Tensor:
 def _mix(value: Tensor) -> Tensor:
     mixed = (value ^ (value >> 29)) * 0x3F58476D1CE4E5B9
     return mixed ^ (mixed >> 32)
-
-
-def _to_limbs(prefix: Tensor) -> Tensor:
-    limbs = prefix[..., None] >> torch.arange(0, _HASH_BITS, _LIMB_BITS, device=prefix.device)
-    return (limbs & ((1 << _LIMB_BITS) - 1)).to(torch.float32)
-
-
-def _from_limbs(hidden: Tensor) -> Tensor:
-    return (hidden.to(torch.int64) << torch.arange(0, _HASH_BITS, _LIMB_BITS, device=hidden.device)).sum(-1)
 
 
 def _logits(scaled: Tensor, salts: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from stepgraph.graphs.row_layout import ResultRecord
 from stepgraph.runtime.extras.record import SUBMIT_FIELDS
-from stepgraph.runtime.finish_reason import FinishReason
+from stepgraph.runtime.job import FinishReason
 from stepgraph.runtime.parallel.ranks import STEPS_PER_COMPARISON, Ranks
 from stepgraph.runtime.request import ActiveRequest, Job, StepEvent
 from stepgraph.runtime.request_queue import QueuedRequest, RequestQueue

@@ -18,10 +18,10 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NoReturn
 
-from stepgraph.runtime.finish_reason import FinishReason
+from stepgraph.runtime.job import FinishReason, Lora
 from stepgraph.runtime.replicas.replica import REPORTED, AnswerPart, EngineInfo, Refusal, ReplicaRequest
 from stepgraph.runtime.replicas.router import page_hashes
-from stepgraph.runtime.request import Job, Lora, StepEvent
+from stepgraph.runtime.request import Job, StepEvent
 from stepgraph.runtime.request_queue import QueueFullError
 from stepgraph.runtime.serve.serving import AnswerError
 from stepgraph.runtime.validate import TokenIds, checked_ids

@@ -22,8 +22,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from stepgraph.runtime.finish_reason import FinishReason
 from stepgraph.runtime.histogram import HistogramBuilder
+from stepgraph.runtime.job import FinishReason
 from stepgraph.runtime.metrics import counters, gauge, histogram, prometheus_text
 from stepgraph.runtime.models.files.tokenizer import LONG_TEXT
 from stepgraph.runtime.request import EngineClosedError, Job, StepEvent
@@ -47,7 +47,6 @@ from stepgraph.runtime.serve.http import (
 )
 from stepgraph.runtime.serve.replies import Reply, usage_of, whole_message
 from stepgraph.runtime.serve.serving import AnswerError, AnswerStream, Serving
-from stepgraph.runtime.stats import histogram as snapshot
 from stepgraph.sampling.grammar.compile.limits import names_limit
 
 LOG = logging.getLogger("stepgraph.serve")  # one JSON object per answer or refused request; never prompts, texts or keys
@@ -105,8 +104,8 @@ class App:
         found = [
             gauge("http_waiting", "Answers that wait to be submitted.", self.gate.waiting),
             counters("http_requests", "Answers and refused requests, by status.", statuses),
-            histogram("http_first_token_seconds", "Time from a request's arrival to its first token.", snapshot(self.first_token_seconds)),
-            histogram("http_seconds", "Time from a request's arrival to the end of its answer.", snapshot(self.seconds)),
+            histogram("http_first_token_seconds", "Time from a request's arrival to its first token.", self.first_token_seconds.snapshot()),
+            histogram("http_seconds", "Time from a request's arrival to the end of its answer.", self.seconds.snapshot()),
         ]
         return Response(prometheus_text([*await self.serving.metrics(), *found]), media_type=CONTENT_TYPE_LATEST)
 

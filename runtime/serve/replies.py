@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from stepgraph.runtime.finish_reason import FinishReason
-from stepgraph.runtime.request import Job, StepEvent, TokenLogprob
+from stepgraph.runtime.job import FinishReason, TokenLogprob
+from stepgraph.runtime.request import Job, StepEvent
 from stepgraph.runtime.serve.calls import CallParser, Delta, merge_deltas
 from stepgraph.runtime.serve.fields import GenerationRequest
 from stepgraph.runtime.serve.reasoning import ChannelSplitter, ReasoningSplitter

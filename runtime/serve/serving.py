@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from stepgraph.runtime.aio import AsyncEngine, JobStream
-from stepgraph.runtime.finish_reason import FinishReason
+from stepgraph.runtime.job import FinishReason
 from stepgraph.runtime.request import Job, StepEvent
 from stepgraph.runtime.text import TextCodec
 

@@ -129,7 +129,7 @@ def test_greedy_graph_contains_no_sampling_nodes(backend: TapeBackend, native: b
     use_small_operations(monkeypatch)
     bench = RoundBench(backend, 3)
     keys = [GraphKey(2, constrained) for constrained in (False, True)]
-    assert [sum(backend.capture(bench.round.step(key), bench.buffers).report.nodes.values()) for key in keys] == [268, 287]
+    assert [sum(backend.capture(bench.round.step(key), bench.buffers).report.nodes.values()) for key in keys] == [235, 254]
 
 
 @pytest.mark.parametrize("draft_masks", [True, False])

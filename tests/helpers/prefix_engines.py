@@ -61,8 +61,8 @@ class AheadDraft(ToyDraft):
         indices = torch.arange(entries.shape[1], device=positions.device)
         text = torch.where(indices < ahead, buffers.ahead_first[entries], buffers.ahead_later[entries].roll(ahead, 1))
         own = toy.hash_pair(text, indices).cumsum(1).gather(1, positions) & toy._MASK
-        expected = (toy._from_limbs(inputs.features) + toy.hash_pair(inputs.tokens, positions)) & toy._MASK
-        hidden = toy._to_limbs(torch.where(own == expected, own, own ^ 1))
+        expected = (inputs.features[..., 0].to(torch.int64) + toy.hash_pair(inputs.tokens, positions)) & toy._MASK
+        hidden = torch.where(own == expected, own, own ^ 1)[..., None].to(torch.float64)
         return ModelOutput(hidden, hidden)
 
 

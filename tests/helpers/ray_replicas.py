@@ -12,7 +12,7 @@ from typing import Any
 from stepgraph import AsyncEngine, Constraint, Engine, EngineConfig, SamplingParams, StepEvent, Vocabulary
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.model_call import ModelInput, ModelOutput
-from stepgraph.runtime.finish_reason import FinishReason
+from stepgraph.runtime.job import FinishReason
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.runtime.replicas.replica import AnswerPart, EngineInfo, ReplicaRequest, Tokens, info_of
 

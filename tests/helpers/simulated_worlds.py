@@ -22,8 +22,8 @@ from stepgraph.graphs import StaticBuffers, TapeBackend
 from stepgraph.graphs.model import TargetModel
 from stepgraph.graphs.model_call import ModelInput, ModelOutput
 from stepgraph.runtime.check_models import Drafter
+from stepgraph.runtime.job import TokenLogprob
 from stepgraph.runtime.models.toy import ToyTarget
-from stepgraph.runtime.request import TokenLogprob
 from stepgraph.sampling.native import why_not
 from stepgraph.sampling.params import GREEDY
 from tests.helpers.adapters import ALL, save_adapter

@@ -30,7 +30,7 @@ from stepgraph import Engine, FinishReason, Job, QueueFullError, StepEvent
 from stepgraph.graphs.row_layout import ResultRecord
 from stepgraph.runtime.extras.hidden_states import SavedText
 from stepgraph.runtime.extras.replay import read_recording, replay
-from stepgraph.runtime.models.toy import _MASK, _to_limbs, hash_pair
+from stepgraph.runtime.models.toy import _MASK, hash_pair
 from stepgraph.runtime.request import ActiveRequest
 from stepgraph.runtime.scheduler import LossCause, loss_cause
 from stepgraph.sampling.grammar.link.native import NativeRow
@@ -335,7 +335,7 @@ class Simulation:
         found, self.saved[:] = [*self.saved], []
         for saved in found:
             ids = saved.token_ids[:-1]
-            expected = _to_limbs(hash_pair(ids, torch.arange(len(ids))).cumsum(0) & _MASK)
+            expected = (hash_pair(ids, torch.arange(len(ids))).cumsum(0) & _MASK)[:, None].to(torch.float64)
             expected[ids == POISON] = -1.0
             assert torch.equal(saved.hidden, expected), f"the states of {saved.token_ids.tolist()} are wrong"
         counts = collections.Counter(tuple(saved.token_ids.tolist()) for saved in found)

@@ -187,7 +187,7 @@ def test_requests_wait_while_no_page_is_free(engine: Engine, expected: list[Endi
     while not all(job.finished for job in first):
         engine.step()
     assert [ending(job) for job in first] == [expected[0], expected[4]]
-    released = prefixes.allocate(prefixes.num_free) or ()  # pages of the finished requests
+    released = prefixes.allocate(prefixes.num_free)  # pages of the finished requests
     for _ in range(3):
         assert engine.step() == [] and not late.tokens
     prefixes.free([*taken, *released])

@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 import pytest
+import torch
 
 from stepgraph import EngineConfig, FinishReason
 from stepgraph.runtime.extras.hidden_states import HiddenStates
@@ -110,13 +111,7 @@ def page_freed_twice(patch: pytest.MonkeyPatch) -> None:
 
 def output_counts_lost(patch: pytest.MonkeyPatch) -> None:
     """A preempted request, or one that continues another, has no penalties for its earlier tokens."""
-    real = Uploader.begin
-
-    def begin(uploader: Uploader, request: ActiveRequest) -> None:
-        request.job.prior_output_host = None
-        real(uploader, request)
-
-    patch.setattr(Uploader, "begin", begin)
+    patch.setattr(Uploader, "_prior_output", lambda uploader, job: torch.empty(0, dtype=torch.int64))
 
 
 def pages_added_one_round_late(patch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from stepgraph import AsyncEngine, Constraint, DraftCounts, Engine, FinishReason, Job, SamplingParams, StepEvent
-from stepgraph.runtime.aio import StreamBuffer
+from stepgraph.runtime.aio import JobStream
 from tests.helpers.aio_runs import FIXTURES, LONG, REQUESTS, Gate, answers, check_alone, check_events, first, read, run
 from tests.helpers.toy_engines import CONSTRAINTS, Setup, make_engine, plain
 
@@ -66,7 +66,7 @@ def test_slow_consumer_receives_one_merged_event_and_delays_no_other(engine: Eng
             late = serving.generate([1], max_new_tokens=40, sampling=SamplingParams(temperature=0, ignore_eos=True, logprobs=True))
             job = await serving.generate([2], max_new_tokens=60, sampling=LONG)
             assert len(job.tokens) == 60 and late.job.finished
-            assert not [kept for kept in vars(late._buffer).values() if isinstance(kept, list) and kept], "tokens are kept twice"
+            assert not [kept for kept in vars(late).values() if isinstance(kept, list) and kept], "tokens are kept twice"
             events = await read(late)
             assert len(events) == 1 and len(events[0].logprobs) == 40
             check_events(events, late.job)
@@ -98,7 +98,7 @@ def test_busy_loop_is_woken_once_for_many_steps(engine: Engine, monkeypatch: pyt
     run(main())
 
 
-def test_merged_event_combines_every_field() -> None:
+def test_merged_event_combines_every_field(engine: Engine) -> None:
     """Counts are summed, per-token fields are concatenated, and the finish reason is the last; the last assertion finds new fields."""
     job = Job(7, (1,), None, LONG, 60, 2, (), 0)
     events = []
@@ -110,16 +110,21 @@ def test_merged_event_combines_every_field() -> None:
             getattr(job, name).extend(values[name])
         events.append(StepEvent(**values))
     job.finish_reason, job.error = FinishReason.ERROR, "burnt"
-    buffer = StreamBuffer(job)
-    for event in events:
-        buffer.add(event)
     expected: dict[str, Any] = {"job_id": 7, "finish_reason": FinishReason.ERROR, "error": "burnt"}
     expected["drafts"] = DraftCounts(*(6 * (position + 2) for position in range(len(DraftCounts._fields))))
     for name in PER_TOKEN:
         expected[name] = sum((getattr(event, name) for event in events), ())
     assert expected.keys() == {field.name for field in fields(StepEvent)}
-    assert buffer.take() == StepEvent(**expected)
-    assert buffer.take() is None
+
+    async def main() -> None:
+        async with AsyncEngine(engine) as serving:
+            assert serving._stepper is not None
+            stream = JobStream(serving, serving._stepper, job)
+            for event in events:
+                stream._add(event)
+            assert await read(stream) == [StepEvent(**expected)]
+
+    run(main())
 
 
 def test_merged_events_sum_forced_drafts() -> None:

@@ -27,8 +27,8 @@ from stepgraph.graphs.tape.backend import Tape
 from stepgraph.runtime.calibration import REPLAYS_PER_MEASUREMENT
 from stepgraph.runtime.draft_length import Acceptances, Costs, Counts, DraftPolicy, RoundCosts, counts_of, initial_account
 from stepgraph.runtime.draft_tuning import DRAFT_RUN, SLACK
+from stepgraph.runtime.job import Origin
 from stepgraph.runtime.models.toy import ToyDraft
-from stepgraph.runtime.request import Origin
 from tests.graphs.test_graph_set import Refusing
 from tests.helpers.c_library import needs_c
 from tests.helpers.toy_engines import DRAFTERS, TARGET, VOCABULARY, Setup, finish, make_engine, plain

@@ -12,9 +12,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from stepgraph import Constraint, EngineStats
 from stepgraph.graphs.graph_key import GraphKey
+from stepgraph.runtime.histogram import Histogram
 from stepgraph.runtime.metrics import engine_metrics, prometheus_text
 from stepgraph.runtime.scheduler import LossCause
-from stepgraph.runtime.stats import GraphStats, Histogram
+from stepgraph.runtime.stats import GraphStats
 from stepgraph.sampling.native import why_not
 from tests.helpers.toy_engines import CONSTRAINTS, Setup, finish, shared_engine
 
@@ -98,7 +99,9 @@ def test_metrics_equal_stats() -> None:
         "token_seconds": stats.token_seconds,
     }.items():
         assert (value(read, f"{name}_sum"), value(read, f"{name}_count")) == (histogram.total, histogram.count)
-        assert [value(read, f"{name}_bucket", le=bound) for bound in (*histogram.bounds, "+Inf")] == list(histogram.cumulative)
+        assert [value(read, f"{name}_bucket", le=bound) for bound in (*histogram.bounds, "+Inf")] == list(
+            itertools.accumulate(histogram.counts)
+        )
     for graph in stats.graphs:
         flags = {name: str(getattr(graph.key, name)).lower() for name in ("constrained", "sampled", "device", "draft_model")}
         key = {"rows": graph.key.rows, **flags, "draft_length": graph.key.draft_length}

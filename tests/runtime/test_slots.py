@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from stepgraph.graphs import Limits
-from stepgraph.runtime.finish_reason import FinishReason
+from stepgraph.runtime.job import FinishReason
 from stepgraph.runtime.request import ActiveRequest, Job
 from stepgraph.runtime.slots import PrefixSharing, RowTable
 from stepgraph.sampling.params import GREEDY

@@ -14,19 +14,12 @@ from stepgraph.graphs import BufferSpec, StaticBuffers, TapeBackend
 from stepgraph.graphs.capture import BackendStats
 from stepgraph.graphs.context import current_context
 from stepgraph.graphs.tape.player import Await
-from stepgraph.runtime.stats import Histogram
 from stepgraph.sampling.grammar.link.protocol import NODE_BOUNDS_NS, HostLink
 from stepgraph.sampling.grammar.link.python import PythonLink
 from tests.helpers.link_bench import ROUND_STEPS, Memory, native_link, set_running
 from tests.helpers.planted import slow_fill
 from tests.helpers.stat_checks import run
 from tests.helpers.toy_engines import CONSTRAINTS, CONTROL, Setup, compiled, needs_native, shared_engine
-
-
-def test_histogram_count_cumulative_and_mean() -> None:
-    histogram = Histogram((0.1, 1.0), (2, 1, 3), 12.0)
-    assert (histogram.count, histogram.cumulative, histogram.mean) == (6, (2, 3, 6), 2.0)
-    assert Histogram((1.0,), (0, 0), 0.0).mean == 0.0
 
 
 def test_time_per_token_is_that_from_the_first_to_the_last_token_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -241,7 +241,7 @@ def test_perfetto_file_agrees_with_the_timeline(traced: Traced, tmp_path: Path) 
 
 @pytest.mark.parametrize("rounds", [0, -1, True, 2.0, None])
 def test_trace_refuses_invalid_numbers_of_rounds(traced: Traced, rounds: Any) -> None:
-    with pytest.raises(ValueError, match=r"Engine\.trace\.rounds: got .*, expected an integer >= 1"), traced.engine.trace(rounds):
+    with pytest.raises(ValueError, match=r"Engine\.trace\.rounds: got .*, expected a whole number >= 1"), traced.engine.trace(rounds):
         pass
 
 

@@ -222,7 +222,7 @@ def test_invalid_engine_config_raises(fields: dict[str, Any], message: str) -> N
 
 
 def test_invalid_engine_arguments_raise() -> None:
-    with pytest.raises(ValueError, match=r"Engine\.config: got dict, expected an EngineConfig"):
+    with pytest.raises(ValueError, match=r"Engine\.config: got {}, expected an EngineConfig"):
         Engine(TARGET, config={})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"Engine.vocabulary: its logits_width is 112, expected the target's vocab_size 132"):
         Engine(TARGET, ToyDraft(TARGET), vocabulary=Vocabulary.printable())

@@ -12,7 +12,7 @@ from stepgraph.graphs.errors import MEMORY_SETTINGS
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.memory import available_bytes, check_memory
 from stepgraph.graphs.model import TargetModel
-from stepgraph.runtime.check_models import AUTO, DRAFTER_NAMES, NONE, Drafter, check_config, checked_drafter, named_proposer, without_drafts
+from stepgraph.runtime.check_models import AUTO, CONFIG, DRAFTER_NAMES, NONE, Drafter, checked_drafter, named_proposer, without_drafts
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.demo.pair import DEMO, DRAFTS, head_path, model_path
 from stepgraph.runtime.models.files.checkpoint import DEQUANTISED, QUANTISED
@@ -55,7 +55,7 @@ def load_models(
     implementation: of the target, as in `open_target`. divide: returns the parts of the opened target and draft to load.
     vocabulary: maps the vocabulary in the files to that of the engine.
     """
-    check_config(config)
+    check_value("Engine.config", config, CONFIG)
     check_value("progress", progress, BOOL)
     check_value("feature_layers", feature_layers, _LAYERS)
     if isinstance(draft, Path) or (isinstance(draft, str) and draft not in (*DRAFTER_NAMES, OWN_MTP)):

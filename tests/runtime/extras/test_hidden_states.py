@@ -169,7 +169,7 @@ def test_unusable_folder_raises_at_construction(tmp_path: Path) -> None:
     (recording := tmp_path / "run.jsonl").write_text("")
     refused: list[tuple[dict[str, Any], str]] = [
         ({"preemption": True}, "preemption: got True with save_hidden_states"),
-        ({"page_allocation": "grow"}, "page_allocation: got 'grow' with save_hidden_states, expected 'reserve'"),
+        ({"page_allocation": "grow"}, "page_allocation: got 'grow' with save_hidden_states=.*, expected 'reserve'"),
         ({"record": recording}, r"record: got '.*run.jsonl' \(File exists\)"),
     ]
     for changes, message in refused:

@@ -71,14 +71,14 @@ class RoundBench:
             num_pages=24,
             vocab_size=VOCABULARY.logits_width,
             num_tokens=num_tokens,
-            feature_size=3,
+            feature_size=target.feature_size,
         )
         self.models = ModelPair(target, draft if k and proposer is None else None, proposer, look_up)
         self.draft = draft
         outputs = (
             BufferSpec("out_logits", (ROWS, k + 1, num_tokens), torch.float32),
-            BufferSpec("out_features", (ROWS, k + 1, 3), torch.float32),
-            BufferSpec("in_features", (ROWS, k + 1, 3), torch.float32),
+            BufferSpec("out_features", (ROWS, k + 1, target.feature_size), target.feature_dtype),
+            BufferSpec("in_features", (ROWS, k + 1, target.feature_size), target.feature_dtype),
             BufferSpec("out_tokens", (ROWS,), torch.int64),
         )
         specs = [*round_specs(self.limits, proposer is None), *target.cache_specs(self.limits), *draft.cache_specs(self.limits)]
