@@ -25,7 +25,9 @@ class StepLock:
     def check_owner(self) -> None:
         """RuntimeError if stepping is reserved for another thread."""
         if self._owner not in (None, threading.get_ident()):
-            raise RuntimeError("Engine.step(): another thread steps this engine; other threads may call submit() and cancel()")
+            raise RuntimeError(
+                "Engine.step(): another thread steps this engine, e.g. that of an AsyncEngine; other threads may call submit() and cancel()"
+            )
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:

@@ -75,6 +75,7 @@ def messages(source: str) -> Iterator[Message]:
             constants |= {ast.unparse(target): value for target, value in pairs}
     raised = {node.exc for node in ast.walk(tree) if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)}
     checks = {node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "check_value"}
+    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
     for call in sorted(raised | checks, key=lambda call: call.lineno):
         name = ast.unparse(call.func)
         if call in checks:
@@ -85,12 +86,22 @@ def messages(source: str) -> Iterator[Message]:
             continue
         rule = name == "fail" or name == "CaptureError"
         text = _text(call.args[1 if rule and len(call.args) > 1 else 0])
+        around = [function for function in functions if function.lineno < call.lineno <= (function.end_lineno or 0)]
+        for variable, value in _texts_before(around[-1], call.lineno).items() if around else ():
+            text = text.replace(f"{{{variable}}}", value)
         if not re.sub(rf"{INSERTED}|{{\w+}}", "", text).strip(" :,"):
             continue  # the text of another error only
         problem, found, expected = text.partition(", expected ")
         if not found:
             problem, _, expected = text.partition("; ")
         yield Message(f"CaptureError `{_text(call.args[0])}`" if rule else f"`{name}`", problem, expected)
+
+
+def _texts_before(function: ast.AST, line: int) -> dict[str, str]:
+    """The local variables of a function that are texts, each as it is last written before a line."""
+    assigned = [node for node in ast.walk(function) if isinstance(node, ast.Assign) and node.lineno < line]
+    values = {ast.unparse(node.targets[0]): node.value for node in sorted(assigned, key=lambda node: node.lineno)}
+    return {name: _text(value) for name, value in values.items() if isinstance(value, (ast.Constant, ast.JoinedStr))}
 
 
 def _accepted(check: ast.expr, constants: Mapping[str, ast.expr]) -> str:
