@@ -37,8 +37,7 @@ class StaticBuffers(BoundToProcess):
         try:
             self._device = torch.empty(0, device=device).device if device is not None else torch.device(device)
         except (TypeError, ValueError, RuntimeError, AssertionError) as error:
-            got = f"got {clip_repr(device)} ({error_summary(error)})"
-            raise ValueError(f"StaticBuffers.device: {got}, expected a device of torch") from None
+            raise ValueError(f"StaticBuffers.device: got {clip_repr(device)} ({error_summary(error)}), expected a torch device") from None
         check_fit("StaticBuffers.specs", self.specs, self._device)
         self._memory = [tensor.detach() for tensor in self._constants.values()]  # recordings read it also if a parameter gets other memory
         self._tensors = NamedTensors((name, spec.allocate(self._device)) for name, spec in self._specs.items())

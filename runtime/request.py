@@ -17,6 +17,7 @@ from stepgraph.runtime.finish_reason import FinishReason
 from stepgraph.runtime.job_text import JobText
 from stepgraph.runtime.page_cache import CachedPage
 from stepgraph.runtime.text import TextStream
+from stepgraph.sampling.fields import shows_fields
 from stepgraph.sampling.grammar.automaton.arena import ArenaBlock
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
 from stepgraph.sampling.grammar.link.protocol import MatcherRow
@@ -34,6 +35,7 @@ class Origin(str, enum.Enum):
     __str__ = str.__str__
 
 
+@shows_fields
 class TokenLogprob(NamedTuple):
     """Natural log-probabilities of an emitted token."""
 
@@ -101,6 +103,7 @@ class Lora(NamedTuple):
     serial: int = 0  # unique: a cached prefix is found only with the serial under which it was computed
 
 
+@shows_fields
 @dataclass(eq=False, repr=False)
 class Job(JobText):
     """A submitted request. Any thread may read it; only the engine writes it."""

@@ -13,6 +13,7 @@ from stepgraph.runtime.finish_reason import FinishReason
 from stepgraph.runtime.histogram import SECONDS_BOUNDS, HistogramBuilder
 from stepgraph.runtime.request import DraftCounts
 from stepgraph.runtime.scheduler import REFUSED_CONSTRAINT, Counters, LossCause
+from stepgraph.sampling.fields import shows_fields
 from stepgraph.sampling.grammar.compile.compiler import CompileStats
 from stepgraph.sampling.grammar.link.protocol import NODE_BOUNDS_NS
 
@@ -84,6 +85,7 @@ class Histogram:
         return self.total / self.count if self.count else 0.0
 
 
+@shows_fields
 @dataclass(frozen=True)
 class EngineStats:
     """Counts since the engine was made, and its present state.

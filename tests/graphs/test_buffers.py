@@ -92,7 +92,7 @@ def test_static_buffer_cannot_be_rebound() -> None:
         (lambda: StaticBuffers([], "gpu"), r"StaticBuffers.device: got 'gpu' \(RuntimeError: Expected one of cpu, .*\), expected"),
         pytest.param(
             lambda: StaticBuffers([], "cuda"),
-            r"StaticBuffers.device: got 'cuda' \(AssertionError: Torch not compiled with CUDA enabled\), expected a device of torch",
+            r"StaticBuffers.device: got 'cuda' \(AssertionError: Torch not compiled with CUDA enabled\), expected a torch device",
             marks=pytest.mark.skipif(torch.backends.cuda.is_built(), reason="torch has CUDA"),
         ),
     ],
