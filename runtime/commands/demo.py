@@ -233,7 +233,7 @@ def _html_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def _timeline_svg(timeline: Timeline) -> Iterator[str]:
     summary, spans = timeline.summary(), timeline.spans
-    yield f"<p>{summary.rounds} rounds of {summary.round_ns / 1e6:.2f} ms. The pointer on a bar shows its name and time.</p>"
+    yield f"<p>{summary.rounds} rounds, median {summary.round_ns / 1e6:.2f} ms. The pointer on a bar shows its name and time.</p>"
     begin, end = min((span.start_ns for span in spans), default=0), max((span.end_ns for span in spans), default=1)
     streams = {stream: number for number, stream in enumerate(timeline.streams)}
     height = ROW * len(streams) * 2
