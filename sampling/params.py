@@ -62,7 +62,7 @@ NAMES_ELSEWHERE = {
 
 
 @checked_fields(NAMES_ELSEWHERE)
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How a request chooses among the tokens that its grammar allows. Names, semantics and defaults are those of vLLM, except that
     the default is greedy unless a field requires sampling.
@@ -71,7 +71,7 @@ class SamplingParams:
     top_k, top_p; in the same way at every position of a round, so that drafts are verified against the same distribution.
     """
 
-    # 0: greedy, the most probable token; by default 1 with min_p, top_k, top_p or seed, otherwise 0. Never None once the object exists.
+    # 0: greedy, the most probable token; by default 1 with min_p, top_k, top_p or seed, otherwise 0. Then dataclasses.replace keeps it.
     temperature: float | None = None
     min_p: float = 0.0  # drop tokens less likely than this fraction of the most probable
     top_k: int = 0  # keep the k most probable; 0: all; -1, vLLM's number for all, is stored as 0
