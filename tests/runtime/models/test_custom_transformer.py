@@ -55,3 +55,14 @@ def test_tokens_equal_those_of_dense_attention(target: Any, drafts: int) -> None
         assert engine.stats().drafts.accepted > 0 or not drafts
     assert [job.tokens for job in jobs] == [plain(target, prompt, 24) for prompt in prompts]
     assert len({*jobs[1].tokens}) > 3
+
+
+def test_new_weights_with_a_new_cache_salt(target: Any) -> None:
+    model, new, prompt = copy.deepcopy(target), copy.deepcopy(target), [*range(10, 50)]
+    with torch.no_grad():
+        new.embedding.weight.copy_(new.embedding.weight.flip(0))
+    with Engine(model, config=EngineConfig(max_rows=1, max_length=128, page_size=8)) as engine:
+        assert engine.generate(prompt, max_new_tokens=9).tokens == plain(target, prompt, 9) != plain(new, prompt, 9)
+        model.load_state_dict(new.state_dict())
+        job = engine.generate(prompt, max_new_tokens=9, cache_salt="2")
+    assert job.tokens == plain(new, prompt, 9) and job.num_cached_tokens == 0
