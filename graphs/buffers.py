@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from stepgraph.graphs.buffer_spec import BufferSpec, NamedTensors, check_fit, checked_specs, named_tensors
-from stepgraph.sampling.fields import clip_repr
+from stepgraph.sampling.fields import clip_repr, error_summary
 from stepgraph.sampling.lifetimes import BoundToProcess
 
 Residence = Literal["device", "pinned", "constant"]
@@ -36,9 +36,10 @@ class StaticBuffers(BoundToProcess):
         self._specs, self._constants = checked_specs(specs, StaticBuffers), dict(named_tensors(constants))
         try:
             self._device = torch.empty(0, device=device).device if device is not None else torch.device(device)
-        except (TypeError, ValueError, RuntimeError, AssertionError):
-            raise ValueError(f"StaticBuffers.device: got {clip_repr(device)}, expected the name of a torch device") from None
+        except (TypeError, ValueError, RuntimeError, AssertionError) as error:
+            raise ValueError(f"StaticBuffers.device: got {clip_repr(device)} ({error_summary(error)}), expected a torch device") from None
         check_fit("StaticBuffers.specs", self.specs, self._device)
+        self._memory = [tensor.detach() for tensor in self._constants.values()]  # recordings read it also if a parameter gets other memory
         self._tensors = NamedTensors((name, spec.allocate(self._device)) for name, spec in self._specs.items())
         self._residence: dict[int, tuple[str, Residence]] = {storage_key(t): (name, "constant") for name, t in self._constants.items()}
         for name, tensor in self._tensors.items():

@@ -17,12 +17,13 @@ from stepgraph.graphs.capture import Backend
 from stepgraph.graphs.errors import step_errors
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.row_layout import Column
-from stepgraph.sampling.fields import FUNCTION, Check, check_fields, whole
+from stepgraph.sampling.fields import FUNCTION, Check, check_fields, shows_fields, whole
 from stepgraph.sampling.sampler import VocabColumns
 
 MAX_ARGUMENTS = 64
 
 
+@shows_fields
 class ProcessorInput(NamedTuple):
     """What a logits processor reads of B rows at Q positions: a position follows the last token of its row, or a draft."""
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
+from stepgraph.sampling.fields import shows_fields
 
 Attend = Callable[..., None]  # (query, keys, values, inputs, window, scale, output), then (softcap, sinks) where a model has either
 
@@ -20,6 +21,7 @@ class Embeddings(NamedTuple):
     given: Tensor  # [B, Q] bool: positions that they replace
 
 
+@shows_fields
 class ModelInput(NamedTuple):
     """Tokens of one call: B rows of Q positions. Prompts have B = 1 and any Q, rounds any B and a fixed Q. Both are recorded.
 
@@ -41,7 +43,10 @@ class ModelInput(NamedTuple):
     lora_slots: Tensor | None = None  # target only, [B] int64, 0 for a row without an adapter; None: the engine has no slots for them
 
 
+@shows_fields
 class ModelOutput(NamedTuple):
+    """What a model returns for B rows of Q positions."""
+
     hidden: Tensor  # [B, Q, H], input of `logits`
     features: Tensor | None = None  # [B, Q, F], input of the draft: the target's at its first step, its own later; None: `hidden`
 

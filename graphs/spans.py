@@ -11,6 +11,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from stepgraph.sampling.fields import shows_fields
+
 DEFAULT_STAGE = "step"  # stage of operations outside every named stage
 NO_ROUND = -1  # round number of work between rounds: prompts, copies of batches and results
 BETWEEN_ROUNDS = "between rounds"
@@ -35,8 +37,11 @@ class GraphNode(NamedTuple):
     launch: tuple[int, ...] = ()  # of a kernel: handle, grid, block, shared memory
 
 
+@shows_fields
 @dataclass(frozen=True)
 class RecordedReport:
+    """What a recording contains, and what it took."""
+
     nodes: Mapping[str, int]  # by kind: kernel, copy, fill, host, ...
     host_nodes: tuple[str, ...]
     nbytes: int  # memory of the intermediates, beyond that of earlier recordings of the backend

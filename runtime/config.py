@@ -91,6 +91,7 @@ NAMES_ELSEWHERE = {
     "max_logprobs": "max_top_logprobs",
     "enforce_eager": "eager",
     "device": "backend",
+    **{name: f"Engine.from_pretrained({here}=)" for name, here in (("dtype", "dtype"), ("quantization", "weights"))},
     "tensor_parallel_size": "Engine.from_pretrained(tensor_parallel=)",
     "seed": "Engine.submit(sampling=SamplingParams(seed=))",
 }  # in vLLM, TensorRT-LLM, llama-cpp-python and transformers

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from stepgraph.runtime.text import TextStream
+from stepgraph.sampling.fields import shows_fields
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
 from stepgraph.sampling.grammar.constraints.python_types import has_no_longer_text
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
@@ -39,6 +40,7 @@ class Origin(str, enum.Enum):
     __str__ = str.__str__
 
 
+@shows_fields
 class TokenLogprob(NamedTuple):
     """Natural log-probabilities of an emitted token."""
 

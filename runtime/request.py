@@ -11,6 +11,7 @@ from typing import NamedTuple, NoReturn
 from stepgraph.runtime.job import FinishReason, JobBase, Origin, TokenLogprob
 from stepgraph.runtime.page_cache import CachedPage
 from stepgraph.runtime.text import TextStream
+from stepgraph.sampling.fields import shows_fields
 from stepgraph.sampling.grammar.automaton.arena import ArenaBlock
 from stepgraph.sampling.grammar.link.protocol import MatcherRow
 
@@ -64,6 +65,7 @@ class StepEvent:
         return self.drafts.accepted
 
 
+@shows_fields
 class Job(JobBase):
     """A submitted request. Any thread may read it; only the engine writes it."""
 

@@ -13,6 +13,7 @@ from stepgraph.runtime.histogram import Histogram
 from stepgraph.runtime.job import FinishReason
 from stepgraph.runtime.request import DraftCounts
 from stepgraph.runtime.scheduler import REFUSED_CONSTRAINT, Counters, LossCause
+from stepgraph.sampling.fields import shows_fields
 from stepgraph.sampling.grammar.compile.compiler import CompileStats
 from stepgraph.sampling.grammar.link.protocol import NODE_BOUNDS_NS
 
@@ -65,6 +66,7 @@ class LaneStats:
     evicted: int
 
 
+@shows_fields
 @dataclass(frozen=True)
 class EngineStats:
     """Counts since the engine was made, and its present state.

@@ -67,7 +67,7 @@ class Summary:
             kind = "" if stage.kind == "stage" else stage.kind
             times = f"{stage.median_ns / 1e6:>11.3f}{stage.total_ns / 1e6:>11.3f}"
             lines.append(f"{stage.stream:<18}{stage.name:<20}{kind:<8}{stage.count:>6}{times}")
-        lines.append(f"{self.rounds} rounds of {self.round_ns / 1e6:.2f} ms; {self.idle_ns / 1e6:.2f} ms idle between them")
+        lines.append(f"{self.rounds} rounds, median {self.round_ns / 1e6:.2f} ms; {self.idle_ns / 1e6:.2f} ms idle between them")
         if self.share_hidden is not None:
             lines.append(
                 f"host nodes {self.host_ns / 1e6:.2f} ms, {self.share_hidden:.1%} of it hidden under the main stream's stages; "

@@ -8,6 +8,7 @@ import inspect
 import json
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
@@ -194,14 +195,36 @@ def checked_keywords(names: Mapping[str, str], accepted: Iterable[str] = ()) -> 
 
 
 def checked_fields(names: Mapping[str, str]) -> Callable[[C], C]:
-    """As checked_keywords, for the constructor of a dataclass."""
+    """As checked_keywords, for the constructor of a dataclass; and shows_fields."""
 
     def decorate(decorated: C) -> C:
         cls: Any = decorated
         cls.__init__ = checked_keywords(names)(cls.__init__)
-        return decorated
+        return shows_fields(decorated)
 
     return decorate
+
+
+class _FieldDoc:
+    """A docstring with the fields of its class, or of the base that has them, as they are written with their comments. Made when it is
+    read."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __get__(self, instance: object, owner: type) -> str:
+        try:
+            body = inspect.getsource(next(base for base in owner.__mro__ if inspect.get_annotations(base))).split('"""', 2)[2]
+        except OSError:  # installed without sources
+            return self._text
+        return f"{inspect.cleandoc(self._text)}\n\n{inspect.cleandoc(re.split(r'^    (?:def |@)', body, maxsplit=1, flags=re.M)[0])}"
+
+
+def shows_fields(decorated: C) -> C:
+    """A decorator for a dataclass or NamedTuple with a docstring: help() shows the comments of the fields, too."""
+    cls: Any = decorated
+    cls.__doc__ = _FieldDoc(cls.__doc__)
+    return decorated
 
 
 def reject_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -62,7 +62,7 @@ NAMES_ELSEWHERE = {
 
 
 @checked_fields(NAMES_ELSEWHERE)
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How a request chooses among the tokens that its grammar allows. Names, semantics and defaults are those of vLLM, except that
     the default is greedy unless a field requires sampling.
@@ -71,21 +71,21 @@ class SamplingParams:
     top_k, top_p; in the same way at every position of a round, so that drafts are verified against the same distribution.
     """
 
-    # 0: greedy, the most probable token; by default 1 with min_p, top_k, top_p or seed, otherwise 0. Never None once the object exists.
-    temperature: float = None  # type: ignore[assignment]
+    # 0: greedy, the most probable token; by default 1 with min_p, top_k, top_p or seed, otherwise 0. Then dataclasses.replace keeps it.
+    temperature: float | None = None
     min_p: float = 0.0  # drop tokens less likely than this fraction of the most probable
     top_k: int = 0  # keep the k most probable; 0: all; -1, vLLM's number for all, is stored as 0
     top_p: float = 1.0  # keep the most probable until their probabilities sum to this
     # The same seed gives the same tokens, with any drafts. None: a new, negative seed per request; -1, the number for that in vLLM and
     # llama.cpp, is stored as None. With a negative seed, more drafts of a draft model are accepted, and the tokens depend on them.
     seed: int | None = None
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: Sequence[int] = ()
     stop: str | Sequence[str] = ()  # one or several texts that end the output and are not part of it
     repetition_penalty: float = 1.0  # for tokens in the prompt or the output: divides positive logits, multiplies others
     presence_penalty: float = 0.0  # subtracted from the logits of tokens in the output
     frequency_penalty: float = 0.0  # subtracted once per occurrence
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)  # added to a token's logit
-    bad_token_ids: tuple[int, ...] = ()  # never chosen
+    bad_token_ids: Sequence[int] = ()  # never chosen
     # Sequences that never occur in the output: token ids, or texts, which are tokenized both alone and after a space. Requires
     # EngineConfig.max_bad_words
     bad_words: Sequence[str | Sequence[int]] = ()

@@ -104,6 +104,7 @@ class CudaLauncher:
             self.resources = resources = DeviceResources(device)
             self.driver, self._main, self._order_event = resources.driver, resources.streams[MAIN], resources.order_event
         self._local = threading.local()  # .bound: this thread uses the context
+        self._launch_lock = threading.RLock()  # for `_order_event`; and a graph may be launched by one thread at a time
         self._finalizer = weakref.finalize(self, self.resources.release)
         call_after_fork(self._detach)
 
@@ -148,16 +149,17 @@ class CudaLauncher:
         self._check_usable(call)
         self.errors.raise_first()
         caller, main = torch.cuda.current_stream(self.device).cuda_stream, self._main.cuda_stream
-        if caller != main and not self.driver.cuStreamQuery(caller):
-            self.driver.cuEventRecord(self._order_event, caller)
-            self.driver.cuStreamWaitEvent(main, self._order_event, 0)
-        try:
-            with torch.cuda.stream(self._main):
-                yield main
-        finally:
-            if self._ordered and caller != main:
-                self.driver.cuEventRecord(self._order_event, main)
-                self.driver.cuStreamWaitEvent(caller, self._order_event, 0)
+        with self._launch_lock:
+            if caller != main and not self.driver.cuStreamQuery(caller):
+                self.driver.cuEventRecord(self._order_event, caller)
+                self.driver.cuStreamWaitEvent(main, self._order_event, 0)
+            try:
+                with torch.cuda.stream(self._main):
+                    yield main
+            finally:
+                if self._ordered and caller != main:
+                    self.driver.cuEventRecord(self._order_event, main)
+                    self.driver.cuStreamWaitEvent(caller, self._order_event, 0)
 
     def refuse_while_capturing(self, call: str) -> None:
         if self._capturing:

@@ -177,6 +177,7 @@ class TapeBackend:
         # The code of steps that ran twice. A later recording of it, such as one for another key, would find a kept tensor to be foreign.
         self._ran_again: set[object] = set()
         self._error: BaseException | None = None  # the first one, until it is raised
+        self._launch_lock = threading.RLock()  # recordings share intermediates, and a replay its locks
         self._workers = {name: Worker(name) for name in (_DEVICE, COPY_STREAM) if asynchronous}  # by stream
         self._device = self._workers.get(_DEVICE)
         self._last_copy: threading.Event | None = None  # at the end of the last copy_aside; refers to no backend, which would then live on
@@ -304,7 +305,7 @@ class TapeBackend:
         self._check_usable(what)
         self.raise_pending()
         if self._device is None:
-            with torch.no_grad():
+            with self._launch_lock, torch.no_grad():
                 job()
         else:
             self._device.submit(functools.partial(self._run_and_keep_error, job))

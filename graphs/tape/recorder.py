@@ -13,8 +13,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch._ops import OpOverload
+from torch import Tensor, nn
+from torch._ops import HigherOrderOperator, OpOverload
 from torch.nn.functional import one_hot
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -34,6 +34,8 @@ from stepgraph.graphs.tape.rules import Memory, Rules, check_plain, generator_ke
 
 class Recorder(TorchDispatchMode):
     """One capture: a dispatch mode that sees operations, and the context for events and host nodes."""
+
+    supports_higher_order_operators = True
 
     def __init__(
         self,
@@ -117,6 +119,10 @@ class Recorder(TorchDispatchMode):
         if self.paused or func is torch.ops.aten.record_stream.default:
             return func(*args, **kwargs)
         with self.unrecorded():
+            if isinstance(func, HigherOrderOperator):
+                raise fail("higher-order", f"{func} calls functions, which are not recorded; keep it inside a torch.library.custom_op")
+            # `module.to()` and `weight.data = ...` give a parameter other memory; a graph keeps the memory that it was captured with.
+            args, kwargs = tree_map_only(nn.Parameter, Tensor.detach, (args, kwargs))
             name, site = signature(func).name, call_site()
             self._join_or_fail(name)
             is_view = signature(func).view and not self.records_leaves and args and self.memory.has(args[0])

@@ -56,7 +56,7 @@ PAGE = """\
 <h2>Variants</h2>{{ table(head, rows) }}
 {% if timeline %}
 <h2>Timeline</h2>
-<p>{{ summary.rounds }} rounds of {{ "%.2f" % (summary.round_ns / 1e6) }} ms. The pointer on a bar shows its name and time.</p>
+<p>{{ summary.rounds }} rounds, median {{ "%.2f" % (summary.round_ns / 1e6) }} ms. The pointer on a bar shows its name and time.</p>
 <div class="scroll">
 <svg width="{{ width }}" height="{{ 2 * row * timeline.streams|length }}" role="img" aria-label="timeline of {{ summary.rounds }} rounds">
 {% for stream in timeline.streams %}

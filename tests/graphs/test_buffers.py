@@ -89,6 +89,12 @@ def test_static_buffer_cannot_be_rebound() -> None:
         (lambda: BufferSpec("x", (4,), "float32"), r"BufferSpec.dtype of 'x': got 'float32', expected a torch.dtype"),  # type: ignore[arg-type]
         (lambda: BufferSpec("x", (4,), torch.int32, "gpu"), r"BufferSpec.memory of 'x': got 'gpu'"),  # type: ignore[arg-type]
         (lambda: StaticBuffers([BufferSpec("x", (1,), torch.int32)] * 2), r"StaticBuffers.specs: 'x' is declared twice"),
+        (lambda: StaticBuffers([], "gpu"), r"StaticBuffers.device: got 'gpu' \(RuntimeError: Expected one of cpu, .*\), expected"),
+        pytest.param(
+            lambda: StaticBuffers([], "cuda"),
+            r"StaticBuffers.device: got 'cuda' \(AssertionError: Torch not compiled with CUDA enabled\), expected a torch device",
+            marks=pytest.mark.skipif(torch.backends.cuda.is_built(), reason="torch has CUDA"),
+        ),
     ],
 )
 def test_invalid_specs_raise_value_error(make: Any, message: str) -> None:

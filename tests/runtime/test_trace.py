@@ -134,7 +134,7 @@ def test_summary_times_add_up(traced: Traced) -> None:
     assert 0 <= summary.exposed_wait_ns == sum(stage.total_ns for stage in summary.stages if (stage.stream, stage.kind) == (MAIN, "wait"))
     assert summary.share_hidden == summary.hidden_ns / summary.host_ns
     assert json.loads(json.dumps(summary.as_dict()))["share_hidden"] == summary.share_hidden
-    assert f"{ROUNDS} rounds of" in str(summary) and "hidden under" in str(summary)
+    assert f"{ROUNDS} rounds, median " in str(summary) and "hidden under" in str(summary)
 
 
 def test_only_traced_replays_are_split_into_stages(traced: Traced) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+import pydoc
 from dataclasses import dataclass
 
 import pytest
 
+import stepgraph
 from stepgraph.sampling import fields
 from stepgraph.sampling.fields import Check, check_fields, clip_error, clip_name, clip_repr
 
@@ -40,14 +43,41 @@ def test_checks_accept_the_documented_values(check: Check, accepted: list[object
     assert all(check.accepts(value) for value in accepted) and not any(check.accepts(value) for value in refused)
 
 
+@fields.shows_fields
 @dataclass(frozen=True)
 class Sizes:
+    """Sizes of something."""
+
+    # Never 0, as the
+    # error says
     rows: object = 1
-    name: object = "auto"
+    name: object = "auto"  # of a choice
     loud: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self, {"rows": fields.whole(1), "name": fields.one_of(("auto",))})
+
+
+def test_help_has_the_comments_of_the_fields() -> None:
+    shown = '# Never 0, as the\n# error says\nrows: object = 1\nname: object = "auto"  # of a choice\nloud: bool = False'
+    assert inspect.getdoc(Sizes) == f"Sizes of something.\n\n{shown}"
+
+
+@pytest.mark.parametrize(
+    ("public", "comment"),
+    [
+        (stepgraph.EngineConfig, "max_rows: int = 8  # requests decoded at once"),
+        (stepgraph.SamplingParams, "top_p: float = 1.0  # keep the most probable"),
+        (stepgraph.Job, "queue_seconds: float | None = None  # from submit until it had a row"),
+        (stepgraph.TokenLogprob, "raw: float  # under the target's unprocessed logits"),
+        (stepgraph.EngineStats, "eager_rounds: int  # rounds that replayed no graph"),
+        (stepgraph.ModelInput, "slots: Tensor  # [B, Q] int64, cache slot of each token"),
+        (stepgraph.ModelOutput, "hidden: Tensor  # [B, Q, H], input of `logits`"),
+        (stepgraph.ProcessorInput, "tokens: Tensor  # [B, Q] int64, the token before each position"),
+    ],
+)
+def test_help_of_public_classes_has_their_fields(public: type, comment: str) -> None:
+    assert comment in pydoc.render_doc(public, renderer=pydoc.plaintext)
 
 
 def test_error_names_class_field_value_and_accepted_values() -> None:

@@ -49,6 +49,9 @@ CALLS: list[tuple[Callable[..., Any], str, str]] = [
     (SamplingParams, "beam_width", "nothing: there is no beam search"),
     (SamplingParams, "allowed_token_ids", "Engine.submit(constraint=)"),
     (EngineConfig, "max_num_tokens", "prefill_chunk"),
+    (EngineConfig, "dtype", "Engine.from_pretrained(dtype=)"),
+    (EngineConfig, "quantization", "Engine.from_pretrained(weights=)"),
+    (Engine.from_pretrained, "quantization", "weights"),
 ]
 
 
@@ -103,3 +106,8 @@ def test_known_keywords_pass() -> None:
     assert replace(SamplingParams(stop="a"), temperature=0.5).stop == ("a",)
     assert ENGINE.generate([1], max_new_tokens=2, sampling=SamplingParams()).finish_reason is not None
     assert str(inspect.signature(EngineConfig)).startswith("(max_rows: 'int' = 8")
+
+
+def test_sampling_parameters_have_names() -> None:
+    with pytest.raises(TypeError, match=r"^SamplingParams\(\): got 0.7 as argument 1, expected a keyword: one of temperature, min_p"):
+        SamplingParams(0.7, 0.9)  # type: ignore[misc]

@@ -102,7 +102,7 @@ def _figure() -> Any:
 
 def _title(timeline: Timeline) -> str:
     summary = timeline.summary()
-    title = f"{summary.rounds} rounds of {summary.round_ns / 1e6:.2f} ms on {timeline.backend}"
+    title = f"{summary.rounds} rounds, median {summary.round_ns / 1e6:.2f} ms, on {timeline.backend}"
     if summary.share_hidden is None:
         return title
     per_round = max(summary.rounds, 1) * 1e6

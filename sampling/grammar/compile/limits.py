@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-from stepgraph.sampling.fields import Check, check_fields, is_number, number, whole
+from stepgraph.sampling.fields import Check, check_fields, is_number, number, shows_fields, whole
 from stepgraph.sampling.grammar.constraints.constraint import MAX_PAYLOAD_CHARS
 
 MIB = 1 << 20
@@ -41,6 +41,7 @@ class CompileAbortedError(ValueError):
     """
 
 
+@shows_fields
 @dataclass(frozen=True)
 class GrammarLimits:
     """`max_*` are checked by `submit`. `compile_seconds`, `compile_bytes` and `result_bytes` bound calls to the compile worker.

@@ -272,6 +272,22 @@ def test_weights_made_in_inference_mode() -> None:
     assert torch.equal(b.x, (torch.full((4, 3), 2.0).bfloat16() @ model.weight.bfloat16().T).float())
 
 
+def test_replays_read_the_memory_of_the_capture_after_a_parameter_got_other_memory() -> None:
+    model = torch.nn.Linear(8, 8)
+    b = StaticBuffers([BufferSpec("x", (4, 8), torch.float32, fill=1), BufferSpec("y", (4, 8), torch.float32)], constants={"model": model})
+
+    def step(b: StaticBuffers) -> None:
+        b.y.copy_(model(b.x))
+
+    recorded = capture(step, b, backend="tape")
+    recorded.replay()
+    before, addresses = b.y.clone(), {parameter.data_ptr() for parameter in model.parameters()}
+    model.to(torch.float64)
+    assert addresses.isdisjoint(torch.empty(n).data_ptr() for n in (64, 8) for _ in range(100))  # the memory is not given to others
+    recorded.replay()
+    assert torch.equal(b.y, before)
+
+
 # replay
 
 
@@ -666,6 +682,19 @@ def test_threads_are_reused_and_end(buffers: StaticBuffers) -> None:
     assert len({*threading.enumerate()} - before) == 3
     backend.close()
     assert {*threading.enumerate()} <= before
+
+
+def test_replays_of_several_threads_run_one_after_the_other(buffers: StaticBuffers) -> None:
+    backend = TapeBackend()
+    recordings = [backend.capture(through_host(doubling(buffers)), buffers), backend.capture(add_one, buffers)]
+    threads = [threading.Thread(target=lambda: [each.replay() for each in recordings * 50], daemon=True) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert bool((buffers.x == 401).all()) and backend.stats.host_nodes == 200
+    backend.close()
 
 
 def test_a_stream_may_have_the_name_of_the_device_thread(buffers: StaticBuffers) -> None:

@@ -389,6 +389,11 @@ def rebind_data(b: StaticBuffers) -> None:
     b.x.data = b.y  # illegal
 
 
+@illegal("higher-order")
+def branch_on_the_device(b: StaticBuffers) -> None:
+    b.x.copy_(torch.cond(b.x.sum() > 0, torch.sin, torch.cos, (b.x,)))  # illegal
+
+
 # memory that the capture does not know, or must not use in this way
 
 

@@ -43,7 +43,7 @@ def test_demo_prints_answers_table_and_timeline(
         assert terminal.ORIGIN_COLOURS[colour] in out.split(SCENARIOS[0].user)[1], f"{colour}: of a token, not of the legend"
     table = out[out.index("tokens per second") :].splitlines()
     assert [line[:22].strip() for line in table[1:5]] == ["plain", "plain + grammar", "speculative", "speculative + grammar"]
-    assert re.search(r"6 rounds of .* ms", out) and not errors, "no bars in a pipe"
+    assert re.search(r"6 rounds, median .* ms", out) and not errors, "no bars in a pipe"
     assert json.loads((tmp_path / "shown" / TRACE_FILE).read_text())["traceEvents"]
 
 
