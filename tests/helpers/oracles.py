@@ -103,13 +103,13 @@ def processed(
     return result
 
 
-def filtered(logits: Sequence[float], temperature: float, top_k: float, top_p: float, min_p: float) -> list[float]:
+def filtered(logits: Sequence[float], temperature: float | None, top_k: float, top_p: float, min_p: float) -> list[float]:
     """The distribution after temperature, min-p, top-k and top-p, in float64; equal weights are kept or removed together."""
     order = sorted((token for token in range(len(logits)) if logits[token] > -math.inf), key=lambda token: (-logits[token], token))
     result = [0.0] * len(logits)
     if not order:
         return result
-    if temperature == 0:
+    if not temperature:
         result[order[0]] = 1.0
         return result
     weight = {token: math.exp((logits[token] - logits[order[0]]) / temperature) for token in order}

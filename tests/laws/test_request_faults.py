@@ -17,6 +17,7 @@ from stepgraph.graphs.model_call import ModelInput, ModelOutput
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.runtime.request import ActiveRequest
 from stepgraph.sampling.grammar.link.native import NativeRow
+from stepgraph.sampling.grammar.status import MaskStatus
 from tests.helpers.oracles import greedy
 from tests.helpers.planted import USUAL_MATCHER, break_fill, exhaust_fuel, plant
 from tests.helpers.toy_engines import CONSTRAINTS, VOCABULARY, Setup, finish, make_engine, needs_native, plain
@@ -170,7 +171,7 @@ def test_planted_bugs_are_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> No
             if bug == "native: rollback one short":
                 plant(row, "rollback", lambda real, library, matcher, count, why: real(library, matcher, count - 1, why))
             else:
-                plant(row, "fill", lambda *_: 0)
+                plant(row, "fill", lambda *_: int(MaskStatus.OK))
 
         monkeypatch.setattr(NativeRow, "__init__", planted_init)
     elif bug == "rollback one short":

@@ -179,7 +179,7 @@ def test_invalid_sampling_params_raise(fields: dict[str, Any], message: str) -> 
 def test_sampling_params_compare_by_value() -> None:
     assert SamplingParams(top_k=-1) == SamplingParams(seed=-1) == SamplingParams() and SamplingParams(top_k=-1, seed=-1).plain
     bias = {1: 2.0}
-    one, same = SamplingParams(logit_bias=bias, bad_token_ids=[1, 3]), SamplingParams(logit_bias={1: 2}, bad_token_ids=(1, 3))  # type: ignore[arg-type]
+    one, same = SamplingParams(logit_bias=bias, bad_token_ids=[1, 3]), SamplingParams(logit_bias={1: 2}, bad_token_ids=(1, 3))
     bias[1] = 5.0
     assert one == same and hash(one) == hash(same) and one.logit_bias == {1: 2.0}
     assert one.biases == {1: -float("inf"), 3: -float("inf")}, "bad_token_ids override logit_bias"

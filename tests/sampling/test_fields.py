@@ -77,7 +77,7 @@ def test_help_has_the_comments_of_the_fields() -> None:
     ],
 )
 def test_help_of_public_classes_has_their_fields(public: type, comment: str) -> None:
-    assert comment in pydoc.render_doc(public, renderer=pydoc.plaintext)
+    assert comment in pydoc.plain(pydoc.render_doc(public))
 
 
 def test_error_names_class_field_value_and_accepted_values() -> None:

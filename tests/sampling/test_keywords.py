@@ -110,4 +110,4 @@ def test_known_keywords_pass() -> None:
 
 def test_sampling_parameters_have_names() -> None:
     with pytest.raises(TypeError, match=r"^SamplingParams\(\): got 0.7 as argument 1, expected a keyword: one of temperature, min_p"):
-        SamplingParams(0.7, 0.9)  # type: ignore[misc]
+        SamplingParams(0.7, 0.9)  # type: ignore[call-arg]

@@ -687,7 +687,12 @@ def test_threads_are_reused_and_end(buffers: StaticBuffers) -> None:
 def test_replays_of_several_threads_run_one_after_the_other(buffers: StaticBuffers) -> None:
     backend = TapeBackend()
     recordings = [backend.capture(through_host(doubling(buffers)), buffers), backend.capture(add_one, buffers)]
-    threads = [threading.Thread(target=lambda: [each.replay() for each in recordings * 50], daemon=True) for _ in range(4)]
+
+    def replay_all() -> None:
+        for each in recordings * 50:
+            each.replay()
+
+    threads = [threading.Thread(target=replay_all, daemon=True) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
