@@ -33,6 +33,7 @@ _SKIPPED_FOLDERS = (
     *(os.path.join(_GRAPHS, name) + os.sep for name in ("tape", "cuda")),
     *(os.path.join(os.path.dirname(os.path.abspath(threading.__file__)), name) + os.sep for name in ("concurrent", "multiprocessing")),
     os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
+    "<eval_with_key>",  # code that torch.fx generates
     "<frozen",
 )
 

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 from stepgraph.graphs.buffers import StaticBuffers, storage_key
 from stepgraph.graphs.capture import Step, check_pinned, native_entry, refusing_threads, run_step
 from stepgraph.graphs.context import MAIN, NULL_CONTEXT, StreamEvent, temporarily_set, use_context
-from stepgraph.graphs.errors import CaptureError, Site, call_site, fail
+from stepgraph.graphs.errors import CaptureError, Site, call_site, fail, site_of_error
 from stepgraph.graphs.memory import Backup
 from stepgraph.graphs.spans import DEFAULT_STAGE
 from stepgraph.graphs.tape.arena import Arena
@@ -79,6 +79,12 @@ class Recorder(TorchDispatchMode):
             unjoined = self.races.unjoined()
             if unjoined is not None:
                 raise fail("unjoined-fork", f"the main stream does not wait for {unjoined}", unjoined.site)
+        except Exception as error:
+            if type(error).__module__ != "torch._dynamo.exc":
+                raise
+            # The step imported dynamo, by torch.cond or another function that takes functions, so `stance` was not set.
+            what = "torch compiles functions here, which is not recorded; keep the call inside a torch.library.custom_op"
+            raise fail("higher-order", what, site_of_error(error)) from error
         finally:
             self.draws = not all(map(torch.equal, self._states, states))
             torch.clear_autocast_cache()
