@@ -209,8 +209,8 @@ class _FieldDoc:
     """A docstring with the fields of its class, or of the base that has them, as they are written with their comments. Made when it is
     read."""
 
-    def __init__(self, text: str) -> None:
-        self._text = text
+    def __init__(self, text: str | None) -> None:
+        self._text = text or ""  # None with python -OO
 
     def __get__(self, instance: object, owner: type) -> str:
         try:

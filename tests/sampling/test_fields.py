@@ -80,6 +80,16 @@ def test_help_of_public_classes_has_their_fields(public: type, comment: str) -> 
     assert comment in pydoc.plain(pydoc.render_doc(public))
 
 
+def test_fields_are_shown_without_docstrings() -> None:
+    class Bare:
+        """Removed by python -OO."""
+
+        size: int  # in bytes
+
+    Bare.__doc__ = None
+    assert "size: int  # in bytes" in (inspect.getdoc(fields.shows_fields(Bare)) or "")
+
+
 def test_error_names_class_field_value_and_accepted_values() -> None:
     Sizes()
     with pytest.raises(ValueError, match=r"^Sizes\.rows: got 0, expected a whole number >= 1$"):
