@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import Backend, Between, CaptureCheck, Generators, Recorded, Step, host_call
+from stepgraph.graphs.capture import Backend, BackendName, Between, CaptureCheck, Generators, Recorded, Step, host_call
 from stepgraph.graphs.context import NULL_CONTEXT, StreamEvent, use_context
 from stepgraph.graphs.errors import CaptureError, HostNodeError
 from stepgraph.graphs.spans import RangeFactory, RecordedReport, nvtx_range
@@ -23,7 +23,7 @@ _GENERATORS = fields.Check(
 )
 
 
-def make_backend(name: str = "auto", *, asynchronous: bool = False, nvtx: bool = False) -> Backend:
+def make_backend(name: BackendName = "auto", *, asynchronous: bool = False, nvtx: bool = False) -> Backend:
     """`name`: "tape" records on the CPU, "cuda" into a CUDA graph, "auto" chooses "cuda" if there is a device.
 
     asynchronous: the tape replays on a thread of its own, like a GPU. CUDA always replays asynchronously; there it means that the
@@ -47,7 +47,7 @@ def make_backend(name: str = "auto", *, asynchronous: bool = False, nvtx: bool =
 def capture(
     step: Step,
     buffers: StaticBuffers,
-    backend: str | Backend = "auto",
+    backend: BackendName | Backend = "auto",
     *,
     check: CaptureCheck = "once",
     between: Between = None,

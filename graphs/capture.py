@@ -26,6 +26,7 @@ from stepgraph.graphs.spans import RangeFactory, RecordedReport, Span
 from stepgraph.sampling.fields import FUNCTION, check_value, instance_of, whole
 
 Step = Callable[[StaticBuffers], None]
+BackendName = Literal["auto", "tape", "cuda"]
 CaptureCheck = Literal["once", "twice"]
 Between = Callable[[], None] | None
 Generators = Sequence[torch.Generator]

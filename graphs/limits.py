@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Literal, get_args
 
-from stepgraph.graphs.attention.float8 import FLOAT8
 from stepgraph.sampling.fields import Check, check_fields, is_int, one_of, whole
 from stepgraph.sampling.params import MAX_TOP_LOGPROBS
 
-KV_CACHE_DTYPES = ("auto", FLOAT8)
-RESERVE, GROW = PAGE_ALLOCATIONS = ("reserve", "grow")
-UNTIL_EVENT = "until_event"
+KvCacheDtype = Literal["auto", "fp8_e4m3"]
+PageAllocation = Literal["reserve", "grow"]
+RoundsPerLaunch = Literal[1, "until_event"]
 MAX_DRAFTS = 8  # per round
 MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 1024, 32
-ROUNDS_PER_LAUNCH = Check(lambda value: value == UNTIL_EVENT or (is_int(value) and value == 1), f"1 or {UNTIL_EVENT!r}")
+ROUNDS_PER_LAUNCH = Check(lambda value: value == "until_event" or (is_int(value) and value == 1), "1 or 'until_event'")
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,15 @@ class Limits:
     max_bad_word_tokens: int = 8  # per bad word
     max_top_logprobs: int = 0  # most probable tokens reported per position
     prefill_chunk: int = 128
-    rounds_per_launch: int | str = 1  # or UNTIL_EVENT: graphs/publishing.py
-    kv_cache_dtype: str = "auto"  # or fp8_e4m3: attention/float8.py
-    page_allocation: str = RESERVE  # or GROW: a request has pages for the rounds in flight, not for its maximum length
+    rounds_per_launch: RoundsPerLaunch = 1  # until_event: graphs/publishing.py
+    kv_cache_dtype: KvCacheDtype = "auto"  # fp8_e4m3: attention/float8.py
+    page_allocation: PageAllocation = "reserve"  # grow: a request has pages for the rounds in flight, not for its maximum length
     max_loras: int = 0
     max_lora_rank: int = 16
 
     def __post_init__(self) -> None:
         special = {"num_speculative_tokens": whole(0, MAX_DRAFTS), "feature_size": whole(0), "rounds_per_launch": ROUNDS_PER_LAUNCH}
-        special |= {"kv_cache_dtype": one_of(KV_CACHE_DTYPES), "page_allocation": one_of(PAGE_ALLOCATIONS)}
+        special |= {"kv_cache_dtype": one_of(get_args(KvCacheDtype)), "page_allocation": one_of(get_args(PageAllocation))}
         special |= {"max_top_logprobs": whole(0, MAX_TOP_LOGPROBS), "max_loras": whole(0)}
         special |= {"max_bad_words": whole(0, MAX_BAD_WORDS), "max_bad_word_tokens": whole(2, MAX_BAD_WORD_TOKENS)}
         check_fields(self, {field.name: special.get(field.name, whole(1)) for field in fields(self)})
@@ -94,12 +94,12 @@ class Limits:
     @property
     def loops(self) -> bool:
         """Whether a launch may run many rounds."""
-        return self.rounds_per_launch == UNTIL_EVENT
+        return self.rounds_per_launch == "until_event"
 
     @property
     def grows(self) -> bool:
         """Whether requests get pages while they decode."""
-        return self.page_allocation == GROW
+        return self.page_allocation == "grow"
 
     @property
     def result_slots(self) -> int:

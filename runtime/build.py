@@ -20,13 +20,13 @@ from stepgraph.graphs.attention.paged import AttentionChoice
 from stepgraph.graphs.backends import make_backend
 from stepgraph.graphs.buffer_spec import check_fit
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import Backend
+from stepgraph.graphs.capture import Backend, BackendName
 from stepgraph.graphs.errors import MEMORY_SETTINGS
 from stepgraph.graphs.graph_key import FULL
 from stepgraph.graphs.graph_set import GraphSet, draft_choices
 from stepgraph.graphs.layers.lora import lora_specs
 from stepgraph.graphs.layers.product_choice import choose_products
-from stepgraph.graphs.limits import GROW, UNTIL_EVENT, Limits
+from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.logits_processors import check_processors
 from stepgraph.graphs.memory import available_bytes
 from stepgraph.graphs.model import ModelPair, TargetModel
@@ -173,9 +173,9 @@ def accept_options(config: EngineConfig, models: ModelPair, limits: Limits, back
 def queue_types(config: EngineConfig, ranks: Ranks | None) -> tuple[Callable[..., RequestQueue], Callable[..., Scheduler]]:
     if ranks is not None:
         return functools.partial(LockstepQueue, ranks), functools.partial(LockstepScheduler, ranks)
-    if not (config.preemption or config.page_allocation == GROW):
+    if not (config.preemption or config.page_allocation == "grow"):
         return RequestQueue, Scheduler
-    return RequestQueue, functools.partial(PreemptingScheduler, config.preemption, config.rounds_per_launch == UNTIL_EVENT)
+    return RequestQueue, functools.partial(PreemptingScheduler, config.preemption, config.rounds_per_launch == "until_event")
 
 
 def catch_up_for(models: ModelPair, limits: Limits, buffers: StaticBuffers) -> Callable[[int], None] | None:
@@ -199,7 +199,7 @@ def loop_in_flight_type(
     }
     for reason, holds in reasons.items():
         if holds:
-            raise ValueError(f"EngineConfig.rounds_per_launch: got {UNTIL_EVENT!r}, expected 1: {reason}")
+            raise ValueError(f"EngineConfig.rounds_per_launch: got 'until_event', expected 1: {reason}")
     return functools.partial(LoopInFlight, queue, watchdog.poll, limits.max_length)
 
 
@@ -215,7 +215,7 @@ def make_chooser(
     return chooser
 
 
-def backend_for(name: str, models: ModelPair, nvtx: bool) -> Backend:
+def backend_for(name: BackendName, models: ModelPair, nvtx: bool) -> Backend:
     """`auto`: by the target's device; for a target without tensors, a GPU if there is one. STEPGRAPH_NVTX=1 is nvtx=True."""
     devices = devices_of(models.target)
     if name == "auto" and devices:

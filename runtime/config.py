@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import get_args
+from typing import Any, Literal, get_args
 
-from stepgraph.graphs.attention.choose import ATTENTION_CHOICES
+from stepgraph.graphs.attention.choose import AttentionName
+from stepgraph.graphs.capture import BackendName
 from stepgraph.graphs.graph_set import OnFailure, bucket_sizes, checked_buckets
-from stepgraph.graphs.limits import GROW, KV_CACHE_DTYPES, PAGE_ALLOCATIONS, RESERVE, UNTIL_EVENT, Limits
+from stepgraph.graphs.limits import KvCacheDtype, Limits, PageAllocation, RoundsPerLaunch
 from stepgraph.graphs.logits_processors import LogitsProcessor
 from stepgraph.graphs.proposing import ANCHOR_TOKENS
 from stepgraph.sampling.fields import BOOL, Check, check_fields, checked_fields, clip_repr, is_int, number, one_of, optional, whole
 from stepgraph.sampling.grammar.compile.compiler import CACHE_BYTES, MAX_COMPILES, GrammarCompiler, Isolation
 from stepgraph.sampling.grammar.compile.limits import DEFAULTS, MIB, GrammarLimits
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
-from stepgraph.sampling.grammar.link.native import HOST_LINKS
+from stepgraph.sampling.grammar.link.native import HostLinkName
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
-from stepgraph.sampling.kernels.filters import FILTER_CHOICES
+from stepgraph.sampling.kernels.filters import FilterName
 
 MAX_SECONDS = 86_400
-GRAMMAR_LANES = ("auto", "device", "host")
+LaneName = Literal["auto", "device", "host"]
 PROCESSORS = Check(
     lambda value: (
         isinstance(value, tuple)
@@ -29,26 +30,22 @@ PROCESSORS = Check(
     ),
     "a tuple of LogitsProcessors with different names",
 )
+_WORDS: dict[str, Any] = {
+    **{"backend": BackendName, "attention": AttentionName, "filters": FilterName, "host_link": HostLinkName, "grammar_lane": LaneName},
+    **{"grammar_backend": BackendChoice, "compile_isolation": Isolation, "on_capture_failure": OnFailure},
+    **{"page_allocation": PageAllocation, "kv_cache_dtype": KvCacheDtype},
+}
 # Not listed: flags, and sizes that Limits checks.
 CHECKS = {
+    **{name: one_of(get_args(words)) for name, words in _WORDS.items()},
     **dict.fromkeys(("max_rows", "max_length", "page_size", "max_queued", "max_lora_rank"), whole(1)),
     **dict.fromkeys(("states_shard_bytes", "grammar_cache_bytes"), whole(1)),
     **dict.fromkeys(("forced_drafts", "prompt_graphs"), optional(BOOL)),
-    "backend": one_of(("auto", "tape", "cuda")),
-    "host_link": one_of(HOST_LINKS),
-    "grammar_lane": one_of(GRAMMAR_LANES),
     "grammar_arena_bytes": whole(1 << 10),
-    "filters": one_of(FILTER_CHOICES),
-    "attention": one_of(ATTENTION_CHOICES),
     "num_pages": Check(
         lambda value: value is None or (is_int(value) and value >= 1) or (isinstance(value, float) and 0 < value < 1),
         "a whole number >= 1, a share of the free memory between 0 and 1, or None",
     ),
-    "page_allocation": one_of(PAGE_ALLOCATIONS),
-    "kv_cache_dtype": one_of(KV_CACHE_DTYPES),
-    "grammar_backend": one_of(get_args(BackendChoice)),
-    "compile_isolation": one_of(get_args(Isolation)),
-    "on_capture_failure": one_of(get_args(OnFailure)),
     "grammar_limits": Check(lambda value: isinstance(value, GrammarLimits), "GrammarLimits"),
     "save_hidden_states": optional(Check(lambda value: isinstance(value, (str, Path)) and value != "", "the path of a folder")),
     "logits_processors": PROCESSORS,
@@ -67,15 +64,15 @@ _CHANGED = object()  # every value but the default
 # A setting and a value, another setting and the value with which the first one is refused, and what is expected instead.
 CONFLICTS = (
     ("draft_length", "auto", "forced_acceptance", _CHANGED, "an integer: 'auto' needs measured acceptance"),
-    ("rounds_per_launch", UNTIL_EVENT, "eager", True, "1: eager needs the host between two rounds"),
-    ("rounds_per_launch", UNTIL_EVENT, "save_hidden_states", _CHANGED, "1: save_hidden_states needs the host between two rounds"),
-    ("rounds_per_launch", UNTIL_EVENT, "draft_length", "auto", "1, or an integer: draft_length needs the host between two rounds"),
+    ("rounds_per_launch", "until_event", "eager", True, "1: eager needs the host between two rounds"),
+    ("rounds_per_launch", "until_event", "save_hidden_states", _CHANGED, "1: save_hidden_states needs the host between two rounds"),
+    ("rounds_per_launch", "until_event", "draft_length", "auto", "1, or an integer: draft_length needs the host between two rounds"),
     *((name, _CHANGED, "greedy_only", True, "its default") for name in ("max_bad_words", "logits_processors", "relaxed_acceptance")),
     *(("look_up", _CHANGED, name, 0, "0: nothing is drafted") for name in ("num_speculative_tokens", "draft_length")),
     ("forced_drafts", True, "draft_masks", False, "draft_masks=True: masks show which drafts are forced"),
     ("host_link", "native", "check_masks", True, "'auto' or 'python': masks are compared in Python"),
     ("preemption", True, "save_hidden_states", _CHANGED, "False"),
-    ("page_allocation", GROW, "save_hidden_states", _CHANGED, repr(RESERVE)),
+    ("page_allocation", "grow", "save_hidden_states", _CHANGED, "'reserve'"),
 )
 NAMES_ELSEWHERE = {
     **dict.fromkeys(("max_num_seqs", "max_batch", "max_batch_size", "batch_size", "n_parallel"), "max_rows"),
@@ -104,7 +101,7 @@ class EngineConfig:
 
     max_rows: int = 8  # requests decoded at once
     num_speculative_tokens: int = 4  # most drafts per round, 0 to 8; a request may use fewer; 0 without a drafter
-    draft_length: str | int = "auto"  # "auto": each round has the number of drafts that is fastest; an integer: the number in every round
+    draft_length: int | Literal["auto"] = "auto"  # drafts of every round; "auto": each round has the number that is fastest
     max_length: int = 1024  # tokens of one request, prompt included
     page_size: int = 16  # tokens per cache page
     # None: enough for max_rows requests of max_length. A float: on a GPU, as many as this share of the memory holds that is free once the
@@ -113,15 +110,15 @@ class EngineConfig:
     # "reserve": a request has pages for its prompt and max_new_tokens from its first step on. "grow": it gets pages while it decodes; if
     # none is free, the request that is last in order loses its row and continues later, with the same tokens. Sampled requests without a
     # seed that have drafts reserve pages in any case: their draws depend on the drafts
-    page_allocation: str = RESERVE
+    page_allocation: PageAllocation = "reserve"
     # Type of cached keys and values. auto: the model's type; fp8_e4m3: eight bits without a scale, in any model, with less precision
-    kv_cache_dtype: str = "auto"
+    kv_cache_dtype: KvCacheDtype = "auto"
     prefix_reuse: bool = True  # reuse cached full pages of equal prefixes; outputs are the same
     prefix_cache_pages: int | None = None  # cached pages kept that no request holds; None: all that are free
     rounds_in_flight: int = 2  # rounds launched before the results of the first are read
     # 1, or "until_event": a launch runs rounds until a row has finished and a request waits, or until the host or a full ring of results
     # ends it. Batches with grammars on the host have one round per launch
-    rounds_per_launch: int | str = 1
+    rounds_per_launch: RoundsPerLaunch = 1
     prefill_chunk: int = 128  # prompt tokens between two rounds
     # Whether a chunk of a prompt is one replay of a graph, padded to a few lengths; None: on a GPU, where issuing its kernels one by one
     # takes longer than running them
@@ -146,10 +143,12 @@ class EngineConfig:
     draft_masks: bool = True  # False: drafts are unmasked and one host node checks them; same tokens
     greedy_only: bool = False  # True: half the graphs; requests that need more than a masked argmax are refused
     forced_acceptance: tuple[float, ...] | None = None  # for benchmarks: acceptance rate of draft 1, 2, ...; outputs are meaningless
-    attention: str = "auto"  # on a GPU: flashinfer, triton, reference, or auto: triton, and flashinfer for prompts if its self-test passes
-    filters: str = "auto"  # top-k, top-p etc. on a GPU: triton, flashinfer, torch, or auto: the first that can run and passes its test
+    attention: AttentionName = (
+        "auto"  # on a GPU: flashinfer, triton, reference; auto: triton, and flashinfer for prompts if it passes a test
+    )
+    filters: FilterName = "auto"  # top-k, top-p etc. on a GPU: triton, flashinfer, torch; auto: the first that can run and passes its test
     buckets: tuple[int, ...] | None = None  # batch sizes with a graph; None: powers of two and max_rows
-    backend: str = "auto"  # tape, cuda, or auto: by the device of the target model
+    backend: BackendName = "auto"  # tape, cuda, or auto: by the device of the target model
     grammar_backend: BackendChoice = "auto"  # for constraints that name none: automaton, xgrammar, llguidance, or auto
     save_hidden_states: str | Path | None = None  # save target hidden states to this folder, to train a draft model
     states_shard_bytes: int = 1 << 28  # size of one such file; up to twice as much is buffered in memory
@@ -167,9 +166,9 @@ class EngineConfig:
     nvtx: bool = False  # True: stages and rounds are NVTX ranges
     # Where grammars are followed. "host": by host nodes. "device": by kernels, from tables in device memory; a grammar without tables, or
     # without room for them, is followed on the host. "auto": "device" where its kernel is fast and no other setting needs the host
-    grammar_lane: str = "auto"
+    grammar_lane: LaneName = "auto"
     grammar_arena_bytes: int = 16 * MIB  # device memory for these tables; those of ended requests are kept while there is room
-    host_link: str = "auto"  # what drives the matchers on the host: native (C, without the GIL), python, or auto: native if it was built
+    host_link: HostLinkName = "auto"  # what drives matchers on the host: native (C, without the GIL), python; auto: native if it was built
 
     def __post_init__(self) -> None:
         check_fields(self, CHECKS)

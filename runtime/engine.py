@@ -21,6 +21,8 @@ from stepgraph.runtime.engine_core import EngineCore
 from stepgraph.runtime.extras.record import Recording
 from stepgraph.runtime.job import FinishReason
 from stepgraph.runtime.loras import LoraTable
+from stepgraph.runtime.models.files.checkpoint import WeightsMode
+from stepgraph.runtime.models.files.transformers_folder import Implementation
 from stepgraph.runtime.parallel.loading import load_part
 from stepgraph.runtime.parallel.ranks import ranks_of
 from stepgraph.runtime.request import EngineClosedError, Job, StepEvent
@@ -84,8 +86,8 @@ class Engine(EngineCore, BoundToProcess):
         *,
         config: EngineConfig | None = None,
         dtype: torch.dtype | None = None,
-        weights: str = "dequantised",
-        implementation: str = "auto",
+        weights: WeightsMode = "dequantised",
+        implementation: Implementation = "auto",
         feature_layers: Sequence[int] = (),
         progress: bool = False,
         record: Recording | str | Path | None = None,

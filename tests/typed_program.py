@@ -85,6 +85,10 @@ config = EngineConfig(max_rows=2, num_speculative_tokens=4, rounds_in_flight=1)
 engine = Engine.from_pretrained("demo", draft, config=config)
 other = Engine.from_pretrained(Path("model"), Repeat(), config=config, weights="quantised", dtype=torch.bfloat16)
 own = Engine(Bigram(), None, vocabulary=Vocabulary.printable())
+EngineConfig(attention="fast")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+EngineConfig(page_allocation="lazy")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+EngineConfig(draft_length="fast")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+Engine.from_pretrained("model", weights="int4")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 job = engine.generate("Ada", constraint=Person, max_new_tokens=5, sampling=SamplingParams(temperature=0.5, stop=["x"], stop_token_ids=[3]))
 assert_type(job, Job)
 assert_type(job.text, str)

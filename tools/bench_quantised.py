@@ -28,7 +28,7 @@ from torch import nn
 from stepgraph import Constraint
 from stepgraph.runtime.demo.pair import DRAFTS, target_path
 from stepgraph.runtime.demo.variants import Case, open_pair, tokens_per_second, variants
-from stepgraph.runtime.models.files.checkpoint import DEQUANTISED, QUANTISED
+from stepgraph.runtime.models.files.checkpoint import DEQUANTISED, QUANTISED, WeightsMode
 from tools.bench_demo import FIRST_SEED, NEW_TOKENS
 from tools.origin import origin
 from tools.train.demo.collect import LONGEST_PROMPT, encode_prompts
@@ -54,7 +54,7 @@ class Timed(NamedTuple):
 Run = Callable[[Sequence[int], str], Timed]  # arguments: prompt ids, name of the schema
 
 
-def stepgraph_runs(weights: str, drafts: int, draft_length: int | str) -> tuple[dict[str, Run], int]:
+def stepgraph_runs(weights: WeightsMode, drafts: int, draft_length: int | str) -> tuple[dict[str, Run], int]:
     """The variants with grammars, by name, and the bytes of the target's weights."""
     pair = open_pair(drafts, sys.stderr.isatty(), weights)
     found: dict[str, Run] = {}

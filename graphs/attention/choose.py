@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import logging
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -20,12 +20,13 @@ from stepgraph.graphs.attention.reference import by_reference
 from stepgraph.graphs.model import AttentionShape
 from stepgraph.graphs.model_call import Attend, ModelInput
 from stepgraph.sampling.cuda_graphs import capture_replay
-from stepgraph.sampling.fields import error_summary
+from stepgraph.sampling.fields import check_value, error_summary, one_of
 from stepgraph.sampling.kernels import triton as programs
 from stepgraph.sampling.kernels.c_kernel import why_no_c
 
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3}  # relative and absolute, in the probe
-ATTENTION_CHOICES = ("auto", "flashinfer", "triton", "reference")
+AttentionName = Literal["auto", "flashinfer", "triton", "reference"]
+ATTENTION_CHOICES = get_args(AttentionName)
 MIN_CAPABILITY = (8, 0)
 MAX_HEAD_SIZE = 256
 FLASHINFER_HEAD_SIZES = (64, 128, 256)  # sizes that its kernels are built and tested for
@@ -50,8 +51,7 @@ def choose_attention(device: torch.device, requested: str, shapes: tuple[Attenti
     reference; on the CPU the kernel in C; torch where none of these can run. ValueError if another implementation is requested and
     cannot run.
     """
-    if requested not in ATTENTION_CHOICES:
-        raise ValueError(f"attention: got {requested!r}, expected one of {', '.join(map(repr, ATTENTION_CHOICES))}")
+    check_value("attention", requested, one_of(ATTENTION_CHOICES))
     if requested == "auto" and not shapes:
         return DEFAULT_ATTENTION
     if requested == "auto" and device.type != "cuda":

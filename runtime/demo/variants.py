@@ -15,7 +15,7 @@ from stepgraph.runtime.check_models import Drafter
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.demo.pair import head_path, target_path
 from stepgraph.runtime.engine import Engine
-from stepgraph.runtime.models.files.checkpoint import DEQUANTISED
+from stepgraph.runtime.models.files.checkpoint import DEQUANTISED, WeightsMode
 from stepgraph.runtime.models.files.loading import load_models
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.runtime.request import Job, StepEvent
@@ -36,7 +36,7 @@ class Pair(NamedTuple):
         return self.codec.vocabulary
 
 
-def open_pair(drafts: int, progress: bool = False, weights: str = DEQUANTISED) -> Pair:
+def open_pair(drafts: int, progress: bool = False, weights: WeightsMode = DEQUANTISED) -> Pair:
     """The demonstration's models in bfloat16, or with the target's weights kept quantised."""
     path = target_path()
     config = EngineConfig(max_rows=1, num_speculative_tokens=drafts)

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from stepgraph.graphs.limits import RESERVE
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.models.files.draft import StoredDraft
 from stepgraph.runtime.models.files.loading import Loaded, load_models, uses_cuda
@@ -25,7 +24,7 @@ from stepgraph.sampling.fields import clip_repr
 _ACCEPTED = {
     **{"save_hidden_states": (None,), "max_loras": (0,), "rounds_per_launch": (1,), "grammar_lane": ("auto", "host")},
     "preemption": (False,),
-    "page_allocation": (RESERVE,),
+    "page_allocation": ("reserve",),
 }
 
 

@@ -8,19 +8,20 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from stepgraph.sampling import rng, sampler
 from stepgraph.sampling.cuda_graphs import capture_replay
-from stepgraph.sampling.fields import error_summary
+from stepgraph.sampling.fields import check_value, error_summary, one_of
 from stepgraph.sampling.kernels import triton as programs
 from stepgraph.sampling.kernels.operation import Dense, DenseFloats, Longs, operation
 from stepgraph.sampling.sampler import VocabColumns
 
-FILTER_CHOICES = ("auto", "triton", "flashinfer", "torch")
+FilterName = Literal["auto", "triton", "flashinfer", "torch"]
+FILTER_CHOICES = get_args(FilterName)
 FILTER_MODULES = {
     "flashinfer": "stepgraph.sampling.kernels.flashinfer",
     "triton": "stepgraph.sampling.kernels.triton.filters",
@@ -47,8 +48,7 @@ def choose_filters(device: torch.device | str, requested: str = "auto") -> Filte
     auto: triton, else flashinfer where a probe on the device finds it equal to the reference, else torch; on the CPU torch.
     ValueError if another implementation is requested and cannot run.
     """
-    if requested not in FILTER_CHOICES:
-        raise ValueError(f"filters: got {requested!r}, expected one of {', '.join(map(repr, FILTER_CHOICES))}")
+    check_value("filters", requested, one_of(FILTER_CHOICES))
     device_with_index = _with_index(torch.device(device))
     unavailable: list[str] = []
     for name in FILTER_CHOICES[1:] if requested == "auto" else (requested,):

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from stepgraph import Constraint, EngineConfig
 from stepgraph.graphs import Limits, StaticBuffers
+from stepgraph.graphs.limits import KvCacheDtype
 from stepgraph.graphs.model_call import ModelInput
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.llama import Llama
@@ -190,7 +191,7 @@ def count_refused_damaged(file: Path, whole: bytes, head: int, opened: Path, cas
 class CachedModel:
     """A model with a cache for two rows, whose pages are in random order."""
 
-    def __init__(self, model: Llama | TransformersModel, length: int = LENGTH, kv_cache_dtype: str = "auto") -> None:
+    def __init__(self, model: Llama | TransformersModel, length: int = LENGTH, kv_cache_dtype: KvCacheDtype = "auto") -> None:
         self.model = model
         pages = length // PAGE
         sizes = 2, 4, length, PAGE, 2 * pages, model.vocab_size, model.vocab_size, model.feature_size

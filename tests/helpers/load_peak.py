@@ -11,6 +11,7 @@ import re
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -43,7 +44,7 @@ class Peak:
             self.peak_bytes = max(self.peak_bytes, anonymous_bytes())
 
 
-def load(path: Path, weights: str, implementation: str) -> torch.nn.Module:
+def load(path: Path, weights: Any, implementation: Any) -> torch.nn.Module:
     return open_target(path, torch.bfloat16, weights, implementation).load("cpu")
 
 

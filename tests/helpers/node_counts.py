@@ -22,7 +22,7 @@ from stepgraph.graphs.context import use_context
 from stepgraph.graphs.graph_key import GraphKey
 from stepgraph.graphs.layers.lora import lora_specs
 from stepgraph.graphs.layers.quantised import QuantKind, empty_packed
-from stepgraph.graphs.limits import Limits
+from stepgraph.graphs.limits import KvCacheDtype, Limits
 from stepgraph.graphs.model import ModelPair
 from stepgraph.graphs.round import Round
 from stepgraph.graphs.round_specs import forced_specs, grammar_specs, ring_specs, round_specs, skipped_specs
@@ -97,7 +97,13 @@ class NoLink:
 
 
 def make_round(
-    shape: Shape, key: GraphKey, device: torch.device, drafts: int = 3, loras: int = 0, packed: QuantKind | None = None, cache: str = "auto"
+    shape: Shape,
+    key: GraphKey,
+    device: torch.device,
+    drafts: int = 3,
+    loras: int = 0,
+    packed: QuantKind | None = None,
+    cache: KvCacheDtype = "auto",
 ) -> tuple[Step, StaticBuffers]:
     """One round of a Llama target with an EAGLE-3 head, and its buffers. The weights are uninitialised, the vocabulary's tables empty.
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from stepgraph import AsyncEngine, Constraint, Engine, EngineConfig, LogitsProcessor, ProcessorInput, SamplingParams, Vocabulary
+from stepgraph.runtime.models.files.checkpoint import WeightsMode
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.request_queue import QueuedRequest, RequestQueue
 from stepgraph.sampling.grammar.compile.compiler import Claim
@@ -117,7 +118,7 @@ def refused_calls(engine: Engine) -> list[tuple[Callable[[], object], str]]:
     ]
 
 
-def open_engine(path: Path, draft: str | Path, size: int, weights: str = "dequantised", **changes: Any) -> Engine:
+def open_engine(path: Path, draft: str | Path, size: int, weights: WeightsMode = "dequantised", **changes: Any) -> Engine:
     config = EngineConfig(max_rows=4, max_length=64, num_speculative_tokens=3, draft_length=3, compile_isolation="none", **changes)
     return Engine.from_pretrained(path, draft, config=config, tensor_parallel=size, weights=weights)
 

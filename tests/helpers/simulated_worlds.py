@@ -24,6 +24,7 @@ from stepgraph.graphs.model_call import ModelInput, ModelOutput
 from stepgraph.runtime.check_models import Drafter
 from stepgraph.runtime.job import TokenLogprob
 from stepgraph.runtime.models.toy import ToyTarget
+from stepgraph.sampling.grammar.link.native import HostLinkName
 from stepgraph.sampling.native import why_not
 from stepgraph.sampling.params import GREEDY
 from tests.helpers.adapters import ALL, save_adapter
@@ -132,7 +133,7 @@ def draw_world(number: int) -> World:
     auto, max_rows, page_size = bool(k) and chance(0.35), rng.choice((1, 1, 2, 2, 3, 4)), rng.choice((1, 2, 3, 4, 4, 8, 13, 16))
     loops = not (auto or function or saves or records or why_not()) and chance(0.2)
     eager, least_pages = not loops and chance(0.3), -(-MAX_LENGTH // page_size)
-    link = rng.choice(("auto", "auto", "python"))
+    link: HostLinkName = rng.choice(("auto", "auto", "python"))
     options = {} if plain else OPTIONS | {"logits_processors": () if records else PROCESSORS[: 3 if toy else 2]}
     config = EngineConfig(
         max_rows=max_rows,

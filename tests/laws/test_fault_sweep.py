@@ -17,6 +17,7 @@ import pytest
 from stepgraph import Constraint, Engine, EngineConfig, FinishReason, Job, SamplingParams
 from stepgraph.graphs import TapeBackend
 from stepgraph.runtime.request import EngineClosedError
+from stepgraph.sampling.grammar.link.native import HostLinkName
 from tests.helpers.fault_points import (
     CALLS,
     CAUSE,
@@ -73,7 +74,7 @@ ENGINES: list[Engine] = []  # shared by the test cases, closed by `closed`
 SAMPLE = {"xgrammar accept": 2, "xgrammar fill": 8, "llguidance accept": 5, "llguidance fill": 3, "target": 9}
 
 
-def make(host_link: str = "python", draft: Any = None, **overrides: Any) -> Engine:
+def make(host_link: HostLinkName = "python", draft: Any = None, **overrides: Any) -> Engine:
     target = FaultyTarget(VOCABULARY.logits_width, seed=3, biases={STOP: 2.0})
     sizes = {"max_rows": 3, "buckets": (3,), "num_speculative_tokens": 2, "draft_length": 2}
     options: dict[str, Any] = {**sizes, "compile_isolation": "none", **overrides}
@@ -121,7 +122,7 @@ def ending(job: Job) -> Ending:
 
 
 @functools.cache
-def shared(host_link: str) -> tuple[Engine, list[Ending]]:
+def shared(host_link: HostLinkName) -> tuple[Engine, list[Ending]]:
     """A shared engine, and the result of each request without a fault."""
     engine = make(host_link)
     ENGINES.append(engine)
@@ -137,7 +138,7 @@ def closed() -> Iterator[None]:
         engine.close()
 
 
-def run_with_fault(host_link: str, point: Point, number: int, affected: int) -> Fault:
+def run_with_fault(host_link: HostLinkName, point: Point, number: int, affected: int) -> Fault:
     """Run once with one fault: at most `affected` requests end with its cause, the others as usual; nothing leaks."""
     engine, expected = shared(host_link)
     rows, fault = list[weakref.ref[Any]](), Fault(number)
@@ -192,7 +193,7 @@ def sweep(strike_at: Callable[[int], Fault]) -> int:
 
 
 @pytest.mark.parametrize("host_link", LINKS)
-def test_a_sample_of_single_faults(host_link: str) -> None:
+def test_a_sample_of_single_faults(host_link: HostLinkName) -> None:
     struck = 0
     for name, point in AFFECTS_ONE.items():
         struck += run_with_fault(host_link, point, SAMPLE.get(name, 1), 1).struck
@@ -204,7 +205,7 @@ def test_a_sample_of_single_faults(host_link: str) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("host_link", LINKS)
 @pytest.mark.parametrize("name", [*AFFECTS_ONE, *AFFECTS_NONE])
-def test_every_single_fault(name: str, host_link: str) -> None:
+def test_every_single_fault(name: str, host_link: HostLinkName) -> None:
     point = (AFFECTS_ONE | AFFECTS_NONE)[name]
     assert sweep(lambda number: run_with_fault(host_link, point, number, int(name in AFFECTS_ONE))) > 0
 
@@ -213,7 +214,7 @@ def threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith("stepgraph")}
 
 
-def close_by(host_link: str, point: Point, number: int, **overrides: Any) -> Fault:
+def close_by(host_link: HostLinkName, point: Point, number: int, **overrides: Any) -> Fault:
     """Run until an engine-wide fault: it closes the engine and ends every active job with its cause; finished jobs keep their result."""
     expected, before, fault = shared(host_link)[1], threads(), Fault(number)
     engine = make(host_link, greedy_only=True, **overrides)
@@ -251,7 +252,7 @@ def test_engine_fault_closes_the_engine_and_is_raised() -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("host_link", LINKS)
 @pytest.mark.parametrize("name", CLOSES)
-def test_every_engine_fault(name: str, host_link: str) -> None:
+def test_every_engine_fault(name: str, host_link: HostLinkName) -> None:
     allocation = "grow" if name == "between rounds" else "reserve"
     assert sweep(lambda number: close_by(host_link, CLOSES[name], number, page_allocation=allocation)) > 0
 

@@ -225,6 +225,6 @@ def test_a_loop_ends_when_its_rows_need_pages_and_few_are_launched() -> None:
 
 def test_the_policy_is_checked_and_noted() -> None:
     with pytest.raises(ValueError, match=r"^EngineConfig.page_allocation: got 'lazy', expected one of 'reserve', 'grow'"):
-        EngineConfig(page_allocation="lazy")
+        EngineConfig(page_allocation="lazy")  # type: ignore[arg-type]
     with growing(PLAIN) as engine, make_engine(PLAIN) as other:
         assert [("pages: added while requests decode" in each.notes) for each in (engine, other)] == [True, False]

@@ -66,7 +66,7 @@ def with_tokenizer(make: Any) -> object:
 
 
 REFUSED: list[tuple[Callable[[], object], str]] = [
-    (lambda: make_backend("gpu"), r"backend: got 'gpu', expected 'auto', 'tape' or 'cuda'"),
+    (lambda: make_backend("gpu"), r"backend: got 'gpu', expected 'auto', 'tape' or 'cuda'"),  # type: ignore[arg-type]
     (lambda: choose_filters("cpu", "fast"), r"filters: got 'fast', expected one of 'auto', 'triton', 'flashinfer', 'torch'"),
     (
         lambda: choose_attention(CPU, "fast", (AttentionShape(torch.float32, 2, 1, 8),), 16),

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from stepgraph import Constraint, Engine, EngineConfig
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.files.lora import read_lora
+from stepgraph.runtime.models.files.transformers_folder import Implementation
 from tests.helpers.adapters import ALPHA, save_adapter
 from tests.helpers.c_library import needs_c
 from tests.helpers.families import BASE, folder_of, hf_model, random_model, save
@@ -82,7 +83,7 @@ def engine(adapters: Path) -> Iterator[Engine]:
 
 @pytest.mark.parametrize("implementation", ["native", "transformers"])
 @pytest.mark.parametrize("drafter", ["none", "ngram", "model"])
-def test_mixed_batches_equal_merged_weights(implementation: str, drafter: str, adapters: Path, merged: Texts) -> None:
+def test_mixed_batches_equal_merged_weights(implementation: Implementation, drafter: str, adapters: Path, merged: Texts) -> None:
     """Prompts in chunks, with and without drafts; the draft model has no adapter."""
     path = folder_of(FAMILY)
     with Engine.from_pretrained(path, path if drafter == "model" else drafter, config=CONFIG, implementation=implementation) as engine:

@@ -9,6 +9,7 @@ import torch
 
 from stepgraph.graphs.graph_key import GraphKey
 from stepgraph.graphs.layers.quantised import KINDS
+from stepgraph.graphs.limits import KvCacheDtype
 from tests.helpers.node_counts import count_round, make_round
 from tests.stub_cuda.subject import make_backend
 from tools.gpu.checks.shapes import SHAPES
@@ -31,7 +32,9 @@ from tools.gpu.checks.shapes import SHAPES
     ],
     ids=str,
 )
-def test_captured_nodes_equal_the_counted_ones(size: str, key: GraphKey, most: int, loras: int, kind: str | None, cache: str) -> None:
+def test_captured_nodes_equal_the_counted_ones(
+    size: str, key: GraphKey, most: int, loras: int, kind: str | None, cache: KvCacheDtype
+) -> None:
     packed = None if kind is None else KINDS[kind]
     step, buffers = make_round(SHAPES[size], key, torch.device("cuda", 0), loras=loras, packed=packed, cache=cache)
     backend = make_backend("cuda")

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from stepgraph import Constraint, Engine, EngineConfig, Job
+from stepgraph.runtime.config import LaneName
 from stepgraph.runtime.demo.pair import target_path
 from stepgraph.runtime.demo.variants import LOOK_UP, Pair
 from tools.train.demo.collect import LONGEST_PROMPT, encode_prompts
@@ -15,7 +16,7 @@ from tools.train.demo.schemas import MEASURED, SCHEMAS
 
 GOAL = 0.95
 FIRST_SEED, NEW_TOKENS = 1000, 160
-LANES = "device", "host"
+LANES: tuple[LaneName, ...] = "device", "host"
 
 
 def report(pair: Pair, drafts: int, rounds: int) -> dict[str, Any]:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import get_args
 
 import torch
 from tqdm import tqdm
 
 from stepgraph import Constraint, Engine, EngineConfig, Vocabulary
-from stepgraph.runtime.config import GRAMMAR_LANES
+from stepgraph.runtime.config import LaneName
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 
 MAX_NEW_TOKENS = 200
@@ -36,7 +37,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=4, help="concurrent requests (default: %(default)s)")
     parser.add_argument("-k", "--drafts", type=int, default=4, help="drafts per round (default: %(default)s)")
     parser.add_argument(
-        "--grammar-lane", choices=GRAMMAR_LANES, default="auto", help="where the grammar is followed (default: %(default)s)"
+        "--grammar-lane", choices=get_args(LaneName), default="auto", help="where the grammar is followed (default: %(default)s)"
     )
     parser.add_argument("--model", type=Path, help="a model folder or .gguf file (default: the toy pair)")
     parser.add_argument("--draft", default="ngram", help="draft of the model (default: %(default)s)")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import nn
@@ -26,7 +26,8 @@ from stepgraph.sampling.grammar.tokenizers.readers import read_folder
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.kernels.c_kernel import why_no_c
 
-QUANTISED, DEQUANTISED = "quantised", "dequantised"
+WeightsMode = Literal["quantised", "dequantised"]
+QUANTISED, DEQUANTISED = get_args(WeightsMode)
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def memory_need(name: str, outline: Any, limits: Limits, shared: nn.Module | Non
     return MemoryNeed(weights, cache, f"{name}: {parameters}; cache for {limits.cache_slots} tokens, {cache / unit:.2f} GiB")
 
 
-def open_checkpoint(path: str | Path, dtype: torch.dtype | None = None, weights: str = DEQUANTISED) -> Checkpoint:
+def open_checkpoint(path: str | Path, dtype: torch.dtype | None = None, weights: WeightsMode = DEQUANTISED) -> Checkpoint:
     """Read and check everything except the weights. Raises ValueError that names the file, and the field or tensor.
 
     path: a Hugging Face folder (config.json, tokenizer.json, safetensors) or a .gguf file. dtype: of the loaded weights and

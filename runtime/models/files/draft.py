@@ -14,7 +14,7 @@ from stepgraph.graphs.limits import Limits
 from stepgraph.runtime.models.draft_llama import DraftLlama, TokenMap, map_tokens
 from stepgraph.runtime.models.eagle3 import Eagle3
 from stepgraph.runtime.models.files import draft_layouts as layouts
-from stepgraph.runtime.models.files.checkpoint import DEQUANTISED, Checkpoint, MemoryNeed, memory_need
+from stepgraph.runtime.models.files.checkpoint import DEQUANTISED, Checkpoint, MemoryNeed, WeightsMode, memory_need
 from stepgraph.runtime.models.files.config_fields import MTP_COUNT, UnsupportedConfigError
 from stepgraph.runtime.models.files.quantised_folder import quantised_source
 from stepgraph.runtime.models.files.transformers_folder import (
@@ -112,7 +112,7 @@ class TransformersDraft:
 StoredDraft = DraftCheckpoint | TransformersDraft | MtpCheckpoint
 
 
-def open_draft(draft: str | Path, target: Target, dtype: torch.dtype | None = None, weights: str = DEQUANTISED) -> StoredDraft:
+def open_draft(draft: str | Path, target: Target, dtype: torch.dtype | None = None, weights: WeightsMode = DEQUANTISED) -> StoredDraft:
     """Open a draft folder or .gguf file; "mtp" opens the MTP modules in the target's own folder.
     The config and the tensor names decide which kind of draft it is."""
     if draft == OWN_MTP:
@@ -201,7 +201,7 @@ def _open_mtp(path: Path, source: Source, fields: Mapping[str, object] | None, t
     ).check_shapes(other_tensors)
 
 
-def _open_model(path: Path, target: Target, dtype: torch.dtype | None, weights: str) -> StoredDraft:
+def _open_model(path: Path, target: Target, dtype: torch.dtype | None, weights: WeightsMode) -> StoredDraft:
     stored = open_target(path, dtype, weights)
     token_map = map_tokens(stored.vocabulary, target.vocabulary)
     if isinstance(stored, TransformersCheckpoint):

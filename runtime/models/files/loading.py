@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import torch
 
@@ -15,10 +15,10 @@ from stepgraph.graphs.model import TargetModel
 from stepgraph.runtime.check_models import AUTO, CONFIG, DRAFTER_NAMES, NONE, Drafter, checked_drafter, named_proposer, without_drafts
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.demo.pair import DEMO, DRAFTS, head_path, model_path
-from stepgraph.runtime.models.files.checkpoint import DEQUANTISED, QUANTISED
+from stepgraph.runtime.models.files.checkpoint import DEQUANTISED, QUANTISED, WeightsMode
 from stepgraph.runtime.models.files.draft import OWN_MTP, StoredDraft, open_draft
 from stepgraph.runtime.models.files.transformers_folder import AUTO as AUTO_CLASS
-from stepgraph.runtime.models.files.transformers_folder import Target, open_target
+from stepgraph.runtime.models.files.transformers_folder import Implementation, Target, open_target
 from stepgraph.runtime.printing import print_error
 from stepgraph.sampling.fields import BOOL, Check, check_value, checked_path, is_int, one_of
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
@@ -43,8 +43,8 @@ def load_models(
     dtype: torch.dtype | None = None,
     feature_layers: Sequence[int] = (),
     progress: bool = False,
-    weights: str = DEQUANTISED,
-    implementation: str = AUTO_CLASS,
+    weights: WeightsMode = DEQUANTISED,
+    implementation: Implementation = AUTO_CLASS,
     divide: Divide = lambda target, draft: (target, draft),
     vocabulary: Callable[[Vocabulary], Vocabulary] = lambda found: found,
 ) -> Loaded:
@@ -114,14 +114,14 @@ def uses_cuda(backend: str) -> bool:
     return backend == "cuda" or (backend == "auto" and torch.cuda.is_available())
 
 
-def _check_weights(weights: str, on_cuda: bool) -> None:
-    check_value("weights", weights, one_of((QUANTISED, DEQUANTISED)))
+def _check_weights(weights: WeightsMode, on_cuda: bool) -> None:
+    check_value("weights", weights, one_of(get_args(WeightsMode)))
     if weights == QUANTISED and on_cuda and (why_not := why_no_triton(torch.device("cuda"))):
         raise ValueError(f"weights: got {weights!r}, expected {DEQUANTISED!r}: the product on a GPU is a Triton program: {why_not}")
 
 
 def _open_drafter(
-    draft: Drafter | str | Path | None, checkpoint: Target, dtype: torch.dtype | None, weights: str
+    draft: Drafter | str | Path | None, checkpoint: Target, dtype: torch.dtype | None, weights: WeightsMode
 ) -> tuple[Drafter | None, StoredDraft | None]:
     """A drafter that needs no files, or the opened and checked files of a draft."""
     if draft == AUTO and checkpoint.mtp_modules:

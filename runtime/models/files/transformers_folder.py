@@ -12,12 +12,12 @@ import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
 from stepgraph.graphs.limits import Limits
-from stepgraph.runtime.models.files.checkpoint import DEQUANTISED, Checkpoint, MemoryNeed, memory_need, open_checkpoint
+from stepgraph.runtime.models.files.checkpoint import DEQUANTISED, Checkpoint, MemoryNeed, WeightsMode, memory_need, open_checkpoint
 from stepgraph.runtime.models.files.config_fields import DTYPES, LAYER_TYPES, UnsupportedConfigError
 from stepgraph.runtime.models.files.draft_layouts import MAX_DRAFTS, count_mtp_modules, mtp_layers
 from stepgraph.runtime.models.files.weights import SafetensorsSource, check_stored, read_finite, read_json, require_finite
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from stepgraph.runtime.models.llama import Llama
     from stepgraph.runtime.models.transformers_model import ModelSizes, TransformersModel
 
-AUTO, NATIVE, TRANSFORMERS = "auto", "native", "transformers"
+Implementation = Literal["auto", "native", "transformers"]
+AUTO, NATIVE, TRANSFORMERS = get_args(Implementation)
 _EXPERTS_IMPLEMENTATION = "batched_mm"  # the implementation of experts that reads nothing on the host
 _VARYING_ROPE = ("dynamic", "longrope")
 _JOIN = {"enorm.weight": "token_norm", "hnorm.weight": "state_norm", "eh_proj.weight": "join"}
@@ -289,7 +290,9 @@ def _prefix(layer: int) -> str:
 Target = Checkpoint | TransformersCheckpoint
 
 
-def open_target(path: str | Path, dtype: torch.dtype | None = None, weights: str = DEQUANTISED, implementation: str = AUTO) -> Target:
+def open_target(
+    path: str | Path, dtype: torch.dtype | None = None, weights: WeightsMode = DEQUANTISED, implementation: Implementation = AUTO
+) -> Target:
     """Read and check everything except the weights. ValueError names the file and the field, tensor or layer.
 
     implementation: AUTO is NATIVE if the native class implements the config, else TRANSFORMERS.

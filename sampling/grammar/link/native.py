@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Sequence
 from ctypes import addressof, byref, c_int64, c_void_p
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -39,7 +39,7 @@ from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammarMatcher
 from stepgraph.sampling.lifetimes import call_after_fork
 from stepgraph.sampling.native import Unavailable, find_library, open_library
 
-HOST_LINKS = ("auto", "native", "python")
+HostLinkName = Literal["auto", "native", "python"]
 NO_LIMIT = (1 << 63) - 1
 
 
@@ -283,7 +283,7 @@ def open_host_link(
     searched. `contents_host`: as for NativeLink. `check_masks`: masks are compared in Python, so the link is the Python one.
     RuntimeError if `native` is not available.
     """
-    assert choice in HOST_LINKS
+    assert choice in get_args(HostLinkName)
     reason = "check_masks compares masks in Python" if check_masks else ""
     if choice != "python" and not check_masks:
         try:

@@ -194,7 +194,7 @@ def test_engine_refuses_an_unavailable_implementation() -> None:
     with pytest.raises(
         ValueError, match=r"EngineConfig\.attention: got 'fast', expected one of 'auto', 'flashinfer', 'triton', 'reference'"
     ):
-        EngineConfig(attention="fast")
+        EngineConfig(attention="fast")  # type: ignore[arg-type]
     target = randomised(Llama(LlamaConfig(50, 32, 48, 4, 2, 8, (None, 6))))
     for expected in ("triton", "flashinfer"):
         config = EngineConfig(attention=expected, num_speculative_tokens=0, max_length=32)

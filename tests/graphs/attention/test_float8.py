@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -15,16 +15,17 @@ from stepgraph import Engine, EngineConfig
 from stepgraph.graphs.attention.float8 import ENTRIES, from_entries, to_entries
 from stepgraph.graphs.attention.reference import by_reference
 from stepgraph.graphs.layers.slot_mapping import rope_and_write_kv
-from stepgraph.graphs.limits import Limits
+from stepgraph.graphs.limits import KvCacheDtype, Limits
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
-from stepgraph.runtime.models.files.transformers_folder import open_target
+from stepgraph.runtime.models.files.transformers_folder import Implementation, open_target
 from stepgraph.runtime.models.toy import ToyTarget
 from tests.graphs.attention.test_paged import make_case
 from tests.helpers.families import BASE, CONFIG, GRAMMAR, PROMPTS, VOCABULARY, CachedModel, random_model, save
 from tests.helpers.torch_threads import without_subnormals
 
 CACHE = torch.empty(0, dtype=ENTRIES)
-FLOAT8 = "fp8_e4m3"
+DTYPES: tuple[KvCacheDtype, ...] = get_args(KvCacheDtype)
+FLOAT8: KvCacheDtype = "fp8_e4m3"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -71,7 +72,7 @@ class RoundedCache(DynamicCache):
 
 
 @pytest.mark.parametrize("implementation", ["native", "transformers"])
-def test_logits_are_those_of_transformers_with_rounded_keys_and_values(implementation: str, tmp_path: Path) -> None:
+def test_logits_are_those_of_transformers_with_rounded_keys_and_values(implementation: Implementation, tmp_path: Path) -> None:
     """In one piece and in chunks; the logits differ from those without rounding."""
     model, tokens = random_model("Llama", BASE, seed=3), torch.arange(40)[None]
     save(model, tmp_path)
@@ -85,7 +86,7 @@ def test_logits_are_those_of_transformers_with_rounded_keys_and_values(implement
 
 
 @pytest.mark.parametrize("implementation", ["native", "transformers"])
-def test_drafts_do_not_change_the_texts(implementation: str, tmp_path: Path) -> None:
+def test_drafts_do_not_change_the_texts(implementation: Implementation, tmp_path: Path) -> None:
     """Look-up and a draft model, whose cache is float8 too; with and without a grammar, in a batch."""
     save(random_model("Llama", BASE, seed=3), tmp_path)
     config, found = replace(CONFIG, kv_cache_dtype=FLOAT8), []
@@ -100,22 +101,22 @@ def test_drafts_do_not_change_the_texts(implementation: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("implementation", ["native", "transformers"])
-def test_caches_take_a_byte_for_each_number(implementation: str, tmp_path: Path) -> None:
+def test_caches_take_a_byte_for_each_number(implementation: Implementation, tmp_path: Path) -> None:
     """Half the bytes of bfloat16, a quarter of float32."""
     save(random_model("Llama", BASE, seed=3), tmp_path)
     for dtype, times in ((torch.bfloat16, 2), (torch.float32, 4)):
         target = open_target(tmp_path, dtype, implementation=implementation).load("cpu")
         sizes = 2, 4, 64, 8, 16, VOCABULARY, VOCABULARY, target.feature_size
-        plain, small = (sum(spec.nbytes for spec in target.cache_specs(Limits(*sizes, kv_cache_dtype=each))) for each in ("auto", FLOAT8))
+        plain, small = (sum(spec.nbytes for spec in target.cache_specs(Limits(*sizes, kv_cache_dtype=each))) for each in DTYPES)
         assert plain == times * small > 0
     checkpoint = open_checkpoint(tmp_path, torch.bfloat16)
-    plain, small = (checkpoint.memory(Limits(*sizes, kv_cache_dtype=each)).cache for each in ("auto", FLOAT8))
+    plain, small = (checkpoint.memory(Limits(*sizes, kv_cache_dtype=each)).cache for each in DTYPES)
     assert plain - small == sum(spec.nbytes for spec in checkpoint.outline().cache_specs(Limits(*sizes))) // 2
 
 
 def test_other_types_and_models_with_caches_of_their_own_are_refused() -> None:
     with pytest.raises(ValueError, match=r"EngineConfig\.kv_cache_dtype: got 'int8', expected one of 'auto', 'fp8_e4m3'"):
-        EngineConfig(kv_cache_dtype="int8")
+        EngineConfig(kv_cache_dtype="int8")  # type: ignore[arg-type]
     with pytest.raises(
         ValueError, match=r"EngineConfig.kv_cache_dtype: got 'fp8_e4m3', expected 'auto': the target does not declare its cache"
     ):

@@ -11,6 +11,7 @@ import torch
 
 from stepgraph import Constraint, Engine, EngineConfig, Job
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
+from stepgraph.runtime.models.files.transformers_folder import Implementation
 from tests.helpers.families import folder_of, hf_model
 from tests.helpers.family_texts import CONFIG, CONSTRAINTS, PROMPTS, decode, plain
 from tests.runtime.models.test_llama_engine import DraftLlama
@@ -21,7 +22,7 @@ HALF = torch.bfloat16
 
 
 @functools.cache
-def texts(family: str, k: int, implementation: str = "native") -> list[tuple[list[int], Constraint | None, Job]]:
+def texts(family: str, k: int, implementation: Implementation = "native") -> list[tuple[list[int], Constraint | None, Job]]:
     """Jobs for each prompt under each constraint, with k drafts per round of a model whose drafts are often accepted."""
     path = folder_of(family, HALF)
     draft: Any = DraftLlama(open_checkpoint(path).load("cpu"), 0.02).to(HALF) if k else None
@@ -53,7 +54,7 @@ def test_drafts_change_no_bit_of_a_class_of_transformers() -> None:
     require_equal_bits("smollm2", "transformers")
 
 
-def require_equal_bits(family: str, implementation: str) -> None:
+def require_equal_bits(family: str, implementation: Implementation) -> None:
     accepted = 0
     for (prompt, constraint, job), (_, _, drafted) in zip(texts(family, 0, implementation), texts(family, 3, implementation), strict=True):
         assert (drafted.tokens, drafted.finish_reason) == (job.tokens, job.finish_reason), (prompt, constraint)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from stepgraph import Engine
-from stepgraph.runtime.models.files.checkpoint import open_checkpoint
+from stepgraph.runtime.models.files.checkpoint import WeightsMode, open_checkpoint
 from stepgraph.runtime.models.files.config_fields import ARCHITECTURES
 from tests.helpers.c_library import needs_c
 from tests.helpers.draft_engines import save_draft
@@ -58,7 +58,7 @@ def target(family: str, weights: str, folder: Path) -> Path:
 
 
 def texts(folder: Path, draft: Any, weights: str) -> list[list[int]]:
-    kept = KEPT if weights == KEPT else DEQUANTISED
+    kept: WeightsMode = "quantised" if weights == KEPT else "dequantised"
     with Engine.from_pretrained(folder, draft, config=ONE_SIZE, weights=kept, implementation="native") as engine:
         jobs = [engine.submit(prompt, constraint=each, max_new_tokens=12) for each in (None, GRAMMAR) for prompt in PROMPTS]
         while engine.has_work:

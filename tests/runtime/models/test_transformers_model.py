@@ -81,7 +81,7 @@ def test_missing_tensors_that_transformers_cannot_initialise_are_refused(tmp_pat
 
 def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"implementation: got 'torch', expected one of 'auto', 'native', 'transformers'"):
-        Engine.from_pretrained(folder_of("llama-2"), implementation="torch")
+        Engine.from_pretrained(folder_of("llama-2"), implementation="torch")  # type: ignore[arg-type]
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     with pytest.raises(ValueError, match=r"path: got '.*model\.gguf', expected a local folder .* for implementation='transformers'"):
         pretrained(tmp_path / "model.gguf")

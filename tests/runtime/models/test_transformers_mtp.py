@@ -18,7 +18,7 @@ from transformers.modeling_layers import MtpModel
 from stepgraph import Engine
 from stepgraph.runtime.cli import main
 from stepgraph.runtime.models.files.draft import open_draft
-from stepgraph.runtime.models.files.transformers_folder import NATIVE, TRANSFORMERS, open_target, open_transformers
+from stepgraph.runtime.models.files.transformers_folder import NATIVE, TRANSFORMERS, Implementation, open_target, open_transformers
 from stepgraph.runtime.models.mtp import Mtp, TransformersMtp
 from tests.helpers.draft_engines import change_json
 from tests.helpers.draft_oracles import CachedDraft
@@ -77,7 +77,7 @@ def text() -> Tensor:
 
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize(("family", "implementation"), CASES)
-def test_logits_equal_transformers_at_every_step(family: str, implementation: str, count: int, tmp_path: Path) -> None:
+def test_logits_equal_transformers_at_every_step(family: str, implementation: Implementation, count: int, tmp_path: Path) -> None:
     folder, tokens = write(tmp_path / family, family, count), text()
     opened = open_target(folder, implementation=implementation)
     opened_draft = open_draft("mtp", opened)
@@ -97,7 +97,7 @@ def test_logits_equal_transformers_at_every_step(family: str, implementation: st
 
 
 @pytest.mark.parametrize(("case", "count"), [(CASES[0], 2), (CASES[3], 2), *(pytest.param(each, 1, marks=slow) for each in CASES[1:3])])
-def test_texts_equal_plain_decoding(case: tuple[str, str], count: int, tmp_path: Path) -> None:
+def test_texts_equal_plain_decoding(case: tuple[str, Implementation], count: int, tmp_path: Path) -> None:
     """Also with the modules in a folder of their own. `auto` takes those of the target's folder."""
     family, implementation = case
     folder = write(tmp_path / family, family, count)
@@ -120,7 +120,7 @@ def test_texts_equal_plain_decoding(case: tuple[str, str], count: int, tmp_path:
 
 
 @pytest.mark.parametrize("implementation", [NATIVE, TRANSFORMERS])
-def test_inspect_checks_the_modules_of_a_model(implementation: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_checks_the_modules_of_a_model(implementation: Implementation, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folders = write(tmp_path / "whole", "Glm4Moe", 2), write(tmp_path / "damaged", "Glm4Moe", 1, removed("hnorm.weight"))
     for folder in folders:
         change_json(folder / "config.json", pretraining_tp=1 if implementation == NATIVE else 2)
@@ -145,7 +145,7 @@ def remove_modules(tensors: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("implementation", [NATIVE, TRANSFORMERS])
-def test_auto_is_look_up_for_a_count_without_modules(implementation: str, tmp_path: Path) -> None:
+def test_auto_is_look_up_for_a_count_without_modules(implementation: Implementation, tmp_path: Path) -> None:
     folder = write(tmp_path / "model", "Glm4Moe", 1, remove_modules)
     with Engine.from_pretrained(folder, config=CONFIG, implementation=implementation) as engine:
         assert "(auto: model has no MTP modules)" in " ".join(engine.notes)
@@ -175,7 +175,7 @@ def test_auto_is_look_up_for_a_count_without_modules(implementation: str, tmp_pa
 )
 @pytest.mark.parametrize("implementation", [NATIVE, TRANSFORMERS])
 def test_a_damaged_module_is_refused(
-    change: Callable[[dict[str, Tensor]], object], message: str, implementation: str, tmp_path: Path
+    change: Callable[[dict[str, Tensor]], object], message: str, implementation: Implementation, tmp_path: Path
 ) -> None:
     folder = write(tmp_path / "model", "DeepseekV3", 1, change)
     with pytest.raises(ValueError, match=message):

@@ -37,6 +37,7 @@ from stepgraph.graphs.layers.parallel import RankGroups, register_group, sum_ove
 from stepgraph.graphs.layers.vocabulary_shard import VocabularyShard
 from stepgraph.graphs.limits import Limits
 from stepgraph.runtime.models.draft_llama import DraftLlama
+from stepgraph.runtime.models.files.checkpoint import WeightsMode
 from stepgraph.runtime.models.files.weights import SafetensorsSource
 from stepgraph.runtime.parallel.loading import load_part
 from stepgraph.runtime.parallel.lockstep import LockstepQueue, LockstepScheduler, StepDecision
@@ -218,7 +219,7 @@ LAYERS = BASE | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layer
     ],
 )
 @needs_c
-def test_quantised_folders(layout: str, weights: str, size: int, tmp_path: Path) -> None:
+def test_quantised_folders(layout: str, weights: WeightsMode, size: int, tmp_path: Path) -> None:
     """Each rank keeps its part of the numbers."""
     write_quantised(tmp_path, layout, random_model("Llama", LAYERS, seed=1))
     require_equal_tokens(tmp_path, "ngram", size, weights=weights)
@@ -314,7 +315,9 @@ def test_forced_drafts() -> None:
     assert accepted[0] == accepted[1] and min(accepted[0])
 
 
-def require_equal_tokens(target: Path, draft: str | Path, size: int, weights: str = "dequantised", **options: Any) -> list[list[int]]:
+def require_equal_tokens(
+    target: Path, draft: str | Path, size: int, weights: WeightsMode = "dequantised", **options: Any
+) -> list[list[int]]:
     """Compares one process with `size` ranks, greedy and sampled. Returns the numbers of accepted drafts of both."""
     found, accepted = [], []
     for ranks in (1, size):

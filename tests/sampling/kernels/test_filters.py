@@ -98,7 +98,7 @@ class TestChoice:
         with pytest.raises(ValueError, match=r"got 'triton', expected an implementation that runs on cpu: it runs on CUDA devices"):
             kernels.choose_filters("cpu", "triton")
         with pytest.raises(ValueError, match=r"EngineConfig.filters: got 'fast', expected one of 'auto', 'triton', 'flashinfer', 'torch'"):
-            EngineConfig(filters="fast")
+            EngineConfig(filters="fast")  # type: ignore[arg-type]
         target = ToyTarget(32)
         engine = Engine(target, ToyDraft(target), config=EngineConfig(filters="flashinfer", max_length=64))
         with pytest.raises(ValueError, match=r"EngineConfig.filters: got 'flashinfer', expected an implementation that runs on cpu"):

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from stepgraph import Constraint, Engine, EngineConfig, SamplingParams
+from stepgraph.runtime.config import LaneName
+from stepgraph.sampling.grammar.link.native import HostLinkName
 from tools.gpu.checks.context import Context, Figures
 from tools.gpu.checks.shapes import Shape, pair_of
 from tools.gpu.checks.stopwatch import ratio_of
@@ -55,8 +57,8 @@ class Variant:
     grammar: str = ""
     drafts: int = 3
     draft_masks: bool = True
-    grammar_lane: str = "auto"
-    host_link: str = "auto"
+    grammar_lane: LaneName = "auto"
+    host_link: HostLinkName = "auto"
     eager: bool = False
     sampling: SamplingParams | None = None  # None: greedy
 

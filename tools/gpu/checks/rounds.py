@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from functools import partial
+from typing import get_args
 
 import torch
 
 from stepgraph import Constraint, EngineConfig, Job
 from stepgraph.graphs import GraphKey
-from stepgraph.graphs.limits import UNTIL_EVENT
+from stepgraph.graphs.limits import RoundsPerLaunch
 from stepgraph.runtime.models.ngram import NgramLookup
 from stepgraph.sampling.kernels.triton import why_no_triton
 from tests.helpers.oracles import accepts, greedy
@@ -124,7 +125,7 @@ def one_launch_per_answer(context: Context) -> Figures:
         raise Skipped(why_no_triton(context.device))
     reqs = random_requests(3, context.count(12, 3), 3)
     tokens, launches = list[list[tuple[list[int], str, str]]](), list[int]()
-    for rounds in (1, UNTIL_EVENT):
+    for rounds in get_args(RoundsPerLaunch):
         config = EngineConfig(
             max_rows=4,
             num_speculative_tokens=3,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from stepgraph import Engine, EngineConfig
 from stepgraph.graphs.layers.quantised import unpack
-from stepgraph.runtime.models.files.checkpoint import open_checkpoint
+from stepgraph.runtime.models.files.checkpoint import WeightsMode, open_checkpoint
 from stepgraph.runtime.models.files.gguf import BLOCK_LAYOUTS, read_blocks
 from stepgraph.sampling.grammar.tokenizers.gguf import read_gguf_header
 from tests.helpers.c_library import needs_c
@@ -209,7 +209,8 @@ def test_weights_that_stay_quantised_are_not_dequantised(tmp_path: Path, monkeyp
         return dequantise(blocks, kind)
 
     monkeypatch.setattr(gguf.quants, "dequantize", noted)
-    for weights, expected in (("quantised", {Kind.F32}), ("dequantised", {Kind.F32, Kind.Q4_1})):
+    cases: dict[WeightsMode, set[Kind]] = {"quantised": {Kind.F32}, "dequantised": {Kind.F32, Kind.Q4_1}}
+    for weights, expected in cases.items():
         kinds.clear()
         open_checkpoint(path, torch.float32, weights).load("cpu")
         assert kinds == expected
@@ -328,7 +329,7 @@ def test_quantised_weights_that_cannot_be_kept_are_refused(tmp_path: Path) -> No
     with pytest.raises(ValueError, match=r"model.layers.0.input_layernorm.weight: got type Q8_0 and shape \(64,\), expected one of"):
         Engine.from_pretrained(path, weights="quantised")
     with pytest.raises(ValueError, match="weights: got 'int4', expected"):
-        Engine.from_pretrained(path, weights="int4")
+        Engine.from_pretrained(path, weights="int4")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="weights: got 'quantised', expected 'dequantised': the product in C is not available"):
         Engine.from_pretrained(path, weights="quantised", dtype=torch.float16)
 

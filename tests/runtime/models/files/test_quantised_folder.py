@@ -17,7 +17,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from stepgraph import Engine, EngineConfig
 from stepgraph.graphs.layers.quantised import unpack
 from stepgraph.runtime.cli import main
-from stepgraph.runtime.models.files.checkpoint import open_checkpoint
+from stepgraph.runtime.models.files.checkpoint import WeightsMode, open_checkpoint
 from stepgraph.runtime.models.files.quantised_folder import QuantisedSource, read_scheme
 from stepgraph.runtime.models.files.weights import SafetensorsSource
 from tests.helpers.c_library import needs_c
@@ -332,7 +332,8 @@ def test_a_folder_as_deepseek_publishes_it_runs_with_its_own_module(tmp_path: Pa
     stated = json.loads(path.read_text(encoding="utf-8")) | {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
     path.write_text(json.dumps(stated), encoding="utf-8")
     config, texts = EngineConfig(max_rows=2, num_speculative_tokens=2, max_length=64), []
-    for draft, weights in (("none", "dequantised"), ("none", "quantised"), ("auto", "quantised")):
+    cases: tuple[tuple[str, WeightsMode], ...] = (("none", "dequantised"), ("none", "quantised"), ("auto", "quantised"))
+    for draft, weights in cases:
         with Engine.from_pretrained(tmp_path, draft, config=config, weights=weights, implementation="native") as engine:
             assert ("draft: MTP" in " ".join(engine.capture().notes)) == (draft == "auto")
             texts.append(engine.generate([5, 6, 7], max_new_tokens=20).tokens)

@@ -8,6 +8,7 @@ from stepgraph import Constraint, Engine, EngineConfig, SamplingParams, Vocabula
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.sampling.grammar.compile.limits import GrammarLimits
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
+from stepgraph.sampling.grammar.link.native import HostLinkName
 from tests.helpers.c_library import needs_c
 from tests.helpers.toy_engines import finish
 
@@ -31,7 +32,7 @@ CONSTRAINTS = (
 SAMPLINGS = (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, seed=7))
 
 
-def texts(backend: BackendChoice, host_link: str) -> list[bytes]:
+def texts(backend: BackendChoice, host_link: HostLinkName) -> list[bytes]:
     config = EngineConfig(
         max_rows=2,
         num_speculative_tokens=3,
@@ -54,7 +55,7 @@ def texts(backend: BackendChoice, host_link: str) -> list[bytes]:
 
 
 @pytest.mark.parametrize("host_link", ["native", "python"])
-def test_a_text_that_nests_too_deep_ends_with_an_error(host_link: str) -> None:
+def test_a_text_that_nests_too_deep_ends_with_an_error(host_link: HostLinkName) -> None:
     """A rejected draft that nests too deep is no error. An emitted bracket that exceeds the depth of the stack is one."""
     limits = GrammarLimits(automaton_depth=9)
     config = EngineConfig(

@@ -68,7 +68,7 @@ def test_check_masks_uses_the_python_link(host_link: str) -> None:
 
 def test_an_unknown_link_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"EngineConfig.host_link: got 'rust', expected one of 'auto', 'native', 'python'"):
-        EngineConfig(host_link="rust")
+        EngineConfig(host_link="rust")  # type: ignore[arg-type]
 
 
 @needs_native
