@@ -50,8 +50,8 @@ from stepgraph.runtime.parallel.ranks import Ranks, ranks_of
 from stepgraph.runtime.preemption import PreemptingScheduler
 from stepgraph.runtime.profiled import ROUNDS_VARIABLE, in_flight_type, read_range
 from stepgraph.runtime.request_queue import RequestQueue
+from stepgraph.runtime.row_table import PrefixSharing
 from stepgraph.runtime.scheduler import Scheduler
-from stepgraph.runtime.slots import PrefixSharing
 from stepgraph.runtime.upload import Uploader
 from stepgraph.runtime.validate import RequestValidator
 from stepgraph.runtime.watchdog import Watchdog

@@ -9,8 +9,8 @@ from typing import Any
 
 from stepgraph.runtime.in_flight import InFlight
 from stepgraph.runtime.request import ActiveRequest, Job, StepEvent
+from stepgraph.runtime.row_table import continues_exactly
 from stepgraph.runtime.scheduler import Scheduler
-from stepgraph.runtime.slots import continues_exactly
 from stepgraph.runtime.upload import Uploader
 
 

@@ -15,7 +15,7 @@ from stepgraph.runtime.histogram import HistogramBuilder
 from stepgraph.runtime.job import FinishReason, TokenLogprob
 from stepgraph.runtime.request import NO_DRAFTS, ActiveRequest, DraftCounts, Job, StepEvent, describe_drafts
 from stepgraph.runtime.request_queue import QueuedRequest, RequestQueue
-from stepgraph.runtime.slots import PrefixSharing, RowTable
+from stepgraph.runtime.row_table import PrefixSharing, RowTable
 from stepgraph.sampling.grammar.compile.limits import TOO_DEEP, names_limit, with_limit_name
 from stepgraph.sampling.grammar.status import FinishCode, MaskStatus
 

@@ -13,7 +13,7 @@ from stepgraph import EngineConfig, FinishReason
 from stepgraph.runtime.extras.hidden_states import HiddenStates
 from stepgraph.runtime.page_cache import PageCache
 from stepgraph.runtime.request import ActiveRequest
-from stepgraph.runtime.slots import RowTable
+from stepgraph.runtime.row_table import RowTable
 from stepgraph.runtime.upload import Uploader
 from tests.helpers.planted import USUAL_MATCHER
 from tests.helpers.simulated_worlds import CASES, MODELS, NUM_ASKS, OPTIONS, PLAIN, PROPOSERS, World, ask, draw_world

@@ -43,8 +43,8 @@ from stepgraph.runtime.parallel.loading import load_part
 from stepgraph.runtime.parallel.lockstep import LockstepQueue, LockstepScheduler, StepDecision
 from stepgraph.runtime.parallel.ranks import RANK_MODULE, STEPS_PER_COMPARISON, RankError, Ranks, process_group
 from stepgraph.runtime.request_queue import QueuedRequest, RequestQueue
+from stepgraph.runtime.row_table import PrefixSharing
 from stepgraph.runtime.serve.http import Bounds
-from stepgraph.runtime.slots import PrefixSharing
 from tests.helpers import parallel_program
 from tests.helpers.c_library import needs_c
 from tests.helpers.command_models import model_folder, model_gguf

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from stepgraph.graphs import Limits
 from stepgraph.runtime.job import FinishReason
 from stepgraph.runtime.request import ActiveRequest, Job
-from stepgraph.runtime.slots import PrefixSharing, RowTable
+from stepgraph.runtime.row_table import PrefixSharing, RowTable
 from stepgraph.sampling.params import GREEDY
 
 PAGE, PAGES, DRAFTS = 2, 14, 2
