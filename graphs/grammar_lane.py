@@ -19,13 +19,13 @@ from stepgraph.graphs.row_layout import Column
 from stepgraph.sampling.grammar.automaton.grammar import SplitTensors, TokenTensors
 from stepgraph.sampling.kernels import GrammarMask, advance_fill
 
-SIDE_STREAM, HEAD_STAGE = "side", "head"
+SIDE_STREAM, VERIFY_MASKS = "side", "verify"
 
 
 class MaskSource(Protocol):
     """Fills masks and tags of the rows whose grammars it follows."""
 
-    def fill_head(self) -> None:
+    def fill_verify_masks(self) -> None:
         """Complete the masks of the previous round's drafts, all of them if drafts are unmasked; fill mask 0 of new rows."""
 
     def fill_draft_masks(self, first: int, last: int) -> None:
@@ -57,9 +57,9 @@ class GrammarLane:
     sources: Sequence[MaskSource]
     on_device: bool  # all grammars of the batch are on the device
 
-    def fill_head(self, batch: Batch) -> StreamEvent:
+    def fill_verify_masks(self, batch: Batch) -> StreamEvent:
         """During target_verify. Also checks the masks that verify drafts: the main stream runs nothing more than without grammars."""
-        return self._fill(lambda source: source.fill_head(), batch)
+        return self._fill(lambda source: source.fill_verify_masks(), batch)
 
     def fill_draft_masks(self, first: int, last: int) -> StreamEvent:
         """Fill masks of this round's drafts while the draft model computes."""
@@ -77,7 +77,7 @@ class GrammarLane:
             for source in self.sources:
                 fill(source)
             if checked is not None:
-                with context.stage(f"check {HEAD_STAGE}"):
+                with context.stage(f"check {VERIFY_MASKS}"):
                     drafting.check_masks(self.round.buffers, checked.rows, 0, checked.drafts.shape[1] + 1)
             return context.record()
 
@@ -88,10 +88,10 @@ class DeviceTables:
     tokens: TokenTensors
     split: SplitTensors | None  # None: no forced tokens
 
-    def fill_head(self) -> None:
+    def fill_verify_masks(self) -> None:
         drafts, masked = self.round.num_drafts, self.round.masks_drafts
         first = drafts if masked and self.round.fixed_draft_count else min(1, drafts) if masked else 0
-        self._fill(HEAD_STAGE, first, drafts, of_previous_round=True, fill_new=first > 0)
+        self._fill(VERIFY_MASKS, first, drafts, of_previous_round=True, fill_new=first > 0)
 
     def fill_draft_masks(self, first: int, last: int) -> None:
         self._fill(stage_of_masks(first, last), first, last)

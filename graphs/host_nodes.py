@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.grammar_lane import HEAD_STAGE, MaskedRound, stage_of_masks
+from stepgraph.graphs.grammar_lane import VERIFY_MASKS, MaskedRound, stage_of_masks
 from stepgraph.graphs.row_layout import Column
 from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, HostLink, HostStep, advance, fill_next, follow
 from stepgraph.sampling.grammar.status import HostColumn
@@ -21,13 +21,13 @@ class HostNodes:
     round: MaskedRound
     link: HostLink
 
-    def fill_head(self) -> None:
+    def fill_verify_masks(self) -> None:
         shape, buffers, max_drafts = self.round, self.round.buffers, self.round.max_drafts
         # With masked drafts one mask is filled per row, in the last stage: its index depends on the row's number of drafts.
         stages_filled = range(max_drafts, max_drafts + 1) if shape.masks_drafts else range(shape.num_drafts + 1)
         steps = [fill_next(stage=max_drafts)] if shape.masks_drafts else [COMMIT, *(advance(index) for index in stages_filled[1:])]
         ends = not (shape.masks_drafts and shape.num_drafts)
-        with self.round.context.stage(f"show {HEAD_STAGE}"):
+        with self.round.context.stage(f"show {VERIFY_MASKS}"):
             rows = buffers.batch_rows[: shape.size]
             if "batch_host_rows" in buffers:
                 images = buffers.row_state[rows, Column.IMAGE]
@@ -41,7 +41,7 @@ class HostNodes:
             else:
                 last = (buffers.row_state[rows, Column.DRAFT_COUNT] - 1).clamp(min=0)
                 self._copy_draft(max_drafts - 1, buffers.row_drafts[rows, last])
-        self._node(HEAD_STAGE, [BEGIN_ROUND, *steps, *([END_ROUND] if ends else [])], stages_filled)
+        self._node(VERIFY_MASKS, [BEGIN_ROUND, *steps, *([END_ROUND] if ends else [])], stages_filled)
 
     def fill_draft_masks(self, first: int, last: int) -> None:
         name, drafts = stage_of_masks(first, last), range(max(1, first), last + 1)

@@ -64,7 +64,7 @@ class Round:
         with context.stage("read_batch"):
             batch = read_batch(buffers, key.rows, self.attention, num_drafts)
 
-        masks_ready = grammar.fill_head(batch) if grammar else None
+        masks_ready = grammar.fill_verify_masks(batch) if grammar else None
         with context.stage("target_verify"):
             logits, features = stages.target_verify(buffers, batch, target, self.limits)
         if masks_ready:
@@ -74,8 +74,8 @@ class Round:
             publish(buffers, batch.rows)
         draft_grammar = grammar if self.masks_drafts(buffers) else None
         if draft is None or not num_drafts:
-            end = ProposedRound(buffers, context, self.limits, self.models, key, num_drafts, draft_grammar)
-            return end.run(batch, emission, features, after)
+            proposed = ProposedRound(buffers, context, self.limits, self.models, key, num_drafts, draft_grammar)
+            return proposed.run(batch, emission, features, after)
 
         tokens, chain, shard = emission.tokens, None, getattr(draft, "shard", None)
         for step in range(1, num_drafts + 1):

@@ -154,7 +154,7 @@ def test_rounds_replay_as_eager(k: int, proposer: Any, forced: bool) -> None:
         step = bench.round.step(GraphKey(4, constrained, sampled))
         bench.compare(step, 4, (lambda: bench.push_batch(4)) if constrained else lambda: None)
     graph = backend.capture(bench.round.step(GraphKey(4, True)), bench.buffers)
-    assert graph.report.host_nodes == (("head", "follow") if forced else ("head",))
+    assert graph.report.host_nodes == (("verify", "follow") if forced else ("verify",))
     assert graph.report.nodes.get("copied", 0) == 0
     backend.close()
 

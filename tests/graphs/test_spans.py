@@ -61,8 +61,8 @@ def node_counts(report: RecordedReport) -> tuple[int, int]:
     return sum(run.nodes for run in report.stages), sum(count for kind, count in report.nodes.items() if kind != "wait")
 
 
-HEAD = ["show head", "head", "place head", "check head"]
-SHOWN = [*HEAD, *(f"{verb}{node}" for node in ("commit", "advance 1", "advance 2") for verb in ("show ", "", "place "))]
+VERIFY = ["show verify", "verify", "place verify", "check verify"]
+SHOWN = [*VERIFY, *(f"{verb}{node}" for node in ("commit", "advance 1", "advance 2") for verb in ("show ", "", "place "))]
 DRAFTED = ["draft_prefill", "choose_draft 1", "draft_decode 1", "choose_draft 2", "draft_decode 2", "choose_draft 3", "keep_chain"]
 
 
@@ -86,9 +86,9 @@ def test_stages_of_proposed_and_unmasked_rounds() -> None:
     masked, free, unmasked = reports
     followed = ["show follow", "follow", "place follow", "choose_drafts"]
     assert names(masked, "main") == ["read_batch", "target_verify", "accept", "propose", *followed, "propose"]
-    assert names(masked, "side") == HEAD
+    assert names(masked, "side") == VERIFY
     assert names(free, "main") == ["read_batch", "target_verify", "accept", "propose"]
-    assert names(free, "side") == names(unmasked, "side") == HEAD
+    assert names(free, "side") == names(unmasked, "side") == VERIFY
     assert all(len(set(node_counts(report))) == 1 for report in reports)
 
 
@@ -149,7 +149,7 @@ def test_ranges_of_replayed_and_eager_rounds() -> None:
         outer = [begun[0] for begun in ranges.begun if len(begun) == 1]
         assert outer == [f"round {number}: {key}" for number in range(rounds)]
         inside = [begun[1] for begun in ranges.begun if begun[0] == outer[0] and len(begun) == 2]
-        order = ["read_batch", *HEAD, "target_verify", "accept"]
+        order = ["read_batch", *VERIFY, "target_verify", "accept"]
         assert inside[: len(order)] == (order if eager else [])
 
 

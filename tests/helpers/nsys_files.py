@@ -42,8 +42,8 @@ OLDER_TABLES = {  # of nsys 2023.4: no endGlobalTid, no graph columns except the
 }
 # Activities of one round, relative to its start: stage, node, stream, start, end. Node 2 is the host node.
 ROUND = [
-    ("show head", 1, 13, -20, 30),
-    ("place head", 3, 13, 720, 760),
+    ("show verify", 1, 13, -20, 30),
+    ("place verify", 3, 13, 720, 760),
     ("target_verify", 4, 7, 0, 1000),
     ("target_verify", 5, 7, 1010, 2000),
     ("accept", 6, 7, 2100, 2300),
@@ -51,8 +51,8 @@ ROUND = [
 ]
 HOST = (100, 700)
 LATE_ROUND = [
-    ("show head", 1, 13, -20, 30),
-    ("place head", 3, 13, 2420, 2460),
+    ("show verify", 1, 13, -20, 30),
+    ("place verify", 3, 13, 2420, 2460),
     ("target_verify", 4, 7, 0, 1000),
     ("target_verify", 5, 7, 1010, 2000),
     ("accept", 6, 7, 2500, 2700),
@@ -60,9 +60,9 @@ LATE_ROUND = [
 ]
 LATE_HOST = (100, 2400)
 RUNS = [
-    ["side", "show head", "stage", 1],
-    ["side", "head", "host", 1],
-    ["side", "place head", "stage", 1],
+    ["side", "show verify", "stage", 1],
+    ["side", "verify", "host", 1],
+    ["side", "place verify", "stage", 1],
     ["main", "target_verify", "stage", 2],
     ["main", "accept", "stage", 1],
     ["main", "draft_prefill", "stage", 1],
@@ -106,7 +106,7 @@ class Export:
 def captures(path: Path) -> Path:
     """The collection of `Engine.capture()`: seven nodes in the ranges of their stages, one outside, all cloned by the instantiation."""
     export = Export(path)
-    names = ["show head", "head", "place head", "target_verify", "target_verify", "accept", "draft_prefill"]
+    names = ["show verify", "verify", "place verify", "target_verify", "target_verify", "accept", "draft_prefill"]
     created_ns = [100 * index for index in range(1, 8)]
     export.ranges([(at - 40, at + 40, name) for at, name in zip(created_ns, names, strict=True)])
     export.ranges([(1, 5000, "capture")])  # around all of them: the innermost open range counts
@@ -138,7 +138,7 @@ def rounds(
             whole = {"start": base, "end": base + 3300, "correlationId": launch, "globalPid": PID, "streamId": 7}
             export.add("CUPTI_ACTIVITY_KIND_GRAPH_TRACE", [whole])
         for stage, node, stream, start, end in () if graph_only else work:
-            table = "CUPTI_ACTIVITY_KIND_MEMCPY" if stage == "show head" else "CUPTI_ACTIVITY_KIND_KERNEL"
+            table = "CUPTI_ACTIVITY_KIND_MEMCPY" if stage == "show verify" else "CUPTI_ACTIVITY_KIND_KERNEL"
             row = {"start": base + start, "end": base + end, "streamId": stream, "correlationId": launch, "globalPid": PID}
             export.add(table, [{**row, "graphNodeId": GRAPH + node}])
         out = {"start": base + 3800, "end": base + 3840, "streamId": 7, "correlationId": copy, "globalPid": PID, "graphNodeId": 0}
@@ -162,7 +162,7 @@ def sidecar_document(**changes: Any) -> dict[str, Any]:
         "stages": {KEY: RUNS},
         "graph_nodes": {KEY: [_node(number) for number in range(1, 8)]},
         "host_nodes": [
-            ["head", FIRST + index, begin + host[0] - 5000, begin + host[1] - 5000]
+            ["verify", FIRST + index, begin + host[0] - 5000, begin + host[1] - 5000]
             for index, (begin, host) in enumerate(zip(begins, hosts, strict=True))
         ],
         "spans": [],

@@ -122,8 +122,8 @@ def test_one_host_node_on_the_main_stream_follows_a_proposed_chain() -> None:
     with small_engine(drafter="ngram", forced_drafts=True) as engine, engine.trace(rounds=ROUNDS) as trace:
         engine.generate([1, 2, 3], **ASK)
     for number in trace.timeline.rounds:
-        assert [span.name for span in of_round(trace.timeline, number, MAIN, "host", "wait")] == ["head", "follow"]
-        assert [span.name for span in of_round(trace.timeline, number, SIDE, "host")] == ["head"]
+        assert [span.name for span in of_round(trace.timeline, number, MAIN, "host", "wait")] == ["verify", "follow"]
+        assert [span.name for span in of_round(trace.timeline, number, SIDE, "host")] == ["verify"]
 
 
 def test_summary_times_add_up(traced: Traced) -> None:
@@ -158,7 +158,7 @@ def test_host_node_concurrent_with_a_stage_is_counted_as_hidden() -> None:
         if (name, calls[name]) == (MAIN, 2):
             begun.set()
             assert ended.wait(60)
-        elif (name, calls[name]) == ("head", 1):
+        elif (name, calls[name]) == ("verify", 1):
             assert begun.wait(60)
         elif (name, calls[name]) == (SIDE, 2):  # the copies after the host node
             ended.set()
@@ -173,17 +173,17 @@ def test_host_node_concurrent_with_a_stage_is_counted_as_hidden() -> None:
         with engine.trace(rounds=1) as trace:
             engine.step()
     (number,) = trace.timeline.rounds
-    (head,) = [span for span in of_round(trace.timeline, number, SIDE, "host") if span.name == "head"]
+    (node,) = [span for span in of_round(trace.timeline, number, SIDE, "host") if span.name == "verify"]
     (verify,) = [span for span in of_round(trace.timeline, number, MAIN, "stage") if span.name == "target_verify"]
-    assert verify.start_ns < head.end_ns <= verify.end_ns
+    assert verify.start_ns < node.end_ns <= verify.end_ns
     assert trace.timeline.summary().hidden_ns > 0
 
 
 def planted(late: int) -> Timeline:
     """One round: a stage of 100 ns, and a host node that starts with it and takes `late` ns longer."""
-    spans = [Span(MAIN, "target_verify", "stage", 7, 0, 100), Span(SIDE, "head", "host", 7, 0, 100 + late)]
+    spans = [Span(MAIN, "target_verify", "stage", 7, 0, 100), Span(SIDE, "verify", "host", 7, 0, 100 + late)]
     if late:
-        spans.append(Span(MAIN, "head", "wait", 7, 100, 100 + late))
+        spans.append(Span(MAIN, "verify", "wait", 7, 100, 100 + late))
     return Timeline((*spans, Span(MAIN, "accept", "stage", 7, 100 + late, 150 + late)))
 
 

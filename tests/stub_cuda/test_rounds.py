@@ -137,7 +137,7 @@ def edges_between_streams(engine: Engine, key: GraphKey) -> Counter[tuple[str, s
     return Counter((stages[a], stages[b]) for a, b in counters.graph_edges(graph) if nodes[a].stream != nodes[b].stream)
 
 
-HEAD = [("read_batch", "show head"), ("check head", "accept")]
+VERIFY = [("read_batch", "show verify"), ("check verify", "accept")]
 COMMIT = [("accept", "show commit"), ("place commit", "choose_draft 1")]
 
 
@@ -149,21 +149,21 @@ def test_streams_wait_for_each_other_only_for_masks(backend: Backend, drafts: in
     key = GraphKey(2, True, sampled, draft_length=FULL_LENGTH if drafts else 0)
     rest = [(f"choose_draft {step}", f"show advance {step}") for step in range(1, drafts)]
     rest += [(f"place advance {step}", f"choose_draft {step + 1}") for step in range(1, drafts)]
-    assert edges_between_streams(engine, key) == Counter([*HEAD, *(COMMIT if drafts else []), *rest])
+    assert edges_between_streams(engine, key) == Counter([*VERIFY, *(COMMIT if drafts else []), *rest])
     assert not edges_between_streams(engine, GraphKey(2, False, sampled))
     engine.close()
 
 
 def test_rounds_with_unmasked_drafts_wait_for_one_host_node(backend: Backend) -> None:
     engine = make("own vocabulary", backend, draft_masks=False)
-    assert edges_between_streams(engine, GraphKey(2, True)) == Counter(HEAD)
+    assert edges_between_streams(engine, GraphKey(2, True)) == Counter(VERIFY)
     engine.close()
 
 
 def test_device_grammars_wait_in_the_same_places(backend: Backend) -> None:
     lane = {"grammar_backend": "automaton", "grammar_lane": "device", "grammar_arena_bytes": 1 << 20, "num_speculative_tokens": 1}
     engine = make("own vocabulary", backend, **lane)
-    expected = [("read_batch", "fill head"), ("check head", "accept"), ("accept", "fill commit"), ("fill commit", "choose_draft 1")]
+    expected = [("read_batch", "fill verify"), ("check verify", "accept"), ("accept", "fill commit"), ("fill commit", "choose_draft 1")]
     assert edges_between_streams(engine, GraphKey(2, True, device=True)) == Counter(expected)
     engine.close()
 

@@ -30,9 +30,9 @@ def node(kind: str, columns: int = 0) -> GraphNode:
 
 
 STAGES = (
-    StageRun(SIDE, "show head", "stage", 1),
-    StageRun(SIDE, "head", "host", 1),
-    StageRun(SIDE, "place head", "stage", 2),
+    StageRun(SIDE, "show verify", "stage", 1),
+    StageRun(SIDE, "verify", "host", 1),
+    StageRun(SIDE, "place verify", "stage", 2),
     StageRun(MAIN, "target_verify", "stage", 3),
     StageRun(MAIN, "accept", "stage", 2),
 )
@@ -56,8 +56,8 @@ def test_activities_have_the_names_of_their_stages() -> None:
     ]
     assert found == [
         (MAIN, "target_verify", 40, 10_000, 21_000),
-        (SIDE, "show head", 40, 11_000, 12_000),
-        (SIDE, "place head", 40, 15_000, 20_000),
+        (SIDE, "show verify", 40, 11_000, 12_000),
+        (SIDE, "place verify", 40, 15_000, 20_000),
         (MAIN, "accept", 40, 22_000, 29_000),
     ]
     assert {span.round for span in spans} == {40, 41, NO_ROUND}

@@ -41,9 +41,9 @@ def test_stages_of_a_round_and_the_time_between_them() -> None:
     spans = [
         Span(stream, name, "stage", number, 1000 * (start + 50 * number), 1000 * (end + 50 * number))
         for number in range(3)
-        for stream, name, start, end in ((MAIN, "target_verify", 0, 20), ("side", "fill head", 2, 8), (MAIN, "accept", 23, 40))
+        for stream, name, start, end in ((MAIN, "target_verify", 0, 20), ("side", "fill verify", 2, 8), (MAIN, "accept", 23, 40))
     ]
-    expected = {f"{MAIN}: target_verify": 20.0, "side: fill head": 6.0, f"{MAIN}: accept": 17.0}
+    expected = {f"{MAIN}: target_verify": 20.0, "side: fill verify": 6.0, f"{MAIN}: accept": 17.0}
     assert stage_us(Timeline(tuple(spans))) == {**expected, "between stages": 3.0, "between rounds": 10.0}
 
 

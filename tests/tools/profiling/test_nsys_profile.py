@@ -80,7 +80,7 @@ def test_profile_of_the_bench_end_to_end(tmp_path: Path) -> None:
     assert {"target_verify", "accept", "draft_prefill", "choose_draft 1", "draft_decode 1", "choose_draft 2"} <= set(stages)
     assert all(stages[name]["rounds"] == 21 for name in ("target_verify", "accept"))
     hosts = report["host_nodes"]
-    assert [(node["name"], node["runs"]) for node in hosts["nodes"]] == [("head", 21), ("commit", 21), ("advance 1", 21)]
+    assert [(node["name"], node["runs"]) for node in hosts["nodes"]] == [("verify", 21), ("commit", 21), ("advance 1", 21)]
     assert hosts["hidden_ns"] + hosts["exposed_ns"] == hosts["total_ns"]
     found = report["acceptance"]
     assert 21 <= found["row_rounds"] <= 84 and found["tokens"] > found["accepted_drafts"] > 0
@@ -293,5 +293,5 @@ def test_torch_trace_gets_stages_and_host_nodes(tmp_path: Path, capsys: pytest.C
     jsonschema.validate(report, SCHEMA)
     times = {stage["name"]: stage["total_ns"] for stage in report["stages"]}
     # Kernels of one stage are one span here: the 10 between two of them belong to it.
-    assert (code, times) == (0, {"show head": 150, "place head": 120, "target_verify": 6000, "accept": 600, "draft_prefill": 3000})
+    assert (code, times) == (0, {"show verify": 150, "place verify": 120, "target_verify": 6000, "accept": 600, "draft_prefill": 3000})
     assert (report["backend"], report["host_nodes"]["total_ns"], report["host_nodes"]["exposed_ns"]) == ("torch", 3500, 400)

@@ -24,9 +24,9 @@ from tools.profiling.sidecar import Run, Sidecar, read_sidecar
 from tools.profiling.spans import MAIN, NO_ROUND, Profile, Span, intersection, subtract, total_length, union
 
 STAGES = {  # runs, total, median per round; of three rounds
-    ("side", "show head"): (3, 150, 50),
+    ("side", "show verify"): (3, 150, 50),
     ("main", "target_verify"): (6, 5970, 1990),
-    ("side", "place head"): (3, 120, 40),
+    ("side", "place verify"): (3, 120, 40),
     ("main", "accept"): (3, 600, 200),
     ("main", "draft_prefill"): (3, 3000, 1000),
     ("main", "between rounds"): (3, 120, 40),
@@ -76,14 +76,14 @@ def test_round_and_stage_times_are_sums_of_node_times(report: dict[str, Any]) ->
     }
     assert stages(report) == STAGES
     names = [row["name"] for row in report["stages"]]
-    assert names == ["show head", "target_verify", "place head", "accept", "draft_prefill", "between rounds"], "in the order of a round"
+    assert names == ["show verify", "target_verify", "place verify", "accept", "draft_prefill", "between rounds"], "in the order of a round"
     assert sum(row["share"] for row in report["stages"]) == pytest.approx(1, abs=1e-5)
     assert next(row["share"] for row in report["stages"] if row["name"] == "accept") == pytest.approx(600 / DEVICE_TIME, abs=1e-6)
 
 
 def test_nodes_and_clones_have_the_innermost_open_range(tmp_path: Path) -> None:
     export = Export(nsys_files.captures(tmp_path / "a.sqlite"))
-    names = ["show head", "head", "place head", "target_verify", "target_verify", "accept", "draft_prefill", "capture"]
+    names = ["show verify", "verify", "place verify", "target_verify", "target_verify", "accept", "draft_prefill", "capture"]
     expected = {start + index: name for start in (nsys_files.CAPTURED, nsys_files.GRAPH) for index, name in enumerate(names, 1)}
     assert stages_of_nodes(export) == expected
     export.close()
@@ -108,7 +108,7 @@ def test_a_late_host_node_is_exposed(report: dict[str, Any]) -> None:
     # Hidden: 600 twice; of 2,300 the 900 and 990 during which target_verify ran. The rest is exposed.
     assert (hosts["source"], hosts["total_ns"], hosts["hidden_ns"], hosts["exposed_ns"]) == ("recorded", 3500, 3090, 410)
     assert hosts["hidden_share"] == pytest.approx(3090 / 3500, abs=1e-6)
-    assert [(node["name"], node["runs"], node["time_ns"]["max"]) for node in hosts["nodes"]] == [("head", 3, 2300)]
+    assert [(node["name"], node["runs"], node["time_ns"]["max"]) for node in hosts["nodes"]] == [("verify", 3, 2300)]
     # Accept waited from 2,000 to 2,500 while the host node (until 2,400) and its copy (2,420 to 2,460) ran.
     assert report["exposed_wait"]["time_ns"] == {"total": 440, "median": 0, "max": 440, "count": 3}
     assert report["acceptance"] == {
@@ -141,7 +141,7 @@ def test_stages_follow_from_node_order_without_the_capture(tmp_path: Path, older
     assert stages(found) == STAGES and found["notes"] == []
     # An older nsys records no host nodes: the engine's times are used, converted to the profiler's clock.
     assert (found["host_nodes"]["total_ns"], found["host_nodes"]["exposed_ns"]) == (3500, 410)
-    assert [node["name"] for node in found["host_nodes"]["nodes"]] == ["head"]
+    assert [node["name"] for node in found["host_nodes"]["nodes"]] == ["verify"]
 
 
 def test_nodes_that_do_not_match_the_recording_are_unknown(tmp_path: Path) -> None:

@@ -24,9 +24,9 @@ def timeline(rounds: int) -> Timeline:
         start = number * 5 * MILLISECOND
         spans += [
             Span(LAUNCHING_THREAD, f"launch {number}", "launch", number, start, start + 100_123),
-            Span("side", "head", "host", number, start + 200_001, start + MILLISECOND),
+            Span("side", "verify", "host", number, start + 200_001, start + MILLISECOND),
             Span(MAIN, "target_verify", "stage", number, start + 150_000, start + 3 * MILLISECOND),
-            Span(MAIN, "head", "wait", number, start + 3 * MILLISECOND, start + 3 * MILLISECOND + 7),
+            Span(MAIN, "verify", "wait", number, start + 3 * MILLISECOND, start + 3 * MILLISECOND + 7),
             Span(MAIN, "accept", "stage", number, start + 3 * MILLISECOND + 7, start + 4 * MILLISECOND),
             Span(MAIN, BETWEEN_ROUNDS, "stage", NO_ROUND, start + 4 * MILLISECOND, start + 4 * MILLISECOND + 900),
         ]

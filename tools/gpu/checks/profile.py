@@ -43,7 +43,7 @@ def profile_of_the_bench(context: Context) -> Figures:
     assert {"target_verify", "accept", "draft_prefill"} <= names, f"stages {sorted(names)}; {report['notes']}"
     assert report["rounds"]["count"] == rounds[1] - rounds[0] + 1, report["rounds"]
     hosts = report["host_nodes"]
-    assert [node["name"] for node in hosts["nodes"]][:2] == ["head", "commit"], f"{hosts}; {report['notes']}"
+    assert [node["name"] for node in hosts["nodes"]][:2] == ["verify", "commit"], f"{hosts}; {report['notes']}"
     return context.figures
 
 
