@@ -28,8 +28,7 @@ def draft_prefill(
     output = run_model("draft", model.forward, inputs, buffers)
     last = (emission.emitted - 1).clamp(min=0)[:, None, None]
     hidden = output.hidden.gather(1, last.expand(-1, 1, output.hidden.shape[2]))
-    features = output.next_features
-    features = features.gather(1, last.expand(-1, 1, features.shape[2]))
+    features = output.next_features.gather(1, last.expand(-1, 1, output.next_features.shape[2]))
     return model_logits("draft", model, hidden[:, 0], limits), features
 
 

@@ -25,6 +25,8 @@ FULL, PLAIN = Drafting(), Drafting(0)
 
 @dataclass(frozen=True, order=True)
 class GraphKey:
+    """Selects the graph of a round: the size and kind of its batch, and its drafts."""
+
     rows: int
     constrained: bool  # some row has a constraint
     sampled: bool = False  # some row needs more than a masked argmax: SamplingParams.plain

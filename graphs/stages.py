@@ -57,15 +57,14 @@ def accept(
     tokens, finite, accepted, status = (sampled_stages.choose_sampled if sampled else _choose_greedy)(buffers, batch, logits, mask, options)
     room = batch.column(Column.MAX_LENGTH) - batch.column(Column.LENGTH)
     drafts, draft_count, stop_ids = batch.drafts, batch.column(Column.DRAFT_COUNT), buffers.row_stop_ids[batch.rows]
-    chosen = kernels.chain_accept(tokens, finite, drafts, draft_count, status, stop_ids, room, accepted)
-    results = buffers.results[: len(batch.rows)]
+    emitted, accepted, finish = kernels.chain_accept(tokens, finite, drafts, draft_count, status, stop_ids, room, accepted)
     forced = buffers.row_forced if constrained and "row_forced" in buffers else None
     looked_up = buffers.row_looked_up if "row_looked_up" in buffers else None
-    inputs, flags = (batch.rows, batch.state, tokens, status, drafts, *chosen), (forced, looked_up)
-    emitted, finish, state = write_emission(*inputs, buffers.row_state, results, *flags)
+    inputs = batch.rows, batch.state, tokens, status, drafts, emitted, accepted, finish
+    emitted, finish, state = write_emission(*inputs, buffers.row_state, buffers.results[: len(batch.rows)], forced, looked_up)
     if sampled:
         sampled_stages.record_output(buffers, batch.rows, tokens, emitted)
-    return Emission(tokens, emitted, chosen[1], finish), batch._replace(state=state)
+    return Emission(tokens, emitted, accepted, finish), batch._replace(state=state)
 
 
 def _choose_greedy(buffers: StaticBuffers, batch: Batch, logits: Tensor, mask: GrammarMask | None, options: AcceptOptions) -> TargetChoice:

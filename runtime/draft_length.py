@@ -92,8 +92,7 @@ NO_COUNTS: Counts = {True: (0, 0), False: (0, 0)}
 
 
 def num_trailing_ones(bits: int) -> int:
-    lowest_zero = ~bits & (bits + 1)
-    return lowest_zero.bit_length() - 1
+    return (~bits & (bits + 1)).bit_length() - 1  # the index of the lowest zero
 
 
 def counts_of(by_model: bool, offered: int, accepted: int, drafts: int, num_before_model: int) -> Counts:
@@ -341,8 +340,8 @@ class DraftLengthChooser:
             self.choice_log.append((drafting, self._policy.account(key.constrained, batch.costs)))
         return drafting
 
-    def needs_catch_up(self, drafting: Drafting) -> bool:
-        """Whether the draft model must process skipped tokens before this round. Counts the round."""
+    def count_skipped(self, drafting: Drafting) -> bool:
+        """Count the tokens that a round skips. Returns whether the draft model must process skipped tokens before it."""
         skips = drafting.length + 1 if not drafting.length or not drafting.model else 0
         needed = self._skipped_tokens + skips > MAX_SKIPPED if skips else self._skipped_tokens > 0
         self._skipped_tokens = (0 if needed else self._skipped_tokens) + skips

@@ -80,7 +80,7 @@ class EngineCore(EngineState):
             requests = tuple(request for request in requests if not request.job.finished)
         if requests:
             if len(requests) < len(self._scheduler.active):
-                self._in_flight.interrupt(next_too=True)  # the next step prefills
+                self._in_flight.limit_next_launch()  # the next step prefills
             self._in_flight.launch(requests)
         return requests
 

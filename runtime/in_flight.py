@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import functools
 import itertools
 import math
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend, Event
+from stepgraph.graphs.context import NULL_CONTEXT
 from stepgraph.graphs.graph_key import FULL, Drafting, GraphKey
 from stepgraph.graphs.graph_set import GraphSet
 from stepgraph.graphs.limits import Limits
@@ -90,14 +90,11 @@ class InFlight:
 
     def capturing(self) -> AbstractContextManager[None]:
         """The context in which the graphs are captured."""
-        return contextlib.nullcontext()
+        return NULL_CONTEXT
 
     def _replay(self, key: GraphKey, **loop: Any) -> None:
-        if self._backend.ranges is None:
+        with self._backend.ranges(f"round {self.rounds - 1}: {key}") if self._backend.ranges else NULL_CONTEXT:
             self._graphs[key].replay(**loop)
-        else:
-            with self._backend.ranges(f"round {self.rounds - 1}: {key}"):
-                self._graphs[key].replay(**loop)
 
     def calibrate(self) -> None:
         """After the capture: launch what must be launched once, and measure rounds."""
@@ -112,7 +109,7 @@ class InFlight:
         self.rounds_by_kind[batch.kind, drafting] += 1
         self._send_batch(slot, batch, key)
         caught_up_at = 0.0
-        if self._chooser and (catch_up := self._catch_up) and self._chooser.needs_catch_up(drafting):
+        if self._chooser and (catch_up := self._catch_up) and self._chooser.count_skipped(drafting):
             caught_up_at = self._now()
             self._backend.run(lambda: catch_up(key.rows))
         self._replay(key)
@@ -131,14 +128,13 @@ class InFlight:
         return self.latest_batch
 
     def _choose_graph(self, batch: DecodeBatch) -> tuple[Drafting, GraphKey]:
-        chooser, kind = self._chooser, batch.kind
+        chooser, key = self._chooser, self._graphs.key_for(*batch.kind)
         if chooser is None:
-            return FULL, self._graphs.key_for(*kind)
-        key = self._graphs.key_for(*kind)
+            return FULL, key
         if self._graphs.records_on_demand and self._calibration and not chooser.costs.is_measured(key):
             self._calibration.measure(key)
         drafting = chooser.choose(batch.requests, key)
-        return drafting, self._graphs.key_for(*kind, drafting)
+        return drafting, self._graphs.key_for(*batch.kind, drafting)
 
     def _send_batch(self, slot: int, batch: DecodeBatch, key: GraphKey) -> None:
         line, size = self._batch_ring[slot], len(batch.requests)
@@ -151,9 +147,12 @@ class InFlight:
         while len(self.pending) >= limit:
             yield from self.collect()
 
-    def interrupt(self, *, next_too: bool = False) -> None:
-        """End running launches, with `next_too` also the next one, after a round. Called before other work. Here a launch is one round."""
-        self._other_work |= not next_too
+    def interrupt(self) -> None:
+        """End running launches after a round, before other work is launched. Here a launch is one round."""
+        self._other_work = True
+
+    def limit_next_launch(self) -> None:
+        """End running launches and the next one after a round, since other work follows. Here a launch is one round."""
 
     def collect(self) -> Iterator[Results]:
         """Wait for the oldest round, and read the results of its unfinished requests."""

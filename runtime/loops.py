@@ -58,8 +58,11 @@ class LoopInFlight(InFlight):
         event = self._backend.event()
         self.pending.append(LaunchedRound(event, self._num_launches, batch, key, time.perf_counter(), drafting, loops))
 
-    def interrupt(self, *, next_too: bool = False) -> None:
-        self._control[Control.STOP_BEFORE] = self._num_launches + 1 + next_too
+    def interrupt(self) -> None:
+        self._control[Control.STOP_BEFORE] = self._num_launches + 1
+
+    def limit_next_launch(self) -> None:
+        self._control[Control.STOP_BEFORE] = self._num_launches + 2
 
     def read(self, limit: int) -> Iterator[Results]:
         """Wait for a round of the running loop, or until fewer than `limit` launches are in flight, and read the published rounds."""

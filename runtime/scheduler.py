@@ -44,6 +44,8 @@ def loss_cause(requested: int, result: ResultRecord) -> LossCause | None:
 
 
 class Counters:
+    """What `stats()` reports of all requests so far."""
+
     def __init__(self, num_drafts: int) -> None:
         self.tokens = self.prompt_tokens = self.drafting_tokens = self.preemptions = 0
         self._rounds_by_drafts = collections.Counter[DraftCounts]()  # a sum for each row and round takes longer
