@@ -1,6 +1,11 @@
-"""stepgraph: a decoding runtime for PyTorch that records a whole speculative round once and replays it.
+"""A decoding runtime for PyTorch that records a whole speculative round once and replays it.
 
-The public names are imported on first use, so `import stepgraph` does not import torch.
+    from stepgraph import Engine
+    engine = Engine.from_pretrained("model")  # a model folder, a .gguf file, or "demo"
+    print(engine.generate("Once upon a time", max_new_tokens=40).text)
+
+Requests: Engine, AsyncEngine, EngineConfig, SamplingParams, Constraint, Job. Your own model: TargetModel, DraftModel. Your own step:
+stepgraph.graphs.capture. The public names are imported on first use, so `import stepgraph` does not import torch.
 """
 
 import os
@@ -13,14 +18,18 @@ if TYPE_CHECKING:
     from stepgraph.graphs.logits_processors import LogitsProcessor, ProcessorInput
     from stepgraph.graphs.model import DraftModel, NoCache, TargetModel
     from stepgraph.graphs.model_call import ModelInput, ModelOutput
-    from stepgraph.runtime.aio import AsyncEngine
+    from stepgraph.runtime.aio import AsyncEngine, JobStream
     from stepgraph.runtime.config import EngineConfig
     from stepgraph.runtime.engine import Engine
+    from stepgraph.runtime.extras.record import Recording
     from stepgraph.runtime.job import FinishReason, Origin, TokenLogprob
     from stepgraph.runtime.request import DraftCounts, EngineClosedError, Job, StepEvent
     from stepgraph.runtime.request_queue import QueueFullError
     from stepgraph.runtime.stats import EngineStats
     from stepgraph.runtime.text import TextCodec
+    from stepgraph.runtime.watchdog import RoundTimeoutError
+    from stepgraph.sampling.grammar.compile.compiler import CompiledConstraint
+    from stepgraph.sampling.grammar.compile.limits import GrammarLimits
     from stepgraph.sampling.grammar.constraints.constraint import Constraint
     from stepgraph.sampling.grammar.vocabulary import Vocabulary
     from stepgraph.sampling.params import SamplingParams
@@ -28,6 +37,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "AsyncEngine",
+    "CompiledConstraint",
     "Constraint",
     "DraftCounts",
     "DraftModel",
@@ -36,7 +46,9 @@ __all__ = [
     "EngineConfig",
     "EngineStats",
     "FinishReason",
+    "GrammarLimits",
     "Job",
+    "JobStream",
     "LogitsProcessor",
     "ModelInput",
     "ModelOutput",
@@ -44,6 +56,8 @@ __all__ = [
     "Origin",
     "ProcessorInput",
     "QueueFullError",
+    "Recording",
+    "RoundTimeoutError",
     "SamplingParams",
     "StepEvent",
     "TargetModel",
@@ -53,6 +67,7 @@ __all__ = [
 ]
 _MODULES = {
     "AsyncEngine": "runtime.aio",
+    "CompiledConstraint": "sampling.grammar.compile.compiler",
     "Constraint": "sampling.grammar.constraints.constraint",
     "DraftCounts": "runtime.request",
     "DraftModel": "graphs.model",
@@ -61,7 +76,9 @@ _MODULES = {
     "EngineConfig": "runtime.config",
     "EngineStats": "runtime.stats",
     "FinishReason": "runtime.job",
+    "GrammarLimits": "sampling.grammar.compile.limits",
     "Job": "runtime.request",
+    "JobStream": "runtime.aio",
     "LogitsProcessor": "graphs.logits_processors",
     "ModelInput": "graphs.model_call",
     "ModelOutput": "graphs.model_call",
@@ -69,6 +86,8 @@ _MODULES = {
     "Origin": "runtime.job",
     "ProcessorInput": "graphs.logits_processors",
     "QueueFullError": "runtime.request_queue",
+    "Recording": "runtime.extras.record",
+    "RoundTimeoutError": "runtime.watchdog",
     "SamplingParams": "sampling.params",
     "StepEvent": "runtime.request",
     "TargetModel": "graphs.model",

@@ -143,9 +143,7 @@ class EngineConfig:
     draft_masks: bool = True  # False: drafts are unmasked and one host node checks them; same tokens
     greedy_only: bool = False  # True: half the graphs; requests that need more than a masked argmax are refused
     forced_acceptance: tuple[float, ...] | None = None  # for benchmarks: acceptance rate of draft 1, 2, ...; outputs are meaningless
-    attention: AttentionName = (
-        "auto"  # on a GPU: flashinfer, triton, reference; auto: triton, and flashinfer for prompts if it passes a test
-    )
+    attention: AttentionName = "auto"  # on a GPU: flashinfer, triton, reference; auto: triton, for prompts flashinfer if it passes a test
     filters: FilterName = "auto"  # top-k, top-p etc. on a GPU: triton, flashinfer, torch; auto: the first that can run and passes its test
     buckets: tuple[int, ...] | None = None  # batch sizes with a graph; None: powers of two and max_rows
     backend: BackendName = "auto"  # tape, cuda, or auto: by the device of the target model

@@ -15,17 +15,22 @@ from typing_extensions import TypedDict, assert_type
 
 from stepgraph import (
     AsyncEngine,
+    CompiledConstraint,
     Constraint,
     DraftCounts,
     Engine,
     EngineConfig,
     EngineStats,
     FinishReason,
+    GrammarLimits,
     Job,
+    JobStream,
     ModelInput,
     ModelOutput,
     NoCache,
     Origin,
+    Recording,
+    RoundTimeoutError,
     SamplingParams,
     StepEvent,
     TextCodec,
@@ -81,8 +86,8 @@ def draft(job: Job) -> Sequence[int]:
     return job.tokens[-2:]
 
 
-config = EngineConfig(max_rows=2, num_speculative_tokens=4, rounds_in_flight=1)
-engine = Engine.from_pretrained("demo", draft, config=config)
+config = EngineConfig(max_rows=2, num_speculative_tokens=4, rounds_in_flight=1, grammar_limits=GrammarLimits(compile_seconds=5))
+engine = Engine.from_pretrained("demo", draft, config=config, record=Recording("run.jsonl"))
 other = Engine.from_pretrained(Path("model"), Repeat(), config=config, weights="quantised", dtype=torch.bfloat16)
 own = Engine(Bigram(), None, vocabulary=Vocabulary.printable())
 EngineConfig(attention="fast")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
@@ -105,9 +110,13 @@ assert_type(chat, Job)
 assert_type(engine.generate([1, 2, 3]), Job)
 for each in (Person, Point, Booking, Colour, Literal["a", "b"], re.compile("x"), weather, list[int], int, dict[str, int]):
     assert_type(engine.submit("x", constraint=each), Job)
-for event in engine.step():
-    assert_type(event, StepEvent)
-    assert_type(event.drafts, DraftCounts)
+assert_type(engine.compile(Person), CompiledConstraint)
+try:
+    for event in engine.step():
+        assert_type(event, StepEvent)
+        assert_type(event.drafts, DraftCounts)
+except RoundTimeoutError:
+    engine.close()
 for piece in engine.stream_text("x", max_new_tokens=2):
     assert_type(piece, str)
 codec = engine.tokenizer
@@ -124,6 +133,7 @@ print(report)
 async def main() -> None:
     async with AsyncEngine(engine) as serving:
         stream = serving.generate("x", constraint=Person, max_new_tokens=2)
+        assert_type(stream, JobStream)
         text = "".join([piece async for piece in stream.text()])
         assert_type(await serving.generate([1]), Job)
         async with serving.generate([1]) as events:

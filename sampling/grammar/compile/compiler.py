@@ -33,7 +33,7 @@ MAX_COMPILES = 256  # at a time; also the maximum number of threads of one compi
 
 @dataclass(frozen=True, eq=False)
 class CompiledConstraint(BoundToProcess):
-    """Immutable, shared by any number of matchers; each matcher keeps it alive after the cache has dropped it."""
+    """A constraint, compiled over a vocabulary. Immutable, shared by any number of matchers, which keep it alive beyond the cache."""
 
     constraint: Constraint
     vocabulary: Vocabulary
