@@ -78,9 +78,17 @@ def quoted() -> list[tuple[str, str]]:
     by_pair = ([each for each in two if name in each["models"]] for name in ("SmolLM2", "Llama"))
     gains = [sorted(each["gain_apart"] for each in found) for found in by_pair] + [sorted(each["gain_shared"] for each in two)]
     fills = [[batch["over_python_loop"] for batch in each["batches"]] for each in kept("fills")["libraries"]]
-    shares = [" and ".join(f"{each['native link, called from C']:.2f}" for each in batches) for batches in fills]
-    shares.append(" and ".join(f"{each['native link, automata']:.2f}" for each in fills[0]))
     inside = [each["library_calls_over_python_loop"] for each in kept("fills")["libraries"][0]["batches"]]
+    shares = {
+        "xgrammar in the native link": [each["native link, called from C"] for each in fills[0]],
+        "xgrammar's own functions alone, the time of all threads together": inside,
+        "llguidance in the native link": [each["native link, called from C"] for each in fills[1]],
+        "llguidance's own call for a whole batch": [each["library batch"] for each in fills[1]],
+        "automata of the same grammars in the native link, compared with xgrammar's loop": [
+            each["native link, automata"] for each in fills[0]
+        ],
+    }
+    alone, by_turns = (kept("automata")["host_link"][name]["automata_over_native_link"].values() for name in ("alone", "by_turns"))
     walked, fuzzed, schedules = kept("masks")["masks"], kept("fuzz"), kept("schedules")["counts"]
     compared = kept("examples")["setups"]
     captures = kept("capture")["captures"]
@@ -143,8 +151,8 @@ def quoted() -> list[tuple[str, str]]:
             "docs/constrain.md",
             f"{bench['compile_ms']['p50']:.0f} ms at the median and {bench['compile_ms']['p99']:,.0f} ms at p99 on a busy",
         ),
-        *(("docs/round.md", f"{share} with") for share in shares),
-        ("docs/round.md", f"Of the loop's time xgrammar's own functions take {inside[0]:.2f} and {inside[1]:.2f},"),
+        *(("docs/round.md", " | ".join(f"{share:.2f}" for share in each)) for each in (alone, by_turns)),
+        *(("docs/round.md", f"| {name} | {one:.2f} | {many:.2f} |") for name, (one, many) in shares.items()),
         *(("docs/round.md", f"{found[0]:.2f} to {found[-1]:.2f} times") for found in gains),
         *(
             ("docs/round.md", f"| {name} | " + " | ".join(f"{each['variants'][length]['over_plain']:.2f}" for length in ("3", "7", "auto")))
