@@ -22,7 +22,7 @@ from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import LlamaConfig, RopeConfig
 from stepgraph.sampling.fields import checked_path, clip_repr
 from stepgraph.sampling.grammar.tokenizers.gguf import table_of_gguf_metadata
-from stepgraph.sampling.grammar.tokenizers.readers import read_folder
+from stepgraph.sampling.grammar.tokenizers.readers import read_folder, refuse_path
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.kernels.c_kernel import why_no_c
 
@@ -104,7 +104,7 @@ def open_checkpoint(path: str | Path, dtype: torch.dtype | None = None, weights:
             raise ValueError(f"{path}: rope_freqs.weight: got {divisors!r:.200}, expected {count} numbers above 0, and no other scaling")
         config = replace(config, rope=replace(rope, divisors=tuple(divisors) or rope.divisors))
         table = table_of_gguf_metadata(gguf.metadata, path, config.vocab_size)
-    elif path.is_dir():
+    elif (path / "config.json").exists():
         fields = read_json(path / "config.json")
         config = read_config(fields)
         source = quantised_source(SafetensorsSource(path), fields)
@@ -116,7 +116,7 @@ def open_checkpoint(path: str | Path, dtype: torch.dtype | None = None, weights:
         mtp_modules = count_mtp_modules(fields, source, config.num_layers)
         table = read_folder(path, fields, config.vocab_size)
     else:
-        raise ValueError(f"path: got {str(path)!r}, expected a local folder with a config.json, or a .gguf file; nothing is downloaded")
+        refuse_path(path, "config.json")
     config = config if dtype is None else replace(config, dtype=dtype)
     if isinstance(source, GgufSource):
         source.dtype = config.dtype

@@ -19,7 +19,7 @@ from jinja2.parser import Parser
 
 from stepgraph.sampling.fields import clip_repr
 from stepgraph.sampling.grammar.tokenizers.gguf import read_gguf_header, table_of_gguf_metadata
-from stepgraph.sampling.grammar.tokenizers.readers import read_json, stated_tokens
+from stepgraph.sampling.grammar.tokenizers.readers import read_json, refuse_path, stated_tokens
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
 LONG_TEXT = 16 << 10  # characters, which take about 10 ms to encode
@@ -132,11 +132,11 @@ class OpenedTokenizer(NamedTuple):
 
 def open_tokenizer(path: Path) -> OpenedTokenizer:
     """Open a folder or .gguf file. Raises ValueError that names the file, or the missing package."""
-    if path.is_dir():
+    if (path / "tokenizer.json").is_file():
         return _open_folder(path)
     if path.suffix == ".gguf" and path.is_file():
         return _open_gguf(path)
-    raise ValueError(f"path: got {str(path)!r}, expected a local folder with a tokenizer.json, or a .gguf file; nothing is downloaded")
+    refuse_path(path, "tokenizer.json")
 
 
 def _import_tokenizers(path: Path) -> Any:
@@ -149,8 +149,6 @@ def _import_tokenizers(path: Path) -> Any:
 
 def _open_folder(folder: Path) -> OpenedTokenizer:
     path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file; it is required to encode text")
     library = _import_tokenizers(folder)
     try:
         tokenizer = library.Tokenizer.from_file(str(path))

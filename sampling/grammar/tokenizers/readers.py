@@ -10,13 +10,19 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from stepgraph.sampling.fields import check_value, checked_path, clip_repr, instance_of, is_int, optional
 from stepgraph.sampling.grammar.tokenizers.table import TokenTable, decode_piece, token_decoder
 
 MAX_JSON_BYTES = 256 << 20
 _TIKTOKEN_STOPS = ("<|endoftext|>", "<|end_of_text|>", "<|return|>", "<|call|>")
+
+
+def refuse_path(path: Path, name: str) -> NoReturn:
+    """ValueError for a path that is no .gguf file and no folder with a file of this name."""
+    there = next((f", such as {file}" for file in sorted(path.glob("*.gguf"))), "; nothing is downloaded")
+    raise ValueError(f"path: got {str(path)!r}, expected a local folder with a {name}, or a .gguf file{there}")
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -129,7 +129,8 @@ def cut(path: Path, share: float) -> None:
 NORM, QUERY = "model.layers.1.input_layernorm.weight", "model.layers.2.self_attn.q_proj.weight"
 SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
     "no folder": (shutil.rmtree, "path: got .*model', expected a local folder"),
-    "no config": (lambda f: (f / "config.json").unlink(), "config.json: No such file"),
+    "no config": (lambda f: (f / "config.json").unlink(), "path: got .*model', expected a local folder with a config.json"),
+    "a folder with a GGUF file": (lambda f: (f / "config.json").rename(f / "a.gguf"), "config.json, or a .gguf file, such as .*a.gguf"),
     "config is not JSON": (lambda f: cut(f / "config.json", 0.5), "config.json: not JSON"),
     "config nested too deeply": (lambda f: (f / "config.json").write_text("[" * 10**6), "config.json: not JSON"),
     "config is a list": (lambda f: (f / "config.json").write_text("[]"), "config.json: got list, expected a JSON object"),
