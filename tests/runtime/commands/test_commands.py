@@ -387,6 +387,7 @@ def test_bench_compares_variants(capsys: pytest.CaptureFixture[str]) -> None:
     assert document["same_texts"] == {"free": "2 of 2", "grammar": "2 of 2"} and document["failed"] == []
     assert all(row["least"] <= row["tokens_per_second"] <= row["most"] and row["host_syncs"] == 0 for row in rows.values())
     assert all(row["rounds"] == row["replays"] for row in rows.values())
+    assert rows["plain"]["tokens_per_round"] == 1.0, "rounds that were in flight when an answer ended are not counted"
     assert rows["plain"]["mask_fills"] == rows["speculative"]["mask_fills"] == 0
     assert (rows["plain + grammar"]["mask_fills"] == 0) == (not native.why_not()), "the host fills masks if the device cannot"
     assert rows["plain"]["accepted_length"] is None and rows["speculative + grammar"]["accepted_length"] > 1.5, "forced drafts are accepted"
