@@ -395,7 +395,7 @@ def add_drafts(parser: argparse.ArgumentParser) -> None:
 
 
 def add_draft(parser: argparse._ActionsContainer) -> None:
-    help_text = "auto, ngram, forced, mtp, none, or the folder of a draft (default: auto)"
+    help_text = "a draft's folder, mtp, ngram, forced or none; auto: MTP modules that the model has, otherwise ngram (default: auto)"
     parser.add_argument("--draft", default="auto", metavar="WORD|FOLDER", help=help_text)
 
 
