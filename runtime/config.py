@@ -75,23 +75,25 @@ CONFLICTS = (
     ("page_allocation", "grow", "save_hidden_states", _CHANGED, "'reserve'"),
 )
 NAMES_ELSEWHERE = {
-    **dict.fromkeys(("max_num_seqs", "max_batch", "max_batch_size", "batch_size", "n_parallel"), "max_rows"),
-    **dict.fromkeys(("max_model_len", "max_seq_len", "max_seq_length", "n_ctx"), "max_length"),
-    **dict.fromkeys(("max_num_batched_tokens", "max_num_tokens", "n_batch", "n_ubatch", "prefill_chunk_size"), "prefill_chunk"),
+    **dict.fromkeys(("max_num_seqs", "max_batch", "max_batch_size", "batch_size", "n_parallel", "max_running_requests"), "max_rows"),
+    **dict.fromkeys(("max_model_len", "max_seq_len", "max_seq_length", "n_ctx", "context_length"), "max_length"),
+    **dict.fromkeys(("max_num_batched_tokens", "max_num_tokens", "n_batch", "n_ubatch", "chunked_prefill_size"), "prefill_chunk"),
     **dict.fromkeys(("num_draft_tokens", "max_draft_len", "prompt_lookup_num_tokens", "num_pred_tokens"), "num_speculative_tokens"),
-    **dict.fromkeys(("gpu_memory_utilization", "free_gpu_memory_fraction", "num_gpu_blocks_override"), "num_pages"),
-    **dict.fromkeys(("cuda_graph_sizes", "cudagraph_capture_sizes"), "buckets"),
+    **{"prefill_chunk_size": "prefill_chunk", "speculative_num_draft_tokens": "num_speculative_tokens"},
+    **dict.fromkeys(("gpu_memory_utilization", "free_gpu_memory_fraction", "num_gpu_blocks_override", "mem_fraction_static"), "num_pages"),
+    **dict.fromkeys(("cuda_graph_sizes", "cudagraph_capture_sizes", "cuda_graph_bs"), "buckets"),
     **dict.fromkeys(("type_k", "type_v"), "kv_cache_dtype"),
-    **dict.fromkeys(("enable_prefix_caching", "enable_block_reuse"), "prefix_reuse"),
+    **dict.fromkeys(("enable_prefix_caching", "enable_block_reuse", "disable_radix_cache"), "prefix_reuse"),
     **dict.fromkeys(("block_size", "tokens_per_block"), "page_size"),
     "capacity_scheduler_policy": "page_allocation",
     "max_logprobs": "max_top_logprobs",
-    "enforce_eager": "eager",
+    **dict.fromkeys(("enforce_eager", "disable_cuda_graph"), "eager"),
+    **{"attention_backend": "attention", "sampling_backend": "filters", "max_loras_per_batch": "max_loras"},
     "device": "backend",
     **{name: f"Engine.from_pretrained({here}=)" for name, here in (("dtype", "dtype"), ("quantization", "weights"))},
     "tensor_parallel_size": "Engine.from_pretrained(tensor_parallel=)",
     "seed": "Engine.submit(sampling=SamplingParams(seed=))",
-}  # in vLLM, TensorRT-LLM, llama-cpp-python and transformers
+}  # in vLLM, SGLang, TensorRT-LLM, llama-cpp-python and transformers
 
 
 @checked_fields(NAMES_ELSEWHERE)

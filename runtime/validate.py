@@ -73,7 +73,7 @@ _SAMPLING_ARGUMENTS |= {other: _SAMPLING_ARGUMENTS[name] for other, name in SAMP
 
 ENGINE_NAMES = _CONFIG_ARGUMENTS | {
     **dict.fromkeys(("model", "model_path"), "the model as the first argument"),
-    **dict.fromkeys(("draft_model", "assistant_model", "speculative_config", "speculative_model"), "draft"),
+    **dict.fromkeys(("draft_model", "assistant_model", "speculative_config", "speculative_model", "speculative_draft_model_path"), "draft"),
     **dict.fromkeys(("tensor_parallel_size", "tp_size"), "tensor_parallel, of Engine.from_pretrained"),
     "torch_dtype": "dtype, of Engine.from_pretrained",
     **dict.fromkeys(("quantization", "quantization_config", "load_in_8bit", "load_in_4bit"), "weights='quantised', for a quantised model"),
@@ -93,9 +93,9 @@ REQUEST_NAMES = _SAMPLING_ARGUMENTS | {
     ),
     **dict.fromkeys(("regex", "guided_regex"), "constraint=Constraint.regex(...)"),
     **dict.fromkeys(("choice", "choices", "guided_choice"), "constraint=Constraint.choice([...])"),
-    **dict.fromkeys(("grammar", "guided_grammar"), "constraint=Constraint.ebnf(...) or Constraint.lark(...)"),
+    **dict.fromkeys(("grammar", "guided_grammar", "ebnf"), "constraint=Constraint.ebnf(...) or Constraint.lark(...)"),
     "do_sample": "sampling=SamplingParams(temperature=), where 0 is greedy",
-    "response_format": "constraint=Constraint.response_format(...)",
+    **{name: f"constraint=Constraint.{name}(...)" for name in ("response_format", "structural_tag")},
     **dict.fromkeys(("tools", "tool_choice"), "a function as the constraint, or the tools in Engine.tokenizer.chat(messages, tools)"),
     **dict.fromkeys(("stream", "streaming", "streamer"), "the method Engine.stream_text, or AsyncEngine"),
     **dict.fromkeys(("n", "best_of", "num_return_sequences"), SAMPLING_NAMES["n"]),

@@ -41,9 +41,10 @@ _USE_MAX_NEW_TOKENS = "Engine.submit(max_new_tokens=)"
 _USE_CONSTRAINT = "Engine.submit(constraint=)"
 NAMES_ELSEWHERE = {
     **dict.fromkeys(("max_tokens", "max_new_tokens", "max_length", "n_predict"), _USE_MAX_NEW_TOKENS),
-    **dict.fromkeys(("structured_outputs", "guided_decoding", "grammar", "response_format", "allowed_token_ids"), _USE_CONSTRAINT),
+    **dict.fromkeys(("structured_outputs", "guided_decoding", "grammar", "response_format", "allowed_token_ids", "regex"), _USE_CONSTRAINT),
     **dict.fromkeys(("n", "best_of"), "as many equal prompts, and sampling=[SamplingParams(seed=), ...] in Engine.generate"),
     **dict.fromkeys(("min_tokens", "min_length"), "min_new_tokens"),
+    **dict.fromkeys(("json_schema", "ebnf", "structural_tag"), _USE_CONSTRAINT),
     "repeat_penalty": "repetition_penalty",
     **dict.fromkeys(("stop_strings", "stop_sequences", "stop_words"), "stop"),
     **dict.fromkeys(("bad", "bad_words_ids"), "bad_words"),
@@ -58,7 +59,7 @@ NAMES_ELSEWHERE = {
     "embedding_bias": "logit_bias",
     "do_sample": "temperature: 0 is greedy",
     "logits_processor": "logits_processors, the names of EngineConfig.logits_processors",
-}  # in vLLM, TensorRT-LLM, llama-cpp-python and transformers
+}  # in vLLM, SGLang, TensorRT-LLM, llama-cpp-python and transformers
 
 
 @checked_fields(NAMES_ELSEWHERE)

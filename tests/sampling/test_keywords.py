@@ -52,6 +52,14 @@ CALLS: list[tuple[Callable[..., Any], str, str]] = [
     (EngineConfig, "dtype", "Engine.from_pretrained(dtype=)"),
     (EngineConfig, "quantization", "Engine.from_pretrained(weights=)"),
     (Engine.from_pretrained, "quantization", "weights"),
+    (Engine.from_pretrained, "mem_fraction_static", "config=EngineConfig(num_pages=)"),
+    (Engine.from_pretrained, "speculative_draft_model_path", "draft"),
+    (EngineConfig, "max_running_requests", "max_rows"),
+    (EngineConfig, "disable_cuda_graph", "eager"),
+    (EngineConfig, "attention_backend", "attention"),
+    (SamplingParams, "json_schema", "Engine.submit(constraint=)"),
+    (ENGINE.generate, "ebnf", "constraint=Constraint.ebnf(...)"),
+    (ENGINE.generate, "structural_tag", "constraint=Constraint.structural_tag(...)"),
 ]
 
 
