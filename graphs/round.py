@@ -92,7 +92,7 @@ class Round:
             with context.stage(f"choose_draft {step}"):
                 alive, mask = after.live if step == 1 else tokens >= 0, draft_grammar.mask(after, step) if draft_grammar else None
                 tokens = drafting.choose_draft(buffers, after, step, logits, alive, mask, key.sampled, draft.d2t, chain, shard)
-        with context.stage("keep_chain"):
+        with context.stage("store_chain"):
             drafting.store_chain(buffers, after, buffers.batch_drafts[:num_drafts, : key.rows].T)
 
     def _grammar_lane(self, buffers: StaticBuffers, context: CaptureContext, key: GraphKey) -> GrammarLane:

@@ -63,7 +63,7 @@ def node_counts(report: RecordedReport) -> tuple[int, int]:
 
 VERIFY = ["show verify", "verify", "place verify", "check verify"]
 SHOWN = [*VERIFY, *(f"{verb}{node}" for node in ("commit", "advance 1", "advance 2") for verb in ("show ", "", "place "))]
-DRAFTED = ["draft_prefill", "choose_draft 1", "draft_decode 1", "choose_draft 2", "draft_decode 2", "choose_draft 3", "keep_chain"]
+DRAFTED = ["draft_prefill", "choose_draft 1", "draft_decode 1", "choose_draft 2", "draft_decode 2", "choose_draft 3", "store_chain"]
 
 
 def test_report_has_the_stages_of_a_round_in_order() -> None:
