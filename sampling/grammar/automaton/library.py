@@ -21,6 +21,7 @@ Image = npt.NDArray[np.int32]
 
 IMAGE_VERSION, MOVE_INTS = constants.IMAGE_VERSION, constants.IMAGE_MOVE_INTS
 REASON_BYTES = 400
+MANY_BYTES = 1 << 20  # of the shortest text of a rule
 UNFIT = 1  # a return value of automaton_compile
 FORMAT_RULE = re.compile(r"(?:\w+_)?(?:hostname(7?)_(\d+)|time)")  # host names (7: of drafts 3 to 7) and their length, or times: see nfa.h
 
@@ -85,9 +86,9 @@ class AutomatonVocabulary:
         self.view = structs.image_vocabulary()
         library.stepgraph_automaton_view_vocabulary(self.handle, byref(self.view))
 
-    def compile(self, grammar_json: str, limits: npt.NDArray[np.int64], has_formats: bool = False) -> Image:
-        """The image of a grammar that xgrammar has parsed and serialised; UnfitError with the reason if it has none. `has_formats`:
-        rules with names that match `FORMAT_RULE` are formats."""
+    def compile(self, grammar_json: str, shortest: Mapping[int, int], limits: npt.NDArray[np.int64], has_formats: bool = False) -> Image:
+        """The image of a grammar that xgrammar has parsed and serialised; UnfitError with the reason if it has none. `shortest`: see
+        ParsedGrammar. `has_formats`: rules with names that match `FORMAT_RULE` are formats."""
         size, found, reason = len(grammar_json), POINTER(c_int32)(), ctypes.create_string_buffer(REASON_BYTES)
         data, grammar_json = _cut_numbers(grammar_json, "grammar_expr_data")
         offsets, grammar_json = _cut_numbers(grammar_json, "grammar_expr_indptr")
@@ -96,7 +97,8 @@ class AutomatonVocabulary:
         formats = np.zeros(len(bodies), np.int32)
         for index, rule in enumerate(FORMAT_RULE.fullmatch(rule[0]) for rule in parsed["rules"] if has_formats):
             formats[index] = (int(rule[2]) * 2 + (not rule[1]) if rule[2] else -1) if rule else 0
-        addresses = (array.ctypes.data for array in (data, offsets, bodies, formats))
+        sizes = np.array([min(shortest.get(rule, MANY_BYTES), MANY_BYTES) for rule in range(len(bodies))], np.int32)
+        addresses = (array.ctypes.data for array in (data, offsets, bodies, formats, sizes))
         grammar = structs.parsed_grammar(*addresses, len(offsets), len(bodies), parsed["root_rule_id"], has_times=True)
         outcome = functions().stepgraph_automaton_compile(
             byref(grammar), limits.ctypes.data, self.handle, byref(found), reason, REASON_BYTES

@@ -13,9 +13,9 @@ import itertools
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from stepgraph.sampling.fields import clip_repr
 from stepgraph.sampling.grammar.compile.limits import CompileAbortedError, limit_exceeded
@@ -60,8 +60,14 @@ _HINTS = {  # by the beginning of the library's message
 _MAYBE_NON_ASCII = re.compile(r"[^\x00-\x7f]|\\[uUx]|\[\^")  # if found, a grammar may have a class beyond ASCII
 
 
-def parsed_grammar(core: Any, kind: str, payload: str, options: Options, least_bytes: int) -> Any:
-    """The library's grammar object of a constraint that its builder has checked. UnsupportedError if a schema is not enforced.
+class ParsedGrammar(NamedTuple):
+    grammar: Any  # the library's object
+    serialised: str
+    shortest: Mapping[int, int]  # bytes of the shortest text of each rule that has a finite text
+
+
+def parsed_grammar(core: Any, kind: str, payload: str, options: Options, least_bytes: int) -> ParsedGrammar:
+    """The grammar of a constraint that its builder has checked. UnsupportedError if a schema is not enforced.
 
     CompileAbortedError if the shortest text of a rule is longer than `least_bytes`; any other error is from the library.
     """
@@ -72,8 +78,8 @@ def parsed_grammar(core: Any, kind: str, payload: str, options: Options, least_b
         while first in text:
             first += "_"
         grammar = core.Grammar.from_ebnf(f"{text}\n{first} ::= {root}\n", first)
-    check_shortest_texts(str(grammar.serialize_json()), least_bytes)
-    return grammar
+    serialised = str(grammar.serialize_json())
+    return ParsedGrammar(grammar, serialised, shortest_texts(serialised, least_bytes))
 
 
 @contextlib.contextmanager
@@ -266,9 +272,9 @@ class _SerialisedGrammar:
             raise ValueError(f"the library's grammar has an expression of the unknown kind {kind}")
 
 
-def check_shortest_texts(serialised: str, least_bytes: int) -> None:
-    """CompileAbortedError that names a rule without a finite text, or with an alternative whose shortest text exceeds `least_bytes`, among
-    those that the root rule reaches, or any rule that is only a repetition of itself.
+def shortest_texts(serialised: str, least_bytes: int) -> dict[int, int]:
+    """`ParsedGrammar.shortest`. CompileAbortedError that names a rule without a finite text, or with an alternative whose shortest text
+    exceeds `least_bytes`, among those that the root rule reaches, or any rule that is only a repetition of itself.
     """
     grammar = _SerialisedGrammar(serialised)
     for rule in grammar.repetitions_of_themselves():
@@ -286,6 +292,7 @@ def check_shortest_texts(serialised: str, least_bytes: int) -> None:
         size, rule = min(too_long)
         got = f"{size:,}" if size < 10**18 else "more than 10^18"
         raise CompileAbortedError(limit_exceeded("least_bytes", f"{got} bytes that rule {grammar.names[rule]} leads to", least_bytes))
+    return shortest
 
 
 def _shortest(alternatives: Sequence[_Alternative]) -> dict[int, int]:
