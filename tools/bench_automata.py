@@ -156,7 +156,7 @@ def measure(paths: Sequence[Path], tokens: Vocabulary, repeats: int) -> dict[str
         figures["parse_ms"].append((times[0] - start) * 1e3)
         try:
             for _ in range(repeats):
-                image = table.compile(parsed.serialised, parsed.shortest, bounds, has_formats=True)
+                image = table.compile(*parsed[1:], bounds, has_formats=True)
                 times.append(time.thread_time())
         except UnfitError as error:
             unfit[f"{path.parent.name}/{path.name}"] = str(error)

@@ -62,7 +62,8 @@ _MAYBE_NON_ASCII = re.compile(r"[^\x00-\x7f]|\\[uUx]|\[\^")  # if found, a gramm
 
 class ParsedGrammar(NamedTuple):
     grammar: Any  # the library's object
-    serialised: str
+    parts: dict[str, Any]  # as the library serialises it
+    chars: int  # of that
     shortest: Mapping[int, int]  # bytes of the shortest text of each rule that has a finite text
 
 
@@ -79,7 +80,8 @@ def parsed_grammar(core: Any, kind: str, payload: str, options: Options, least_b
             first += "_"
         grammar = core.Grammar.from_ebnf(f"{text}\n{first} ::= {root}\n", first)
     serialised = str(grammar.serialize_json())
-    return ParsedGrammar(grammar, serialised, shortest_texts(serialised, least_bytes))
+    parts = json.loads(serialised)
+    return ParsedGrammar(grammar, parts, len(serialised), shortest_texts(parts, least_bytes))
 
 
 @contextlib.contextmanager
@@ -209,8 +211,7 @@ class _Alternative:
 class _SerialisedGrammar:
     """A parsed grammar as the library serialises it."""
 
-    def __init__(self, serialised: str) -> None:
-        grammar: dict[str, Any] = json.loads(serialised)
+    def __init__(self, grammar: Mapping[str, Any]) -> None:
         data: list[int] = grammar["grammar_expr_data"]
         starts: list[int] = grammar["grammar_expr_indptr"]
         self._expressions = [(data[start], data[start + 2 : start + 2 + data[start + 1]]) for start in starts]  # kind and content
@@ -272,11 +273,11 @@ class _SerialisedGrammar:
             raise ValueError(f"the library's grammar has an expression of the unknown kind {kind}")
 
 
-def shortest_texts(serialised: str, least_bytes: int) -> dict[int, int]:
+def shortest_texts(parts: Mapping[str, Any], least_bytes: int) -> dict[int, int]:
     """`ParsedGrammar.shortest`. CompileAbortedError that names a rule without a finite text, or with an alternative whose shortest text
     exceeds `least_bytes`, among those that the root rule reaches, or any rule that is only a repetition of itself.
     """
-    grammar = _SerialisedGrammar(serialised)
+    grammar = _SerialisedGrammar(parts)
     for rule in grammar.repetitions_of_themselves():
         name = grammar.names[rule]
         raise CompileAbortedError(f'rule {name}: got only a repetition of itself, expected a text or another rule, such as {name} ::= ""')
