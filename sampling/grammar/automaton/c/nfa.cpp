@@ -574,8 +574,8 @@ private:
             return to;
         case CHOICES: return choices(at, continuation);
         case REPEAT:
-            return repeat([&, repeated](int32_t after) { return rule(repeated, after); }, graph.grammar.shortest[repeated], number, at.data[1],
-                at.data[2], continuation);
+            return repeat([&, repeated](int32_t after) { return rule(repeated, after); }, graph.grammar.shortest[repeated], number,
+                at.data[1], at.data[2], continuation);
         case TAGS:
             if (!at.data[at.size - 2] || graph.view(at.data[at.size - 1]).size) throw Unfit("its tags do not repeat or exclude texts");
             return tags(at, continuation);
