@@ -63,7 +63,7 @@ class CompiledConstraint(BoundToProcess):
 
 @dataclass(frozen=True)
 class CompileStats:
-    """For the metadata, see EngineStats."""
+    """The metadata describe the fields as metrics: kind and text, and the name if it is another one."""
 
     hits: int = field(default=0, metadata={"counter": "Grammars found compiled or being compiled.", "name": "grammar_cache_hits"})
     misses: int = field(default=0, metadata={"counter": "Grammars that had to be compiled.", "name": "grammar_cache_misses"})
