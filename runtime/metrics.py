@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, fields
+from dataclasses import Field, asdict, fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,20 +42,16 @@ def engine_metrics(engines: Iterable[tuple[Labels, EngineStats]]) -> list[Metric
 
 
 def _metrics(stats: EngineStats) -> list[Metric]:
-    drafts, drafting, grammars, lanes = stats.drafts, stats.drafting, stats.grammars, stats.lanes
-    plain = [(kind, each.name, text) for each in fields(stats) for kind, text in each.metadata.items()]
+    drafts, drafting, lanes = stats.drafts, stats.drafting, stats.lanes
+    described = [(part, each) for part in (stats, drafting, stats.grammars, lanes) for each in fields(part) if each.metadata]
     by_lane = [({"lane": lane}, getattr(lanes, lane)) for lane in ("device", "host")]
     by_reason = [({"reason": reason}, count) for reason, count in stats.finished]
     losses = [({"cause": loss.value}, getattr(drafting, loss.value)) for loss in LossCause]
     graphs = [({name: str(value).lower() for name, value in asdict(graph.key).items()}, graph) for graph in stats.graphs]
     return [
-        *(_KINDS[kind](name, text, value) for kind, name, text in plain if (value := getattr(stats, name)) is not None),
-        counter("reused_prompt_tokens", "Prompt tokens found in the cache.", stats.reused_tokens),
+        *(_described(part, each) for part, each in described if getattr(part, each.name) is not None),
         counters("finished", "Requests finished, by finish reason; refused: by a constraint or its limits.", by_reason),
         counter("accepted_drafts", "Drafts accepted.", drafts.accepted),
-        counter("drafting_rounds", "Rounds of a row for which drafts could be made.", drafting.rounds),
-        counter("drafting_tokens", "Tokens emitted in these rounds; divided by drafting_rounds: the accepted length.", drafting.tokens),
-        counter("full_chains", "Drafting rounds in which every draft was accepted.", drafting.full),
         counters("lost_chains", "Drafting rounds in which not every draft was accepted, by the first cause.", losses),
         counters("position_offered", "Drafts offered, by position in the chain.", _by_position(drafting.offered)),
         counters("position_accepted", "Drafts accepted, by position in the chain.", _by_position(drafting.accepted)),
@@ -74,24 +70,7 @@ def _metrics(stats: EngineStats) -> list[Metric]:
         ),
         counters("graph_padded_rounds", "Rounds with fewer rows than their graph.", [(key, graph.padded_rounds) for key, graph in graphs]),
         counters("graph_padded_rows", "Rows of graphs without a request.", [(key, graph.padded_rows) for key, graph in graphs]),
-        counter("grammar_cache_hits", "Grammars found compiled or being compiled.", grammars.hits),
-        counter("grammar_cache_misses", "Grammars that had to be compiled.", grammars.misses),
-        counter("grammar_cache_evictions", "Grammars evicted.", grammars.dropped),
-        gauge("grammar_cache_bytes", "Bytes of the cached grammars.", grammars.nbytes),
-        gauge("grammars", "Cached grammars.", grammars.grammars),
-        counter("compiles", "Successful compiles.", grammars.compiles),
-        counter("compile_failures", "Failed compiles.", grammars.failures),
-        counter("compile_seconds", "Total compile time.", grammars.compile_seconds),
-        gauge("longest_compile_seconds", "Duration of the longest compile.", grammars.longest_compile_seconds),
-        gauge("compiles_running", "Compiles in progress.", grammars.running),
-        gauge("compiles_waiting", "Compiles waiting for a thread.", grammars.waiting),
-        counter("compile_workers_started", "Worker processes started.", grammars.workers_started),
         counters("lane_requests", "Constrained requests, by where their grammar is followed.", by_lane),
-        counter("arena_full", "Requests whose grammar found no room on the device.", lanes.arena_full),
-        gauge("arena_grammars", "Grammars on the device.", lanes.grammars),
-        gauge("arena_bytes", "Bytes of the grammars on the device.", lanes.nbytes),
-        counter("arena_evictions", "Grammars evicted from the device.", lanes.evicted),
-        histogram("host_node_seconds", "Duration of host nodes.", stats.host_nodes),
     ]
 
 
@@ -121,6 +100,11 @@ def _metric(name: str, kind: str, description: str, samples: Iterable[tuple[str,
 
 
 _KINDS: dict[str, Callable[..., Metric]] = {"counter": counter, "gauge": gauge, "histogram": histogram}
+
+
+def _described(part: object, each: Field[Any]) -> Metric:
+    kind = next(kind for kind in _KINDS if kind in each.metadata)
+    return _KINDS[kind](each.metadata.get("name", each.name), each.metadata[kind], getattr(part, each.name))
 
 
 def _by_position(values: Iterable[int]) -> list[Sample]:

@@ -27,9 +27,11 @@ class DraftStats:
     The first round of a request counts only if it had drafts. Requests without speculation are not counted.
     """
 
-    rounds: int
-    tokens: int  # emitted in these rounds
-    full: int  # rounds in which every requested draft was accepted
+    rounds: int = field(metadata={"counter": "Rounds of a row for which drafts could be made.", "name": "drafting_rounds"})
+    tokens: int = field(
+        metadata={"counter": "Tokens emitted in these rounds; divided by drafting_rounds: the accepted length.", "name": "drafting_tokens"}
+    )
+    full: int = field(metadata={"counter": "Drafting rounds in which every draft was accepted.", "name": "full_chains"})
     illegal: int  # illegal to undrafted: the other rounds by LossCause
     improbable: int
     ended: int
@@ -60,10 +62,10 @@ class LaneStats:
     off: str  # why all are followed on the host; empty if they can be on the device
     device: int  # requests
     host: int
-    arena_full: int  # requests on the host because the arena was full
-    grammars: int  # in the arena, used by requests or not
-    nbytes: int  # of these grammars
-    evicted: int
+    arena_full: int = field(metadata={"counter": "Requests whose grammar found no room on the device."})
+    grammars: int = field(metadata={"gauge": "Grammars on the device.", "name": "arena_grammars"})  # used by requests or not
+    nbytes: int = field(metadata={"gauge": "Bytes of the grammars on the device.", "name": "arena_bytes"})
+    evicted: int = field(metadata={"counter": "Grammars evicted from the device.", "name": "arena_evictions"})
 
 
 @shows_fields
@@ -72,8 +74,8 @@ class EngineStats:
     """Counts since the engine was made, and its present state.
 
     Counts of jobs and pages are taken at one moment under the lock of the queue. The launched rounds include every round whose
-    results are counted. Counts of the device and of the grammar compiler are read just before. A field with metadata is also a metric of
-    this name, kind and description.
+    results are counted. Counts of the device and of the grammar compiler are read just before. A field with metadata, also of a part, is
+    a metric of this kind and description, with the name of the field or `name`.
     """
 
     rounds: int = field(metadata={"counter": "Rounds launched."})
@@ -91,7 +93,7 @@ class EngineStats:
     mask_fills: int = field(metadata={"counter": "Masks filled on the host."})
     matcher_accepts: int = field(metadata={"counter": "Tokens accepted by matchers."})
     matcher_rollbacks: int = field(metadata={"counter": "Rollbacks of matchers."})
-    host_nodes: Histogram  # seconds of each host node: matcher updates and masks
+    host_nodes: Histogram = field(metadata={"histogram": "Duration of host nodes.", "name": "host_node_seconds"})  # updates and masks
     longest_host_node_seconds: float = field(metadata={"gauge": "Duration of the longest host node."})
     # Seconds that the main stream waited for masks. Tape: measured. Eager engine: all of host_nodes, as nothing overlaps; if some
     # graphs could not be captured: of the recorded rounds only. CUDA: None, as only a profiler can measure it.
@@ -117,7 +119,7 @@ class EngineStats:
     cached_pages: int = field(metadata={"gauge": "Pages findable by prefix."})
     evicted_pages: int = field(metadata={"counter": "Cached pages evicted."})
     added_pages: int = field(metadata={"counter": "Pages added to requests that decode."})
-    reused_tokens: int  # prompt tokens found in the prefix cache
+    reused_tokens: int = field(metadata={"counter": "Prompt tokens found in the cache.", "name": "reused_prompt_tokens"})
 
 
 def take_stats(parts: EngineParts) -> EngineStats:

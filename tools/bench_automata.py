@@ -97,7 +97,7 @@ def compare(case: Case, tokens: Vocabulary) -> dict[str, Any]:
     limits, table = GrammarLimits(), automaton_vocabulary(tokens)
     try:
         library = GrammarCompiler(tokens, backend="xgrammar").compile(case.constraint).grammar
-        image = table.compile(str(parse(case.constraint, limits).serialize_json()), limits_of(asdict(limits)))
+        image = table.compile(*parse(case.constraint, limits)[1:], limits_of(asdict(limits)))
     except ValueError as error:
         return {"refused": str(error)[:200]}
     ours = AutomatonGrammar(image, table, tokens)
@@ -148,7 +148,7 @@ def measure(paths: Sequence[Path], tokens: Vocabulary, repeats: int) -> dict[str
             constraint = Constraint.json_schema(json.loads(path.read_text(encoding="utf-8")))
             library.check(constraint)
             start = time.thread_time()
-            parsed = str(parse(constraint, limits).serialize_json())
+            parsed = parse(constraint, limits)
         except (ValueError, RuntimeError):  # the library raises several types of its own
             refused += 1
             continue
@@ -156,7 +156,7 @@ def measure(paths: Sequence[Path], tokens: Vocabulary, repeats: int) -> dict[str
         figures["parse_ms"].append((times[0] - start) * 1e3)
         try:
             for _ in range(repeats):
-                image = table.compile(parsed, bounds, has_formats=True)
+                image = table.compile(*parsed[1:], bounds, has_formats=True)
                 times.append(time.thread_time())
         except UnfitError as error:
             unfit[f"{path.parent.name}/{path.name}"] = str(error)

@@ -69,10 +69,7 @@ def run(options: argparse.Namespace) -> int:
             "variants": [_figures(case, len(prompts)) for case in cases],
         }
         document["ratios"] = ratios(document["variants"])
-    if options.json:
-        terminal.print_json(document)
-    else:
-        _print_table(document)
+    terminal.print_document(document, options.json, _lines)
     return terminal.report_failures("bench", failed)
 
 
@@ -172,21 +169,21 @@ def ratios(variants: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def _print_table(document: dict[str, Any]) -> None:
-    setting = f"draft {document['draft']}, K = {document['drafts']}, {document['device']}, {document['threads']} threads"
-    terminal.print_text(f"{document['model']}, {setting}")
+def _lines(document: dict[str, Any]) -> list[str]:
     rows = [[row["variant"], *(_cell(row[name]) for name in COLUMNS.values())] for row in document["variants"]]
-    terminal.print_text("\n".join(terminal.table(["", *COLUMNS], rows)))
     compared = [
         [f"{row['of']} : {row['to']}", *(f"{row[name]:.2f}" for name in ("ratio", "tokens_per_round", "time_of_a_round", "readme"))]
         for row in document["ratios"]
     ]
-    terminal.print_text("\n".join(terminal.table(["", "ratio", "of tokens/round", "of times of a round", "in README"], compared)))
-    terminal.print_text(
-        "ratio of tokens/s = ratio of tokens/round divided by ratio of times of a round; in README: measured with the pair of the demo"
-    )
+    setting = f"draft {document['draft']}, K = {document['drafts']}, {document['device']}, {document['threads']} threads"
     equal = document["same_texts"]
-    terminal.print_text(f"speculative answers equal to the plain ones: {equal['free']} without a grammar, {equal['grammar']} with one")
+    return [
+        f"{document['model']}, {setting}",
+        *terminal.table(["", *COLUMNS], rows),
+        *terminal.table(["", "ratio", "of tokens/round", "of times of a round", "in README"], compared),
+        "ratio of tokens/s = ratio of tokens/round divided by ratio of times of a round; in README: measured with the pair of the demo",
+        f"speculative answers equal to the plain ones: {equal['free']} without a grammar, {equal['grammar']} with one",
+    ]
 
 
 def _cell(value: object) -> str:

@@ -17,10 +17,7 @@ MAX_VALUE = 40  # characters of a value in the table
 
 def run(options: argparse.Namespace) -> int:
     document = _checked(options.schema, options.objects)
-    if options.json:
-        terminal.print_json(document)
-    else:
-        terminal.print_text("\n".join(_table(document)))
+    terminal.print_document(document, options.json, _table)
     return 0 if document["enforced"] else terminal.FAILED
 
 

@@ -28,10 +28,7 @@ def run(options: argparse.Namespace) -> int:
     with terminal.waiting("reading headers ..."):
         draft = str(head_path()) if options.draft in (None, AUTO) and options.model == DEMO else options.draft
         document = _inspected(model_path(options.model), draft)
-    if options.json:
-        terminal.print_json(document)
-    else:
-        terminal.print_text("\n".join(_lines(document)))
+    terminal.print_document(document, options.json, _lines)
     return 0 if document["runs"] else terminal.FAILED
 
 

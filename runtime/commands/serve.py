@@ -132,10 +132,7 @@ async def serve(serving: Serving, options: argparse.Namespace) -> None:
 def print_address(listener: socket.socket, options: argparse.Namespace) -> None:
     host, port = listener.getsockname()[:2]
     url = f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
-    if options.json:
-        terminal.print_json({"url": url})
-    else:
-        terminal.print_text(f"listening on {url}")
+    terminal.print_document({"url": url}, options.json, lambda document: [f"listening on {url}"])
 
 
 def run_replicas(options: argparse.Namespace) -> None:

@@ -11,10 +11,11 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NoReturn, TextIO
+from typing import NoReturn, TextIO, TypeVar
 
 from stepgraph.runtime.printing import CONTROL, print_error, printable
 
+Document = TypeVar("Document")
 FAILED, BAD_INPUT, INTERRUPTED, OUTPUT_CLOSED = 1, 2, 130, 141
 ORIGINS = {"draft": "from the draft", "look_up": "looked up in the text", "forced": "forced by the grammar", "target": "from the target"}
 ORIGIN_COLOURS = {"draft": "\x1b[32m", "look_up": "\x1b[36m", "forced": "\x1b[35m", "target": "\x1b[1m"}
@@ -84,6 +85,14 @@ def print_json(document: object) -> None:
     encodes_everything = (sys.stdout.encoding or "utf-8").lower().replace("-", "").startswith("utf")
     text = json.dumps(document, indent=2, default=str, ensure_ascii=not encodes_everything)
     print(CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text))  # json.dumps leaves U+007F to U+009F
+
+
+def print_document(document: Document, as_json: bool, lines: Callable[[Document], Iterable[str]]) -> None:
+    """Print the document as JSON, or its lines for people."""
+    if as_json:
+        print_json(document)
+    else:
+        print_text("\n".join(lines(document)))
 
 
 def _repair_streams() -> None:

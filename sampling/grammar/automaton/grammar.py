@@ -135,8 +135,8 @@ class AutomatonBuilder:
         """UnfitError if the automaton exceeds the limits or does not exist; other errors as in `XGrammarBuilder.build`."""
         with library_errors():
             if worker is None:
-                parsed = str(parse(constraint, self._limits).serialize_json())
-                image = automaton_vocabulary(self._vocabulary).compile(parsed, limits_of(asdict(self._limits)), constraint.kind != "ebnf")
+                parsed, bounds = parse(constraint, self._limits)[1:], limits_of(asdict(self._limits))
+                image = automaton_vocabulary(self._vocabulary).compile(*parsed, bounds, constraint.kind != "ebnf")
             else:
                 serialised = worker.call("automaton", constraint.kind, constraint.payload, asdict(constraint.schema_options))
                 image = np.frombuffer(serialised, np.int32)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import re
 import weakref
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ Image = npt.NDArray[np.int32]
 
 IMAGE_VERSION, MOVE_INTS = constants.IMAGE_VERSION, constants.IMAGE_MOVE_INTS
 REASON_BYTES = 400
+MANY_BYTES = 1 << 20  # of the shortest text of a rule
 UNFIT = 1  # a return value of automaton_compile
 FORMAT_RULE = re.compile(r"(?:\w+_)?(?:hostname(7?)_(\d+)|time)")  # host names (7: of drafts 3 to 7) and their length, or times: see nfa.h
 
@@ -85,24 +85,25 @@ class AutomatonVocabulary:
         self.view = structs.image_vocabulary()
         library.stepgraph_automaton_view_vocabulary(self.handle, byref(self.view))
 
-    def compile(self, grammar_json: str, limits: npt.NDArray[np.int64], has_formats: bool = False) -> Image:
-        """The image of a grammar that xgrammar has parsed and serialised; UnfitError with the reason if it has none. `has_formats`:
-        rules with names that match `FORMAT_RULE` are formats."""
-        size, found, reason = len(grammar_json), POINTER(c_int32)(), ctypes.create_string_buffer(REASON_BYTES)
-        data, grammar_json = _cut_numbers(grammar_json, "grammar_expr_data")
-        offsets, grammar_json = _cut_numbers(grammar_json, "grammar_expr_indptr")
-        parsed = json.loads(grammar_json)
-        bodies = np.array([rule[1] for rule in parsed["rules"]], np.int32)
+    def compile(
+        self, parts: Mapping[str, Any], chars: int, shortest: Mapping[int, int], limits: npt.NDArray[np.int64], has_formats: bool = False
+    ) -> Image:
+        """The image of a grammar, given as in ParsedGrammar; UnfitError with the reason if it has none. `has_formats`: rules with names
+        that match `FORMAT_RULE` are formats."""
+        found, reason, rules = POINTER(c_int32)(), ctypes.create_string_buffer(REASON_BYTES), parts["rules"]
+        data, offsets = (np.array(parts[f"grammar_expr_{name}"], np.int32) for name in ("data", "indptr"))
+        bodies = np.array([rule[1] for rule in rules], np.int32)
         formats = np.zeros(len(bodies), np.int32)
-        for index, rule in enumerate(FORMAT_RULE.fullmatch(rule[0]) for rule in parsed["rules"] if has_formats):
+        for index, rule in enumerate(FORMAT_RULE.fullmatch(rule[0]) for rule in rules if has_formats):
             formats[index] = (int(rule[2]) * 2 + (not rule[1]) if rule[2] else -1) if rule else 0
-        addresses = (array.ctypes.data for array in (data, offsets, bodies, formats))
-        grammar = structs.parsed_grammar(*addresses, len(offsets), len(bodies), parsed["root_rule_id"], has_times=True)
+        sizes = np.array([min(shortest.get(rule, MANY_BYTES), MANY_BYTES) for rule in range(len(bodies))], np.int32)
+        addresses = (array.ctypes.data for array in (data, offsets, bodies, formats, sizes))
+        grammar = structs.parsed_grammar(*addresses, len(offsets), len(bodies), parts["root_rule_id"], has_times=True)
         outcome = functions().stepgraph_automaton_compile(
             byref(grammar), limits.ctypes.data, self.handle, byref(found), reason, REASON_BYTES
         )
         if outcome == UNFIT:
-            raise UnfitError(reason.value.decode(errors="replace"), size)
+            raise UnfitError(reason.value.decode(errors="replace"), chars)
         if outcome:
             raise MemoryError("the automaton compiler is out of memory")
         try:
@@ -110,10 +111,3 @@ class AutomatonVocabulary:
             return np.frombuffer(ctypes.string_at(found, found[Field.SIZE] * ctypes.sizeof(c_int32)), np.int32)
         finally:
             functions().stepgraph_automaton_free_image(found)
-
-
-def _cut_numbers(text: str, name: str) -> tuple[Image, str]:
-    """Cut a list of numbers out of a JSON object. Returns the numbers and the rest: `json` would take a tenth of a compile for them."""
-    start = text.index(f'"{name}":[') + len(name) + 4
-    end = text.index("]", start)
-    return np.fromstring(text[start:end], np.int32, sep=","), text[:start] + text[end:]

@@ -63,18 +63,20 @@ class CompiledConstraint(BoundToProcess):
 
 @dataclass(frozen=True)
 class CompileStats:
-    hits: int = 0  # claims of a grammar that is compiled or being compiled
-    misses: int = 0
-    failures: int = 0
-    running: int = 0  # compiles in progress
-    waiting: int = 0  # compiles waiting for a thread
-    grammars: int = 0  # in the cache
-    nbytes: int = 0  # of the grammars in the cache
-    dropped: int = 0  # from the cache, to make room
-    workers_started: int = 0
-    compiles: int = 0  # successful ones, still claimed or not
-    compile_seconds: float = 0.0  # of the successful compiles
-    longest_compile_seconds: float = 0.0
+    """The metadata describe the fields as metrics: kind and text, and the name if it is another one."""
+
+    hits: int = field(default=0, metadata={"counter": "Grammars found compiled or being compiled.", "name": "grammar_cache_hits"})
+    misses: int = field(default=0, metadata={"counter": "Grammars that had to be compiled.", "name": "grammar_cache_misses"})
+    failures: int = field(default=0, metadata={"counter": "Failed compiles.", "name": "compile_failures"})
+    running: int = field(default=0, metadata={"gauge": "Compiles in progress.", "name": "compiles_running"})
+    waiting: int = field(default=0, metadata={"gauge": "Compiles waiting for a thread.", "name": "compiles_waiting"})
+    grammars: int = field(default=0, metadata={"gauge": "Cached grammars."})
+    nbytes: int = field(default=0, metadata={"gauge": "Bytes of the cached grammars.", "name": "grammar_cache_bytes"})
+    dropped: int = field(default=0, metadata={"counter": "Grammars evicted.", "name": "grammar_cache_evictions"})
+    workers_started: int = field(default=0, metadata={"counter": "Worker processes started.", "name": "compile_workers_started"})
+    compiles: int = field(default=0, metadata={"counter": "Successful compiles."})  # still claimed or not
+    compile_seconds: float = field(default=0.0, metadata={"counter": "Total compile time."})  # of the successful compiles
+    longest_compile_seconds: float = field(default=0.0, metadata={"gauge": "Duration of the longest compile."})
 
 
 @dataclass(eq=False)

@@ -84,13 +84,13 @@ class Libraries:
         """The image of the automaton of a constraint."""
         from stepgraph.sampling.grammar.automaton.library import limits_of
 
-        parsed, limits = str(self._parse(kind, payload, options).serialize_json()), limits_of(self._options["limits"])
-        image: bytes = self._table.compile(parsed, limits, kind != "ebnf").tobytes()
+        _, *parsed = self._parse(kind, payload, options)
+        image: bytes = self._table.compile(*parsed, limits_of(self._options["limits"]), kind != "ebnf").tobytes()
         return image
 
     def xgrammar(self, kind: str, payload: str, options: dict[str, Any]) -> bytes:
         """The serialised compiled grammar of a constraint. The first mask is filled too, because that may fail as well."""
-        compiled = self._compiler.compile_grammar_ebnf(self._parse(kind, payload, options))
+        compiled = self._compiler.compile_grammar_ebnf(self._parse(kind, payload, options).grammar)
         matcher = self._core.GrammarMatcher(compiled, None, False, -1, None)
         matcher.fill_next_token_bitmask(self._mask, 0, False)
         return str(compiled.serialize_json()).encode()

@@ -13,9 +13,9 @@ import itertools
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from stepgraph.sampling.fields import clip_repr
 from stepgraph.sampling.grammar.compile.limits import CompileAbortedError, limit_exceeded
@@ -60,8 +60,15 @@ _HINTS = {  # by the beginning of the library's message
 _MAYBE_NON_ASCII = re.compile(r"[^\x00-\x7f]|\\[uUx]|\[\^")  # if found, a grammar may have a class beyond ASCII
 
 
-def parsed_grammar(core: Any, kind: str, payload: str, options: Options, least_bytes: int) -> Any:
-    """The library's grammar object of a constraint that its builder has checked. UnsupportedError if a schema is not enforced.
+class ParsedGrammar(NamedTuple):
+    grammar: Any  # the library's object
+    parts: dict[str, Any]  # as the library serialises it
+    chars: int  # of that
+    shortest: Mapping[int, int]  # bytes of the shortest text of each rule that has a finite text
+
+
+def parsed_grammar(core: Any, kind: str, payload: str, options: Options, least_bytes: int) -> ParsedGrammar:
+    """The grammar of a constraint that its builder has checked. UnsupportedError if a schema is not enforced.
 
     CompileAbortedError if the shortest text of a rule is longer than `least_bytes`; any other error is from the library.
     """
@@ -72,8 +79,9 @@ def parsed_grammar(core: Any, kind: str, payload: str, options: Options, least_b
         while first in text:
             first += "_"
         grammar = core.Grammar.from_ebnf(f"{text}\n{first} ::= {root}\n", first)
-    check_shortest_texts(str(grammar.serialize_json()), least_bytes)
-    return grammar
+    serialised = str(grammar.serialize_json())
+    parts = json.loads(serialised)
+    return ParsedGrammar(grammar, parts, len(serialised), shortest_texts(parts, least_bytes))
 
 
 @contextlib.contextmanager
@@ -203,8 +211,7 @@ class _Alternative:
 class _SerialisedGrammar:
     """A parsed grammar as the library serialises it."""
 
-    def __init__(self, serialised: str) -> None:
-        grammar: dict[str, Any] = json.loads(serialised)
+    def __init__(self, grammar: Mapping[str, Any]) -> None:
         data: list[int] = grammar["grammar_expr_data"]
         starts: list[int] = grammar["grammar_expr_indptr"]
         self._expressions = [(data[start], data[start + 2 : start + 2 + data[start + 1]]) for start in starts]  # kind and content
@@ -266,11 +273,11 @@ class _SerialisedGrammar:
             raise ValueError(f"the library's grammar has an expression of the unknown kind {kind}")
 
 
-def check_shortest_texts(serialised: str, least_bytes: int) -> None:
-    """CompileAbortedError that names a rule without a finite text, or with an alternative whose shortest text exceeds `least_bytes`, among
-    those that the root rule reaches, or any rule that is only a repetition of itself.
+def shortest_texts(parts: Mapping[str, Any], least_bytes: int) -> dict[int, int]:
+    """`ParsedGrammar.shortest`. CompileAbortedError that names a rule without a finite text, or with an alternative whose shortest text
+    exceeds `least_bytes`, among those that the root rule reaches, or any rule that is only a repetition of itself.
     """
-    grammar = _SerialisedGrammar(serialised)
+    grammar = _SerialisedGrammar(parts)
     for rule in grammar.repetitions_of_themselves():
         name = grammar.names[rule]
         raise CompileAbortedError(f'rule {name}: got only a repetition of itself, expected a text or another rule, such as {name} ::= ""')
@@ -286,6 +293,7 @@ def check_shortest_texts(serialised: str, least_bytes: int) -> None:
         size, rule = min(too_long)
         got = f"{size:,}" if size < 10**18 else "more than 10^18"
         raise CompileAbortedError(limit_exceeded("least_bytes", f"{got} bytes that rule {grammar.names[rule]} leads to", least_bytes))
+    return shortest
 
 
 def _shortest(alternatives: Sequence[_Alternative]) -> dict[int, int]:

@@ -16,7 +16,7 @@ from stepgraph.sampling.grammar.constraints.constraint import Constraint
 from stepgraph.sampling.grammar.schema.patterns import takes_seconds
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
-from stepgraph.sampling.grammar.xgrammar_lib.ebnf import ebnf_text, parsed_grammar
+from stepgraph.sampling.grammar.xgrammar_lib.ebnf import ParsedGrammar, ebnf_text, parsed_grammar
 
 if TYPE_CHECKING:
     import xgrammar  # the import takes a second, because xgrammar imports transformers, and automata do not need it here
@@ -106,7 +106,7 @@ class XGrammar:
         return XGrammarMatcher(self.grammar, self.vocabulary, self.fuel_seconds)
 
 
-def parse(constraint: Constraint, limits: GrammarLimits) -> Any:
+def parse(constraint: Constraint, limits: GrammarLimits) -> ParsedGrammar:
     """The grammar of a checked constraint, parsed in this process."""
     bindings: Any = importlib.import_module("xgrammar").base._core  # as in the worker. Its lock first, as in imports of other threads
     return parsed_grammar(bindings, constraint.kind, constraint.payload, constraint.schema_options, limits.least_bytes)
@@ -132,7 +132,7 @@ class XGrammarBuilder:
     def build(self, constraint: Constraint, worker: CompileWorker | None = None) -> XGrammar:
         with library_errors():
             kind, payload, options = constraint.kind, constraint.payload, constraint.schema_options
-            found: Any = worker.call("xgrammar", kind, payload, asdict(options)) if worker else parse(constraint, self._limits)
+            found: Any = worker.call("xgrammar", kind, payload, asdict(options)) if worker else parse(constraint, self._limits).grammar
             import xgrammar  # an error above does not need it
 
             if worker is None:

@@ -7,9 +7,10 @@
 #define STEPGRAPH_API __attribute__((visibility("default")))
 
 /* The parsed grammar of xgrammar: expressions as (kind, size, data...) at `offsets`, and the body of each rule. `formats`: 0, or a format
-   that replaces the body: -1 for times; for host names twice the maximum length, plus 1 if no label may begin with "xn--". */
+   that replaces the body: -1 for times; for host names twice the maximum length, plus 1 if no label may begin with "xn--".
+   `shortest`: the bytes of the shortest text of each rule, or a large number. */
 typedef struct {
-    const int32_t *data, *offsets, *bodies, *formats;
+    const int32_t *data, *offsets, *bodies, *formats, *shortest;
     int32_t num_expressions, num_rules, root;
     int32_t has_times; /* 0: the rule bodies of times are used instead of the format */
 } parsed_grammar;

@@ -301,38 +301,6 @@ public:
         return outside;
     }
 
-    // The number of bytes of the shortest text of each rule, at most MANY.
-    static constexpr int32_t MANY = 1 << 20;
-    Ints shortest_texts() const {
-        Ints shortest(grammar.num_rules, MANY);
-        std::function<int32_t(int32_t)> length = [&](int32_t expression) -> int32_t {
-            View at = view(expression);
-            int32_t found = 0;
-            switch (at.kind) {
-            case BYTES: return at.size;
-            case CLASS: return 1;
-            case RULE: return shortest[at.data[0]];
-            case REPEAT: return (int32_t)std::min<int64_t>(MANY, (int64_t)shortest[at.data[0]] * at.data[1]);
-            case SEQUENCE:
-                for (int index = 0; index < at.size; index++) found = std::min(MANY, found + length(at.data[index]));
-                return found;
-            case CHOICES:
-                found = MANY;
-                for (int index = 0; index < at.size; index++) found = std::min(found, length(at.data[index]));
-                return found;
-            default: return 0;
-            }
-        };
-        for (bool changed = true; changed;) {
-            changed = false;
-            for (int rule = 0; rule < grammar.num_rules; rule++) {
-                int32_t found = length(grammar.bodies[rule]);
-                if (found < shortest[rule]) shortest[rule] = found, changed = true;
-            }
-        }
-        return shortest;
-    }
-
     const Grammar &grammar;
 
 private:
@@ -343,7 +311,7 @@ private:
 class Builder {
 public:
     Builder(const Grammar &grammar, const Limits &limits, std::unordered_set<int64_t> &unrolled, Calls calls)
-        : graph(grammar), limits(limits), unrolled(unrolled), calls(calls), shortest(graph.shortest_texts()) {}
+        : graph(grammar), limits(limits), unrolled(unrolled), calls(calls) {}
 
     Nfa build() {
         choose_called();
@@ -606,8 +574,8 @@ private:
             return to;
         case CHOICES: return choices(at, continuation);
         case REPEAT:
-            return repeat([&, repeated](int32_t after) { return rule(repeated, after); }, shortest[repeated], number, at.data[1],
-                at.data[2], continuation);
+            return repeat([&, repeated](int32_t after) { return rule(repeated, after); }, graph.grammar.shortest[repeated], number,
+                at.data[1], at.data[2], continuation);
         case TAGS:
             if (!at.data[at.size - 2] || graph.view(at.data[at.size - 1]).size) throw Unfit("its tags do not repeat or exclude texts");
             return tags(at, continuation);
@@ -791,7 +759,6 @@ private:
     const Limits &limits;
     std::unordered_set<int64_t> &unrolled;
     const Calls calls;
-    Ints shortest; // [rules] bytes of the shortest text
     Nfa nfa;
     Interned keys; // of states, see `state_of`
     Ints state_of_key;

@@ -328,6 +328,15 @@ def test_tokens_that_are_legal_after_no_stack_are_not_followed() -> None:
     assert most == 9, "of 42 that leave a string"
 
 
+def test_a_repeated_text_has_as_many_copies_as_one_token_may_repeat_it() -> None:
+    """A token of nine bytes repeats three characters of three bytes, as many as literals of three bytes."""
+    repeated = (Constraint.regex(f"({text}){{3,400}}") for text in ("[\\u4e00-\\u9fff]", "abc"))
+    characters, literals = (COMPILERS["automaton"].compile(constraint).grammar for constraint in repeated)
+    assert isinstance(characters, AutomatonGrammar) and isinstance(literals, AutomatonGrammar)
+    assert max(map(len, VOCABULARY.tokens)) == 9
+    assert states_of(literals) == 22 and states_of(characters) == 29, "a copy of the characters has more states"
+
+
 def test_tokens_that_leave_a_part_are_followed_in_a_grammar_with_very_many_parts() -> None:
     """The compiler examines what may follow a part up to a limit of work; from then on, lists have all tokens that leave the part."""
     count, ends = 1500, [b")0", b")1", b"))", b"))0", b"))x"]

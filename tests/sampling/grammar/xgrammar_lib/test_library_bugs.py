@@ -105,8 +105,8 @@ def test_recursive_root_rule_needs_a_separate_first_rule(monkeypatch: pytest.Mon
     constraint = Constraint.ebnf('root ::= "(" root ")" | "a"')
     assert disagreements(compiler(vocabulary).compile(constraint), Random(0), 12) == []
 
-    def without_first_rule(core: Any, kind: str, payload: str, options: Options, least_bytes: int) -> Any:
-        return core.Grammar.from_ebnf(*ebnf.ebnf_text(core, kind, payload, options))
+    def without_first_rule(core: Any, kind: str, payload: str, options: Options, least_bytes: int) -> ebnf.ParsedGrammar:
+        return ebnf.ParsedGrammar(core.Grammar.from_ebnf(*ebnf.ebnf_text(core, kind, payload, options)), {}, 0, {})
 
     monkeypatch.setattr(xgrammar_grammar, "parsed_grammar", without_first_rule)
     found = [disagreements(compiler(vocabulary).compile(constraint), Random(seed), 12) for seed in range(5)]
