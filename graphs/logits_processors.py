@@ -37,9 +37,10 @@ class ProcessorInput(NamedTuple):
 class LogitsProcessor:
     """A device function that changes the target's logits, for the requests that name it in SamplingParams.logits_processors.
 
-    function(logits, given): logits [B, Q, num_tokens] float32, a copy, and a ProcessorInput; returns logits of that shape, float32. It is
-    recorded in the round, so it obeys the rules of a step: no value is read on the host. The logits of a position are used only if the
-    drafts before it are accepted, so given.tokens[:, 1:] count as emitted. An nn.Module may have tensors on the engine's device.
+    function(logits, given): logits [B, Q, num_tokens] float32, a copy; given: a ProcessorInput, which is not changed in place. Returns logits
+    of that shape, float32. It is recorded in the round, so it obeys the rules of a step: no value is read on the host. The logits of a
+    position are used only if the drafts before it are accepted, so given.tokens[:, 1:] count as emitted. An nn.Module may have tensors on
+    the engine's device.
     """
 
     name: str
@@ -51,12 +52,20 @@ class LogitsProcessor:
         check_fields(self, {"name": name, "function": FUNCTION, "num_arguments": whole(0, MAX_ARGUMENTS)})
 
     def apply(self, logits: Tensor, given: ProcessorInput) -> Tensor:
-        """The function's logits. ValueError for anything else that it returns."""
+        """The function's logits. ValueError for anything else that it returns, and if it changes its input: rows of other requests use it."""
+        before = _versions(given)
         result = self.function(logits.to(torch.float32, copy=True), given)
+        for name, old, new in zip(given._fields, before, _versions(given), strict=True):
+            if old != new:
+                raise ValueError(f"LogitsProcessor {self.name!r}: changed given.{name} in place, expected changes of the logits only")
         if not isinstance(result, Tensor) or result.shape != logits.shape or result.dtype is not torch.float32:
             got = f"{result.dtype} {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
             raise ValueError(f"LogitsProcessor {self.name!r}: returned {got}, expected torch.float32 {tuple(logits.shape)}")
         return result
+
+
+def _versions(given: ProcessorInput) -> list[int]:
+    return [each.is_inference() or each._version for each in given]  # tensors of inference mode have no version
 
 
 def check_processors(processors: tuple[LogitsProcessor, ...], limits: Limits, backend: Backend, device: torch.device) -> None:
