@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -18,6 +20,7 @@ from transformers.activations import SiLUActivation
 from stepgraph.graphs.attention.float8 import to_entries
 from stepgraph.graphs.attention.paged import attention
 from stepgraph.graphs.buffers import StaticBuffers
+from stepgraph.graphs.context import temporarily_set
 from stepgraph.graphs.layers.dense import activate_and_mul, add_rms_norm, product, rms_norm
 from stepgraph.graphs.layers.lora import add_lora
 from stepgraph.graphs.layers.slot_mapping import rope_and_write_kv, rope_angles
@@ -27,6 +30,9 @@ _NUM_TOKENS = 5  # of the inputs for comparisons
 _TOLERANCE = 1e-4  # tolerance relative to the largest value, in float32
 _PAGE_SIZE = 16
 _POSITION_STEP = 40_001  # between the positions compared: large, so that every use of positions shows
+
+
+_local = threading.local()  # .call: the call of a decoder that runs in this thread: others may run the same model for other engines
 
 
 class LayerAttention(NamedTuple):
@@ -48,6 +54,10 @@ class DecoderCall(NamedTuple):
     inputs: ModelInput
     buffers: StaticBuffers
     layer_inputs: dict[int, Tensor]
+
+    def running(self) -> AbstractContextManager[None]:
+        """The context in which the decoder is called."""
+        return temporarily_set(_local, "call", self)
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: object, s_aux: Tensor | None = None, **_: Any
@@ -77,12 +87,12 @@ class FusedLinear(nn.Module):
         self.bias = None if biases[0] is None else biases[0] if len(modules) == 1 else joined(biases)
         self.parts = {name: each.out_features for name, each in linears.items()}
         self.lora_name = ""  # the name of its adapters
-        self.calls: Sequence[DecoderCall] = ()  # the current call, if the model has adapters
 
     def forward(self, states: Tensor) -> Tensor:
         flat = states.reshape(-1, states.shape[-1])
         output = product(flat, self.weight, self.bias)
-        for call in self.calls:
+        call: DecoderCall | None = getattr(_local, "call", None) if self.lora_name else None
+        if call is not None:
             output = add_lora(self.lora_name, flat, output, call.inputs, call.buffers)
         return output.view(*states.shape[:-1], -1)
 

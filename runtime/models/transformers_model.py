@@ -164,10 +164,9 @@ class TransformersModel(nn.Module):
         for child_name, child in self.head.named_children():
             if type(child) is nn.Linear:
                 setattr(self.head, child_name, FusedLinear({child_name: child}))
-        self._calls: list[DecoderCall] = []  # the current call
         self.lora_weights: dict[str, LoraWeight] = {}
         for index, module in enumerate(module for module in self.decoder.modules() if isinstance(module, FusedLinear)):
-            module.lora_name, module.calls = f"{name}_lora{index}", self._calls
+            module.lora_name = f"{name}_lora{index}"
             self.lora_weights[module.lora_name] = LoraWeight(module.parts, module.weight.shape[1])
         products = [module for module in self.modules() if isinstance(module, (FusedLinear, nn.Embedding))]
         known = {id(weight) for module in products for weight in module.parameters()}
@@ -230,9 +229,8 @@ class TransformersModel(nn.Module):
     def decode(self, token_inputs: Mapping[str, Tensor], inputs: ModelInput, buffers: StaticBuffers) -> tuple[Tensor, Mapping[int, Tensor]]:
         """[B, Q, H] states after the last norm, and the inputs of the feature layers. token_inputs: ids or embeddings."""
         call = DecoderCall(self.config.attention, self.cache_of, inputs, buffers, {})
-        self._calls[:] = [call]
-        output = self.decoder(**token_inputs, position_ids=inputs.positions, use_cache=False, stepgraph=call)
-        self._calls.clear()  # a call holds the buffers
+        with call.running():
+            output = self.decoder(**token_inputs, position_ids=inputs.positions, use_cache=False, stepgraph=call)
         return output.last_hidden_state, call.layer_inputs
 
     def logits(self, hidden: Tensor) -> Tensor:
