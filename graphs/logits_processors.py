@@ -37,10 +37,10 @@ class ProcessorInput(NamedTuple):
 class LogitsProcessor:
     """A device function that changes the target's logits, for the requests that name it in SamplingParams.logits_processors.
 
-    function(logits, given): logits [B, Q, num_tokens] float32, a copy; given: a ProcessorInput, which is not changed in place. Returns logits
-    of that shape, float32. It is recorded in the round, so it obeys the rules of a step: no value is read on the host. The logits of a
-    position are used only if the drafts before it are accepted, so given.tokens[:, 1:] count as emitted. An nn.Module may have tensors on
-    the engine's device.
+    function(logits, given): logits [B, Q, num_tokens] float32, a copy; given: a ProcessorInput, which is not changed in place. Returns
+    logits of that shape, float32. It is recorded in the round, so it obeys the rules of a step: no value is read on the host. The logits
+    of a position are used only if the drafts before it are accepted, so given.tokens[:, 1:] count as emitted. An nn.Module may have tensors
+    on the engine's device.
     """
 
     name: str
@@ -52,7 +52,7 @@ class LogitsProcessor:
         check_fields(self, {"name": name, "function": FUNCTION, "num_arguments": whole(0, MAX_ARGUMENTS)})
 
     def apply(self, logits: Tensor, given: ProcessorInput) -> Tensor:
-        """The function's logits. ValueError for anything else that it returns, and if it changes its input: rows of other requests use it."""
+        """The function's logits. ValueError for anything else that it returns, and if it changes `given`, which other requests use."""
         before = _versions(given)
         result = self.function(logits.to(torch.float32, copy=True), given)
         for name, old, new in zip(given._fields, before, _versions(given), strict=True):
