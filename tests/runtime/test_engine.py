@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import FrameType
 from typing import Any
@@ -401,3 +402,12 @@ def test_engine_that_another_thread_closes_during_a_call_raises_engine_closed_er
     monkeypatch.setattr(GrammarCompiler, during, close_before)
     with pytest.raises(EngineClosedError, match=rf"Engine.{call}\(\): the engine was closed"):
         engine.submit([5], constraint=Constraint.regex("a+")) if call == "submit" else engine.compile(Constraint.regex("a+"))
+
+
+def test_first_steps_of_two_threads_capture_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(max_rows=2, max_length=48, eager=True, greedy_only=True)
+    with Engine(TARGET, ToyDraft(TARGET), vocabulary=VOCABULARY, config=config) as engine, ThreadPoolExecutor(2) as pool:
+        both, ensure_captured = threading.Barrier(2), engine.ensure_captured
+        monkeypatch.setattr(engine, "ensure_captured", lambda: (both.wait(30), ensure_captured()))
+        jobs = [pool.submit(engine.generate, [1, index], max_new_tokens=4) for index in range(2)]
+        assert [job.result().tokens for job in jobs] == [plain([1, index], 4).tokens for index in range(2)]
