@@ -53,19 +53,15 @@ class LogitsProcessor:
 
     def apply(self, logits: Tensor, given: ProcessorInput) -> Tensor:
         """The function's logits. ValueError for anything else that it returns, and if it changes `given`, which other requests use."""
-        before = _versions(given)
+        before = [each.is_inference() or each._version for each in given]  # tensors of inference mode have no version
         result = self.function(logits.to(torch.float32, copy=True), given)
-        for name, old, new in zip(given._fields, before, _versions(given), strict=True):
-            if old != new:
+        for name, each, version in zip(given._fields, given, before, strict=True):
+            if version != (each.is_inference() or each._version):
                 raise ValueError(f"LogitsProcessor {self.name!r}: changed given.{name} in place, expected changes of the logits only")
         if not isinstance(result, Tensor) or result.shape != logits.shape or result.dtype is not torch.float32:
             got = f"{result.dtype} {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
             raise ValueError(f"LogitsProcessor {self.name!r}: returned {got}, expected torch.float32 {tuple(logits.shape)}")
         return result
-
-
-def _versions(given: ProcessorInput) -> list[int]:
-    return [each.is_inference() or each._version for each in given]  # tensors of inference mode have no version
 
 
 def check_processors(processors: tuple[LogitsProcessor, ...], limits: Limits, backend: Backend, device: torch.device) -> None:

@@ -9,7 +9,6 @@ import copy
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -20,7 +19,6 @@ from transformers.activations import SiLUActivation
 from stepgraph.graphs.attention.float8 import to_entries
 from stepgraph.graphs.attention.paged import attention
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.context import temporarily_set
 from stepgraph.graphs.layers.dense import activate_and_mul, add_rms_norm, product, rms_norm
 from stepgraph.graphs.layers.lora import add_lora
 from stepgraph.graphs.layers.slot_mapping import rope_and_write_kv, rope_angles
@@ -32,7 +30,7 @@ _PAGE_SIZE = 16
 _POSITION_STEP = 40_001  # between the positions compared: large, so that every use of positions shows
 
 
-_local = threading.local()  # .call: the call of a decoder that runs in this thread: others may run the same model for other engines
+CURRENT = threading.local()  # .call: the call of a decoder that runs in this thread: others may run the same model for other engines
 
 
 class LayerAttention(NamedTuple):
@@ -54,10 +52,6 @@ class DecoderCall(NamedTuple):
     inputs: ModelInput
     buffers: StaticBuffers
     layer_inputs: dict[int, Tensor]
-
-    def running(self) -> AbstractContextManager[None]:
-        """The context in which the decoder is called."""
-        return temporarily_set(_local, "call", self)
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: object, s_aux: Tensor | None = None, **_: Any
@@ -91,7 +85,7 @@ class FusedLinear(nn.Module):
     def forward(self, states: Tensor) -> Tensor:
         flat = states.reshape(-1, states.shape[-1])
         output = product(flat, self.weight, self.bias)
-        call: DecoderCall | None = getattr(_local, "call", None) if self.lora_name else None
+        call: DecoderCall | None = getattr(CURRENT, "call", None) if self.lora_name else None
         if call is not None:
             output = add_lora(self.lora_name, flat, output, call.inputs, call.buffers)
         return output.view(*states.shape[:-1], -1)

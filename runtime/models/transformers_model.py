@@ -19,12 +19,13 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.buffers import StaticBuffers
+from stepgraph.graphs.context import temporarily_set
 from stepgraph.graphs.layers.lora import LoraWeight
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import AttentionShape, cache_specs
 from stepgraph.graphs.model_call import ModelInput, ModelOutput
 from stepgraph.runtime.models.draft_llama import TokenMap, TokenMapped
-from stepgraph.runtime.models.transformers_layers import DecoderCall, FusedLinear, LayerAttention, replace_modules
+from stepgraph.runtime.models.transformers_layers import CURRENT, DecoderCall, FusedLinear, LayerAttention, replace_modules
 from stepgraph.sampling.fields import check_value, whole
 
 PAGED_ATTENTION, INSPECTED_ATTENTION = "stepgraph", "stepgraph_inspected"  # names in transformers' attention interface
@@ -229,7 +230,7 @@ class TransformersModel(nn.Module):
     def decode(self, token_inputs: Mapping[str, Tensor], inputs: ModelInput, buffers: StaticBuffers) -> tuple[Tensor, Mapping[int, Tensor]]:
         """[B, Q, H] states after the last norm, and the inputs of the feature layers. token_inputs: ids or embeddings."""
         call = DecoderCall(self.config.attention, self.cache_of, inputs, buffers, {})
-        with call.running():
+        with temporarily_set(CURRENT, "call", call):
             output = self.decoder(**token_inputs, position_ids=inputs.positions, use_cache=False, stepgraph=call)
         return output.last_hidden_state, call.layer_inputs
 
