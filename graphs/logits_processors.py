@@ -37,9 +37,10 @@ class ProcessorInput(NamedTuple):
 class LogitsProcessor:
     """A device function that changes the target's logits, for the requests that name it in SamplingParams.logits_processors.
 
-    function(logits, given): logits [B, Q, num_tokens] float32, a copy, and a ProcessorInput; returns logits of that shape, float32. It is
-    recorded in the round, so it obeys the rules of a step: no value is read on the host. The logits of a position are used only if the
-    drafts before it are accepted, so given.tokens[:, 1:] count as emitted. An nn.Module may have tensors on the engine's device.
+    function(logits, given): logits [B, Q, num_tokens] float32, a copy; given: a ProcessorInput, which is not changed in place. Returns
+    logits of that shape, float32. It is recorded in the round, so it obeys the rules of a step: no value is read on the host. The logits
+    of a position are used only if the drafts before it are accepted, so given.tokens[:, 1:] count as emitted. An nn.Module may have tensors
+    on the engine's device.
     """
 
     name: str
@@ -51,8 +52,12 @@ class LogitsProcessor:
         check_fields(self, {"name": name, "function": FUNCTION, "num_arguments": whole(0, MAX_ARGUMENTS)})
 
     def apply(self, logits: Tensor, given: ProcessorInput) -> Tensor:
-        """The function's logits. ValueError for anything else that it returns."""
+        """The function's logits. ValueError for anything else that it returns, and if it changes `given`, which other requests use."""
+        before = [each.is_inference() or each._version for each in given]  # tensors of inference mode have no version
         result = self.function(logits.to(torch.float32, copy=True), given)
+        for name, each, version in zip(given._fields, given, before, strict=True):
+            if version != (each.is_inference() or each._version):
+                raise ValueError(f"LogitsProcessor {self.name!r}: changed given.{name} in place, expected changes of the logits only")
         if not isinstance(result, Tensor) or result.shape != logits.shape or result.dtype is not torch.float32:
             got = f"{result.dtype} {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
             raise ValueError(f"LogitsProcessor {self.name!r}: returned {got}, expected torch.float32 {tuple(logits.shape)}")

@@ -113,7 +113,7 @@ class EngineParts:
         self.function_drafts = FunctionDrafts(proposer.function, timed, buffers, limits) if isinstance(proposer, FunctionProposer) else None
         self.draft_lengths = make_chooser(config, models, recorder, tables is not None, self.function_drafts)
         self.graphs = GraphSet(
-            self.backend,
+            timed,
             buffers,
             decode_round.step,
             config.bucket_sizes,

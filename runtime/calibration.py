@@ -56,7 +56,7 @@ class Calibration:
 
     def _min_seconds(self, works: Sequence[Callable[[], object]], prepare: Callable[[], object] = lambda: None) -> list[float]:
         """By turns, since a machine that is busy for a while would otherwise make one choice seem slower than the others."""
-        seconds, counts = [math.inf] * len(works), dict(vars(self.backend.stats))
+        seconds = [math.inf] * len(works)
         for _ in range(REPLAYS_PER_MEASUREMENT):
             for index, work in enumerate(works):
                 self.backend.event().wait()
@@ -67,5 +67,4 @@ class Calibration:
                 work()
                 self.backend.event().wait()
                 seconds[index] = min(seconds[index], self.chooser.clock() - begin)
-        vars(self.backend.stats).update(counts)  # statistics do not count these rounds
         return seconds

@@ -39,31 +39,36 @@ class EngineState:
             self._require_open("capture")
             if self._graphs.complete:
                 raise RuntimeError("Engine.capture(): already captured, by a call or by a step; call it before the first request")
-            try:
-                if self._parts.ranks:
-                    self._parts.ranks.publish(CAPTURE)
-                with self._in_flight.capturing():
-                    self._choose_filters()
-                    report = self._graphs.capture(self.notes, self.config.eager, self.config.greedy_only, progress)
-                self._in_flight.calibrate()
-            except BaseException as error:
-                if self._graphs.complete or self._parts.ranks:  # not calibrated, or in other states than the other ranks
-                    self._fail(error, "capture()")
-                raise
-            return report
+            return self._capture(progress)
+
+    def _capture(self, progress: bool) -> CaptureReport:
+        try:
+            if self._parts.ranks:
+                self._parts.ranks.publish(CAPTURE)
+            with self._in_flight.capturing():
+                self._choose_filters()
+                report = self._graphs.capture(self.notes, self.config.eager, self.config.greedy_only, progress)
+            self._in_flight.calibrate()
+        except BaseException as error:
+            if self._graphs.complete or self._parts.ranks:  # not calibrated, or in other states than the other ranks
+                self._fail(error, "capture()")
+            raise
+        return report
 
     def ensure_captured(self, progress: bool = False) -> None:
         """Capture, if capture() was not called. On the CPU each graph at its first use: all take seconds, and an answer needs few."""
-        if self.captured:
-            return
-        # Limits of failures and memory, profiles and loops require all graphs before the first round.
-        config, profiled = self.config, read_range(os.environ) is not None
-        need_all = config.eager or config.capture_bytes is not None or config.on_capture_failure != "raise" or self.limits.loops or profiled
-        if self.backend.name == "tape" and not need_all:
-            self._choose_filters()
-            self._graphs.records_on_demand = True
-        else:
-            self.capture(progress=progress)
+        with self.step_lock.entered():
+            if self.captured:  # also by another thread meanwhile
+                return
+            self._require_open("capture")
+            # Limits of failures and memory, profiles and loops require all graphs before the first round.
+            config, profiled = self.config, read_range(os.environ) is not None
+            needs_memory = config.capture_bytes is not None or config.on_capture_failure != "raise"
+            if self.backend.name == "tape" and not (config.eager or needs_memory or self.limits.loops or profiled):
+                self._choose_filters()
+                self._graphs.records_on_demand = True
+            else:
+                self._capture(progress)
 
     def _choose_filters(self) -> None:
         """For the graphs that are recorded from now on."""

@@ -81,7 +81,7 @@ class EngineStats:
     rounds: int = field(metadata={"counter": "Rounds launched."})
     replays: int = field(metadata={"counter": "Graphs replayed."})
     host_syncs: int = field(metadata={"counter": "Waits of the launching thread for the whole device; rounds make none."})
-    event_waits: int = field(metadata={"counter": "Waits for the results of a round, or for pinned memory that is still being copied."})
+    event_waits: int = field(metadata={"counter": "Waits for results and for memory that is still being copied, also in captures."})
     eager_rounds: int  # rounds that replayed no graph
     eager_reason: str  # empty if all rounds are recorded
     graphs: tuple[GraphStats, ...]  # largest first; those that were used

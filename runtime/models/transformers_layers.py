@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -27,6 +28,9 @@ _NUM_TOKENS = 5  # of the inputs for comparisons
 _TOLERANCE = 1e-4  # tolerance relative to the largest value, in float32
 _PAGE_SIZE = 16
 _POSITION_STEP = 40_001  # between the positions compared: large, so that every use of positions shows
+
+
+CURRENT = threading.local()  # .call: the call of a decoder that runs in this thread: others may run the same model for other engines
 
 
 class LayerAttention(NamedTuple):
@@ -77,12 +81,12 @@ class FusedLinear(nn.Module):
         self.bias = None if biases[0] is None else biases[0] if len(modules) == 1 else joined(biases)
         self.parts = {name: each.out_features for name, each in linears.items()}
         self.lora_name = ""  # the name of its adapters
-        self.calls: Sequence[DecoderCall] = ()  # the current call, if the model has adapters
 
     def forward(self, states: Tensor) -> Tensor:
         flat = states.reshape(-1, states.shape[-1])
         output = product(flat, self.weight, self.bias)
-        for call in self.calls:
+        call: DecoderCall | None = getattr(CURRENT, "call", None) if self.lora_name else None
+        if call is not None:
             output = add_lora(self.lora_name, flat, output, call.inputs, call.buffers)
         return output.view(*states.shape[:-1], -1)
 

@@ -19,12 +19,13 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.buffers import StaticBuffers
+from stepgraph.graphs.context import temporarily_set
 from stepgraph.graphs.layers.lora import LoraWeight
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import AttentionShape, cache_specs
 from stepgraph.graphs.model_call import ModelInput, ModelOutput
 from stepgraph.runtime.models.draft_llama import TokenMap, TokenMapped
-from stepgraph.runtime.models.transformers_layers import DecoderCall, FusedLinear, LayerAttention, replace_modules
+from stepgraph.runtime.models.transformers_layers import CURRENT, DecoderCall, FusedLinear, LayerAttention, replace_modules
 from stepgraph.sampling.fields import check_value, whole
 
 PAGED_ATTENTION, INSPECTED_ATTENTION = "stepgraph", "stepgraph_inspected"  # names in transformers' attention interface
@@ -164,10 +165,9 @@ class TransformersModel(nn.Module):
         for child_name, child in self.head.named_children():
             if type(child) is nn.Linear:
                 setattr(self.head, child_name, FusedLinear({child_name: child}))
-        self._calls: list[DecoderCall] = []  # the current call
         self.lora_weights: dict[str, LoraWeight] = {}
         for index, module in enumerate(module for module in self.decoder.modules() if isinstance(module, FusedLinear)):
-            module.lora_name, module.calls = f"{name}_lora{index}", self._calls
+            module.lora_name = f"{name}_lora{index}"
             self.lora_weights[module.lora_name] = LoraWeight(module.parts, module.weight.shape[1])
         products = [module for module in self.modules() if isinstance(module, (FusedLinear, nn.Embedding))]
         known = {id(weight) for module in products for weight in module.parameters()}
@@ -230,9 +230,8 @@ class TransformersModel(nn.Module):
     def decode(self, token_inputs: Mapping[str, Tensor], inputs: ModelInput, buffers: StaticBuffers) -> tuple[Tensor, Mapping[int, Tensor]]:
         """[B, Q, H] states after the last norm, and the inputs of the feature layers. token_inputs: ids or embeddings."""
         call = DecoderCall(self.config.attention, self.cache_of, inputs, buffers, {})
-        self._calls[:] = [call]
-        output = self.decoder(**token_inputs, position_ids=inputs.positions, use_cache=False, stepgraph=call)
-        self._calls.clear()  # a call holds the buffers
+        with temporarily_set(CURRENT, "call", call):
+            output = self.decoder(**token_inputs, position_ids=inputs.positions, use_cache=False, stepgraph=call)
         return output.last_hidden_state, call.layer_inputs
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import FrameType
 from typing import Any
@@ -129,11 +130,12 @@ def test_each_further_row_adds_few_python_calls_to_a_step(stop: tuple[str, ...],
 def test_a_burst_of_arrivals_does_not_wait_for_the_device() -> None:
     hold = threading.Event()
     engine = make_engine(Setup(k=2, max_rows=8, rounds_in_flight=4), TapeBackend(asynchronous=True, delay=lambda name: hold.wait()))
+    waits = engine.stats().event_waits  # of the capture
     engine.submit([1], max_new_tokens=20)
     assert engine.step() == []
     jobs = [engine.submit([1, index], max_new_tokens=4) for index in range(7)]
     assert engine.step() == [] and engine.stats().running == 8
-    assert engine.stats().event_waits == 0
+    assert engine.stats().event_waits == waits
     hold.set()
     list(engine.stream())
     assert [job.tokens for job in jobs] == [plain([1, index], 4).tokens for index in range(7)]
@@ -400,3 +402,12 @@ def test_engine_that_another_thread_closes_during_a_call_raises_engine_closed_er
     monkeypatch.setattr(GrammarCompiler, during, close_before)
     with pytest.raises(EngineClosedError, match=rf"Engine.{call}\(\): the engine was closed"):
         engine.submit([5], constraint=Constraint.regex("a+")) if call == "submit" else engine.compile(Constraint.regex("a+"))
+
+
+def test_first_steps_of_two_threads_capture_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(max_rows=2, max_length=48, eager=True, greedy_only=True)
+    with Engine(TARGET, ToyDraft(TARGET), vocabulary=VOCABULARY, config=config) as engine, ThreadPoolExecutor(2) as pool:
+        both, ensure_captured = threading.Barrier(2), engine.ensure_captured
+        monkeypatch.setattr(engine, "ensure_captured", lambda: (both.wait(30), ensure_captured()))
+        jobs = [pool.submit(engine.generate, [1, index], max_new_tokens=4) for index in range(2)]
+        assert [job.result().tokens for job in jobs] == [plain([1, index], 4).tokens for index in range(2)]

@@ -140,6 +140,18 @@ def test_a_wrong_result_is_refused() -> None:
             make_engine(BASE, logits_processors=(LogitsProcessor("wrong", function),))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("field", ProcessorInput._fields)
+def test_a_function_that_changes_its_input_is_refused(field: str) -> None:
+    """Its changes of `generated` reached the state of all rows of the batch: requests with a grammar failed."""
+
+    def changes(logits: Tensor, given: ProcessorInput) -> Tensor:
+        getattr(given, field).add_(1)
+        return logits
+
+    with pytest.raises(ValueError, match=f"LogitsProcessor 'wrong': changed given.{field} in place"):
+        make_engine(BASE, logits_processors=(LogitsProcessor("wrong", changes, 1),))
+
+
 def test_a_function_that_fails_without_drafts_is_refused() -> None:
     needs_drafts = LogitsProcessor("wrong", lambda logits, given: logits - given.tokens[:, 1:].amax(1)[:, None, None])
     with pytest.raises(StepError, match=r"LogitsProcessor 'wrong': the step raised IndexError"):

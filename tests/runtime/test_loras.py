@@ -95,6 +95,24 @@ def test_mixed_batches_equal_merged_weights(implementation: Implementation, draf
             assert texts(engine, [name]) == merged[name], f"{name!r} alone"
 
 
+def test_engines_that_share_a_model_run_it_in_their_own_threads(adapters: Path, merged: Texts) -> None:
+    """The second engine processes a prompt within that of the first one."""
+    with Engine.from_pretrained(folder_of(FAMILY), None, config=CONFIG, implementation="transformers") as engine:
+        target = engine._parts.models.target
+        assert isinstance(target, torch.nn.Module)
+        layer = next(module for module in target.modules() if isinstance(module, torch.nn.ModuleList))[0]
+        with Engine(target, vocabulary=engine.vocabulary, config=PLAIN) as other:
+
+            def interrupt(*_: object) -> None:
+                hook.remove()
+                other.generate(PROMPT[:3], max_new_tokens=1)
+
+            engine.add_lora("all", adapters / "all")
+            hook = layer.register_forward_pre_hook(interrupt)
+            assert texts(engine, ["all"]) == merged["all"]
+            assert other.stats().tokens == 1
+
+
 def test_adapters_of_latent_attention_and_shared_experts_equal_merged_weights(tmp_path: Path) -> None:
     names = "q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj o_proj gate_proj up_proj down_proj"
     folder = save(save_adapter(tmp_path / "adapter", hf_model("deepseek-v3"), 4, names), tmp_path / "merged")

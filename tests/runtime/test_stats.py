@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from stepgraph import Constraint, Engine, EngineStats, FinishReason, SamplingParams
+from stepgraph import Constraint, Engine, EngineConfig, EngineStats, FinishReason, SamplingParams
 from stepgraph.graphs import TapeBackend
+from stepgraph.runtime.models.toy import ToyDraft
 from stepgraph.runtime.request import ActiveRequest
 from stepgraph.runtime.request_queue import RequestQueue
 from stepgraph.runtime.scheduler import Counters
@@ -19,7 +21,7 @@ from tests.graphs.test_graph_set import Refusing, serve
 from tests.graphs.test_graph_set import make as make_partly_captured
 from tests.helpers.planted import break_fill
 from tests.helpers.stat_checks import check_invariants, run
-from tests.helpers.toy_engines import CONSTRAINTS, Setup, make_engine, shared_engine
+from tests.helpers.toy_engines import CONSTRAINTS, TARGET, VOCABULARY, Setup, make_engine, shared_engine
 
 
 def churn(engine: Engine, jobs: int = 24) -> Iterator[EngineStats]:
@@ -247,3 +249,19 @@ def test_compiles_are_counted_and_timed() -> None:
         after = engine.stats().grammars
     assert (after.compiles, after.failures) == (before.compiles + 1, before.failures + (after.misses - before.misses - 1))
     assert after.compile_seconds > before.compile_seconds
+
+
+def test_counters_do_not_decrease_after_rounds_are_measured() -> None:
+    """A counter that decreases looks like a restart to Prometheus."""
+    config, seen = EngineConfig(max_rows=1, num_speculative_tokens=2, max_length=48), list[int]()
+    with Engine(TARGET, ToyDraft(TARGET), vocabulary=VOCABULARY, config=config) as engine:
+
+        def clock() -> float:
+            seen.append(engine.stats().event_waits)
+            return time.perf_counter()
+
+        lengths = engine._parts.draft_lengths
+        assert lengths
+        lengths.clock = clock
+        engine.generate([1, 2], max_new_tokens=6)
+    assert len({*seen}) > 3 and seen == sorted(seen)

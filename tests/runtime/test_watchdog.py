@@ -13,9 +13,10 @@ import pytest
 
 from stepgraph import AsyncEngine, Constraint, Engine, EngineConfig, FinishReason, Job
 from stepgraph.graphs import TapeBackend
+from stepgraph.runtime.models.toy import ToyDraft
 from stepgraph.runtime.request import EngineClosedError
 from stepgraph.runtime.watchdog import RoundTimeoutError
-from tests.helpers.toy_engines import CONSTRAINTS, Setup, finish, make_engine, plain
+from tests.helpers.toy_engines import CONSTRAINTS, TARGET, VOCABULARY, Setup, finish, make_engine, plain
 
 LIMIT = 0.2
 JOIN_SECONDS = 30
@@ -80,6 +81,38 @@ def test_hanging_host_node_raises_and_logs_a_report(hang: Hang, caplog: pytest.L
         engine.submit([1])
     assert not engine.has_work and engine.stats().free_pages == engine.stats().pages
     engine.close()
+
+
+def on_demand(hang: Callable[[str], object] | None, **others: Any) -> Engine:
+    """An engine that records each graph at its first use."""
+    config = EngineConfig(max_rows=2, draft_length=1, max_length=64, compile_isolation="none", grammar_lane="host", **others)
+    backend = TapeBackend(asynchronous=True, delay=hang)
+    engine = Engine(TARGET, ToyDraft(TARGET), vocabulary=VOCABULARY, config=config, backend=backend)
+    engine.compile(CONSTRAINTS[1])
+    return engine
+
+
+def test_recording_a_graph_on_demand_times_out_while_a_round_hangs(hang: Hang) -> None:
+    engine = on_demand(hang, round_timeout_seconds=LIMIT)
+    jobs = [engine.submit([1], constraint=CONSTRAINTS[1], max_new_tokens=20)]
+    while engine.stats().rounds < 3:
+        engine.step()
+    assert hang.reached.wait(JOIN_SECONDS)
+    jobs.append(engine.submit([2], max_new_tokens=4))
+    end = threading.Timer(JOIN_SECONDS, hang.let_go)  # of a step that does not time out
+    end.start()
+    with pytest.raises(RoundTimeoutError, match="host node commit"):
+        finish(engine)
+    end.cancel()
+    assert {job.finish_reason for job in jobs} == {FinishReason.ERROR}
+
+
+def test_error_of_a_round_is_not_that_of_the_graph_recorded_next() -> None:
+    engine = on_demand(None)
+    engine.backend.run(lambda: 1 / 0)
+    engine.submit([2], max_new_tokens=4)
+    with pytest.raises(ZeroDivisionError):
+        finish(engine)
 
 
 def test_close_times_out_like_a_step(hang: Hang, caplog: pytest.LogCaptureFixture) -> None:
