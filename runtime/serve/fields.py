@@ -32,6 +32,7 @@ _STRUCTURED: dict[str, Callable[[Any], Constraint]] = {
     "regex": Constraint.regex,
     "choice": Constraint.choice,
     "grammar": Constraint.ebnf,
+    "json_object": lambda value: Constraint.json_object() if value is True else refuse("structured_outputs", value, "true for json_object"),
 }
 _GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "json_schema", "regex", "ebnf", "grammar")
 _ELSEWHERE = {  # in vLLM, SGLang, llama.cpp's server and older APIs of OpenAI
@@ -343,7 +344,9 @@ def _constraint(fields: Mapping[str, Any], tools: ToolUse | None) -> Constraint 
 
 def _structured_outputs(value: Any) -> Constraint:
     """The constraint of vLLM's field."""
-    stated = {kind: argument for kind, argument in value.items() if argument is not None} if isinstance(value, dict) else {}
+    fields = value if isinstance(value, dict) else {}
+    without_effect = {name for name, argument in fields.items() if argument is None or (argument is False and name.startswith("disable_"))}
+    stated = {kind: argument for kind, argument in fields.items() if kind not in without_effect}
     if len(stated) != 1 or not stated.keys() <= _STRUCTURED.keys():
         refuse("structured_outputs", value, f"an object with one of {', '.join(_STRUCTURED)}")
     ((kind, argument),) = stated.items()
