@@ -40,8 +40,8 @@ def _inspected(path: str | Path, draft: str | None) -> dict[str, Any]:
     draft = None if draft in DRAFTER_NAMES else draft
     for name, file in (("MODEL", path), *([("--draft", draft)] if draft not in (None, OWN_MTP) else [])):
         if not file or not Path(file).exists():  # an empty path would be the current folder
-            found = clip_repr(str(file))
-            raise ValueError(f"{name}: got {found}, which does not exist, expected a local folder with a config.json, or a .gguf file")
+            expected = "a local folder with a config.json, or a .gguf file"
+            raise ValueError(f"{name}: got {clip_repr(str(file))}, which does not exist, expected {expected}")
     opened: dict[tuple[str, str], Target] = {}
     refused: dict[str, str] = {}
     for implementation, weights in LOAD_MODES:
