@@ -854,6 +854,15 @@ def test_refused_requests_are_logged_and_counted(caplog: pytest.LogCaptureFixtur
     assert counted == {"401": 2, "404": 1, "405": 1}
 
 
+def test_a_client_that_leaves_within_its_body_is_no_wrong_request(caplog: pytest.LogCaptureFixture) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n"
+    with caplog.at_level(logging.INFO, "stepgraph.serve"), engine_of() as engine, running(engine, Bounds()) as found:
+        assert found.send(head + b"{") == b""
+        (line,) = lines_of(caplog, 1)
+        assert (line["request"], line["status"]) == ("POST /v1/completions", "disconnected")
+        assert 'stepgraph_http_requests_total{status="disconnected"} 1.0' in found.metrics()
+
+
 def test_an_answer_that_ends_within_its_stream_is_logged_with_its_error(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "stepgraph.serve"), engine_of() as engine:
         steps = Steps(engine, 4)
