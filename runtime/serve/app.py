@@ -161,7 +161,10 @@ class App:
 
         def parse() -> GenerationRequest:
             arguments = self._codec, self._names, self.serving.max_length, self._chosen_format, self.gate.size
-            return parse_request(parse_body(body), chat, *arguments)
+            try:
+                return parse_request(parse_body(body), chat, *arguments)
+            except RecursionError as error:  # near the limit of depth, what was read cannot be written into the prompt
+                raise HttpError(400, f"body: got JSON that is too deep ({error}), expected less depth") from None
 
         in_thread = len(body) > LONG_TEXT or b'"tools"' in body  # an analysis of their schemas, or encoding a long text, can take seconds
         parsed = await asyncio.to_thread(parse) if in_thread else parse()

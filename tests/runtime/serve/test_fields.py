@@ -170,6 +170,18 @@ def test_bodies_are_read_as_utf_8_only(server: RunningServer, encoding: str) -> 
     assert server.statuses(head.encode(), body, end=False) == [200 if encoding.startswith("utf-8") else 400]
 
 
+def test_a_body_of_any_depth_is_answered_or_refused(server: RunningServer) -> None:
+    """Near the limit of depth, JSON that can be read cannot be written into the prompt."""
+    statuses = set[int]()
+    for depth in range(940, 1000):
+        nested = f"{'[' * depth}{']' * depth}"
+        tools = [{"type": "function", "function": {"name": "f", "parameters": {"default": "nested"}}}]
+        body = json.dumps({"messages": CHAT, "max_tokens": 1, "tools": tools}).replace('"nested"', nested).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+        statuses |= {*server.statuses(head.encode(), body, end=False)}
+    assert statuses <= {200, 400}
+
+
 def test_long_bodies_are_read_and_their_constraints_checked_once_outside_the_event_loop(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
