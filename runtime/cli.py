@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from stepgraph import __version__
 from stepgraph.runtime.commands.flag_names import flag_hint, flag_names, naming_flags
 from stepgraph.runtime.commands.flags import COMMANDS, check_ranges
-from stepgraph.runtime.commands.terminal import Parser, run_command, waiting
+from stepgraph.runtime.commands.terminal import Parser, keeping_interrupt, run_command, waiting
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,7 +42,7 @@ def _run(options: argparse.Namespace) -> int:
     with naming_flags(options.flags):
         check_ranges(options)
         COMMANDS[options.command].check_flags(options)
-        with waiting("loading libraries ..."):
+        with waiting("loading libraries ..."), keeping_interrupt():
             command = importlib.import_module(f"stepgraph.runtime.commands.{options.command.replace('-', '_')}")
         code: int = command.run(options)
         return code

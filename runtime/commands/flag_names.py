@@ -15,9 +15,8 @@ _OTHER_NAMES = {
     "marker": "after",
     "path": "model",
     "prompt": "token_ids",
-    **{f"constraint {kind}": kind for kind in ("regex", "choice", "json_object")},
-    **dict.fromkeys(("constraint ebnf", "constraint lark"), "grammar"),
-    "constraint json_schema": "schema",
+    **dict.fromkeys(("ebnf", "lark"), "grammar"),  # kinds of constraints
+    "json_schema": "schema",
 }
 _OF_SERVERS = {  # flags of vLLM's and llama.cpp's servers -> dest
     **dict.fromkeys(("served_model_name", "alias"), "name"),
@@ -25,7 +24,7 @@ _OF_SERVERS = {  # flags of vLLM's and llama.cpp's servers -> dest
     **{"tool_call_parser": "tool_format", "enable_lora": "lora_modules", "disable_log_requests": "log", "timeout": "answer_seconds"},
 }
 _FIELD = r"(?:(?:EngineConfig|SamplingParams|Constraint|sampling)\.)?"
-_SUBJECT = re.compile(rf"{_FIELD}(constraint \w+|\w+)(?:\[\d+\])*(?=:)")
+_SUBJECT = re.compile(rf"(?:constraint |Constraint\.payload of )?{_FIELD}(\w+)(?:\[\d+\])*(?=:)")
 _SETTING = re.compile(rf"'[^']*'|\"[^\"]*\"|\b{_FIELD}(\w+)=(?=\S)")  # quoted text is input
 
 

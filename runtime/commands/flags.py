@@ -320,7 +320,7 @@ COMMANDS = {
         "what a model is, how much memory its weights take, how it runs, and what is refused, without loading it",
         "Read config, tokenizer and headers, and print family, stored types, and for each implementation and kind of weights the bytes\n"
         "in memory, or why it is refused; then the drafters.\n"
-        "Exit code 1: the model cannot be run.",
+        "Exit code 1: the model cannot be run, or --draft does not fit it.",
         ("stepgraph inspect model", "stepgraph inspect model --draft model --json"),
         add_inspect_flags,
     ),

@@ -21,6 +21,7 @@ from stepgraph.runtime.models.files.transformers_folder import NATIVE, TRANSFORM
 from stepgraph.runtime.models.files.weights import FLOATS, read_json
 from stepgraph.sampling.fields import clip_repr
 
+DRAFT = "draft"  # the name of --draft among what is refused
 LOAD_MODES = ((NATIVE, DEQUANTISED), (NATIVE, QUANTISED), (TRANSFORMERS, DEQUANTISED))
 
 
@@ -29,14 +30,15 @@ def run(options: argparse.Namespace) -> int:
         draft = str(head_path()) if options.draft in (None, AUTO) and options.model == DEMO else options.draft
         document = _inspected(model_path(options.model), draft)
     terminal.print_document(document, options.json, _lines)
-    return 0 if document["runs"] else terminal.FAILED
+    return 0 if document["runs"] and DRAFT not in document["refused"] else terminal.FAILED
 
 
 def _inspected(path: str | Path, draft: str | None) -> dict[str, Any]:
-    if not Path(path).exists():
-        raise ValueError(
-            f"MODEL: got {clip_repr(str(path))}, which does not exist, expected a local folder with a config.json, or a .gguf file"
-        )
+    draft = None if draft in DRAFTER_NAMES else draft
+    for name, file in (("MODEL", path), *([("--draft", draft)] if draft not in (None, OWN_MTP) else [])):
+        if not file or not Path(file).exists():  # an empty path would be the current folder
+            expected = "a local folder with a config.json, or a .gguf file"
+            raise ValueError(f"{name}: got {clip_repr(str(file))}, which does not exist, expected {expected}")
     opened: dict[tuple[str, str], Target] = {}
     refused: dict[str, str] = {}
     for implementation, weights in LOAD_MODES:
@@ -54,12 +56,12 @@ def _inspected(path: str | Path, draft: str | None) -> dict[str, Any]:
         for (implementation, weights), target in opened.items()
     ]
     drafters = [NGRAM, FORCED]
-    for name in [OWN_MTP] * bool(first.mtp_modules) + ([] if draft in (None, *DRAFTER_NAMES) else [draft]):
+    for name in [OWN_MTP] * bool(first.mtp_modules) + ([] if draft is None else [draft]):
         try:
             found = open_draft(name, first)
             drafters.insert(0, f"{name} ({getattr(found, 'kind', 'draft')}, up to {found.max_drafts} drafts{_draft_bytes(found)})")
         except ValueError as error:
-            refused["draft" if name == draft else OWN_MTP] = str(error)
+            refused[DRAFT if name == draft else OWN_MTP] = str(error)
     config = first.config
     return {
         "model": str(path),

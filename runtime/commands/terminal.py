@@ -7,10 +7,13 @@ import contextlib
 import io
 import json
 import os
+import signal
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import FrameType
 from typing import NoReturn, TextIO, TypeVar
 
 from stepgraph.runtime.printing import CONTROL, print_error, printable
@@ -78,6 +81,27 @@ def waiting(message: str) -> Iterator[None]:
         yield
     finally:
         print(" " * len(message), end="\r", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def keeping_interrupt() -> Iterator[None]:
+    """Interrupt at the end of a block, too: code that torch runs at its import drops some KeyboardInterrupts."""
+    dropped = list[int]()
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        dropped.append(number)
+        signal.default_int_handler(number, frame)
+
+    replaced = signal.getsignal(signal.SIGINT) is signal.default_int_handler and threading.current_thread() is threading.main_thread()
+    if replaced:
+        signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        if replaced:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+    if dropped:
+        raise KeyboardInterrupt
 
 
 def print_json(document: object) -> None:

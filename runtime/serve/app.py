@@ -17,7 +17,7 @@ from typing import Any
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -75,7 +75,7 @@ class App:
             Route("/health", self._health),
             Route("/metrics", self._metrics),
         ]
-        self.asgi = Starlette(routes=routes, exception_handlers={HTTPException: self._refuse, Exception: self._refuse})
+        self.asgi = Starlette(routes=routes, exception_handlers=dict.fromkeys((HTTPException, ClientDisconnect, Exception), self._refuse))
         self.asgi.router.redirect_slashes = False
 
     async def serve(self, listener: socket.socket, drain: asyncio.Event, stop_now: asyncio.Event, grace_seconds: float) -> None:
@@ -144,7 +144,8 @@ class App:
     async def _refuse(self, request: Request, error: Exception) -> Response:
         where = f"{request.method[:20]} {request.scope['path'][:80]}"
         found = http_error(where, error)
-        self.record(found.status_code, {"request": where, "param": found.field, "code": found.code})
+        status = "disconnected" if isinstance(error, ClientDisconnect) else found.status_code
+        self.record(status, {"request": where, "param": found.field, "code": found.code})
         return error_response(found)
 
     def record(self, status: int | str, fields: dict[str, Any]) -> None:
@@ -160,7 +161,10 @@ class App:
 
         def parse() -> GenerationRequest:
             arguments = self._codec, self._names, self.serving.max_length, self._chosen_format, self.gate.size
-            return parse_request(parse_body(body), chat, *arguments)
+            try:
+                return parse_request(parse_body(body), chat, *arguments)
+            except RecursionError as error:  # near the limit of depth, what was read cannot be written into the prompt
+                raise HttpError(400, f"body: got JSON that is too deep ({error}), expected less depth") from None
 
         in_thread = len(body) > LONG_TEXT or b'"tools"' in body  # an analysis of their schemas, or encoding a long text, can take seconds
         parsed = await asyncio.to_thread(parse) if in_thread else parse()

@@ -32,6 +32,7 @@ _STRUCTURED: dict[str, Callable[[Any], Constraint]] = {
     "regex": Constraint.regex,
     "choice": Constraint.choice,
     "grammar": Constraint.ebnf,
+    "json_object": lambda value: Constraint.json_object() if value is True else refuse("structured_outputs", value, "true for json_object"),
 }
 _GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "json_schema", "regex", "ebnf", "grammar")
 _ELSEWHERE = {  # in vLLM, SGLang, llama.cpp's server and older APIs of OpenAI
@@ -260,16 +261,17 @@ def _template_variables(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def _max_tokens(fields: Mapping[str, Any], field: str, prompt: int, max_length: int, default: int) -> int:
     """Most tokens of the answer. HttpError if the prompt, or the prompt with the answer, is too long. field: of the prompt."""
-    room = max_length - prompt
+    room, context = max_length - prompt, f". This model's maximum context length is {max_length} tokens."  # LiteLLM looks for this text
     if room < 1 or prompt < 1:
         message = f"{field}: got {prompt} tokens, expected 1 to {max_length - 1}"
-        raise HttpError(400, message, field, "context_length_exceeded" if prompt else None)
+        raise HttpError(400, message + context * (prompt > 0), field, "context_length_exceeded" if prompt else None)
     expected = f"a whole number from 1 to {room}: {max_length} tokens less {prompt} of {field}"
     value: int = min(default, room)
     for name in ("max_tokens", "max_completion_tokens"):  # the last one counts
         value = fields.get(name, value)
         if not whole(1, room).accepts(value):
-            refuse(name, value, expected, "context_length_exceeded" if is_int(value) and value > room else None)
+            too_long = is_int(value) and value > room
+            refuse(name, value, expected + context * too_long, "context_length_exceeded" if too_long else None)
     return value
 
 
@@ -342,7 +344,9 @@ def _constraint(fields: Mapping[str, Any], tools: ToolUse | None) -> Constraint 
 
 def _structured_outputs(value: Any) -> Constraint:
     """The constraint of vLLM's field."""
-    stated = {kind: argument for kind, argument in value.items() if argument is not None} if isinstance(value, dict) else {}
+    fields = value if isinstance(value, dict) else {}
+    without_effect = {name for name, argument in fields.items() if argument is None or (argument is False and name.startswith("disable_"))}
+    stated = {kind: argument for kind, argument in fields.items() if kind not in without_effect}
     if len(stated) != 1 or not stated.keys() <= _STRUCTURED.keys():
         refuse("structured_outputs", value, f"an object with one of {', '.join(_STRUCTURED)}")
     ((kind, argument),) = stated.items()

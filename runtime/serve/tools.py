@@ -51,11 +51,12 @@ class ToolUse:
         """The conversation with the functions, described by the chat template if it has the format, else by a system message."""
         ids = codec.chat(messages, variables=variables)
         reads_tools = self.templated and codec.template_mentions("tools")
-        with_tools = codec.chat(messages, self.allowed, variables=variables) if reads_tools else ids
-        return with_tools if with_tools != ids else codec.chat(self._as_system_message(messages), variables=variables)
+        tools = json.loads(json.dumps(self.allowed, default=float))  # templates cannot write the Decimals of exact schemas
+        with_tools = codec.chat(messages, tools, variables=variables) if reads_tools else ids
+        return with_tools if with_tools != ids else codec.chat(self._as_system_message(messages, tools), variables=variables)
 
-    def _as_system_message(self, messages: Sequence[Message]) -> list[Message]:
-        lines = [json.dumps(tool["function"], ensure_ascii=False) for tool in self.allowed]
+    def _as_system_message(self, messages: Sequence[Message], tools: Sequence[Any]) -> list[Message]:
+        lines = [json.dumps(tool["function"], ensure_ascii=False) for tool in tools]
         only = "Answer with a call and nothing else" if self.required else "To call one"
         text = "\n".join(["These functions can be called:", *lines, f"{only}, write:\n{self.call_format.example}"])
         if messages[0]["role"] != "system":

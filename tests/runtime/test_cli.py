@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import importlib
 import json
 import os
 import pty
 import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -136,6 +138,52 @@ def test_ctrl_c_exits_cleanly() -> None:
     assert (process.returncode, errors) == (terminal.INTERRUPTED, b"stepgraph generate: interrupted\n")
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
+
+
+class Interrupting:
+    """Finds no module; the search for one of them is interrupted."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def find_spec(self, name: str, *_: object) -> None:
+        if name == self.name:
+            signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("name", ["stepgraph.runtime.cli", "stepgraph.runtime.commands.doctor"])
+def test_ctrl_c_within_an_import_is_one_line(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["stepgraph", "doctor"])
+    monkeypatch.setattr(sys, "meta_path", [Interrupting(name), *sys.meta_path])
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.delitem(sys.modules, "stepgraph.__main__", raising=False)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises((SystemExit, KeyboardInterrupt)) as ended:
+            runpy.run_module("stepgraph", run_name="__main__")
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert isinstance(ended.value, SystemExit) and ended.value.code == terminal.INTERRUPTED
+    assert re.fullmatch(r"stepgraph( doctor)?: interrupted\n", capsys.readouterr().err)
+
+
+def test_a_library_that_drops_an_interrupt_at_its_import_does_not_keep_the_command_running(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As parts of torch do."""
+
+    def import_module(name: str) -> None:
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(importlib, "import_module", import_module)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert cli.main(["doctor"]) == terminal.INTERRUPTED
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert capsys.readouterr().err == "stepgraph doctor: interrupted\n"
 
 
 def handle_sigint() -> None:

@@ -32,7 +32,7 @@ def parameters_grammar(schema: Any, options: Options, prefix: str = "") -> str:
 
 def text_parameters(schema: Any) -> frozenset[str]:
     """The names of the parameters whose values are written without quotes and escapes."""
-    normaliser = Normaliser(Document(parse_json(json.dumps(schema))), Options.unknown_formats)
+    normaliser = Normaliser(Document(parse_json(json.dumps(schema, default=float))), Options.unknown_formats)  # float: of a Decimal
     styles = write_schema(normaliser, Options(), "", _ParameterWriter).is_text_by_name
     return frozenset(name for name, is_text in styles.items() if is_text)
 

@@ -265,8 +265,9 @@ def test_inspect_gives_the_reason_of_each_refusal(folder: Path, capsys: pytest.C
     assert (code, document["runs"]) == (terminal.FAILED, [])
     assert "quantization_config.quant_method: got 'bitsandbytes', expected" in document["refused"]["native, dequantised"]
     assert "quantization_config" in document["refused"]["transformers, dequantised"]
-    with_draft = run_json("inspect model --draft other", capsys)
-    assert with_draft["runs"] and "bitsandbytes" in with_draft["refused"]["draft"]
+    code, out, _ = run("inspect model --draft other --json", capsys)
+    with_draft = json.loads(out)
+    assert code == terminal.FAILED and with_draft["runs"] and "bitsandbytes" in with_draft["refused"]["draft"]
 
 
 def test_all_prompt_sources_give_the_same_ids(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,6 +324,10 @@ def test_an_answer_that_is_complete_at_the_limit_does_not_fail(capsys: pytest.Ca
         ("generate model hi --draft-length 5", "--draft-length: got 5, expected at most -k/--drafts 4, or 'auto'"),
         ("generate model hi --draft-length longest", "--draft-length: got 'longest', expected 'auto', or an integer"),
         ("inspect nowhere", "MODEL: got 'nowhere', which does not exist, expected a local folder"),
+        ("inspect ''", "MODEL: got '', which does not exist, expected a local folder"),
+        ("inspect model --draft nowhere", "--draft: got 'nowhere', which does not exist, expected a local folder"),
+        ("generate model hi --regex \udcff", "--regex: got half of a surrogate pair at position 0, expected text"),
+        ('generate model hi --schema \'{"const": "\\ud800"}\'', "--schema: got half of a surrogate pair at position 10, expected text"),
         ("generate model hi --draft nobody", "got 'nobody'"),
         ("generate model hi --draft ''", "--draft: got '', expected a path"),
         ("generate model hi --implementation transformers --weights quantised", "--weights: got 'quantised' with --implementation "),

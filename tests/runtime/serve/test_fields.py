@@ -118,6 +118,7 @@ def test_an_answer_beyond_the_context_has_the_code_of_a_prompt_beyond_it(server:
             with pytest.raises(openai.BadRequestError) as refused:
                 client.completions.create(model="toy", prompt=prompt, max_tokens=max_tokens)
             assert refused.value.code == ("context_length_exceeded" if code else None), (len(prompt), max_tokens)
+            assert ("This model's maximum context length is 4096 tokens" in refused.value.message) == code, "LiteLLM looks for this text"
 
 
 @pytest.mark.parametrize(
@@ -160,6 +161,25 @@ def test_numbers_of_schemas_stay_exact(server: RunningServer, field: str) -> Non
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(encoded)}\r\n\r\n"
     answer = server.send(head.encode(), encoded, end=False)
     assert answer.startswith(b"HTTP/1.1 200 ") and f'"text":"{number}"'.encode() in answer
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32-le"])
+def test_bodies_are_read_as_utf_8_only(server: RunningServer, encoding: str) -> None:
+    body = json.dumps({"prompt": "a", "max_tokens": 2}).encode(encoding)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    assert server.statuses(head.encode(), body, end=False) == [200 if encoding.startswith("utf-8") else 400]
+
+
+def test_a_body_of_any_depth_is_answered_or_refused(server: RunningServer) -> None:
+    """Near the limit of depth, JSON that can be read cannot be written into the prompt."""
+    statuses = set[int]()
+    for depth in range(940, 1000):
+        nested = f"{'[' * depth}{']' * depth}"
+        tools = [{"type": "function", "function": {"name": "f", "parameters": {"default": "nested"}}}]
+        body = json.dumps({"messages": CHAT, "max_tokens": 1, "tools": tools}).replace('"nested"', nested).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+        statuses |= {*server.statuses(head.encode(), body, end=False)}
+    assert statuses <= {200, 400}
 
 
 def test_long_bodies_are_read_and_their_constraints_checked_once_outside_the_event_loop(

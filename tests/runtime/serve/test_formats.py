@@ -109,6 +109,19 @@ def test_calls_over_http(name: str) -> None:
             jsonschema.validate(json.loads(arguments), SCHEMA)
 
 
+@pytest.mark.parametrize("name", ["hermes", "qwen3-coder"])
+def test_numbers_of_parameters_stay_exact(name: str) -> None:
+    """A float would round the number. The templates write the tools as JSON, which has no Decimals."""
+    number, schema = "0.1234567890123456789", {"properties": {"a": {"const": 0.5}}, "required": ["a"], "additionalProperties": False}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    body = json.dumps({"messages": CHAT, "tools": tools, "tool_choice": "required", "temperature": 0, "max_tokens": 300})
+    encoded = body.replace("0.5", number).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(encoded)}\r\n\r\n"
+    with serving(name) as (server, _):
+        answer = server.send(head.encode(), encoded, end=False)
+    assert answer.startswith(b"HTTP/1.1 200 ") and f'\\"a\\": {number}}}'.encode() in answer
+
+
 @pytest.mark.parametrize(("text", "content"), [("so</think>[]", SCHEMA), ("so", None)])
 def test_a_format_is_enforced_after_reasoning_that_the_prompt_does_not_open(
     text: str, content: Any, monkeypatch: pytest.MonkeyPatch
