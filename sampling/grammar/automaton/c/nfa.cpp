@@ -361,7 +361,7 @@ public:
             while (!later.empty()) {
                 auto [number, continuation] = later.back();
                 later.pop_back();
-                int32_t known = state_of(~number, continuation);
+                int32_t known = state_of_key[key_of(number, continuation)];
                 follow(known, rule_body(number, continuation));
             }
         }
@@ -378,6 +378,7 @@ private:
         if (calls == Calls::FEW && nfa.states.size() >= FEW_STATES) throw ManyCopies("its rules are used in many places");
         nfa.states.emplace_back();
         nfa.states.back().loop = loop;
+        before.emplace_back();
         return (int32_t)nfa.states.size() - 1;
     }
     int32_t state_before(int32_t continuation) { return state(nfa.states[continuation].loop); }
@@ -386,28 +387,15 @@ private:
 
     static constexpr int32_t NONE = -1, OPEN = -2; // OPEN: being built, without a reference to it so far
 
-    // The state of a key: an expression or ~rule and a continuation, or the targets of a byte or of choices. NONE: the caller must set it.
-    // The reference is valid until the next call.
-    int32_t &state_of(Slice<int32_t> key) {
+    // The index in `state_of_key` of a rule and a continuation, or of choices. NONE: the caller must set the state.
+    size_t key_of(Slice<int32_t> key) {
         auto [number, is_new] = keys.add(key.first, key.size());
         if (is_new) state_of_key.push_back(NONE);
-        return state_of_key[(size_t)number];
+        return (size_t)number;
     }
-    int32_t &state_of(int32_t expression, int32_t continuation) {
-        const int32_t key[] = {expression, continuation};
-        return state_of({std::begin(key), std::end(key)});
-    }
-
-    // The state for an expression or ~rule, which `build` finds. A recursive reference during `build` creates a state that leads to it.
-    template <class Build> int32_t once(int32_t key, int32_t continuation, const Build &build) {
-        int32_t &known = state_of(key, continuation);
-        if (known == OPEN) known = state_before(continuation);
-        if (known != NONE) return known;
-        known = OPEN;
-        int32_t found = build(), &start = state_of(key, continuation);
-        if (start == OPEN) return start = found;
-        follow(start, found);
-        return start;
+    size_t key_of(int32_t rule, int32_t continuation) {
+        const int32_t key[] = {~rule, continuation};
+        return key_of({std::begin(key), std::end(key)});
     }
 
     void choose_called() {
@@ -447,13 +435,21 @@ private:
 
     // Each of the following functions returns the state from which the expression and then the continuation are read.
 
+    // A rule has one state for each continuation. A recursive reference during `rule_body` creates a state that leads to it.
     int32_t rule(int32_t number, int32_t continuation) {
-        if (depth > DEEP) {
-            int32_t &known = state_of(~number, continuation);
-            if (known == NONE) later.push_back({number, continuation}), known = state_before(continuation);
-            if (known != OPEN) return known;
+        size_t key = key_of(number, continuation);
+        if (int32_t &known = state_of_key[key]; depth > DEEP && known == NONE) {
+            later.push_back({number, continuation});
+            known = state_before(continuation);
+        } else if (known == OPEN) {
+            known = state_before(continuation);
         }
-        return once(~number, continuation, [&] { return rule_body(number, continuation); });
+        if (state_of_key[key] != NONE) return state_of_key[key];
+        state_of_key[key] = OPEN;
+        int32_t found = rule_body(number, continuation), &start = state_of_key[key];
+        if (start == OPEN) return start = found;
+        follow(start, found);
+        return start;
     }
 
     int32_t rule_body(int32_t number, int32_t continuation) {
@@ -549,7 +545,7 @@ private:
     int32_t left_rule(int32_t number, int32_t continuation, const std::set<int32_t> &component) {
         enter();
         int32_t start = state_before(continuation);
-        state_of(~number, continuation) = start;
+        state_of_key[key_of(number, continuation)] = start;
         std::map<int32_t, int32_t> complete;
         for (int32_t member : component) complete[member] = state_before(continuation);
         follow(complete[number], continuation);
@@ -581,12 +577,10 @@ private:
         if (!as_automaton && called.count(number)) return call(number, continuation);
         View at = graph.view(number);
         if (at.kind == RULE) return rule(at.data[0], continuation);
-        return once(number, continuation, [&] {
-            enter();
-            int32_t start = build(at, number, continuation);
-            depth--;
-            return start;
-        });
+        enter();
+        int32_t start = build(at, number, continuation);
+        depth--;
+        return start;
     }
 
     int32_t build(const View &at, int32_t number, int32_t continuation) {
@@ -617,10 +611,13 @@ private:
 
     // The state that reads one byte and then continues. There is one for each byte and continuation.
     int32_t byte_before(int32_t byte, int32_t continuation) {
-        const int32_t key[] = {BYTES, byte, continuation};
-        int32_t &known = state_of({std::begin(key), std::end(key)});
-        if (known == NONE) edge(known = state_before(continuation), byte, byte, continuation);
-        return known;
+        for (int32_t known = before[(size_t)continuation].first; known != NONE; known = before[(size_t)known].next)
+            if (before[(size_t)known].byte == byte) return known;
+        int32_t made = state_before(continuation);
+        edge(made, byte, byte, continuation);
+        before[(size_t)made].byte = byte;
+        before[(size_t)made].next = std::exchange(before[(size_t)continuation].first, made);
+        return made;
     }
 
     int32_t choices(const View &at, int32_t continuation) {
@@ -631,7 +628,7 @@ private:
         std::sort(found, key.end());
         key.erase(std::unique(found, key.end()), key.end());
         if (key.size() == 3) return key[2];
-        int32_t &known = state_of({key.data(), key.data() + key.size()});
+        int32_t &known = state_of_key[key_of({key.data(), key.data() + key.size()})];
         if (known != NONE) return known;
         known = state_before(continuation);
         for (; found != key.end(); ++found) follow(known, *found);
@@ -793,7 +790,9 @@ private:
     const Calls calls;
     Ints shortest; // [rules] bytes of the shortest text
     Nfa nfa;
-    Interned keys; // of states, see `state_of`
+    struct Before { int32_t byte, first = NONE, next = NONE; }; // first, next: a list of the states that read one byte before a state
+    std::vector<Before> before; // [states]
+    Interned keys; // of states, see `key_of`
     Ints state_of_key;
     std::map<std::vector<Range>, Shape> shapes;
     std::set<int32_t> called; // expressions with a separate automaton
