@@ -343,7 +343,8 @@ private:
 class Builder {
 public:
     Builder(const Grammar &grammar, const Limits &limits, std::unordered_set<int64_t> &unrolled, Calls calls)
-        : graph(grammar), limits(limits), unrolled(unrolled), calls(calls), shortest(graph.shortest_texts()) {}
+        : graph(grammar), limits(limits), unrolled(unrolled), calls(calls), shortest(graph.shortest_texts()),
+          shape_of_expression((size_t)grammar.num_expressions) {}
 
     Nfa build() {
         choose_called();
@@ -590,11 +591,11 @@ private:
         case BYTES:
             for (int index = at.size; index-- > 0;) to = byte_before(at.data[index] & 255, to);
             return to;
-        case CLASS: return characters(state_before(continuation), shape_of(class_ranges(at.data, at.size)), continuation);
+        case CLASS: return characters(state_before(continuation), shape_of(number, at), continuation);
         case CLASS_STAR:
             to = state_before(continuation);
             follow(to, continuation);
-            return characters(to, shape_of(class_ranges(at.data, at.size)), to);
+            return characters(to, shape_of(number, at), to);
         case SEQUENCE:
             for (int index = at.size; index-- > 0;) to = expression(at.data[index], to, false);
             return to;
@@ -650,12 +651,15 @@ private:
         int32_t states = 2;
     };
 
-    const Shape &shape_of(const std::vector<Range> &ranges) {
-        auto [at, is_new] = shapes.emplace(ranges, Shape());
+    const Shape &shape_of(int32_t expression, const View &view) {
+        const Shape *&known = shape_of_expression[(size_t)expression];
+        if (known) return *known;
+        auto [at, is_new] = shapes.emplace(class_ranges(view.data, view.size), Shape());
         Shape &shape = at->second;
+        known = &shape;
         if (!is_new) return shape;
         std::vector<ByteRanges> sequences;
-        for (Range range : ranges) byte_ranges(range.first, range.second, sequences);
+        for (Range range : at->first) byte_ranges(range.first, range.second, sequences);
         std::map<ByteRanges, int32_t> tails{{{}, 1}};
         std::function<int32_t(ByteRanges)> tail = [&](ByteRanges sequence) -> int32_t {
             auto known = tails.find(sequence);
@@ -673,7 +677,7 @@ private:
     }
 
     int32_t characters(int32_t start, const Shape &shape, int32_t continuation) { // returns `start`
-        Ints numbers((size_t)shape.states, start);
+        numbers.assign((size_t)shape.states, start);
         numbers[1] = continuation;
         for (size_t at = 2; at < numbers.size(); at++) numbers[at] = state_before(continuation);
         for (const Shape::Part &part : shape.parts) edge(numbers[part.from], part.low, part.high, numbers[part.to]);
@@ -794,7 +798,9 @@ private:
     std::vector<Before> before; // [states]
     Interned keys; // of states, see `key_of`
     Ints state_of_key;
-    std::map<std::vector<Range>, Shape> shapes;
+    std::map<std::vector<Range>, Shape> shapes; // by characters
+    std::vector<const Shape *> shape_of_expression; // [expressions] of a class, or null
+    Ints numbers; // used by `characters`
     std::set<int32_t> called; // expressions with a separate automaton
     std::map<int32_t, int32_t> automaton_of;
     std::map<int32_t, std::set<int32_t>> left_linear; // by rule
