@@ -100,7 +100,7 @@ public:
     size_t size() const { return (size_t)count; }
 
 private:
-    static constexpr int ROUNDS = 3;
+    static constexpr int ROUNDS = 2;
 
     struct Block { int32_t first, past, marked; }; // elements[first .. past]; the first `marked` of them are marked
 
