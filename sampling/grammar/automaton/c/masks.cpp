@@ -134,7 +134,7 @@ constexpr int64_t MAX_COARSER_MOVES = 50'000'000; // moves that are compared to 
 // Steps before equivalent states are searched for, and before subtrees are shared: both take longer if few states are equivalent.
 constexpr int64_t MOVES_PER_STEP = 8, STEPS_PER_MOVE = 2;
 constexpr size_t MAX_BELOW = 8'000'000; // in words
-constexpr size_t LARGE_PART = 24, MAX_LARGE_PARTS = 256; // size in `below_bits`; parts whose words are kept: at most 8 MB
+constexpr size_t LARGE_PART = 24, MAX_LARGE_PARTS = 256; // size in `below_bits`; kept parts: 8 MB at 131,072 tokens
 
 static Ints bits_of(const Ints &tokens, int32_t words) {
     Ints row((size_t)words, 0);

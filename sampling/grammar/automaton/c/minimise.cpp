@@ -61,9 +61,9 @@ void merge_classes(Automaton &automaton) {
     for (uint8_t &value : automaton.class_of) value = (uint8_t)renamed[value];
 }
 
-// Blocks of equivalent nodes: states, and symbols, which are numbered from `states` on. The first hash of a node depends on the bytes that it
-// reads. A node with a unique hash is equivalent to no other. The rest is divided into blocks until all nodes of a block lead to the same
-// blocks. The largest part of a divided block keeps its number; only nodes that lead to other parts are re-examined.
+// Blocks of equivalent nodes: states, and symbols, which are numbered from `states` on. The first hash of a node depends on the bytes that
+// it reads. A node with a unique hash is equivalent to no other. The rest is divided into blocks until all nodes of a block lead to the
+// same blocks. The largest part of a divided block keeps its number; only nodes that lead to other parts are re-examined.
 class Blocks {
 public:
     explicit Blocks(const Automaton &automaton)
