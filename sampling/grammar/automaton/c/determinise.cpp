@@ -3,6 +3,7 @@
 #include "automaton.h"
 
 #include <algorithm>
+#include <deque>
 #include <map>
 
 namespace stepgraph {
@@ -26,7 +27,7 @@ struct Reached {
 class Determiniser {
 public:
     Determiniser(const Nfa &nfa, const Limits &limits)
-        : nfa(nfa), limits(limits), known(nfa.states.size()), closures(nfa.states.size()), stamps(nfa.states.size(), 0),
+        : nfa(nfa), limits(limits), closure_of_state(nfa.states.size(), -1), stamps(nfa.states.size(), 0),
           entries(nfa.states.size(), NOT_FOUND) {}
 
     Automaton run() {
@@ -103,9 +104,10 @@ private:
     }
 
     const Reached &closure(int32_t start) {
-        Reached &found = closures[start];
-        if (known[start]) return found;
-        known[start] = 1;
+        int32_t &known = closure_of_state[(size_t)start];
+        if (known >= 0) return closures[(size_t)known];
+        known = (int32_t)closures.size();
+        Reached &found = closures.emplace_back();
         stack.assign(1, start);
         stamps[start] = ++stamp;
         while (!stack.empty()) {
@@ -159,6 +161,7 @@ private:
 
     // Finds the state of a set after entering the loops in `enters`, and the counters that this sets.
     void resolve(const Reached &base, int32_t &state, Sets &sets) {
+        if (base.enters.empty()) return void(state = intern(base.members));
         Reached all = base;
         Ints wait = base.enters, entered;
         size_t used = 0; // number of used items of `sets`
@@ -179,7 +182,7 @@ private:
             all.add(head);
             wait.insert(wait.end(), head.enters.begin(), head.enters.end());
         }
-        if (used) sort_unique(all.members);
+        sort_unique(all.members);
         if (used == 4 && sets[0] > sets[2]) { // a canonical order, so that equal moves compare equal
             std::swap(sets[0], sets[2]);
             std::swap(sets[1], sets[3]);
@@ -386,8 +389,9 @@ private:
     const Nfa &nfa;
     const Limits &limits;
     Automaton automaton;
-    std::vector<char> live, known;
-    std::vector<Reached> closures;
+    std::vector<char> live;
+    std::deque<Reached> closures; // a call of `closure` leaves the results of others in place
+    Ints closure_of_state; // [states] index in `closures`, or -1
     Ints stamps, entries; // entries: [states] the entry of `next` for an edge to the state
     int64_t steps = 0, stored = 0; // stored: in bytes
     int32_t stamp = 0;

@@ -134,6 +134,7 @@ constexpr int64_t MAX_COARSER_MOVES = 50'000'000; // moves that are compared to 
 // Steps before equivalent states are searched for, and before subtrees are shared: both take longer if few states are equivalent.
 constexpr int64_t MOVES_PER_STEP = 8, STEPS_PER_MOVE = 2;
 constexpr size_t MAX_BELOW = 8'000'000; // in words
+constexpr size_t LARGE_PART = 24, MAX_LARGE_PARTS = 256; // size in `below_bits`; kept parts: 8 MB at 131,072 tokens
 
 static Ints bits_of(const Ints &tokens, int32_t words) {
     Ints row((size_t)words, 0);
@@ -164,6 +165,7 @@ Vocabulary::Vocabulary(
             if ((entry.characters >= 0) == part.is_plain && quotes == part.quotes && is_long) some.push_back(entry);
         }
         tries.push_back(make_trie(some));
+        tries.back().is_plain = part.is_plain;
     }
     plain.assign((size_t)(longest_plain + 1) * words, 0);
     for (const Entry &entry : entries)
@@ -185,12 +187,16 @@ struct SparseRow {
 
     explicit SparseRow(size_t words) : bits(words, 0), used(words / 64 + 1, 0) {}
 
-    void set(int32_t word, uint32_t more) {
-        bits[(size_t)word] |= more;
-        used[(size_t)word / 64] |= 1ull << word % 64;
+    void set(uint32_t word, uint32_t more) {
+        bits[word] |= more;
+        used[word / 64] |= 1ull << word % 64;
     }
 
-    void add(int32_t number) { set(number / 32, 1u << (number % 32)); }
+    void add(uint32_t number) { set(number / 32, 1u << number % 32); }
+
+    void set(Slice<int32_t> pairs) { // of word index and bits
+        for (const int32_t *at = pairs.first; at < pairs.last; at += 2) set((uint32_t)at[0], (uint32_t)at[1]);
+    }
 
     // Moves the nonzero words to `pairs` of word index and bits, in order.
     void move_to(Ints &pairs) {
@@ -284,8 +290,8 @@ public:
         : automaton(automaton), vocabulary(vocabulary), limits(limits),
           narrow(std::max((size_t)automaton.states, automaton.moves.size() + 1) <= 1 << 15), bytes_of(bytes_by_class(automaton)),
           quote(bytes_of[automaton.class_of['"']].size() == 1 ? automaton.class_of['"'] : -1), rows(automaton.classes),
-          continuations(automaton), row((size_t)vocabulary.words), ordered(vocabulary.starts.size() / 32 + 1),
-          top_at((size_t)vocabulary.longest + 1), pushed((size_t)vocabulary.longest + 1) {
+          continuations(automaton), row((size_t)vocabulary.words), large((size_t)vocabulary.words),
+          ordered(vocabulary.starts.size() / 32 + 1), top_at((size_t)vocabulary.longest + 1), pushed((size_t)vocabulary.longest + 1) {
         find_walk_states();
     }
 
@@ -314,9 +320,9 @@ public:
             row_of[state] = number;
             if (!is_new) continue;
             for (size_t part = 0; part < NUM_PARTS; part++)
-                if (parts[part] >= 0) set_part(vocabulary.tries[part], parts[part]);
+                if (parts[part] >= 0) set_part(part, parts[part]);
             if (automaton.accepts[state])
-                for (int32_t stop : vocabulary.stops) row.add(stop);
+                for (int32_t stop : vocabulary.stops) row.add((uint32_t)stop);
             add_row(base);
         }
         return assembled();
@@ -477,13 +483,14 @@ private:
         }
     }
 
-    // The classes of a level, given the previous level, in which a text continues after a quote.
+    // The classes of a level, given the previous level, in which a text continues after a quote, and whose classes it divides.
     Level level_after(const Level *before) {
         Interned kinds; // what a state pops, and what follows a quote
         unquoted.pop.clear();
         for (int32_t state = 0; state < automaton.states; state++) {
             int32_t quoted = before ? entry_of(state, quote) : DEAD, to = target_of(quoted);
-            const int32_t kind[] = {automaton.pop[state], to < 0 ? DEAD : before->class_of[(size_t)to], to < 0 ? DEAD : push_of(quoted)};
+            const int32_t kind[] = {before ? before->class_of[(size_t)state] : automaton.pop[(size_t)state],
+                to < 0 ? DEAD : before->class_of[(size_t)to], to < 0 ? DEAD : push_of(quoted)};
             unquoted.pop.push_back(kinds.add(kind, std::size(kind)).number);
         }
         Level level;
@@ -611,8 +618,7 @@ private:
         }
         const Below &found = below[(size_t)at->second];
         followed = std::max(followed, found.followed);
-        Slice<int32_t> pairs = below_bits.of(found.bits);
-        for (const int32_t *pair = pairs.first; pair < pairs.last; pair += 2) ordered.set(pair[0], (uint32_t)pair[1]);
+        ordered.set(below_bits.of(found.bits));
         append_crossed(found);
         return true;
     }
@@ -640,12 +646,19 @@ private:
         crossed->insert(crossed->end(), begin + (int64_t)found.crossed.begin, begin + (int64_t)found.crossed.end);
     }
 
-    // Set the tokens of a tree, given by their number in `below_bits`.
-    void set_part(const Trie &trie, int32_t number) {
+    // Set the tokens of a tree, given by their number in `below_bits`. Many rows have the same large part: its words are kept.
+    void set_part(size_t part, int32_t number) {
         Slice<int32_t> pairs = below_bits.of(number);
-        for (const int32_t *at = pairs.first; at < pairs.last; at += 2)
-            for (auto bits = (uint32_t)at[1]; bits; bits &= bits - 1)
-                row.add(trie.tokens[(size_t)at[0] * 32 + (size_t)__builtin_ctz(bits)]);
+        auto add_to = [&](SparseRow &to) {
+            for (const int32_t *at = pairs.first; at < pairs.last; at += 2)
+                for (auto bits = (uint32_t)at[1]; bits; bits &= bits - 1)
+                    to.add((uint32_t)vocabulary.tries[part].tokens[(size_t)at[0] * 32 + (size_t)__builtin_ctz(bits)]);
+        };
+        if (pairs.size() < LARGE_PART) return add_to(row);
+        if (large_parts.size() == MAX_LARGE_PARTS) large_parts.clear();
+        Ints &words = large_parts[(uint64_t)part << 32 | (uint32_t)number];
+        if (words.empty()) add_to(large), large.move_to(words);
+        row.set({words.data(), words.data() + words.size()});
     }
 
     // Set the tokens from `begin` to before `end`.
@@ -654,7 +667,7 @@ private:
             uint32_t bits = ~0u;
             if (word == begin / 32) bits &= ~0u << (begin % 32);
             if (end - word * 32 < 32) bits &= ~(~0u << (end % 32));
-            ordered.set(word, bits);
+            ordered.set((uint32_t)word, bits);
         }
     }
 
@@ -709,7 +722,7 @@ private:
             int32_t entry = next[automaton.class_of[trie.bytes[(size_t)child]]];
             if (entry < 0) continue;
             bool is_plain = entry < SPECIAL && (!automaton.symbols || walk_states[(size_t)entry].pop < 0);
-            if (int32_t leaf = trie.leaf_token[(size_t)child]; leaf >= 0 && is_plain) ordered.add(leaf);
+            if (int32_t leaf = trie.leaf_token[(size_t)child]; leaf >= 0 && is_plain) ordered.add((uint32_t)leaf);
             else visit(trie, child, size + 1, entry);
         }
     }
@@ -731,13 +744,13 @@ private:
             top_at[(size_t)size] = top;
         }
         if (to < 0) return;
-        for (int32_t at = node.first_token; at < node.below_token; at++) ordered.add(at);
+        for (int32_t at = node.first_token; at < node.below_token; at++) ordered.add((uint32_t)at);
         if (node.below_token == node.end_token) return;
         if (below) return add_crossing(trie, number, continuations.after_part(walk_states[(size_t)to].pop));
         const WalkState &step = walk_states[(size_t)to];
-        bool is_inside = (trie.bytes[(size_t)node.first_child] & 0xC0) == 0x80; // a character: `surely` counts from the end of one
-        bool is_plain = PARTS[&trie - vocabulary.tries.data()].is_plain && !is_inside && node.height <= step.surely;
-        if (is_plain || (node.height <= step.closed && !(node.groups & ~step.groups))) {
+        auto is_inside = [&] { return (trie.bytes[(size_t)node.first_child] & 0xC0) == 0x80; }; // a character: `surely` begins after one
+        bool is_closed = node.height <= step.closed && !(node.groups & ~step.groups);
+        if (is_closed || (trie.is_plain && node.height <= step.surely && !is_inside())) {
             followed = std::max(followed, size + node.height);
             return set_range(node.below_token, node.end_token);
         }
@@ -813,14 +826,14 @@ private:
     }
 
     Ints packed_entries() const { // IMAGE_NEXT
-        size_t size = automaton.next.size();
-        auto entry_at = [&](size_t at) {
-            int32_t entry = at < size ? automaton.next[at] : 0;
-            return (uint32_t)(entry >= SPECIAL ? -2 - (entry - SPECIAL) : entry);
-        };
-        Ints entries(narrow ? (size + 1) / 2 : size);
-        for (size_t at = 0; at < entries.size(); at++)
-            entries[at] = (int32_t)(narrow ? (uint16_t)entry_at(2 * at) | entry_at(2 * at + 1) << 16 : entry_at(at));
+        auto renumbered = [](int32_t entry) { return entry >= SPECIAL ? -2 - (entry - SPECIAL) : entry; };
+        Ints entries(automaton.next.size());
+        std::transform(automaton.next.begin(), automaton.next.end(), entries.begin(), renumbered);
+        if (!narrow) return entries;
+        std::vector<int16_t> halves(entries.begin(), entries.end());
+        halves.resize((halves.size() + 1) / 2 * 2);
+        entries.resize(halves.size() / 2);
+        memcpy(entries.data(), halves.data(), halves.size() * sizeof(int16_t));
         return entries;
     }
 
@@ -832,19 +845,19 @@ private:
             if (automaton.accepts[state]) leave[state] = -2;
         for (const auto &bytes : bytes_of) byte_of.push_back(bytes.size() == 1 ? bytes[0] : -1);
         for (const Move &move : automaton.moves) moves.insert(moves.end(), move.ints(), move.ints() + Move::INTS);
-        std::array<int32_t, IMAGE_HEADER> header{};
+        std::array<int32_t, (IMAGE_HEADER + 3) / 4 * 4> header{}; // the dense rows, which follow, are at a multiple of four
         for (const Ints &tokens : crossing) {
             cross_start.push_back((int32_t)cross.size());
             cross.insert(cross.end(), tokens.begin(), tokens.end());
         }
         cross_start.push_back((int32_t)cross.size());
-        const std::pair<int, const Ints *> tables[] = { // the dense rows are at a multiple of four
+        const std::pair<int, const Ints *> tables[] = {
             {IMAGE_DENSE, &dense}, {IMAGE_CLASS_OF, &class_of}, {IMAGE_BYTE_OF, &byte_of}, {IMAGE_NEXT, &next}, {IMAGE_MOVES, &moves},
             {IMAGE_LEAVE, &leave}, {IMAGE_RETURN, &automaton.go}, {IMAGE_ROW_OF, &row_of}, {IMAGE_BASE_OF, &base_of},
             {IMAGE_STATUS_OF, &status_of}, {IMAGE_CHANGE_START, &change_start}, {IMAGE_CHANGE_WORD, &change_word},
             {IMAGE_CHANGE_VALUE, &change_value}, {IMAGE_CROSS_START, &cross_start}, {IMAGE_CROSS, &cross},
         };
-        int64_t size = (IMAGE_HEADER + 3) / 4 * 4;
+        auto size = (int64_t)header.size();
         for (auto &[field, values] : tables) {
             header[(size_t)field] = (int32_t)size;
             check_size(4 * (size += (int64_t)values->size()));
@@ -862,7 +875,7 @@ private:
         header[IMAGE_PUSHES] = automaton.symbols ? most_pushes() : 0;
         header[IMAGE_NARROW] = narrow;
         header[IMAGE_LIMIT] = INT32_MAX;
-        Image image((int32_t *)calloc((size_t)size, sizeof(int32_t)), free);
+        Image image((int32_t *)malloc((size_t)size * sizeof(int32_t)), free);
         if (!image) throw std::bad_alloc();
         std::copy(header.begin(), header.end(), image.get());
         for (auto &[field, values] : tables) std::copy(values->begin(), values->end(), image.get() + header[(size_t)field]);
@@ -897,7 +910,8 @@ private:
     Ints below_crossed, *crossed = nullptr; // tokens whose legality depends on the stack; of the state or the part that is being walked
     std::deque<SparseRow> spares; // one for each nested call of `keep_below`
     size_t level = 0; // number of nested calls of `keep_below`
-    SparseRow row; // being built
+    SparseRow row, large; // being built: a row, and a large part of one
+    std::unordered_map<uint64_t, Ints> large_parts; // by part and number in `below_bits`: pairs of word index and bits
     SparseRow ordered; // the tokens of a tree, in its order: those below a node are adjacent
     struct Pushed { int32_t symbol, below, size; }; // a symbol, the index of the symbol below it, and the stack size
     Ints top_at; // [bytes] index in `pushed` of the top of the stack after so many bytes; 0: the stack is empty

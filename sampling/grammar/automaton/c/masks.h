@@ -23,6 +23,7 @@ struct Trie {
     Ints leaf_token; // [nodes] the only token at a node without children, or -1; saves reading most nodes
     std::array<int32_t, 256> first_of{}; // [bytes] the child of the root; 0: none
     Ints tokens;
+    bool is_plain = false; // all tokens are plain text
 };
 
 struct Vocabulary {

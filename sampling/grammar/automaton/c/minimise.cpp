@@ -61,9 +61,9 @@ void merge_classes(Automaton &automaton) {
     for (uint8_t &value : automaton.class_of) value = (uint8_t)renamed[value];
 }
 
-// Blocks of equivalent nodes: states, and symbols, which are numbered from `states` on. The hash of a node depends on the texts of a few
-// bytes that can be read from it. A node with a unique hash is equivalent to no other. The rest is divided into blocks until all nodes of a
-// block lead to the same blocks. The largest part of a divided block keeps its number; only nodes that lead to other parts are re-examined.
+// Blocks of equivalent nodes: states, and symbols, which are numbered from `states` on. The first hash of a node depends on the bytes that
+// it reads. A node with a unique hash is equivalent to no other. The rest is divided into blocks until all nodes of a block lead to the
+// same blocks. The largest part of a divided block keeps its number; only nodes that lead to other parts are re-examined.
 class Blocks {
 public:
     explicit Blocks(const Automaton &automaton)
@@ -74,11 +74,6 @@ public:
             Move shape = move;
             shape.target = 0, shape.push = move.push >= 0, shape.last_target = move.last_target >= 0;
             shape_of.push_back(shapes.add(shape.ints(), Move::INTS).number);
-        }
-        std::vector<uint64_t> next(hashes.size());
-        for (int round = 0; round < ROUNDS; round++) {
-            for (size_t node = 0; node < next.size(); node++) next[node] = hash_of((int32_t)node);
-            hashes.swap(next);
         }
         find_blocks();
         for (int32_t node : elements) each_target(node, [&](int32_t to) { sources.add(to, node); });
@@ -100,8 +95,6 @@ public:
     size_t size() const { return (size_t)count; }
 
 private:
-    static constexpr int ROUNDS = 3;
-
     struct Block { int32_t first, past, marked; }; // elements[first .. past]; the first `marked` of them are marked
 
     uint64_t hash_after(int32_t state) const { return state < 0 ? 3 : hashes[(size_t)state]; }
@@ -138,11 +131,12 @@ private:
         place[(size_t)node] = at;
     }
 
-    // Makes one block of the nodes with each hash. A node with a unique hash gets a unique negative number instead.
+    // Makes one block of the nodes with each first hash. A node with a unique hash gets a unique negative number instead.
     void find_blocks() {
         Interned numbers;
         Ints number_of, sizes; // [nodes] number of the hash; [hashes] number of nodes
-        for (uint64_t value : hashes) {
+        for (int32_t node = 0; node < (int32_t)hashes.size(); node++) {
+            uint64_t value = hash_of(node);
             const int32_t hash[] = {(int32_t)value, (int32_t)(value >> 32)};
             auto [number, is_new] = numbers.add(hash, std::size(hash));
             if (is_new) sizes.push_back(0);
@@ -239,7 +233,7 @@ private:
     const Automaton &automaton;
     const Rows rows;
     Ints shape_of; // [moves] equal for moves that differ only in their targets and symbols
-    std::vector<uint64_t> hashes; // [nodes]; after find_blocks, hashes of block numbers
+    std::vector<uint64_t> hashes; // [nodes] of block numbers; equal before `find_blocks`
     Ints elements, place; // nodes by block; [nodes] index in `elements`
     Ints block_of; // [nodes]
     std::vector<Block> blocks;

@@ -311,7 +311,8 @@ private:
 class Builder {
 public:
     Builder(const Grammar &grammar, const Limits &limits, std::unordered_set<int64_t> &unrolled, Calls calls)
-        : graph(grammar), limits(limits), unrolled(unrolled), calls(calls) {}
+        : graph(grammar), limits(limits), unrolled(unrolled), calls(calls),
+          shape_of_expression((size_t)grammar.num_expressions) {}
 
     Nfa build() {
         choose_called();
@@ -329,7 +330,7 @@ public:
             while (!later.empty()) {
                 auto [number, continuation] = later.back();
                 later.pop_back();
-                int32_t known = state_of(~number, continuation);
+                int32_t known = state_of_key[key_of(number, continuation)];
                 follow(known, rule_body(number, continuation));
             }
         }
@@ -346,6 +347,7 @@ private:
         if (calls == Calls::FEW && nfa.states.size() >= FEW_STATES) throw ManyCopies("its rules are used in many places");
         nfa.states.emplace_back();
         nfa.states.back().loop = loop;
+        before.emplace_back();
         return (int32_t)nfa.states.size() - 1;
     }
     int32_t state_before(int32_t continuation) { return state(nfa.states[continuation].loop); }
@@ -354,28 +356,15 @@ private:
 
     static constexpr int32_t NONE = -1, OPEN = -2; // OPEN: being built, without a reference to it so far
 
-    // The state of a key: an expression or ~rule and a continuation, or the targets of a byte or of choices. NONE: the caller must set it.
-    // The reference is valid until the next call.
-    int32_t &state_of(Slice<int32_t> key) {
+    // The index in `state_of_key` of a rule and a continuation, or of choices. NONE: the caller must set the state.
+    size_t key_of(Slice<int32_t> key) {
         auto [number, is_new] = keys.add(key.first, key.size());
         if (is_new) state_of_key.push_back(NONE);
-        return state_of_key[(size_t)number];
+        return (size_t)number;
     }
-    int32_t &state_of(int32_t expression, int32_t continuation) {
-        const int32_t key[] = {expression, continuation};
-        return state_of({std::begin(key), std::end(key)});
-    }
-
-    // The state for an expression or ~rule, which `build` finds. A recursive reference during `build` creates a state that leads to it.
-    template <class Build> int32_t once(int32_t key, int32_t continuation, const Build &build) {
-        int32_t &known = state_of(key, continuation);
-        if (known == OPEN) known = state_before(continuation);
-        if (known != NONE) return known;
-        known = OPEN;
-        int32_t found = build(), &start = state_of(key, continuation);
-        if (start == OPEN) return start = found;
-        follow(start, found);
-        return start;
+    size_t key_of(int32_t rule, int32_t continuation) {
+        const int32_t key[] = {~rule, continuation};
+        return key_of({std::begin(key), std::end(key)});
     }
 
     void choose_called() {
@@ -415,13 +404,21 @@ private:
 
     // Each of the following functions returns the state from which the expression and then the continuation are read.
 
+    // A rule has one state for each continuation. A recursive reference during `rule_body` creates a state that leads to it.
     int32_t rule(int32_t number, int32_t continuation) {
-        if (depth > DEEP) {
-            int32_t &known = state_of(~number, continuation);
-            if (known == NONE) later.push_back({number, continuation}), known = state_before(continuation);
-            if (known != OPEN) return known;
+        size_t key = key_of(number, continuation);
+        if (int32_t &known = state_of_key[key]; depth > DEEP && known == NONE) {
+            later.push_back({number, continuation});
+            known = state_before(continuation);
+        } else if (known == OPEN) {
+            known = state_before(continuation);
         }
-        return once(~number, continuation, [&] { return rule_body(number, continuation); });
+        if (state_of_key[key] != NONE) return state_of_key[key];
+        state_of_key[key] = OPEN;
+        int32_t found = rule_body(number, continuation), &start = state_of_key[key];
+        if (start == OPEN) return start = found;
+        follow(start, found);
+        return start;
     }
 
     int32_t rule_body(int32_t number, int32_t continuation) {
@@ -517,7 +514,7 @@ private:
     int32_t left_rule(int32_t number, int32_t continuation, const std::set<int32_t> &component) {
         enter();
         int32_t start = state_before(continuation);
-        state_of(~number, continuation) = start;
+        state_of_key[key_of(number, continuation)] = start;
         std::map<int32_t, int32_t> complete;
         for (int32_t member : component) complete[member] = state_before(continuation);
         follow(complete[number], continuation);
@@ -549,12 +546,10 @@ private:
         if (!as_automaton && called.count(number)) return call(number, continuation);
         View at = graph.view(number);
         if (at.kind == RULE) return rule(at.data[0], continuation);
-        return once(number, continuation, [&] {
-            enter();
-            int32_t start = build(at, number, continuation);
-            depth--;
-            return start;
-        });
+        enter();
+        int32_t start = build(at, number, continuation);
+        depth--;
+        return start;
     }
 
     int32_t build(const View &at, int32_t number, int32_t continuation) {
@@ -564,11 +559,11 @@ private:
         case BYTES:
             for (int index = at.size; index-- > 0;) to = byte_before(at.data[index] & 255, to);
             return to;
-        case CLASS: return characters(state_before(continuation), shape_of(class_ranges(at.data, at.size)), continuation);
+        case CLASS: return characters(state_before(continuation), shape_of(number, at), continuation);
         case CLASS_STAR:
             to = state_before(continuation);
             follow(to, continuation);
-            return characters(to, shape_of(class_ranges(at.data, at.size)), to);
+            return characters(to, shape_of(number, at), to);
         case SEQUENCE:
             for (int index = at.size; index-- > 0;) to = expression(at.data[index], to, false);
             return to;
@@ -585,10 +580,13 @@ private:
 
     // The state that reads one byte and then continues. There is one for each byte and continuation.
     int32_t byte_before(int32_t byte, int32_t continuation) {
-        const int32_t key[] = {BYTES, byte, continuation};
-        int32_t &known = state_of({std::begin(key), std::end(key)});
-        if (known == NONE) edge(known = state_before(continuation), byte, byte, continuation);
-        return known;
+        for (int32_t known = before[(size_t)continuation].first; known != NONE; known = before[(size_t)known].next)
+            if (before[(size_t)known].byte == byte) return known;
+        int32_t made = state_before(continuation);
+        edge(made, byte, byte, continuation);
+        before[(size_t)made].byte = byte;
+        before[(size_t)made].next = std::exchange(before[(size_t)continuation].first, made);
+        return made;
     }
 
     int32_t choices(const View &at, int32_t continuation) {
@@ -599,7 +597,7 @@ private:
         std::sort(found, key.end());
         key.erase(std::unique(found, key.end()), key.end());
         if (key.size() == 3) return key[2];
-        int32_t &known = state_of({key.data(), key.data() + key.size()});
+        int32_t &known = state_of_key[key_of({key.data(), key.data() + key.size()})];
         if (known != NONE) return known;
         known = state_before(continuation);
         for (; found != key.end(); ++found) follow(known, *found);
@@ -621,12 +619,15 @@ private:
         int32_t states = 2;
     };
 
-    const Shape &shape_of(const std::vector<Range> &ranges) {
-        auto [at, is_new] = shapes.emplace(ranges, Shape());
+    const Shape &shape_of(int32_t expression, const View &view) {
+        const Shape *&known = shape_of_expression[(size_t)expression];
+        if (known) return *known;
+        auto [at, is_new] = shapes.emplace(class_ranges(view.data, view.size), Shape());
         Shape &shape = at->second;
+        known = &shape;
         if (!is_new) return shape;
         std::vector<ByteRanges> sequences;
-        for (Range range : ranges) byte_ranges(range.first, range.second, sequences);
+        for (Range range : at->first) byte_ranges(range.first, range.second, sequences);
         std::map<ByteRanges, int32_t> tails{{{}, 1}};
         std::function<int32_t(ByteRanges)> tail = [&](ByteRanges sequence) -> int32_t {
             auto known = tails.find(sequence);
@@ -644,7 +645,7 @@ private:
     }
 
     int32_t characters(int32_t start, const Shape &shape, int32_t continuation) { // returns `start`
-        Ints numbers((size_t)shape.states, start);
+        numbers.assign((size_t)shape.states, start);
         numbers[1] = continuation;
         for (size_t at = 2; at < numbers.size(); at++) numbers[at] = state_before(continuation);
         for (const Shape::Part &part : shape.parts) edge(numbers[part.from], part.low, part.high, numbers[part.to]);
@@ -760,9 +761,13 @@ private:
     std::unordered_set<int64_t> &unrolled;
     const Calls calls;
     Nfa nfa;
-    Interned keys; // of states, see `state_of`
+    struct Before { int32_t byte, first = NONE, next = NONE; }; // first, next: a list of the states that read one byte before a state
+    std::vector<Before> before; // [states]
+    Interned keys; // of states, see `key_of`
     Ints state_of_key;
-    std::map<std::vector<Range>, Shape> shapes;
+    std::map<std::vector<Range>, Shape> shapes; // by characters
+    std::vector<const Shape *> shape_of_expression; // [expressions] of a class, or null
+    Ints numbers; // used by `characters`
     std::set<int32_t> called; // expressions with a separate automaton
     std::map<int32_t, int32_t> automaton_of;
     std::map<int32_t, std::set<int32_t>> left_linear; // by rule
