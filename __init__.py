@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from stepgraph.runtime.stats import EngineStats
     from stepgraph.runtime.text import TextCodec
     from stepgraph.sampling.grammar.constraints.constraint import Constraint
+    from stepgraph.sampling.grammar.constraints.python_types import typed_constraint
     from stepgraph.sampling.grammar.vocabulary import Vocabulary
     from stepgraph.sampling.params import SamplingParams
 
@@ -50,6 +51,7 @@ __all__ = [
     "TextCodec",
     "TokenLogprob",
     "Vocabulary",
+    "typed_constraint",
 ]
 _MODULES = {
     "AsyncEngine": "runtime.aio",
@@ -75,6 +77,7 @@ _MODULES = {
     "TextCodec": "runtime.text",
     "TokenLogprob": "runtime.job",
     "Vocabulary": "sampling.grammar.vocabulary",
+    "typed_constraint": "sampling.grammar.constraints.python_types",
 }
 
 

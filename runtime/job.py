@@ -123,7 +123,9 @@ class JobBase:
         ended = self.finish_reason in (FinishReason.STOP, FinishReason.CONSTRAINT_COMPLETE)
         if ended or self.finish_reason == FinishReason.LENGTH:
             text, marker, ids = self.text, self.constraint and self.constraint.marker, (*self.resume_from, *self.tokens)
-            if isinstance(marker, tuple) and self.vocabulary:  # the text does not show where token ids are
+            if isinstance(marker, str):
+                text = text.partition(marker)[2]
+            elif marker and self.vocabulary:  # the text does not show where token ids are
                 ends = (end for end in range(len(marker), len(ids)) if ids[end - len(marker) : end] == marker)
                 stream = TextStream(self.vocabulary, self.sampling.stop, self.sampling.stop_token_ids)
                 text = stream.push(ids[next(ends, len(ids)) :]) + stream.finish()
