@@ -67,6 +67,9 @@ class Engine(EngineCore, BoundToProcess):
             raise ValueError(f"Engine.target: got {clip_repr(target)}, expected a model; Engine.from_pretrained loads one from files")
         check_value("Engine.tokenizer", tokenizer, _TOKENIZER)
         with ExitStack() as taken:  # what a refused engine has to close, as its error may keep all parts alive
+        if type(target).__module__.partition(".")[0] == "transformers":
+            expected = "expected Engine.from_pretrained(folder) after model.save_pretrained(folder) and tokenizer.save_pretrained(folder)"
+            raise ValueError(f"Engine.target: got a {type(target).__name__} of transformers, {expected}")
             if ranks := ranks_of(target):
                 taken.callback(ranks.close)
             parts = EngineParts(taken, target, draft, vocabulary, EngineConfig() if config is None else config, backend, record)

@@ -29,6 +29,13 @@ class EngineState:
         self._graphs, self._scheduler, self._uploader, self._in_flight = parts.graphs, parts.scheduler, parts.uploader, parts.in_flight
         call_after_fork(self._detach)
 
+    def __repr__(self) -> str:
+        models, config, waiting = self._parts.models, self.config, len(self.queue.waiting)
+        drafter = f"{type(models.drafter).__name__} with {config.num_speculative_tokens} drafts" if models.drafter else "no drafts"
+        state = self._closed_reason or f"{len(self.queue.active)} of {config.max_rows} rows in use, {waiting} requests waiting"
+        name = getattr(models.target, "origin", "")
+        return f"<Engine: {type(models.target).__name__}{name and f' {name}'}, {drafter}, {self.backend.device}; {state}>"
+
     def capture(self, *, progress: bool = False) -> CaptureReport:
         """Record the graphs: one per batch size, with and without grammars. For an engine in service, before its first request.
 
