@@ -177,18 +177,60 @@ class Engine(EngineCore, BoundToProcess):
         """End a job at the next step. False if it has finished or is unknown. Idempotent, and safe at any time."""
         return self.queue.cancel(job)
 
-    def add_lora(self, lora_name: str, lora_path: str | Path) -> None:
+    def update_weights(self, weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | str | Path) -> None:
+        """Copy new weights into the target, and forget all cached prefixes. From any thread; no graph is recorded again.
+
+        weights: tensors by their names in a folder of the model (of the parameters, for a model of your own), all or some of them; or a
+        folder or .gguf file with the same config. ValueError for one that does not fit, before any weight changes; a copy that fails
+        closes the engine.
+        Requests that have a row end first, as this call steps the engine or waits for the thread that does. Others wait and get the new
+        weights. The weights of a draft model, which change no text, and adapters stay as they are.
+        """
+        self._require_open("update_weights")
+        parts = {"tensor_parallel": self._parts.ranks, "record": self.queue.recorder, "save_hidden_states": self._parts.hidden_states}
+        if present := [name for name, part in parts.items() if part is not None]:
+            raise ValueError(f"Engine.update_weights(): got an engine with {present[0]}, expected one without it")
+        copy = checked_update(self._parts.models.target, weights, self.buffers)
+        with self.queue.holding():
+            while self.queue.has_begun:
+                if self.step_lock.reserved:
+                    time.sleep(PAUSE_SECONDS)  # the thread of an AsyncEngine steps
+                else:
+                    self.step()
+            with self.step_lock.entered():
+                self._require_open("update_weights")
+                self._in_flight.interrupt()
+                try:
+                    with torch.no_grad():
+                        self._parts.watchdog.backend.run(copy)
+                    self.backend.synchronize()  # the caller may change or free the tensors
+                except BaseException as error:  # some weights are new
+                    self._fail(error, "update_weights()")
+                    raise
+                self.reset_prefix_cache()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes, e.g. after parameters were changed in place. From any thread.
+
+        Requests that have a row keep their pages, and share none from here on.
+        """
+        self._require_open("reset_prefix_cache")
+        with self.queue.lock:
+            self._scheduler.rows.reset_prefix_cache(self._scheduler.active)
+
+    def add_lora(self, lora_name: str, lora_path: str | Path, *, replace: bool = False) -> None:
         """Load a LoRA adapter into a free slot, between two rounds: submit(lora_name=...) then selects it. From any thread.
 
         lora_path: a folder in the layout of PEFT: adapter_config.json and adapter_model.safetensors. ValueError for an adapter that
-        does not fit the target, and if EngineConfig.max_loras are in use. No graph is recorded again.
+        does not fit the target, and if EngineConfig.max_loras are in use. No graph is recorded again. replace: also if the name is loaded:
+        requests that were submitted before keep the earlier adapter, and its slot until they have ended.
         """
         self._require_open("add_lora")
-        contents = self._loras.read(lora_name, lora_path)
+        contents = self._loras.read(lora_name, lora_path, replace)
         with self.step_lock.entered():
             self._require_open("add_lora")
             self._in_flight.interrupt()
-            self._loras.add(lora_name, contents)
+            self._loras.add(lora_name, contents, replace)
 
     def remove_lora(self, lora_name: str) -> bool:
         """Refuse further requests for an adapter; its slot is free once its requests have ended. False if unknown. From any thread."""
@@ -326,4 +368,4 @@ class Engine(EngineCore, BoundToProcess):
 
     def _require_accepted(self, job: Job, call: str) -> None:
         self._require_open(call)
-        self._loras.check(job.lora)
+        job.lora = self._loras.find(job.lora.name)  # under the queue's lock: after it was found before, it may be removed or replaced
