@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -148,6 +149,7 @@ class Engine(EngineCore, BoundToProcess):
         priority: lower numbers get rows first; by default 0. With EngineConfig.preemption they also take the rows of higher numbers.
         tenant: at equal priority, tenants get rows in turn, for one request each.
         """
+        timeout_seconds: from this call, after which the next step ends the request with the reason `timeout`, also while it waits.
         self._require_open("submit")
         prompt_ids, options["sampling"] = self._prompt_ids(prompt), self._with_word_ids(options.get("sampling"))
         job = self._parts.validator.make_job(prompt_ids, self._loras.find(options.get("lora_name", "")), options)
@@ -244,7 +246,11 @@ class Engine(EngineCore, BoundToProcess):
         """Sleep until a step may have something to do; True if it has. For a thread that only steps."""
         self._require_open("wait")
         check_value("Engine.wait.seconds", seconds, _SECONDS)
-        return self._ready or (self.queue.wake.wait(seconds) and self._ready)
+        if not self._ready:
+            until_deadline = max(0.0, self.queue.next_deadline - time.perf_counter())
+            self.queue.wake.wait(min(threading.TIMEOUT_MAX if seconds is None else seconds, until_deadline))
+            self.queue.expire()
+        return self._ready
 
     @property
     def has_work(self) -> bool:

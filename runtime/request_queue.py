@@ -5,8 +5,10 @@ from __future__ import annotations
 import bisect
 import collections
 import contextlib
+import math
 import threading
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from stepgraph.runtime.device_grammars import DeviceGrammars
@@ -52,6 +54,8 @@ class RequestQueue:
         self._turns: dict[tuple[int, str], list[int]] = {}  # by priority and tenant: the turns of those in `waiting`, ascending
         self.cancelled: dict[int, tuple[Job, FinishReason]] = {}  # since the last step
         self.submitted = self.most_waiting = 0
+        self.holds: list[None] = []  # one for each `holding`, of any thread
+        self.next_deadline = math.inf  # no unfinished job has an earlier one
         call_after_fork(self._detach)
 
     @property
@@ -81,11 +85,11 @@ class RequestQueue:
             queued.order = job.priority, self._turn_of(job), self.submitted
             index = self._index_of(queued.order)
             most = max(self.most_waiting, len(self.waiting) + 1)
-            turns, turn = self._turns_of(job), [queued.order[1]]
+            turns, turn, deadline = self._turns_of(job), [queued.order[1]], min(self.next_deadline, job.deadline)
             # KeyboardInterrupt is raised on return from a call. From here on only the last statement is a call, so all is done or nothing.
             self.unfinished[job.id] = queued
             self.submitted += 1
-            self.most_waiting = most
+            self.most_waiting, self.next_deadline = most, deadline
             turns += turn
             self.waiting.insert(index, queued)
         self.wake.notify()
@@ -157,6 +161,33 @@ class RequestQueue:
             self._recorder.write("cancel", job=job_id, reason=str(reason))
         self.wake.notify()
         return True
+
+    @contextlib.contextmanager
+    def holding(self) -> Iterator[None]:
+        """Within the block no request begins, and those that lost their rows continue."""
+        self.holds.append(None)
+        try:
+            yield
+        finally:
+            self.holds.pop()
+            self.wake.notify()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a request has a row, or lost it and continues later."""
+        with self.lock:
+            return bool(self.active or any(queued.job.num_preemptions for queued in self.waiting))
+
+    def expire(self) -> None:
+        """End the jobs whose deadline has passed at the next step."""
+        if (now := time.perf_counter()) < self.next_deadline:
+            return
+        with self.lock:
+            jobs = [queued.job for queued in self.unfinished.values()]
+            self.next_deadline = min((job.deadline for job in jobs if job.deadline > now), default=math.inf)
+        for job in jobs:
+            if job.deadline <= now:
+                self.cancel(job, FinishReason.TIMEOUT)
 
     def pause(self) -> None:
         """Sleep briefly, for a step that can only wait for a grammar, so that it leaves the CPU to the compile."""

@@ -99,7 +99,8 @@ class Scheduler:
             return bool(self._active or self._queue.cancelled or any(queued.ready for queued in self._queue.waiting))
 
     def begin_step(self) -> list[tuple[Job, ActiveRequest | None, FinishReason]]:
-        """Remove the cancelled jobs from the queue, and return them with the reasons that they get."""
+        """Remove the cancelled and expired jobs from the queue, and return them with the reasons that they get."""
+        self._queue.expire()
         if self._recorder:
             self._recorder.steps += 1
         cancelled = self._queue.pop_cancelled() if self._queue.cancelled else {}
