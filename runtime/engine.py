@@ -22,10 +22,11 @@ from stepgraph.runtime.engine_core import EngineCore
 from stepgraph.runtime.extras.record import Recording
 from stepgraph.runtime.job import FinishReason
 from stepgraph.runtime.loras import LoraTable
+from stepgraph.runtime.models.files.new_weights import checked_update
 from stepgraph.runtime.parallel.loading import load_part
 from stepgraph.runtime.parallel.ranks import ranks_of
 from stepgraph.runtime.request import EngineClosedError, Job, StepEvent
-from stepgraph.runtime.request_queue import QueuedRequest
+from stepgraph.runtime.request_queue import PAUSE_SECONDS, QueuedRequest
 from stepgraph.runtime.stats import EngineStats, take_stats
 from stepgraph.runtime.text import Message, TextCodec
 from stepgraph.runtime.trace import Trace
@@ -66,11 +67,11 @@ class Engine(EngineCore, BoundToProcess):
         """tokenizer: encodes prompts that are text; a function is called at the first such prompt."""
         if isinstance(target, (str, Path)):
             raise ValueError(f"Engine.target: got {clip_repr(target)}, expected a model; Engine.from_pretrained loads one from files")
-        check_value("Engine.tokenizer", tokenizer, _TOKENIZER)
-        with ExitStack() as taken:  # what a refused engine has to close, as its error may keep all parts alive
         if type(target).__module__.partition(".")[0] == "transformers":
             expected = "expected Engine.from_pretrained(folder) after model.save_pretrained(folder) and tokenizer.save_pretrained(folder)"
             raise ValueError(f"Engine.target: got a {type(target).__name__} of transformers, {expected}")
+        check_value("Engine.tokenizer", tokenizer, _TOKENIZER)
+        with ExitStack() as taken:  # what a refused engine has to close, as its error may keep all parts alive
             if ranks := ranks_of(target):
                 taken.callback(ranks.close)
             parts = EngineParts(taken, target, draft, vocabulary, EngineConfig() if config is None else config, backend, record)
@@ -148,8 +149,8 @@ class Engine(EngineCore, BoundToProcess):
         job has the tokens that would have followed. max_new_tokens and min_new_tokens count them. Not for a sampled request with drafts.
         priority: lower numbers get rows first; by default 0. With EngineConfig.preemption they also take the rows of higher numbers.
         tenant: at equal priority, tenants get rows in turn, for one request each.
-        """
         timeout_seconds: from this call, after which the next step ends the request with the reason `timeout`, also while it waits.
+        """
         self._require_open("submit")
         prompt_ids, options["sampling"] = self._prompt_ids(prompt), self._with_word_ids(options.get("sampling"))
         job = self._parts.validator.make_job(prompt_ids, self._loras.find(options.get("lora_name", "")), options)

@@ -45,7 +45,7 @@ class RequestQueue:
     """All unfinished requests, and those of them that wait for a row. The scheduler takes them from here under `lock`."""
 
     def __init__(self, max_queued: int, compiler: GrammarCompiler | None, grammars: DeviceGrammars, recorder: Recorder | None) -> None:
-        self._max_queued, self._compiler, self._grammars, self._recorder = max_queued, compiler, grammars, recorder
+        self._max_queued, self._compiler, self._grammars, self.recorder = max_queued, compiler, grammars, recorder
         self.lock = threading.RLock()  # of this queue and of the scheduler; a dropped text stream cancels wherever it is collected
         self.wake = WakeSignal()
         self.unfinished: dict[int, QueuedRequest] = {}  # by job id
@@ -77,8 +77,8 @@ class RequestQueue:
             claim = queued.claim = Claim(self.compiler, job.constraint)
             claim.take()
             claim.then(lambda claim: self.prepare(queued, claim))
-        if self._recorder:
-            self._recorder.write("submit", **request_fields(job))
+        if self.recorder:
+            self.recorder.write("submit", **request_fields(job))
         with self.lock:
             require_open("submit")
             self._require_room()
@@ -140,8 +140,8 @@ class RequestQueue:
         if queued.job.id in self.unfinished:
             self.cancel(queued.job)
             return
-        if self._recorder:
-            self._recorder.write("refused", job=queued.job.id)
+        if self.recorder:
+            self.recorder.write("refused", job=queued.job.id)
         if queued.claim is not None:
             queued.claim.release()
 
@@ -157,8 +157,8 @@ class RequestQueue:
                 return False
             # The next step releases its claim: this may be a finaliser or a signal handler within a submit(), which locks the compiler.
             self.cancelled.setdefault(job_id, (queued.job, reason))
-        if self._recorder:
-            self._recorder.write("cancel", job=job_id, reason=str(reason))
+        if self.recorder:
+            self.recorder.write("cancel", job=job_id, reason=str(reason))
         self.wake.notify()
         return True
 
