@@ -196,8 +196,10 @@ class Engine(EngineCore, BoundToProcess):
         copy = checked_update(self._parts.models.target, weights, self.buffers)
         with self.queue.holding():
             while self.queue.has_begun:
-                if self.step_lock.reserved:
-                    time.sleep(PAUSE_SECONDS)  # the thread of an AsyncEngine steps
+                try:
+                    self.step_lock.check_owner()
+                except RuntimeError:  # the thread of an AsyncEngine steps
+                    time.sleep(PAUSE_SECONDS)
                 else:
                     self.step()
             with self.step_lock.entered():
@@ -249,8 +251,8 @@ class Engine(EngineCore, BoundToProcess):
         check_value("Engine.wait.seconds", seconds, _SECONDS)
         if not self._ready:
             until_deadline = max(0.0, self.queue.next_deadline - time.perf_counter())
-            self.queue.wake.wait(min(threading.TIMEOUT_MAX if seconds is None else seconds, until_deadline))
-            self.queue.expire()
+            if not self.queue.wake.wait(min(threading.TIMEOUT_MAX if seconds is None else seconds, until_deadline)):
+                self.queue.expire()
         return self._ready
 
     @property

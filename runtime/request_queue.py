@@ -180,8 +180,7 @@ class RequestQueue:
 
     def expire(self) -> None:
         """End the jobs whose deadline has passed at the next step."""
-        if (now := time.perf_counter()) < self.next_deadline:
-            return
+        now = time.perf_counter()
         with self.lock:
             jobs = [queued.job for queued in self.unfinished.values()]
             self.next_deadline = min((job.deadline for job in jobs if job.deadline > now), default=math.inf)

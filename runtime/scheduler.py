@@ -103,7 +103,8 @@ class Scheduler:
 
     def begin_step(self) -> list[tuple[Job, ActiveRequest | None, FinishReason]]:
         """Remove the cancelled and expired jobs from the queue, and return them with the reasons that they get."""
-        self._queue.expire()
+        if time.perf_counter() >= self._queue.next_deadline:
+            self._queue.expire()
         if self._recorder:
             self._recorder.steps += 1
         cancelled = self._queue.pop_cancelled() if self._queue.cancelled else {}

@@ -22,14 +22,9 @@ class StepLock:
             raise RuntimeError("Engine: re-entrant step(), capture() or close(); call it after the current one returns")
         return self._lock
 
-    @property
-    def reserved(self) -> bool:
-        """Whether stepping is reserved for another thread."""
-        return self._owner not in (None, threading.get_ident())
-
     def check_owner(self) -> None:
         """RuntimeError if stepping is reserved for another thread."""
-        if self.reserved:
+        if self._owner not in (None, threading.get_ident()):
             raise RuntimeError(
                 "Engine.step(): another thread steps this engine, e.g. that of an AsyncEngine; other threads may call submit() and cancel()"
             )

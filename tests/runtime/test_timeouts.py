@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from stepgraph import AsyncEngine, Constraint, Engine, EngineConfig, FinishReason, Job, SamplingParams
-from stepgraph.runtime import request_queue
+from stepgraph.runtime import request_queue, scheduler
 from stepgraph.runtime.extras.replay import read_recording, replay
 from tests.helpers.toy_engines import TARGET, VOCABULARY, finish
 
@@ -33,7 +33,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(request_queue, "time", clock)
+    for module in (request_queue, scheduler):
+        monkeypatch.setattr(module, "time", clock)
     return clock
 
 
