@@ -192,7 +192,7 @@ class Engine(EngineCore, BoundToProcess):
         self._require_open("update_weights")
         parts = {"tensor_parallel": self._parts.ranks, "record": self.queue.recorder, "save_hidden_states": self._parts.hidden_states}
         if present := [name for name, part in parts.items() if part is not None]:
-            raise ValueError(f"Engine.update_weights(): got an engine with {present[0]}, expected one without it")
+            raise ValueError(f"Engine.update_weights: got an engine with {present[0]}, expected one without it")
         copy = checked_update(self._parts.models.target, weights, self.buffers)
         with self.queue.holding():
             while self.queue.has_begun:
