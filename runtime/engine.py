@@ -206,8 +206,7 @@ class Engine(EngineCore, BoundToProcess):
                 self._require_open("update_weights")
                 self._in_flight.interrupt()
                 try:
-                    with torch.no_grad():
-                        self._parts.watchdog.backend.run(copy)
+                    self._parts.watchdog.backend.run(copy)
                     self.backend.synchronize()  # the caller may change or free the tensors
                 except BaseException as error:  # some weights are new
                     self._fail(error, "update_weights()")

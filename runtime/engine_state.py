@@ -30,11 +30,10 @@ class EngineState:
         call_after_fork(self._detach)
 
     def __repr__(self) -> str:
-        models, config, waiting = self._parts.models, self.config, len(self.queue.waiting)
-        drafter = f"{type(models.drafter).__name__} with {config.num_speculative_tokens} drafts" if models.drafter else "no drafts"
-        state = self._closed_reason or f"{len(self.queue.active)} of {config.max_rows} rows in use, {waiting} requests waiting"
-        name = getattr(models.target, "origin", "")
-        return f"<Engine: {type(models.target).__name__}{name and f' {name}'}, {drafter}, {self.backend.device}; {state}>"
+        models, queue, rows = self._parts.models, self.queue, self.config.max_rows
+        drafts = f"{type(models.drafter).__name__} with {self.config.num_speculative_tokens} drafts" if models.drafter else "no drafts"
+        state = self._closed_reason or f"{len(queue.active)} of {rows} rows in use, {len(queue.waiting)} requests waiting"
+        return f"<Engine: {type(models.target).__name__}, {drafts}, {self.backend.device}; {state}>"
 
     def capture(self, *, progress: bool = False) -> CaptureReport:
         """Record the graphs: one per batch size, with and without grammars. For an engine in service, before its first request.

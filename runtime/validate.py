@@ -24,7 +24,7 @@ from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.job import Lora
 from stepgraph.runtime.request import Job
 from stepgraph.runtime.text import Message
-from stepgraph.sampling.fields import Check, check_value, clip_repr, is_int, number, optional
+from stepgraph.sampling.fields import Check, check_value, clip_repr, instance_of, is_int, number, optional
 from stepgraph.sampling.grammar.compile.compiler import CompiledConstraint
 from stepgraph.sampling.grammar.constraints.python_types import typed_constraint
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
@@ -36,6 +36,7 @@ Prompt: TypeAlias = str | Sequence[Message] | TokenIds
 Prompts: TypeAlias = list[str] | Sequence[TokenIds] | Sequence[Sequence[Message]]
 
 
+_STRING = instance_of(str, "a string")
 _SECONDS = optional(number(0, threading.TIMEOUT_MAX, low_open=True))
 
 
@@ -141,13 +142,9 @@ class RequestValidator:
         sampling = self._sampling(options.get("sampling"), constraint is not None, new_tokens)
         stop_ids = self._stop_ids(sampling)
         seed = 0 if sampling.greedy else -2 - secrets.randbits(62) if sampling.seed is None else sampling.seed
-        cache_salt = options.get("cache_salt", "")
-        if not isinstance(cache_salt, str):
-            raise ValueError(f"cache_salt: got {type(cache_salt).__name__}, expected a string")
-        priority = options.get("priority", 0)
-        check_value("priority", priority, Check(is_int, "a whole number; lower numbers get rows first"))
-        tenant = options.get("tenant", "")
-        check_value("tenant", tenant, Check(lambda value: isinstance(value, str), "a string"))
+        check_value("cache_salt", cache_salt := options.get("cache_salt", ""), _STRING)
+        check_value("priority", priority := options.get("priority", 0), Check(is_int, "a whole number; lower numbers get rows first"))
+        check_value("tenant", tenant := options.get("tenant", ""), _STRING)
         check_value("timeout_seconds", timeout := options.get("timeout_seconds"), _SECONDS)
         embeddings = self._embeddings(options.get("prompt_embeddings"), len(prompt))
         resume_from = options.get("resume_from")

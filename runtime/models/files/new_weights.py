@@ -56,6 +56,7 @@ def checked_update(target: object, weights: Any, buffers: StaticBuffers) -> Call
     if missing := [name for name, place in places if place not in parts]:
         raise ValueError(f"{path}: {missing[0]} is missing")
 
+    @torch.no_grad()
     def copy() -> None:
         for name in parts.values():
             own = slices[name].of(target)
@@ -85,7 +86,6 @@ def _stored(path: Path, target: nn.Module) -> Any:
         return SafetensorsSource(path)
     checkpoint, own = open_checkpoint(path, target.config.dtype), target.config
     config = replace(checkpoint.config, tied=own.tied)
-    for name in (field.name for field in fields(own)):
-        if (value := getattr(config, name)) != (expected := getattr(own, name)):
-            raise ValueError(f"{path}: config: {name}: got {clip_repr(value)}, expected the loaded model's {clip_repr(expected)}")
+    if other := [field.name for field in fields(own) if getattr(config, field.name) != getattr(own, field.name)]:
+        raise ValueError(f"{path}: config: {', '.join(other)}: got other values, expected the loaded model's")
     return checkpoint.source
