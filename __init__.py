@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from stepgraph.sampling.grammar.compile.compiler import CompiledConstraint
     from stepgraph.sampling.grammar.compile.limits import GrammarLimits
     from stepgraph.sampling.grammar.constraints.constraint import Constraint
+    from stepgraph.sampling.grammar.constraints.python_types import typed_constraint
     from stepgraph.sampling.grammar.vocabulary import Vocabulary
     from stepgraph.sampling.params import SamplingParams
 
@@ -64,6 +65,7 @@ __all__ = [
     "TextCodec",
     "TokenLogprob",
     "Vocabulary",
+    "typed_constraint",
 ]
 _MODULES = {
     "AsyncEngine": "runtime.aio",
@@ -94,6 +96,7 @@ _MODULES = {
     "TextCodec": "runtime.text",
     "TokenLogprob": "runtime.job",
     "Vocabulary": "sampling.grammar.vocabulary",
+    "typed_constraint": "sampling.grammar.constraints.python_types",
 }
 
 

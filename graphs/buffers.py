@@ -45,6 +45,9 @@ class StaticBuffers(BoundToProcess):
         for name, tensor in self._tensors.items():
             self._residence[storage_key(tensor)] = (name, self._specs[name].memory)
 
+    def __repr__(self) -> str:
+        return f"<StaticBuffers: {len(self._tensors)} tensors, {self.nbytes:,} bytes on {self._device}; {len(self._constants)} constants>"
+
     def __setattr__(self, name: str, value: object) -> None:
         tensor = self.__dict__.get("_tensors", {}).get(name)
         if tensor is not None and value is not tensor:  # `buffers.x += 1` assigns the same object

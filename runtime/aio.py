@@ -253,6 +253,10 @@ class AsyncEngine(BoundToProcess):
         self._stepper: StepThread | None = None
         self._submit_lock = asyncio.Lock()
 
+    def __repr__(self) -> str:
+        state = "not open" if self._stepper is None or self._stepper.ended.is_set() else "closing" if self._stepper.stopping else "open"
+        return f"<AsyncEngine: {state}, {self.engine!r}>"
+
     async def open(self) -> None:
         """Start stepping, after capture() if it was not called. RuntimeError if another thread steps the engine."""
         if self._stepper is not None and self._stepper.loop.is_closed():

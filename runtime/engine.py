@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -22,11 +23,12 @@ from stepgraph.runtime.extras.record import Recording
 from stepgraph.runtime.job import FinishReason
 from stepgraph.runtime.loras import LoraTable
 from stepgraph.runtime.models.files.checkpoint import WeightsMode
+from stepgraph.runtime.models.files.new_weights import checked_update
 from stepgraph.runtime.models.files.transformers_folder import Implementation
 from stepgraph.runtime.parallel.loading import load_part
 from stepgraph.runtime.parallel.ranks import ranks_of
 from stepgraph.runtime.request import EngineClosedError, Job, StepEvent
-from stepgraph.runtime.request_queue import QueuedRequest
+from stepgraph.runtime.request_queue import PAUSE_SECONDS, QueuedRequest
 from stepgraph.runtime.stats import EngineStats, take_stats
 from stepgraph.runtime.text import Message, TextCodec
 from stepgraph.runtime.trace import Trace
@@ -67,6 +69,9 @@ class Engine(EngineCore, BoundToProcess):
         """tokenizer: encodes prompts that are text; a function is called at the first such prompt."""
         if isinstance(target, (str, Path)):
             raise ValueError(f"Engine.target: got {clip_repr(target)}, expected a model; Engine.from_pretrained loads one from files")
+        if type(target).__module__.partition(".")[0] == "transformers":
+            expected = "expected Engine.from_pretrained(folder) after model.save_pretrained(folder) and tokenizer.save_pretrained(folder)"
+            raise ValueError(f"Engine.target: got a {type(target).__name__} of transformers, {expected}")
         check_value("Engine.tokenizer", tokenizer, _TOKENIZER)
         with ExitStack() as taken:  # what a refused engine has to close, as its error may keep all parts alive
             if ranks := ranks_of(target):
@@ -146,6 +151,7 @@ class Engine(EngineCore, BoundToProcess):
         job has the tokens that would have followed. max_new_tokens and min_new_tokens count them. Not for a sampled request with drafts.
         priority: lower numbers get rows first; by default 0. With EngineConfig.preemption they also take the rows of higher numbers.
         tenant: at equal priority, tenants get rows in turn, for one request each.
+        timeout_seconds: from this call, after which the next step ends the request with the reason `timeout`, also while it waits.
         """
         self._require_open("submit")
         prompt_ids, options["sampling"] = self._prompt_ids(prompt), self._with_word_ids(options.get("sampling"))
@@ -176,18 +182,61 @@ class Engine(EngineCore, BoundToProcess):
         """End a job at the next step. False if it has finished or is unknown. Idempotent, and safe at any time."""
         return self.queue.cancel(job)
 
-    def add_lora(self, lora_name: str, lora_path: str | Path) -> None:
+    def update_weights(self, weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | str | Path) -> None:
+        """Copy new weights into the target, and forget all cached prefixes. From any thread; no graph is recorded again.
+
+        weights: tensors by their names in a folder of the model (of the parameters, for a model of your own), all or some of them; or a
+        folder or .gguf file with the same config. ValueError for one that does not fit, before any weight changes; a copy that fails
+        closes the engine.
+        Requests that have a row end first, as this call steps the engine or waits for the thread that does. Others wait and get the new
+        weights. The weights of a draft model, which change no text, and adapters stay as they are.
+        """
+        self._require_open("update_weights")
+        parts = {"tensor_parallel": self._parts.ranks, "record": self.queue.recorder, "save_hidden_states": self._parts.hidden_states}
+        if present := [name for name, part in parts.items() if part is not None]:
+            raise ValueError(f"Engine.update_weights: got an engine with {present[0]}, expected one without it")
+        copy = checked_update(self._parts.models.target, weights, self.buffers)
+        with self.queue.holding():
+            while self.queue.has_begun:
+                try:
+                    self.step_lock.check_owner()
+                except RuntimeError:  # the thread of an AsyncEngine steps
+                    time.sleep(PAUSE_SECONDS)
+                else:
+                    self.step()
+            with self.step_lock.entered():
+                self._require_open("update_weights")
+                self._in_flight.interrupt()
+                try:
+                    self._parts.watchdog.backend.run(copy)
+                    self.backend.synchronize()  # the caller may change or free the tensors
+                except BaseException as error:  # some weights are new
+                    self._fail(error, "update_weights()")
+                    raise
+                self.reset_prefix_cache()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes, e.g. after parameters were changed in place. From any thread.
+
+        Requests that have a row keep their pages, and share none from here on.
+        """
+        self._require_open("reset_prefix_cache")
+        with self.queue.lock:
+            self._scheduler.rows.reset_prefix_cache(self._scheduler.active)
+
+    def add_lora(self, lora_name: str, lora_path: str | Path, *, replace: bool = False) -> None:
         """Load a LoRA adapter into a free slot, between two rounds: submit(lora_name=...) then selects it. From any thread.
 
         lora_path: a folder in the layout of PEFT: adapter_config.json and adapter_model.safetensors. ValueError for an adapter that
-        does not fit the target, and if EngineConfig.max_loras are in use. No graph is recorded again.
+        does not fit the target, and if EngineConfig.max_loras are in use. No graph is recorded again. replace: also if the name is loaded:
+        requests that were submitted before keep the earlier adapter, and its slot until they have ended.
         """
         self._require_open("add_lora")
-        contents = self._loras.read(lora_name, lora_path)
+        contents = self._loras.read(lora_name, lora_path, replace)
         with self.step_lock.entered():
             self._require_open("add_lora")
             self._in_flight.interrupt()
-            self._loras.add(lora_name, contents)
+            self._loras.add(lora_name, contents, replace)
 
     def remove_lora(self, lora_name: str) -> bool:
         """Refuse further requests for an adapter; its slot is free once its requests have ended. False if unknown. From any thread."""
@@ -201,7 +250,11 @@ class Engine(EngineCore, BoundToProcess):
         """Sleep until a step may have something to do; True if it has. For a thread that only steps."""
         self._require_open("wait")
         check_value("Engine.wait.seconds", seconds, _SECONDS)
-        return self._ready or (self.queue.wake.wait(seconds) and self._ready)
+        if not self._ready:
+            until_deadline = max(0.0, self.queue.next_deadline - time.perf_counter())
+            if not self.queue.wake.wait(min(threading.TIMEOUT_MAX if seconds is None else seconds, until_deadline)):
+                self.queue.expire()
+        return self._ready
 
     @property
     def has_work(self) -> bool:
@@ -325,4 +378,4 @@ class Engine(EngineCore, BoundToProcess):
 
     def _require_accepted(self, job: Job, call: str) -> None:
         self._require_open(call)
-        self._loras.check(job.lora)
+        job.lora = self._loras.find(job.lora.name)  # under the queue's lock: after it was found before, it may be removed or replaced

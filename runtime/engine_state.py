@@ -29,6 +29,12 @@ class EngineState:
         self._graphs, self._scheduler, self._uploader, self._in_flight = parts.graphs, parts.scheduler, parts.uploader, parts.in_flight
         call_after_fork(self._detach)
 
+    def __repr__(self) -> str:
+        models, queue, rows = self._parts.models, self.queue, self.config.max_rows
+        drafts = f"{type(models.drafter).__name__} with {self.config.num_speculative_tokens} drafts" if models.drafter else "no drafts"
+        state = self._closed_reason or f"{len(queue.active)} of {rows} rows in use, {len(queue.waiting)} requests waiting"
+        return f"<Engine: {type(models.target).__name__}, {drafts}, {self.backend.device}; {state}>"
+
     def capture(self, *, progress: bool = False) -> CaptureReport:
         """Record the graphs: one per batch size, with and without grammars. For an engine in service, before its first request.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ class FinishReason(str, enum.Enum):
     LENGTH = "length"  # max_new_tokens were emitted; a constrained text may be complete, but its end is found one token later
     CONSTRAINT_COMPLETE = "constraint_complete"  # the grammar allows only a stop token, which is not emitted
     CANCELLED = "cancelled"
+    TIMEOUT = "timeout"  # its timeout_seconds have passed; the output so far is kept
     DEAD_END = "dead_end"  # the output is incomplete, but grammar and bad_token_ids leave no legal token
     ERROR = "error"
     __str__ = str.__str__
@@ -79,6 +81,7 @@ class JobBase:
     resume_from: tuple[int, ...] = ()  # the output of an earlier request, which this one continues; not part of `tokens`
     priority: int = 0  # lower numbers get rows first
     tenant: str = ""  # at equal priority, tenants get rows in turn
+    timeout_seconds: float | None = None  # from submit, after which it ends
     num_preemptions: int = 0  # how often it lost its row and continued
     num_tokens_at_preemption: int = 0  # number of `tokens` before the latest preemption
     vocabulary: Vocabulary | None = None
@@ -96,6 +99,11 @@ class JobBase:
     queue_seconds: float | None = None  # from submit until it had a row
     first_token_seconds: float | None = None  # from submit until its first token was known
     seconds: float | None = None  # from submit until its end was known
+
+    @property
+    def deadline(self) -> float:
+        """When its `timeout_seconds` have passed, on the clock of `submitted_at`."""
+        return math.inf if self.timeout_seconds is None else self.submitted_at + self.timeout_seconds
 
     @property
     def text(self) -> str:
@@ -123,7 +131,9 @@ class JobBase:
         ended = self.finish_reason in (FinishReason.STOP, FinishReason.CONSTRAINT_COMPLETE)
         if ended or self.finish_reason == FinishReason.LENGTH:
             text, marker, ids = self.text, self.constraint and self.constraint.marker, (*self.resume_from, *self.tokens)
-            if isinstance(marker, tuple) and self.vocabulary:  # the text does not show where token ids are
+            if isinstance(marker, str):
+                text = text.partition(marker)[2]
+            elif marker and self.vocabulary:  # the text does not show where token ids are
                 ends = (end for end in range(len(marker), len(ids)) if ids[end - len(marker) : end] == marker)
                 stream = TextStream(self.vocabulary, self.sampling.stop, self.sampling.stop_token_ids)
                 text = stream.push(ids[next(ends, len(ids)) :]) + stream.finish()

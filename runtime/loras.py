@@ -15,7 +15,7 @@ from stepgraph.graphs.model import TargetModel
 from stepgraph.runtime.job import Lora
 from stepgraph.runtime.models.files.lora import SlotContent, read_lora
 from stepgraph.runtime.request_queue import RequestQueue
-from stepgraph.sampling.fields import Check, check_value, checked_path, clip_repr
+from stepgraph.sampling.fields import BOOL, Check, check_value, checked_path, clip_repr
 
 
 def lora_weights(target: TargetModel, limits: Limits) -> dict[str, LoraWeight]:
@@ -44,43 +44,44 @@ class LoraTable:
             raise ValueError(f"lora_name: got {clip_repr(name)}, expected {loaded}")
         return self.by_name[name]
 
-    def check(self, lora: Lora) -> None:
-        """ValueError if the adapter was removed. Called under the queue's lock, so that its slot is not reused."""
-        if lora.slot and self.by_name.get(lora.name) is not lora:
-            raise ValueError(f"lora_name: got {clip_repr(lora.name)}, which was removed")
-
-    def read(self, name: Any, path: Any) -> dict[str, SlotContent]:
+    def read(self, name: Any, path: Any, replace: bool) -> dict[str, SlotContent]:
         """Read and check an adapter; returns the content of its slot."""
         if not self._weights:
             raise ValueError("Engine.add_lora: the engine has no slots for adapters, expected EngineConfig(max_loras=...) of at least 1")
         check_value("lora_name", name, Check(lambda value: isinstance(value, str) and value != "", "a name"))
-        self._require_new(name)
+        check_value("replace", replace, BOOL)
+        self._require_new(name, replace)
         return read_lora(checked_path("lora_path", path), self._weights, self._limits.max_lora_rank, self._dtype)
 
-    def add(self, name: str, contents: dict[str, SlotContent]) -> None:
+    def add(self, name: str, contents: dict[str, SlotContent], replace: bool) -> None:
         """Fill a free slot, between rounds. The copy runs after earlier launches, which may still use the slot, and before later ones."""
-        self._require_new(name)
         with self._queue.lock:
-            taken = {lora.slot for lora in (*self.by_name.values(), *(queued.job.lora for queued in self._queue.unfinished.values()))}
-        free = [slot for slot in range(1, self._limits.max_loras + 1) if slot not in taken]
-        if not free:
-            expected = f"at most EngineConfig.max_loras={self._limits.max_loras} adapters, those of unfinished requests included"
-            raise ValueError(f"lora_name: got {clip_repr(name)} with no free slot, expected {expected}")
-        slot, buffers = free[0], self._buffers
+            self._require_new(name, replace)
+            others = (lora for lora in self.by_name.values() if lora.name != name)
+            taken = {lora.slot for lora in (*others, *(queued.job.lora for queued in self._queue.unfinished.values()))}
+            free = [slot for slot in range(1, self._limits.max_loras + 1) if slot not in taken]
+            if not free:
+                expected = f"at most EngineConfig.max_loras={self._limits.max_loras} adapters, those of unfinished requests included"
+                raise ValueError(f"lora_name: got {clip_repr(name)} with no free slot, expected {expected}")
+            # From here on requests get it, also instead of a replaced one in this slot: none has a row before the step lock is free.
+            self.by_name[name] = Lora(name, slot := free[0], next(self._serials))
+        buffers = self._buffers
 
         def copy() -> None:
             for weight, content in contents.items():
                 buffers[f"{weight}_down"][slot].copy_(content.down)
                 buffers[f"{weight}_up"][slot].copy_(content.up)
 
-        with torch.no_grad():
-            self._backend.run(copy)
-        with self._queue.lock:
-            self.by_name[name] = Lora(name, slot, next(self._serials))
+        try:
+            with torch.no_grad():
+                self._backend.run(copy)
+        except BaseException:
+            self.remove(name)
+            raise
 
-    def _require_new(self, name: str) -> None:
-        if name in self.by_name:
-            raise ValueError(f"lora_name: got {clip_repr(name)}, which is loaded, expected another name, or a call of remove_lora() first")
+    def _require_new(self, name: str, replace: bool) -> None:
+        if name in self.by_name and not replace:
+            raise ValueError(f"lora_name: got {clip_repr(name)}, which is loaded, expected another name, or replace=True")
 
     def remove(self, name: str) -> bool:
         """Remove an adapter; False if it is not loaded. Requests that were submitted with it keep it."""

@@ -107,6 +107,11 @@ class PageCache:
             if self._published.get(page.key) is page:
                 del self._published[page.key]
 
+    def reset(self) -> None:
+        """Unpublish all pages. Their holders keep them."""
+        self._evict(len(self._idle))
+        self._published.clear()
+
     def _key(self, salt: Salt, preceding: Sequence[CachedPage], ids: Sequence[int]) -> PageKey:
         start = len(preceding) * self._page_size
         tokens = tuple(ids[start : start + self._page_size + self._lookahead])

@@ -104,6 +104,7 @@ class ActiveRequest:
     num_skipped: int = 0  # last tokens, at most, that the draft model has not processed
     arena_block: ArenaBlock | None = None  # of a grammar on the device
     prefill_started: bool = False
+    publishes: bool = True  # its pages, in the prefix cache
     num_reused: int = 0  # tokens found in the prefix cache
     num_prefilled: int = 0  # prompt tokens whose cache entries are launched
     decoding: bool = False  # takes part in rounds

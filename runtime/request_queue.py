@@ -5,8 +5,10 @@ from __future__ import annotations
 import bisect
 import collections
 import contextlib
+import math
 import threading
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from stepgraph.runtime.device_grammars import DeviceGrammars
@@ -43,7 +45,7 @@ class RequestQueue:
     """All unfinished requests, and those of them that wait for a row. The scheduler takes them from here under `lock`."""
 
     def __init__(self, max_queued: int, compiler: GrammarCompiler | None, grammars: DeviceGrammars, recorder: Recorder | None) -> None:
-        self._max_queued, self._compiler, self._grammars, self._recorder = max_queued, compiler, grammars, recorder
+        self._max_queued, self._compiler, self._grammars, self.recorder = max_queued, compiler, grammars, recorder
         self.lock = threading.RLock()  # of this queue and of the scheduler; a dropped text stream cancels wherever it is collected
         self.wake = WakeSignal()
         self.unfinished: dict[int, QueuedRequest] = {}  # by job id
@@ -52,6 +54,8 @@ class RequestQueue:
         self._turns: dict[tuple[int, str], list[int]] = {}  # by priority and tenant: the turns of those in `waiting`, ascending
         self.cancelled: dict[int, tuple[Job, FinishReason]] = {}  # since the last step
         self.submitted = self.most_waiting = 0
+        self.holds: list[None] = []  # one for each `holding`, of any thread
+        self.next_deadline = math.inf  # no unfinished job has an earlier one
         call_after_fork(self._detach)
 
     @property
@@ -73,19 +77,19 @@ class RequestQueue:
             claim = queued.claim = Claim(self.compiler, job.constraint)
             claim.take()
             claim.then(lambda claim: self.prepare(queued, claim))
-        if self._recorder:
-            self._recorder.write("submit", **request_fields(job))
+        if self.recorder:
+            self.recorder.write("submit", **request_fields(job))
         with self.lock:
             require_open("submit")
             self._require_room()
             queued.order = job.priority, self._turn_of(job), self.submitted
             index = self._index_of(queued.order)
             most = max(self.most_waiting, len(self.waiting) + 1)
-            turns, turn = self._turns_of(job), [queued.order[1]]
+            turns, turn, deadline = self._turns_of(job), [queued.order[1]], min(self.next_deadline, job.deadline)
             # KeyboardInterrupt is raised on return from a call. From here on only the last statement is a call, so all is done or nothing.
             self.unfinished[job.id] = queued
             self.submitted += 1
-            self.most_waiting = most
+            self.most_waiting, self.next_deadline = most, deadline
             turns += turn
             self.waiting.insert(index, queued)
         self.wake.notify()
@@ -136,8 +140,8 @@ class RequestQueue:
         if queued.job.id in self.unfinished:
             self.cancel(queued.job)
             return
-        if self._recorder:
-            self._recorder.write("refused", job=queued.job.id)
+        if self.recorder:
+            self.recorder.write("refused", job=queued.job.id)
         if queued.claim is not None:
             queued.claim.release()
 
@@ -153,10 +157,36 @@ class RequestQueue:
                 return False
             # The next step releases its claim: this may be a finaliser or a signal handler within a submit(), which locks the compiler.
             self.cancelled.setdefault(job_id, (queued.job, reason))
-        if self._recorder:
-            self._recorder.write("cancel", job=job_id, reason=str(reason))
+        if self.recorder:
+            self.recorder.write("cancel", job=job_id, reason=str(reason))
         self.wake.notify()
         return True
+
+    @contextlib.contextmanager
+    def holding(self) -> Iterator[None]:
+        """Within the block no request begins, and those that lost their rows continue."""
+        self.holds.append(None)
+        try:
+            yield
+        finally:
+            self.holds.pop()
+            self.wake.notify()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a request has a row, or lost it and continues later."""
+        with self.lock:
+            return bool(self.active or any(queued.job.num_preemptions for queued in self.waiting))
+
+    def expire(self) -> None:
+        """End the jobs whose deadline has passed at the next step."""
+        now = time.perf_counter()
+        with self.lock:
+            jobs = [queued.job for queued in self.unfinished.values()]
+            self.next_deadline = min((job.deadline for job in jobs if job.deadline > now), default=math.inf)
+        for job in jobs:
+            if job.deadline <= now:
+                self.cancel(job, FinishReason.TIMEOUT)
 
     def pause(self) -> None:
         """Sleep briefly, for a step that can only wait for a grammar, so that it leaves the CPU to the compile."""

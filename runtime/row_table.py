@@ -170,6 +170,13 @@ class RowTable:
         self.page_cache.free([page for index, page in enumerate(request.pages) if cached[index : index + 1] != [page]])
         self.page_cache.release(request.cached_pages)
 
+    def reset_prefix_cache(self, active: Iterable[ActiveRequest]) -> None:
+        """Forget all published pages, and what these requests would publish."""
+        self.page_cache.reset()
+        self._refused = None
+        for request in active:
+            request.publishes = False
+
     def _find(self, job: Job) -> list[CachedPage]:
         """Full published pages before the last given token, which is an input of the first round."""
         sharing = self._sharing
@@ -183,7 +190,7 @@ class RowTable:
     def _publish(self, request: ActiveRequest, ids: Sequence[int], written: int) -> None:
         """Publish the full pages of a text. The entries of its first `written` tokens are launched, and token `written` is known."""
         limit = min(written + 1 - max(1, self._sharing.lookahead), self._num_shareable(request.job))
-        while not self._sharing.why_off and (len(request.cached_pages) + 1) * self._limits.page_size <= limit:
+        while not self._sharing.why_off and request.publishes and (len(request.cached_pages) + 1) * self._limits.page_size <= limit:
             self.page_cache.publish(_cache_key(request.job), request.cached_pages, ids, request.pages[len(request.cached_pages)])
 
 

@@ -98,10 +98,15 @@ class Scheduler:
     def runnable(self) -> bool:
         """Whether a request is active, could be admitted or is cancelled. False while all wait for their grammars."""
         with self._queue.lock:
-            return bool(self._active or self._queue.cancelled or any(queued.ready for queued in self._queue.waiting))
+            return bool(self._active or self._queue.cancelled or any(map(self._may_start, self._queue.waiting)))
+
+    def _may_start(self, queued: QueuedRequest) -> bool:
+        return queued.ready and (not self._queue.holds or queued.job.num_preemptions > 0)
 
     def begin_step(self) -> list[tuple[Job, ActiveRequest | None, FinishReason]]:
-        """Remove the cancelled jobs from the queue, and return them with the reasons that they get."""
+        """Remove the cancelled and expired jobs from the queue, and return them with the reasons that they get."""
+        if time.perf_counter() >= self._queue.next_deadline:
+            self._queue.expire()
         if self._recorder:
             self._recorder.steps += 1
         cancelled = self._queue.pop_cancelled() if self._queue.cancelled else {}
@@ -133,7 +138,7 @@ class Scheduler:
 
     def _admissible(self) -> Iterator[QueuedRequest]:
         """The waiting requests that may have a row, in order. Under the lock."""
-        return (queued for queued in self._queue.waiting if queued.ready and queued.job.id not in self._queue.cancelled)
+        return (each for each in self._queue.waiting if self._may_start(each) and each.job.id not in self._queue.cancelled)
 
     def start_prefill(self, request: ActiveRequest) -> None:
         with self._queue.lock:

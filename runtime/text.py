@@ -38,6 +38,9 @@ class TextCodec(BoundToProcess):
         self._encode = encode
         self._template = template
 
+    def __repr__(self) -> str:
+        return f"<TextCodec: {len(self.vocabulary.tokens)} tokens, {'with' if self._template else 'without'} a chat template>"
+
     @classmethod
     def open(cls, path: str | Path, vocabulary: Vocabulary | None = None) -> TextCodec:
         """Open the tokenizer of a Hugging Face folder or a .gguf file. ValueError names the file or the missing package.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, TypeAlias, TypedDict
@@ -23,7 +24,7 @@ from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.job import Lora
 from stepgraph.runtime.request import Job
 from stepgraph.runtime.text import Message
-from stepgraph.sampling.fields import Check, check_value, clip_repr, is_int
+from stepgraph.sampling.fields import Check, check_value, clip_repr, instance_of, is_int, number, optional
 from stepgraph.sampling.grammar.compile.compiler import CompiledConstraint
 from stepgraph.sampling.grammar.constraints.python_types import typed_constraint
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
@@ -33,6 +34,10 @@ from stepgraph.sampling.params import NAMES_ELSEWHERE as SAMPLING_NAMES
 TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]] | Tensor
 Prompt: TypeAlias = str | Sequence[Message] | TokenIds
 Prompts: TypeAlias = list[str] | Sequence[TokenIds] | Sequence[Sequence[Message]]
+
+
+_STRING = instance_of(str, "a string")
+_SECONDS = optional(number(0, threading.TIMEOUT_MAX, low_open=True))
 
 
 class _OwnOptions(TypedDict, total=False):
@@ -56,6 +61,7 @@ class _EqualOptions(TypedDict, total=False):
     resume_from: TokenIds | None
     priority: int
     tenant: str
+    timeout_seconds: float | None
 
 
 class RequestOptions(_OwnOptions, _EqualOptions, total=False):
@@ -94,6 +100,7 @@ REQUEST_NAMES = _SAMPLING_ARGUMENTS | {
     **dict.fromkeys(("regex", "guided_regex"), "constraint=Constraint.regex(...)"),
     **dict.fromkeys(("choice", "choices", "guided_choice"), "constraint=Constraint.choice([...])"),
     **dict.fromkeys(("grammar", "guided_grammar"), "constraint=Constraint.ebnf(...) or Constraint.lark(...)"),
+    **dict.fromkeys(("timeout", "max_time", "deadline"), "timeout_seconds"),
     "do_sample": "sampling=SamplingParams(temperature=), where 0 is greedy",
     **{name: f"constraint=Constraint.{name}(...)" for name in ("response_format", "structural_tag", "ebnf")},
     **dict.fromkeys(("tools", "tool_choice"), "a function as the constraint, or the tools in Engine.tokenizer.chat(messages, tools)"),
@@ -135,13 +142,10 @@ class RequestValidator:
         sampling = self._sampling(options.get("sampling"), constraint is not None, new_tokens)
         stop_ids = self._stop_ids(sampling)
         seed = 0 if sampling.greedy else -2 - secrets.randbits(62) if sampling.seed is None else sampling.seed
-        cache_salt = options.get("cache_salt", "")
-        if not isinstance(cache_salt, str):
-            raise ValueError(f"cache_salt: got {type(cache_salt).__name__}, expected a string")
-        priority = options.get("priority", 0)
-        check_value("priority", priority, Check(is_int, "a whole number; lower numbers get rows first"))
-        tenant = options.get("tenant", "")
-        check_value("tenant", tenant, Check(lambda value: isinstance(value, str), "a string"))
+        check_value("cache_salt", cache_salt := options.get("cache_salt", ""), _STRING)
+        check_value("priority", priority := options.get("priority", 0), Check(is_int, "a whole number; lower numbers get rows first"))
+        check_value("tenant", tenant := options.get("tenant", ""), _STRING)
+        check_value("timeout_seconds", timeout := options.get("timeout_seconds"), _SECONDS)
         embeddings = self._embeddings(options.get("prompt_embeddings"), len(prompt))
         resume_from = options.get("resume_from")
         job = Job(
@@ -160,6 +164,7 @@ class RequestValidator:
             () if resume_from is None else checked_ids("resume_from", resume_from, limits.num_tokens),
             priority=priority,
             tenant=tenant,
+            timeout_seconds=timeout,
             vocabulary=self._vocabulary,
             parse=typed.parse if typed else str,
         )

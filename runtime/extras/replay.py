@@ -233,7 +233,8 @@ def _difference(request: RecordedRequest, job: Job) -> Difference | None:
     last = min(len(got), len(recorded)) - 1
     position = next((position for position in range(last) if got[position] != recorded[position]), last)
     recorded_ends, job_ends = position == len(request.tokens), position == len(job.tokens)
-    recorded_open = request.reason in (None, FinishReason.CANCELLED)  # only the tokens that both texts have are compared
+    # Of a text that was cut off, only the tokens that both have are compared.
+    recorded_open = request.reason in (None, FinishReason.CANCELLED, FinishReason.TIMEOUT)
     cut_off = (recorded_open and recorded_ends) or (job.finish_reason == FinishReason.CANCELLED and job_ends)
     if cut_off or got[position] == recorded[position]:
         return None

@@ -7,6 +7,7 @@ transformers' attention interface; positions, cache slots and block tables come 
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -25,6 +26,7 @@ from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import AttentionShape, cache_specs
 from stepgraph.graphs.model_call import ModelInput, ModelOutput
 from stepgraph.runtime.models.draft_llama import TokenMap, TokenMapped
+from stepgraph.runtime.models.files.weights import row_slices, whole_slices
 from stepgraph.runtime.models.transformers_layers import CURRENT, DecoderCall, FusedLinear, LayerAttention, replace_modules
 from stepgraph.sampling.fields import check_value, whole
 
@@ -158,6 +160,7 @@ class TransformersModel(nn.Module):
         self.family = type(model).__name__
         self.decoder, output = decoder_of(model), model.get_output_embeddings()  # type: ignore[no-untyped-call]
         self._output = next((child_name for child_name, child in model.named_children() if child is output), "")
+        originals = {stored: weakref.ref(parameter) for stored, parameter in model.named_parameters()}
         self.head = copy.copy(model)  # shares every parameter
         self.head._modules = {name: _PassThrough() if child is self.decoder else child for name, child in model._modules.items()}
         decoder_name = next(child_name for child_name, child in model.named_children() if child is self.decoder)
@@ -169,6 +172,13 @@ class TransformersModel(nn.Module):
         for index, module in enumerate(module for module in self.decoder.modules() if isinstance(module, FusedLinear)):
             module.lora_name = f"{name}_lora{index}"
             self.lora_weights[module.lora_name] = LoraWeight(module.parts, module.weight.shape[1])
+        own = {parameter: own_name for own_name, parameter in self.named_parameters()}
+        kept = ((stored, original()) for stored, original in originals.items())
+        self.stored_slices = whole_slices({stored: own[parameter] for stored, parameter in kept if parameter in own})
+        for path, module in self.named_modules():
+            for kind in ("weight", "bias") if isinstance(module, FusedLinear) else ():
+                if getattr(module, kind) is not None:
+                    self.stored_slices |= row_slices({f"{part}.{kind}": rows for part, rows in module.parts.items()}, f"{path}.{kind}")
         products = [module for module in self.modules() if isinstance(module, (FusedLinear, nn.Embedding))]
         known = {id(weight) for module in products for weight in module.parameters()}
         # Whether on the CPU a row has the same bits in any batch. Routers and experts multiply without nn.Linear.

@@ -45,6 +45,8 @@ class LockstepQueue(RequestQueue):
             return
         if job.sampling.temperature and job.sampling.seed is None:
             raise ValueError("SamplingParams.seed: got None under torchrun, expected an integer, the same on every rank")
+        if job.timeout_seconds is not None:
+            raise ValueError(f"timeout_seconds: got {job.timeout_seconds:g} under torchrun, expected None: clocks of ranks differ")
         super().enqueue(queued, require_open)
         while not queued.ready:  # how long a compile takes differs between ranks, and a step must not depend on it
             self.wake.wait(0.01)

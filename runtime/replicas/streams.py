@@ -226,6 +226,8 @@ class ResumedStream:
         self._earlier, self._num_known = {name: getattr(job, name) for name in REPORTED}, len(job.tokens)
         if job.tokens:
             options = options | {"resume_from": (*job.resume_from, *job.tokens)}
+        if job.replicas and job.timeout_seconds is not None:  # what is left of it
+            options = options | {"timeout_seconds": max(1e-9, job.deadline - time.perf_counter())}
         identity = self._identity if job.tokens else ""
         return self._call(replace(self._request, options=options, avoid=frozenset(self._lost | self._others), identity=identity))
 

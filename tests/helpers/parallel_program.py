@@ -114,6 +114,8 @@ def refused_calls(engine: Engine) -> list[tuple[Callable[[], object], str]]:
     return [
         (lambda: engine.submit([1], sampling=SamplingParams(temperature=1.0)), "SamplingParams.seed"),
         (lambda: engine.submit([1, 2, 3], prompt_embeddings=image), "prompt_embeddings"),
+        (lambda: engine.submit([1], timeout_seconds=1.0), "timeout_seconds"),
+        (lambda: engine.update_weights({}), "Engine.update_weights"),
         (lambda: AsyncEngine(engine), "AsyncEngine.engine"),
     ]
 

@@ -21,11 +21,21 @@ import pytest
 import torch
 from typing_extensions import Required
 
-from stepgraph import AsyncEngine, Constraint, Engine, EngineConfig, FinishReason, Job, SamplingParams, StepEvent, Vocabulary
+from stepgraph import (
+    AsyncEngine,
+    Constraint,
+    Engine,
+    EngineConfig,
+    FinishReason,
+    Job,
+    SamplingParams,
+    StepEvent,
+    Vocabulary,
+    typed_constraint,
+)
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.runtime.text import TextCodec, TextStream
 from stepgraph.sampling.grammar import GrammarCompiler
-from stepgraph.sampling.grammar.constraints.python_types import typed_constraint
 from tests.helpers.schema_cases import BYTES, takes
 from tests.helpers.toy_engines import finish
 
@@ -350,14 +360,22 @@ def test_the_stop_string_that_ends_first_ends_the_text_however_tokens_cut_it() -
         (Constraint.choice(["left", "right"]), lambda value: value in ("left", "right")),
         (Constraint.json_schema({"type": "boolean"}).after("="), lambda value: value in (True, False)),
         (Constraint.json_schema({"type": "boolean"}).after(CODEC.encode("="), limit=5), lambda value: value in (True, False)),
+        (typed_constraint(Person).after("="), lambda value: isinstance(value, Person)),
+        (typed_constraint(Person).after(CODEC.encode("="), limit=5), lambda value: isinstance(value, Person)),
+        (typed_constraint(Color).after("=", limit=5), lambda value: value in Color),
+        (typed_constraint(re.compile("a{2,5}b")).after("+").after("="), lambda value: isinstance(value, re.Match)),
+        (typed_constraint(add).after("="), lambda value: value() in (4, 5, 6)),
+        (typed_constraint(Constraint.choice(["left", "right"])).after("="), lambda value: value in ("left", "right")),
     ],
     ids=lambda value: getattr(value, "__name__", "") if not isinstance(value, Constraint) else value.kind,
 )
 def test_the_parsed_value_has_the_type_of_the_constraint(constraint: object, check: Callable[[Any], bool]) -> None:
     engine = engine_of()
-    sampling = SamplingParams(logit_bias={token: 100 for token in CODEC.encode("=")}) if getattr(constraint, "marker", None) else None
+    marker = typed_constraint(constraint).constraint.marker
+    sampling = SamplingParams(logit_bias={token: 100 for token in CODEC.encode("=")}) if marker else None
     job = engine.generate("Ada", constraint=constraint, sampling=sampling, max_new_tokens=120)
     assert check(job.parsed), job.text
+    assert job.text.count("=") == (marker is not None)
 
 
 @pytest.mark.parametrize(("pattern", "text"), [(r"\D\D", "\x05૦"), (r"\s\S", "\ufeff\x1c"), (r"[a\W]", "é")])
@@ -385,8 +403,9 @@ def test_an_incomplete_output_has_no_parsed_value() -> None:
         (Constraint.json_schema({"enum": [[1], "a"]}), "[1", None),
         (Constraint.regex("a+"), "a", None),
         (Constraint.choice(["a", "b"]).after("a"), "aa", "a"),
+        (typed_constraint(Literal["a", "b"]).after("a"), "aa", "a"),
     ],
-    ids=str,
+    ids=lambda value: str(getattr(value, "constraint", value)),
 )
 def test_a_text_that_ends_at_the_limit_is_parsed_if_no_longer_one_exists(constraint: object, text: str, value: object) -> None:
     """Tokens are single characters, and the bias prefers those of the text."""
@@ -412,6 +431,33 @@ def test_the_repr_of_a_job_is_short() -> None:
     assert repr(job) == f"<Job {job.id}: 80 prompt tokens, 0 tokens, running>"
     list(engine_of().stream())
     assert repr(job) == f"<Job {job.id}: 80 prompt tokens, 2 tokens, length>"
+
+
+def test_reprs_say_what_an_object_is_and_its_state() -> None:
+    engine = engine_of()
+    drafter = "ToyDraft with 3 drafts, cpu"
+    job = engine.submit("Ada", max_new_tokens=20, sampling=SamplingParams(ignore_eos=True))
+    assert repr(engine) == f"<Engine: ToyTarget, {drafter}; 0 of 4 rows in use, 1 requests waiting>"
+    engine.step()
+    assert repr(engine) == f"<Engine: ToyTarget, {drafter}; 1 of 4 rows in use, 0 requests waiting>"
+    engine.cancel(job)
+    list(engine.stream())
+    assert repr(CODEC) == f"<TextCodec: {len(VOCABULARY.tokens)} tokens, with a chat template>"
+    buffers = engine.buffers
+    assert re.fullmatch(rf"<StaticBuffers: {len(buffers.specs)} tensors, {buffers.nbytes:,} bytes on cpu; \d+ constants>", repr(buffers))
+
+    async def states() -> list[str]:
+        serving = AsyncEngine(engine)
+        found = [repr(serving)]
+        async with serving:
+            found += [repr(serving)]
+        return [*found, repr(serving)]
+
+    found = asyncio.run(states())
+    assert found == [f"<AsyncEngine: {state}, {engine!r}>" for state in ("not open", "open", "not open")]
+    with Engine(TARGET, config=EngineConfig(max_rows=2, num_speculative_tokens=0, max_length=16)) as closed:
+        closed.close()
+        assert repr(closed) == "<Engine: ToyTarget, no drafts, cpu; the engine was closed>"
 
 
 CUT = [

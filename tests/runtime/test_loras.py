@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from stepgraph import Constraint, Engine, EngineConfig
+from stepgraph import Constraint, Engine, EngineConfig, Job
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.files.lora import read_lora
 from stepgraph.runtime.models.files.transformers_folder import Implementation
@@ -192,6 +192,50 @@ def test_a_removed_adapter_keeps_its_slot_until_its_requests_end(engine: Engine,
     assert job.tokens == merged["all"][0]
     engine.add_lora("third", adapters / "some")
     assert texts(engine, ["third", "some"]) == [merged["some"][0]] * 2 + [merged["some"][1]] * 2
+
+
+def test_a_replaced_adapter_serves_its_requests_until_they_end(engine: Engine, adapters: Path, merged: Texts) -> None:
+    """Of the old adapter: one request that decodes and one that waits for a row. Its slot is used again once they have ended."""
+    old = [engine.submit(PROMPT, max_new_tokens=16, lora_name="all") for _ in range(4)]
+    engine.step()
+    with pytest.raises(ValueError, match="lora_name: got 'all', which is loaded, expected another name, or replace=True"):
+        engine.add_lora("all", adapters / "some")
+    engine.add_lora("all", adapters / "some", replace=True)
+    new = engine.submit(PROMPT, max_new_tokens=16, lora_name="all")
+    assert engine.list_loras() == ["all"]
+    with pytest.raises(ValueError, match="with no free slot"):
+        engine.add_lora("all", adapters / "all", replace=True)
+    finish(engine)
+    assert [job.tokens for job in old] == [merged["all"][0]] * 4 and new.tokens == merged["some"][0]
+    assert not new.num_cached_tokens
+    engine.add_lora("other", adapters / "some")
+    for name in ("all", "some", "all"):  # both slots are in use: the adapter is replaced in its own
+        engine.add_lora("all", adapters / name, replace=True)
+        assert texts(engine, ["all"]) == merged[name]
+
+
+def test_a_request_gets_the_adapter_that_replaces_its_own_during_submit(
+    engine: Engine, adapters: Path, merged: Texts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the check of its arguments and the queue; a removed one is refused there."""
+    make_job = engine._parts.validator.make_job
+
+    def while_submitting(change: Callable[[], object]) -> None:
+        def made(*arguments: Any) -> Job:
+            job = make_job(*arguments)
+            change()
+            return job
+
+        monkeypatch.setattr(engine._parts.validator, "make_job", made)
+
+    while_submitting(lambda: engine.add_lora("all", adapters / "some", replace=True))
+    job = engine.submit(PROMPT, max_new_tokens=16, lora_name="all")
+    finish(engine)
+    assert job.tokens == merged["some"][0]
+    while_submitting(lambda: engine.remove_lora("all"))
+    with pytest.raises(ValueError, match="lora_name: got 'all', expected '': the engine has no adapters"):
+        engine.submit(PROMPT, lora_name="all")
+    assert not engine.has_work
 
 
 def test_wrong_arguments_are_refused(engine: Engine, adapters: Path, tmp_path: Path) -> None:

@@ -144,9 +144,9 @@ def layer_slices(config: LlamaConfig, stored: str, module: str, experts: Experts
         whole |= {"self_attn.q_a_layernorm.weight": "latent.query_norm"} if config.latent.query_rank else {}
     found: Slices = {}
     for parameter, (_, parts) in config.products(experts).items():
-        found |= _row_slices({f"{stored}{part}.weight": size for part, size in parts.items()}, module + parameter)
+        found |= row_slices({f"{stored}{part}.weight": size for part, size in parts.items()}, module + parameter)
     if config.qkv_bias:
-        found |= _row_slices({f"{stored}self_attn.{part}.bias": size for part, size in config.qkv_parts.items()}, f"{module}qkv_bias")
+        found |= row_slices({f"{stored}self_attn.{part}.bias": size for part, size in config.qkv_parts.items()}, f"{module}qkv_bias")
     found |= _expert_slices(experts, config.hidden_size, stored, f"{module}experts.") if experts else {}
     return found | whole_slices(whole, stored, module)
 
@@ -159,7 +159,7 @@ def _expert_slices(experts: ExpertsConfig, hidden_size: int, stored: str, module
     prefixes = [f"{stored}{mlp}.experts.{index}." for index in range(experts.num_experts)]
     first = {f"{prefix}{name}.weight": experts.expert_size for prefix in prefixes for name in gate_up}
     last = {f"{prefix}{down}.weight": hidden_size for prefix in prefixes}
-    return whole_slices(whole, f"{stored}{mlp}.", module) | _row_slices(first, f"{module}gate_up") | _row_slices(last, f"{module}down")
+    return whole_slices(whole, f"{stored}{mlp}.", module) | row_slices(first, f"{module}gate_up") | row_slices(last, f"{module}down")
 
 
 def _gpt_oss_slices(experts: ExpertsConfig, hidden_size: int, stored: str, module: str) -> Slices:
@@ -180,7 +180,7 @@ def whole_slices(parameters: Mapping[str, str], stored: str = "", module: str = 
     return {stored + name: ParameterSlice(module + parameter) for name, parameter in parameters.items()}
 
 
-def _row_slices(rows: Mapping[str, int], parameter: str) -> Slices:
+def row_slices(rows: Mapping[str, int], parameter: str) -> Slices:
     """rows: numbers of rows of stored tensors that are consecutive in a parameter."""
     ends = itertools.accumulate(rows.values())
     return {name: ParameterSlice(parameter, slice(end - count, end)) for (name, count), end in zip(rows.items(), ends, strict=True)}

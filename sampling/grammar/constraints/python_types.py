@@ -11,7 +11,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from typing_extensions import NotRequired, Required, TypedDict
@@ -33,14 +33,20 @@ _KEYWORD_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEY
 
 
 class TypedConstraint(NamedTuple):
-    """A constraint, and the function from a text of the constraint to its value."""
+    """A constraint, and the function from its text, without the part up to its marker, to the value."""
 
     constraint: Constraint
     parse: Callable[[str], Any]
 
+    def after(self, marker: str | Sequence[int], *, limit: int | None = None) -> TypedConstraint:
+        """As Constraint.after: `typed_constraint(Answer).after("</think>")`, whose `Job.parsed` is an Answer."""
+        return self._replace(constraint=self.constraint.after(marker, limit=limit))
+
 
 def typed_constraint(value: object) -> TypedConstraint:
     """The constraint for a Constraint or a Python type, as in docs/json.md. ValueError if there is none."""
+    if isinstance(value, TypedConstraint):
+        return value
     if isinstance(value, Constraint):
         return TypedConstraint(value, functools.partial(_parse, value))
     if isinstance(value, re.Pattern):
@@ -63,7 +69,6 @@ def has_no_longer_text(constraint: Constraint | None, text: str) -> bool:
     which no longer one begins. For patterns and grammars this is not decided."""
     if constraint is None:
         return False
-    text = _without_marker(constraint, text)
     if constraint.kind == "choice":
         return [option for option in json.loads(constraint.payload) if option.startswith(text)] == [text]
     with contextlib.suppress(ValueError):
@@ -71,13 +76,8 @@ def has_no_longer_text(constraint: Constraint | None, text: str) -> bool:
     return False
 
 
-def _without_marker(constraint: Constraint, text: str) -> str:
-    return text.partition(constraint.marker)[2] if isinstance(constraint.marker, str) else text
-
-
 def _parse(constraint: Constraint, text: str) -> Any:
-    """The value of a text: parsed JSON for JSON kinds, otherwise the text itself; without the part up to a text marker."""
-    text = _without_marker(constraint, text)
+    """The value of a text: parsed JSON for JSON kinds, otherwise the text itself."""
     if constraint.kind not in _JSON_KINDS:
         return text
     try:

@@ -14,7 +14,7 @@ import torch
 from stepgraph import Engine, EngineConfig
 from stepgraph.runtime.models.files.transformers_folder import open_target
 from tests.helpers.draft_engines import DRAFTERS, EAGLE_LAYERS
-from tests.helpers.families import CachedModel, folder_of
+from tests.helpers.families import CachedModel, folder_of, hf_model
 from tests.helpers.family_texts import CONFIG, CONSTRAINTS, PROMPTS, decode
 
 
@@ -87,6 +87,12 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
         pretrained(tmp_path / "model.gguf")
     with pytest.raises(ValueError, match=r"weights: got 'quantised' with implementation='transformers', expected 'dequantised'"):
         pretrained(folder_of("llama-2"), weights="quantised")
+
+
+def test_a_model_of_transformers_in_memory_is_refused() -> None:
+    expected = r"got a LlamaForCausalLM of transformers, expected Engine\.from_pretrained\(folder\) after model\.save_pretrained\(folder\)"
+    with pytest.raises(ValueError, match=expected):
+        Engine(hf_model("llama-2"))
 
 
 def test_auto_selects_native_if_it_supports_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

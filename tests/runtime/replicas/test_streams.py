@@ -267,8 +267,16 @@ def test_an_engine_that_fails_or_shuts_down_is_replaced() -> None:
         assert asyncio.run(main()) == whole
 
 
+def test_a_continued_stream_has_what_is_left_of_its_time() -> None:
+    found = run(shared_engine(PLAIN), [2, 1], timeout_seconds=1000.0, max_new_tokens=TOKENS, sampling=SamplingParams(ignore_eos=True))
+    times = [ask.options["timeout_seconds"] for ask in found.replicas.asks]
+    assert times[0] == 1000 > times[1] > times[2] > 0 and len(found.tokens) == TOKENS
+
+
 def test_wrong_requests_are_refused_by_the_replica() -> None:
     engine = shared_engine(PLAIN)
+    with pytest.raises(ValueError, match=r"timeout_seconds: got 'x', expected a number"):
+        run(engine, [], timeout_seconds="x")
     with pytest.raises(ValueError, match=r"max_new_tokens: got 0, expected"):
         run(engine, [], max_new_tokens=0)
     with pytest.raises(ValueError, match=r"sampling: got 5, expected SamplingParams"):
