@@ -26,7 +26,7 @@ STACK_BYTES = 64 << 20  # functions take several times as much as without saniti
 def runtime_library(name: str) -> str:
     path = subprocess.run(["gcc", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
     if not os.path.isabs(path):  # gcc repeats the name of a library that it does not have
-        sys.exit(f"make sanitize: gcc has no {name}; install it (Debian and Ubuntu: libgcc-dev, Fedora: libasan and libubsan)")
+        sys.exit(f"make sanitize: gcc has no {name}; install it (Debian: libgcc-12-dev for gcc 12; Fedora: libasan, libubsan)")
     return path
 
 
