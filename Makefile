@@ -9,6 +9,7 @@
 #   make stub-cuda tests of the CUDA path without a GPU, in a second environment (a download of about 800 MB)
 #   make stub-cuda-versions  the same with torch 2.8 and with the newest torch, and make no-compiler (two more downloads of about 800 MB)
 #   make no-compiler  the tests as on a host without a C compiler
+#   make sanitize the tests of grammars in C with gcc's sanitizers of addresses and undefined behaviour
 #   make clients  the server with client libraries of OpenAI's API
 #   make replicas the server with processes of Ray Serve (a download of about 500 MB)
 #   make browser  the page of `stepgraph demo --html` in chromium or chrome; CHROMIUM=... where it is not on the path
@@ -50,7 +51,10 @@ STUB_TORCH ?= torch==2.11.0
 STUB_TRITON := import importlib.metadata as m; print(next(r.split(";")[0] for r in m.requires("torch") if r.startswith("triton")))
 STUB_LIBRARIES := xgrammar==0.2.8 flashinfer-python==0.6.6
 
-.PHONY: demo test slow coverage lint soak bench models clients replicas browser stub-cuda stub-cuda-versions no-compiler clean format
+SANITIZED := $(addprefix tests/sampling/,grammar/automaton grammar/link grammar/matchers kernels/test_advance.py)
+
+.PHONY: demo test slow coverage lint soak bench models clients replicas browser stub-cuda stub-cuda-versions no-compiler \
+	sanitize clean format
 
 demo: $(VENV)/.ready-demo $(VENV)/.model
 	$(BIN)/stepgraph demo $(ARGS)
@@ -105,6 +109,9 @@ stub-cuda-versions:
 
 no-compiler: $(VENV)/.ready-test
 	$(BIN)/python -m tests.helpers.no_compiler -q -n $(WORKERS) --dist worksteal $(ARGS)
+
+sanitize: $(VENV)/.ready-test
+	$(BIN)/python -m tests.helpers.sanitized -n $(WORKERS) --dist worksteal $(or $(ARGS),$(SANITIZED))
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check .

@@ -16,6 +16,7 @@ from setuptools.command.build_ext import build_ext
 from setuptools.command.editable_wheel import _StaticPth, editable_wheel
 
 FOLDERS = ("sampling/grammar/automaton/c", "sampling/grammar/link/c", "sampling/kernels/c", "graphs/layers/c")
+SANITIZE = os.environ.get("STEPGRAPH_SANITIZE", "").split()  # flags for the C sources of grammars: tests/helpers/sanitized.py
 
 
 class BuildBeside(build_ext):
@@ -28,7 +29,8 @@ class BuildBeside(build_ext):
         def compile_source(obj: str, source: str, suffix: str, cc: object, extra: list[str], pp: object) -> None:
             # In gnu11 gcc fuses products and sums, and so does clang, which with -ffp-contract=fast would ignore the pragma of lanes.h.
             standard = "-std=c++17" if suffix == ".cpp" else "-std=gnu11"
-            jobs.append(pool.submit(compile_one, obj, source, suffix, cc, [standard, *extra], pp))
+            more = SANITIZE if source.startswith("sampling/grammar") else []  # vector code takes many minutes to compile with them
+            jobs.append(pool.submit(compile_one, obj, source, suffix, cc, [standard, *extra, *more], pp))
 
         def compile_sources(*args: object, **options: object) -> list[str]:
             objects: list[str] = compile_all(*args, **options)
@@ -72,11 +74,12 @@ setup(
                 *("-O3", "-g0", "-pthread", "-fvisibility=hidden"),
                 *("-fno-math-errno", "-fno-trapping-math"),
                 "-Wno-psabi",  # no wide vector is passed to another file
+                *(["-O1", "-g1", "-fno-omit-frame-pointer"] if SANITIZE else []),
             ],
-            extra_link_args=["-pthread"],
+            extra_link_args=["-pthread", *SANITIZE],
             libraries=["m"],
             language="c++",  # for the link: the automaton compiler is C++17
-            optional=True,
+            optional=not SANITIZE,
         ),
     ],
 )

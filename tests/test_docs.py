@@ -83,6 +83,7 @@ PARSED = {  # the others, and why they do not run here
     "make replicas": "installs packages",
     "make no-compiler": "minutes long",
     "stepgraph serve model --replicas 4": "tests/runtime/replicas/test_command.py runs it",
+    "make sanitize": "minutes long",
     "make slow": "minutes long",
     "make soak": "minutes long",
     "make soak MINUTES=20": "minutes long",

@@ -17,14 +17,17 @@ ROOT = Path(__file__).resolve().parents[2]
 COMPILER = re.compile(r"(.*-)?(cc|c\+\+|c[89]9|gcc|g\+\+|cpp|clang|clang\+\+|tcc|nvcc)([-.0-9]*)$")
 
 
-def run(arguments: list[str], scratch: Path) -> int:
-    package, tools = scratch / "stepgraph", scratch / "bin"  # tests import the package from the folder above
-    package.mkdir()
-    tools.mkdir()
+def copy_tracked_files(folder: Path) -> None:
     files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.decode().split("\0")
     for name in filter(None, files):
-        (package / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / name, package / name, follow_symlinks=False)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, folder / name, follow_symlinks=False)
+
+
+def run(arguments: list[str], scratch: Path) -> int:
+    package, tools = scratch / "stepgraph", scratch / "bin"  # tests import the package from the folder above
+    copy_tracked_files(package)
+    tools.mkdir()
     for folder in os.environ["PATH"].split(os.pathsep):
         for program in Path(folder).iterdir() if Path(folder).is_dir() else ():
             if not COMPILER.match(program.name) and not (tools / program.name).is_symlink():

@@ -72,6 +72,10 @@ int stepgraph_automaton_compile(
 ) {
     try {
         const Vocabulary &tokens = *(const Vocabulary *)vocabulary;
+        if (tokens.longest > MAX_TOKEN_BYTES) {
+            std::string expected = " bytes, expected at most " + std::to_string(MAX_TOKEN_BYTES) + " for automata";
+            throw Unfit("Vocabulary.tokens: got a token of " + std::to_string(tokens.longest) + expected);
+        }
         *image = image_of(*grammar, tokens, {limits[0], limits[1], limits[2], limits[3], tokens.longest}).release();
         return DONE;
     } catch (const Unfit &unfit) {

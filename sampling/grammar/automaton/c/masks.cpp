@@ -152,8 +152,9 @@ Vocabulary::Vocabulary(
     for (int32_t id = 0; id < num_tokens; id++) {
         int32_t size = starts[id + 1] - starts[id];
         if (!size || hidden_words[id / 32] >> (id % 32) & 1) continue;
-        entries.push_back({text.data() + starts[id], size, id, plain_text.count(text.data() + starts[id], size)});
         longest = std::max(longest, size);
+        if (size > MAX_TOKEN_BYTES) continue; // no grammar is compiled
+        entries.push_back({text.data() + starts[id], size, id, plain_text.count(text.data() + starts[id], size)});
         longest_plain = std::max(longest_plain, entries.back().characters);
     }
     std::sort(entries.begin(), entries.end(), in_text_order);

@@ -26,6 +26,8 @@ struct Trie {
     bool is_plain = false; // all tokens are plain text
 };
 
+constexpr int32_t MAX_TOKEN_BYTES = 1024; // a walk takes stack for each byte of a token, and `plain` a row for each character
+
 struct Vocabulary {
     Vocabulary(const uint8_t *text, const int32_t *starts, int32_t num_tokens, const Ints &stops, const Ints &hidden, int32_t words);
     image_vocabulary view() const;

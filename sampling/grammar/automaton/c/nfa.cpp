@@ -679,6 +679,7 @@ private:
         int64_t written = counted ? in_token : count;
         for (int64_t index = 0; index < written; index++) {
             int32_t first = body(to);
+            if (first == to) break; // the body is the empty text
             if (optional) {
                 int32_t head = state_before(continuation);
                 follow(head, continuation);

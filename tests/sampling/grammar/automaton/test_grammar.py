@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
+import time
 from ctypes import c_int32
 from random import Random
 from typing import Any
@@ -290,6 +291,29 @@ def test_grammar_without_an_automaton_is_refused_with_the_reason(constraint: Con
     compiler = GrammarCompiler(VOCABULARY, backend="automaton", limits=GrammarLimits(**limits))
     with pytest.raises(ValueError, match=reason):
         compiler.compile(constraint)
+
+
+def test_a_vocabulary_with_a_token_of_more_than_1024_bytes_has_no_automata() -> None:
+    """Walks over the bytes of a token are recursive: one of 300,000 bytes exceeded the stack of the process."""
+    for size in (1_024, 1_025, 300_000):
+        tokens = Vocabulary([b"a", b"b", (b"ab" * size)[:size], b""], [3])
+        compiled = GrammarCompiler(tokens).compile(Constraint.regex("(ab|cd)*"))
+        assert compiled.backend == ("automaton" if size == 1_024 else "xgrammar")
+        matcher = compiled.matcher()
+        assert fill_mask(matcher, tokens.mask_words)[1] == [0, 2, 3] and matcher.accept_token(2)
+        assert fill_mask(matcher, tokens.mask_words)[1] == ([0, 2, 3] if size % 2 == 0 else [1])
+    with pytest.raises(ValueError, match=r"Vocabulary\.tokens: got a token of 300000 bytes, expected at most 1024 for automata"):
+        GrammarCompiler(tokens, backend="automaton").compile(Constraint.regex("(ab|cd)*"))
+
+
+@pytest.mark.parametrize("count", ["999999999", "999999999,", "0,999999999"])
+def test_repetitions_of_the_empty_text_are_not_counted_one_by_one(count: str) -> None:
+    """They took 98 s, and no limit of work ended them."""
+    automaton("schema")  # loads the libraries
+    start = time.process_time()
+    matcher = COMPILERS["automaton"].compile(Constraint.ebnf(f'root ::= x{{{count}}} "a"\nx ::= "" | y\ny ::= ""')).matcher()
+    assert mask(matcher)[1] == [ord("a")]
+    assert time.process_time() - start < 2
 
 
 def test_the_largest_number_of_states_is_not_exceeded() -> None:
