@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from stepgraph import AsyncEngine, Engine, EngineClosedError, EngineConfig, FinishReason, SamplingParams
+from stepgraph.runtime.models.files.transformers_folder import Implementation
 from stepgraph.runtime.models.files.weights import SafetensorsSource
 from stepgraph.runtime.models.toy import ToyTarget
 from tests.helpers.c_library import needs_c
@@ -48,7 +49,7 @@ def new_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("implementation", ["native", "transformers"])
 @pytest.mark.parametrize("family", ["qwen2", "smollm2", "gemma-3"])  # joined products with biases, tied weights, norms with an offset
-def test_texts_equal_those_of_a_fresh_engine(family: str, implementation: str, tmp_path: Path) -> None:
+def test_texts_equal_those_of_a_fresh_engine(family: str, implementation: Implementation, tmp_path: Path) -> None:
     """From pairs; back from a state dict, which repeats tied weights; and again from a folder."""
     model = other(family)
     folder = save(model, tmp_path)
@@ -281,7 +282,7 @@ def test_a_folder_without_a_tensor_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("implementation", ["native", "transformers"])
-def test_different_values_for_a_tied_weight_are_refused(implementation: str) -> None:
+def test_different_values_for_a_tied_weight_are_refused(implementation: Implementation) -> None:
     weights = {name: each.detach().clone() for name, each in other("smollm2").state_dict().items()}
     weights["lm_head.weight"] += 1
     with (

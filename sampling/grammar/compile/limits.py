@@ -10,6 +10,7 @@ from stepgraph.sampling.grammar.constraints.constraint import MAX_PAYLOAD_CHARS
 
 MIB = 1 << 20
 MAX_DEPTH = 1 << 16
+MAX_INT32 = 2**31 - 1
 
 TOO_DEEP = "the text nests deeper than the stack of its automaton"
 _MESSAGE_PARTS = {  # part of a message of llguidance, or of either matcher -> the limit that was reached
@@ -29,6 +30,8 @@ _COUNT = whole(1, 2**62)
 _SPECIFIC_CHECKS = {
     **dict.fromkeys(("max_chars", "max_schema_chars"), whole(1, MAX_PAYLOAD_CHARS)),
     "compile_seconds": number(0, 3600, low_open=True),
+    "automaton_states": whole(1, MAX_INT32),
+    "automaton_bytes": whole(1, 4 * MAX_INT32),  # the offsets in an image are int32 and count int32
     "automaton_depth": whole(1, MAX_DEPTH),
 }
 _SECONDS = Check(lambda value: is_number(value) and 0 < value < math.inf, "a number > 0")

@@ -177,6 +177,7 @@ def test_invalid_settings_raise_with_the_field() -> None:
         ({"compile_seconds": float("nan")}, "GrammarLimits.compile_seconds: got nan"),
         ({"compile_bytes": 1.5}, "GrammarLimits.compile_bytes: got 1.5, expected a whole number from 1"),
         ({"max_nesting": True}, "GrammarLimits.max_nesting: got True"),
+        ({"automaton_bytes": 2**33}, "GrammarLimits.automaton_bytes: got 8589934592, expected a whole number from 1 to 8589934588"),
         ({"max_schema_chars": 2 * 10**6}, "GrammarLimits.max_schema_chars: got 2000000, expected a whole number from 1 to 1000000"),
     ):
         with pytest.raises(ValueError, match=message):
