@@ -88,7 +88,7 @@ class DraftCase:
         target, draft, vocabulary, _ = self.loaded
         config = replace(CONFIG, **{"num_speculative_tokens": k, "draft_length": k} | changes)
         engine = Engine(target, draft, vocabulary=vocabulary, config=config, backend=TapeBackend())
-        engine.capture()
+        engine.ensure_captured()
         return engine
 
     def reference_logits(self, history: Sequence[int], drafts: Sequence[int]) -> list[Tensor]:
