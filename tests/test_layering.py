@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,7 +49,10 @@ def imported(path: Path) -> list[tuple[int, str]]:
 
 
 def _imported(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(tree):
+    statements: list[Any] = [tree]  # only statements: expressions contain no imports, and most nodes are expressions
+    for node in statements:  # grows
+        for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+            statements += getattr(node, name, ())
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

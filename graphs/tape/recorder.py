@@ -127,8 +127,9 @@ class Recorder(TorchDispatchMode):
         with self.unrecorded():
             if isinstance(func, HigherOrderOperator):
                 raise fail("higher-order", f"{func} calls functions, which are not recorded; keep it inside a torch.library.custom_op")
-            # `module.to()` and `weight.data = ...` give a parameter other memory; a graph keeps the memory that it was captured with.
-            args, kwargs = tree_map_only(nn.Parameter, Tensor.detach, (args, kwargs))
+            if not all([type(tensor) is Tensor for tensor in tensors_in([args, kwargs])]):
+                # `module.to()` and `weight.data = ...` give a parameter other memory; a graph keeps the memory that it was captured with.
+                args, kwargs = tree_map_only(nn.Parameter, Tensor.detach, (args, kwargs))
             name, site = signature(func).name, call_site()
             self._join_or_fail(name)
             is_view = signature(func).view and not self.records_leaves and args and self.memory.has(args[0])

@@ -29,8 +29,13 @@ def tensors_in(value: object) -> list[Tensor]:
     """Every tensor in the (nested) arguments or results of an operation."""
     if isinstance(value, Tensor):
         return [value]
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return [tensor for item in items for tensor in tensors_in(item)]
+    found = list[Tensor]()
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ():
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, (list, tuple, dict)):
+            found += tensors_in(item)
+    return found
 
 
 class Signature:

@@ -84,11 +84,11 @@ class DraftCase:
         return load_models(self.target, self.draft, replace(CONFIG, num_speculative_tokens=1, draft_length=1))
 
     def engine(self, k: int, **changes: Any) -> Engine:
-        """A captured engine that runs in the caller's thread; all engines share the models."""
+        """An engine that records a graph at its first use and runs in the thread of the caller; all engines share the models."""
         target, draft, vocabulary, _ = self.loaded
         config = replace(CONFIG, **{"num_speculative_tokens": k, "draft_length": k} | changes)
         engine = Engine(target, draft, vocabulary=vocabulary, config=config, backend=TapeBackend())
-        engine.capture()
+        engine.ensure_captured()
         return engine
 
     def reference_logits(self, history: Sequence[int], drafts: Sequence[int]) -> list[Tensor]:

@@ -75,11 +75,11 @@ def random_text(
     matcher: Matcher, random: Random, vocabulary: Vocabulary, longest: int = 100, *, likely: bytes = b'"}]\\', share: float = 0.3
 ) -> bytes | None:
     """A random text along the masks, with a preference for its end and for some bytes; None where it is too long."""
-    ids, stop = list[int](), vocabulary.stop_token_ids[0]
+    ids, stop, likely_ids = list[int](), vocabulary.stop_token_ids[0], {*likely}
     while len(ids) < longest:
         _, legal = fill_mask(matcher, vocabulary.mask_words)
         assert legal, f"a dead end after {vocabulary.decode(ids)!r}"
-        preferred = [token_id for token_id in legal if token_id in (*likely,)] if random.random() < share else []
+        preferred = [token_id for token_id in legal if token_id in likely_ids] if random.random() < share else []
         ids.append(stop if stop in legal and random.random() < 0.5 else random.choice(preferred or legal))
         assert matcher.accept_token(ids[-1]), vocabulary.decode(ids)
         if ids[-1] == stop:

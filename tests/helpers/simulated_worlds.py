@@ -354,7 +354,7 @@ def make_engine(world: World, delays: Delays | None = None) -> Engine:
     target, drafter, vocabulary = models_of(world)
     record = folder / "run.jsonl" if folder and world.records else None
     engine = Engine(target, drafter, vocabulary=vocabulary, config=config, backend=backend, record=record)
-    engine.capture()
+    engine.ensure_captured()
     for name in LORAS if config.max_loras else ():
         add_adapter(engine, world, name)
     for constraint in filter(None, ALL_CONSTRAINTS):

@@ -1,4 +1,4 @@
-"""Toy engines for tests: one vocabulary, several drafters, and engines captured once and shared by many tests."""
+"""Toy engines for tests: one vocabulary, several drafters, and engines that many tests share."""
 
 from __future__ import annotations
 
@@ -129,8 +129,9 @@ class Setup:
     compile_isolation: Isolation = "none"  # starting a worker per engine is slow
 
 
-def make_engine(setup: Setup, backend: TapeBackend | None = None, **others: Any) -> Engine:
-    """A captured engine. `others`: further EngineConfig fields, or other values of those in Setup."""
+def make_engine(setup: Setup, backend: TapeBackend | None = None, *, on_demand: bool = False, **others: Any) -> Engine:
+    """A captured engine. `others`: further EngineConfig fields, or other values of those in Setup. on_demand: records each graph at its
+    first use."""
     of_tests = ("k", "drafter", "asynchronous", "switching", "loops")
     given = {field.name: getattr(setup, field.name) for field in fields(Setup) if field.name not in of_tests}
     given |= {"num_speculative_tokens": setup.k, "draft_length": "auto" if setup.switching else setup.k}
@@ -138,7 +139,10 @@ def make_engine(setup: Setup, backend: TapeBackend | None = None, **others: Any)
     config = EngineConfig(**{"max_length": 96, "page_size": 8, "backend": "tape", **given, **others})
     draft = DRAFTERS[setup.drafter]() if setup.k else None
     engine = Engine(TARGET, draft, vocabulary=VOCABULARY, config=config, backend=backend or TapeBackend(asynchronous=setup.asynchronous))
-    engine.capture()
+    if on_demand:
+        engine.ensure_captured()
+    else:
+        engine.capture()
     if setup.switching:
         switch_draft_lengths(engine)
     for constraint in filter(None, CONSTRAINTS):
@@ -169,8 +173,8 @@ def switch_draft_lengths(engine: Engine, seed: int = 0, share: float = 1.0) -> R
 
 @functools.cache
 def shared_engine(setup: Setup) -> Engine:
-    """One captured engine per setup, for tests that leave it idle."""
-    return make_engine(setup)
+    """One engine per setup, for tests that leave it idle."""
+    return make_engine(setup, on_demand=True)  # most tests use few of its graphs
 
 
 def compiled(constraint: Constraint | None) -> CompiledConstraint | None:

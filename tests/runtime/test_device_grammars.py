@@ -89,10 +89,10 @@ def test_device_graph_has_no_host_node_and_no_copy_for_grammars() -> None:
 
 
 def test_engine_without_device_grammars_has_the_graphs_of_host_nodes_only() -> None:
-    engine = shared_engine(Setup(k=3, buckets=(4,), grammar_lane="host"))
-    assert set(engine._graphs._recorded) == {GraphKey(4, True), GraphKey(4, False)}
-    assert not any(name.startswith(("grammar_arena", "row_places", "row_stacks", "image_ring")) for name in engine.buffers)
-    lanes = engine.stats().lanes
+    with make_engine(Setup(k=3, buckets=(4,), grammar_lane="host")) as engine:
+        assert set(engine._graphs._recorded) == {GraphKey(4, True), GraphKey(4, False)}
+        assert not any(name.startswith(("grammar_arena", "row_places", "row_stacks", "image_ring")) for name in engine.buffers)
+        lanes = engine.stats().lanes
     assert lanes.off == "EngineConfig.grammar_lane is 'host'" and lanes.device == lanes.grammars == lanes.nbytes == 0
 
 

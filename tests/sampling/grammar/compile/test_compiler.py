@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import fields, replace
 
@@ -16,6 +17,7 @@ import pytest
 
 from stepgraph.sampling.grammar import Constraint, GrammarCompiler, GrammarLimits, MaskStatus
 from stepgraph.sampling.grammar.compile.limits import MIB
+from stepgraph.sampling.grammar.compile.worker import receive
 from stepgraph.sampling.grammar.compile.worker_process import CompileWorker
 from tests.helpers.documents import DOCUMENTS
 from tests.helpers.grammar_texts import EXAMPLES, PRINTABLE, STOP, encode, fill_mask, take_claim
@@ -64,7 +66,13 @@ def waited(condition: Callable[[], bool], what: str) -> None:
 
 def busy_worker(compiler: GrammarCompiler) -> int:
     """The process that is compiling SLOW."""
-    waited(lambda: any(worker and worker.pid for worker in compiler._running.values()), "no worker was started")
+
+    def waits_for_answer() -> bool:  # a process that is lost before it has the request is replaced, and the compile goes on
+        stacks = sys._current_frames()
+        threads = [thread.ident for thread in compiler._threads if thread.ident in stacks]
+        return any(frame.f_code is receive.__code__ for ident in threads for frame, _ in traceback.walk_stack(stacks[ident]))
+
+    waited(waits_for_answer, "no worker was started")
     (worker,) = compiler._running.values()
     assert worker is not None and worker.pid is not None
     return worker.pid

@@ -170,7 +170,7 @@ def test_mask_after_a_rollback_is_that_of_the_new_path(monkeypatch: pytest.Monke
     real = LLGuidanceMatcher._compute
     # As in the library: where paths diverge, the last computed mask is kept.
     monkeypatch.setattr(LLGuidanceMatcher, "_compute", lambda self, row: None if row is self._scratch else real(self, row))
-    assert differences(Random(1), 300) > 0
+    assert differences(Random(1), 100) > 0
 
 
 def differences(random: Random, rounds: int, walking: Callable[[CompiledConstraint], Matcher] = CompiledConstraint.matcher) -> int:
