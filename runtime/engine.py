@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -251,8 +252,10 @@ class Engine(EngineCore, BoundToProcess):
         self._require_open("wait")
         check_value("Engine.wait.seconds", seconds, _SECONDS)
         if not self._ready:
-            until_deadline = max(0.0, self.queue.next_deadline - time.perf_counter())
-            if not self.queue.wake.wait(min(threading.TIMEOUT_MAX if seconds is None else seconds, until_deadline)):
+            if (deadline := self.queue.next_deadline) < math.inf:
+                left = max(0.0, deadline - time.perf_counter())
+                seconds = min(left, threading.TIMEOUT_MAX if seconds is None else seconds)
+            if not self.queue.wake.wait(seconds):
                 self.queue.expire()
         return self._ready
 
