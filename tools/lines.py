@@ -18,24 +18,27 @@ BUDGETS = {  # each was the count when it was frozen; what made it grow, in abou
     # 8,964 at first. Server 1,600, commands 2,200, replicas 750, tensor parallelism 880, more families of models and their files 2,800,
     # automatic draft lengths 700, adapters 320, records and replays 760, checks of all arguments. Pages that are added while requests
     # decode, and pages by share of the memory, 175; lists of prompts, echo and metrics of the server 100; more GGUF, GPTQ and GPT-OSS
-    # files 60; faults that end one request 40. Then 16,644, before equal mechanisms were merged
-    "runtime": 16_462,
+    # files 60; faults that end one request 40. Then 16,644, before equal mechanisms were merged. New weights of a loaded engine 140, limits
+    # of seconds 50, adapters that are replaced 20, clients of the server and interrupts of commands 40, names of SGLang's settings 15
+    "runtime": 16_732,
     # 7,588 at first. Quantised products 900, experts 640, sums over ranks and parts of vocabularies 470, adapters 180, rings inside the
     # graph 180, more rules of the tape and small operations of its replays 600, proposed chains 190, caches in eight bits 130, tags of
-    # masks checked on the side stream 16, pages that grow 12. Then 12,240
-    "graphs": 12_169,
+    # masks checked on the side stream 16, pages that grow 12. Then 12,240. Processors that change their input and reprs 13
+    "graphs": 12_185,
     # 17,265 at first. Automata whose masks states share 1,000, forced tokens 560, sampled rounds in C 475, likeliest tokens 160,
     # contradictions and refusals of schemas 400, rejection with and without seeds, filters over ranks 55, rules of any depth and errors of
-    # grammars 60, choices without changes of layout 9. Then 19,865, before schemas were written in Lark directly
-    "sampling": 19_610,
+    # grammars 60, choices without changes of layout 9. Then 19,865, before schemas were written in Lark
+    # directly. Large parts of masks kept 18, the length of tokens 7
+    "sampling": 19_618,
     # 14,438 at first. Benchmarks of weights, quantised files, ranks and captures 640, simulations 264, packs for hosts without a network,
     # more checks on a GPU. Then 17,249, before benchmarks of answered questions were removed. Times by stage and repeated programs 71,
-    # texts of errors in local variables 12
-    "tools": 15_658,
+    # texts of errors in local variables 12, tokens per round 5
+    "tools": 15_666,
     # 41,566 at first. The stub CUDA with NCCL 1,200, families of models, replicas 980, ranks, entry points with wrong values, engines and
     # requests drawn at random, tests of corrections. Then 60,260, before tests of the same were merged. Growing pages 320, model files 270,
-    # server 290, faults 232, schemas 60; then faults 235, the check of a transformer of one's own 68, replays of threads and help() 104
-    "tests": 59_688,
+    # server 290, faults 232, schemas 60; then faults 235, the check of a transformer of one's own 68, replays of threads and help() 104;
+    # new weights 310, limits of seconds 200, adapters and types after a marker 110, faults 200, sanitizers 80
+    "tests": 60_672,
 }
 # 6,198 at first, with the host link; 7,056 with the files of kernels that follow grammars and of the choice of the draft length. Lowered by
 # moving code that a steady round does not run; the goal is 5,500. Of it, heads by a program, argmax without masks and loads of attention
