@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import enum
+import math
 import time
 from collections.abc import Callable, Collection, Iterator
 
@@ -105,7 +106,7 @@ class Scheduler:
 
     def begin_step(self) -> list[tuple[Job, ActiveRequest | None, FinishReason]]:
         """Remove the cancelled and expired jobs from the queue, and return them with the reasons that they get."""
-        if time.perf_counter() >= self._queue.next_deadline:
+        if self._queue.next_deadline < math.inf and time.perf_counter() >= self._queue.next_deadline:
             self._queue.expire()
         if self._recorder:
             self._recorder.steps += 1

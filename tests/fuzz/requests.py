@@ -171,7 +171,7 @@ def constraint_of(given: Value) -> Constraint | None:
 
 FIELDS = (
     "prompt max_new_tokens num_speculative_tokens draft_ids cache_salt lora_name prompt_embeddings resume_from priority tenant sampling"
-    " constraint".split()
+    " constraint timeout_seconds".split()
 )
 
 
@@ -183,7 +183,7 @@ class SubmitDoor(Door):
     hostile, allowed = True, WORKER
     named = re.compile(
         r"((SamplingParams|Constraint)\.\w+|sampling\b|response_format|constraint\b|prompt\b|Engine\.tokenizer|max_new_tokens|num_speculative_tokens"
-        r"|draft_ids|cache_salt|lora_name|prompt_embeddings|resume_from|priority|tenant)"
+        r"|draft_ids|cache_salt|lora_name|prompt_embeddings|resume_from|priority|tenant|timeout_seconds)"
     )
     rounds = 4
 
@@ -202,6 +202,7 @@ class SubmitDoor(Door):
             "cache_salt": "a",
             "priority": 1,
             "tenant": "b",
+            "timeout_seconds": 60,
         }
         constraints = [{"make": make, "with": arguments} for make, arguments in CONSTRAINTS]
         self.seeds: Sequence[Value] = [

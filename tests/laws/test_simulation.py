@@ -47,7 +47,8 @@ SEEDS_TO_FIND = 60  # limit for a planted bug; each is detected within the first
 def test_a_sample_of_schedules() -> None:
     counts = run_many(SAMPLE)
     assert counts["schedules"] == len(SAMPLE) and counts["tokens"] > 200 and counts["preempted"] and counts["continued"], counts
-    assert all(counts[str(reason)] for reason in FinishReason if reason != FinishReason.DEAD_END) and counts["faults"], counts
+    reasons = {*FinishReason} - {FinishReason.DEAD_END, FinishReason.TIMEOUT}  # a schedule has no clock
+    assert all(counts[str(reason)] for reason in reasons) and counts["faults"], counts
 
 
 @pytest.mark.soak

@@ -319,6 +319,7 @@ def test_quoted_input_is_escaped_on_a_terminal_and_unchanged_in_a_pipe(name: str
     model, broken = tmp_path / f"model{HOSTILE}", tmp_path / f"broken{HOSTILE}"
     shutil.copytree(model_folder(), model)
     broken.mkdir()
+    shutil.copy(model / "tokenizer.json", broken)
     (broken / "config.json").write_text("{")
     schema = json.dumps({"properties": {HOSTILE: {"type": "strange"}}})
     values = {"BROKEN": str(broken), "MODEL": str(model), "SCHEMA": schema, "HOSTILE": HOSTILE}

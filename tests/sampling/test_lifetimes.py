@@ -59,8 +59,9 @@ def test_resources_that_hang_share_the_time_of_the_exit(monkeypatch: pytest.Monk
     assert waited == [0.0, lifetimes.EXIT_SECONDS, 1.0, 1.0] and len(hanging) == 3
 
 
-def test_resources_close_in_the_order_of_their_creation_and_those_that_start_meanwhile_too() -> None:
+def test_resources_close_in_the_order_of_their_creation_and_those_that_start_meanwhile_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device uses the threads of its streams until it ends, and its first replay starts them."""
+    monkeypatch.setattr(lifetimes, "EXIT_SECONDS", 0.0)  # engines that other tests share have threads that live on
     made, closed = list[Resource](), list[Resource]()
 
     def close(resource: Resource, _: float) -> None:
