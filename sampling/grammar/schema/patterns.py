@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 import sys
 import unicodedata
@@ -337,9 +338,11 @@ def _size(members: CharSet) -> int:
 
 @functools.cache
 def _chars_by_category() -> dict[str, CharSet]:
-    found = defaultdict[str, list[tuple[int, int]]](list)
-    for code in range(sys.maxunicode + 1):
-        found[unicodedata.category(chr(code))].append((code, code))
+    found, first = defaultdict[str, list[tuple[int, int]]](list), 0
+    for category, same in itertools.groupby(map(unicodedata.category, map(chr, range(sys.maxunicode + 1)))):
+        end = first + len(list(same))
+        found[category].append((first, end - 1))
+        first = end
     return {name: intersection(union(pairs), ALL_CHARS) for name, pairs in found.items()}
 
 
