@@ -15,7 +15,7 @@ from stepgraph.sampling.grammar.automaton.library import IMAGE_VERSION, Field
 from stepgraph.sampling.grammar.status import TAG_FIELDS, HostColumn
 from stepgraph.sampling.kernels import advance
 from stepgraph.sampling.kernels.advance import PlaceColumn
-from stepgraph.sampling.kernels.triton.automaton import _ALIGNMENT, _ENDED, crossing_of, fill, follow, symbol_at
+from stepgraph.sampling.kernels.triton.automaton import _ALIGNMENT, _CLASS_OF, _ENDED, crossing_of, fill, follow, symbol_at
 from stepgraph.sampling.kernels.triton.choice import _ILLEGAL, _NONE, _OK, _RUNNING
 from stepgraph.sampling.kernels.triton.forced import follow_text, token_of, within_limit, write_forced_token
 
@@ -74,8 +74,18 @@ def _first_token(drafted, forced, first, is_new, FILL_NEW: tl.constexpr, TAKES_F
     """The token before the first mask, and the index of this mask: `first`, or 0 with FILL_NEW where `is_new`."""
     read, index = token_of(drafted, forced, first, TAKES_FORCED), tl.full([], first, tl.int32)
     if FILL_NEW:
-        read, index = _select(is_new, token_of(drafted, forced, index * 0, TAKES_FORCED), read), tl.where(is_new, 0, index)
+        last = token_of(drafted, forced, index * 0, TAKES_FORCED)
+        token, begin, end = _select(is_new, last, read)
+        read, index = (token, begin, end, tl.where(is_new, last[3], read[3])), tl.where(is_new, 0, index)
     return read, index
+
+
+@triton.jit
+def _image_at(arena, offset, arena_ints):
+    """An image, whether there is one, and its depth. A branch on these waits until all of the header that `follow` needs first is read."""
+    inside, image = (offset > 0) & (offset <= arena_ints - _HEADER_INTS), arena + offset
+    version, has_tables = tl.load(image, mask=inside, other=0), tl.load(image + _CLASS_OF, mask=inside, other=0) > 0
+    return image, (version == _VERSION) & has_tables, tl.load(image + _MAX_DEPTH, mask=inside, other=0)
 
 
 @triton.jit
@@ -104,12 +114,12 @@ def _kind_of(index, token, is_open, known, generated, before, positions, running
 @triton.jit
 def _accept(image, mask, vocabulary, stop_words, active, read, place, tokens):
     """Append a token to a place with this mask where `active`. Returns whether it is legal, and the place, after `tokens` tokens."""
-    token, begin, end = read
+    token, begin, end, codes = read
     active, is_token = active & (place[0] >= 0), (token >= 0) & (token < vocabulary[2])
     # These loads depend neither on `active` nor on the place.
     allowed = ((tl.load(mask + (token >> 5), mask=is_token, other=0) >> (token & 31).to(tl.int32)) & 1) != 0
     is_stop = active & (((tl.load(stop_words + (token >> 5), mask=is_token, other=0) >> (token & 31).to(tl.int32)) & 1) != 0)
-    legal, deep, place = follow(image, vocabulary[0], begin, end, active & ~is_stop, place, 0)
+    legal, deep, place = follow(image, vocabulary[0], begin, end, codes, active & ~is_stop, place, 0)
     state, counters, stack = place
     state = tl.where(deep, _TOO_DEEP, tl.where(is_stop, _ENDED, state))
     tl.debug_barrier()  # all threads have read the tags and this mask, which may be the one that is written next
@@ -198,17 +208,17 @@ def advance_rows(
     offset, tags = tl.load(images + row * image_step), row_tags + row * positions * _TAG_FIELDS
     columns, line = state + row * state_row_step, drafts + (row if BY_ROW else slot) * draft_line_step
     owner, generated = tl.load(columns + _OWNER * state_column_step), tl.load(columns + _GENERATED * state_column_step)
-    last_token, finish = tl.load(columns + _LAST_TOKEN * state_column_step), tl.load(columns + _FINISH * state_column_step)
-    drafted = line, draft_position_step, slot, forced_step, last_token, token_starts, num_tokens
+    finish = tl.load(columns + _FINISH * state_column_step)
+    last_token = tl.load(columns + _LAST_TOKEN * state_column_step, mask=first * (1 - FILL_NEW) == 0, other=-1)  # drafts do not wait for it
+    vocabulary = token_text, token_starts, num_tokens
+    drafted = line, draft_position_step, slot, forced_step, last_token, vocabulary
     known, before = _status_of(tags, owner, generated, 0) != _NONE, tl.load(tags + 1)  # tokens of the history when mask 0 was filled
     read, index = _first_token(drafted, batch_forced, first, (finish == _RUNNING) & ~known, FILL_NEW, TAKES_FORCED)
     guide, is_open, origin, source = _origin(tags, row_places, row, owner, generated, index, known, before, positions)
-    inside, image = (offset > 0) & (offset <= arena_ints - _HEADER_INTS), arena + offset
-    version, max_depth = tl.load(image, mask=inside, other=0), tl.load(image + _MAX_DEPTH, mask=inside, other=0)
+    image, is_image, max_depth = _image_at(arena, offset, arena_ints)
     _clear(batch_status, slot, status_step, first, last, _NONE)  # after these loads, none of which waits for the image
-    if version == _VERSION:
-        running, ring = (finish == _RUNNING) & (max_depth <= room), positions + 1
-        crossing, vocabulary = crossing_of(image), (token_text, token_starts, num_tokens)
+    if is_image:
+        running, ring, crossing = (finish == _RUNNING) & (max_depth <= room), positions + 1, crossing_of(image)
         step = first - (running & (index < first)).to(tl.int32) if FILL_NEW else first
         _clear(batch_forced, slot, forced_step, first, tl.minimum(last, positions - 2), -1)
         while step <= last:

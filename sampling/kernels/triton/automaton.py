@@ -106,16 +106,22 @@ def _set_counter(which, value, counters, when):
 
 
 @triton.jit
-def _class_codes(class_of, text, at, end, live):
-    """The classes of the next _AHEAD bytes, one byte each. Text is loaded in words: loads of bytes would wait for classes."""
+def text_at(text, at, end):
+    """The next _AHEAD bytes of a text. They are loaded in words: loads of bytes would wait for classes."""
     word, words, shift = at >> 2, text.to(tl.pointer_type(tl.int32)), ((at & 3) * 8).to(tl.uint64)
-    low = tl.load(words + word, mask=live & (at < end), other=0).to(tl.uint32, bitcast=True).to(tl.uint64)
-    middle = tl.load(words + word + 1, mask=live & (4 * word + 4 < end), other=0).to(tl.uint32, bitcast=True).to(tl.uint64)
-    high = tl.load(words + word + 2, mask=live & (4 * word + 8 < end), other=0).to(tl.uint32, bitcast=True).to(tl.uint64)
-    codes, kinds = ((low | (middle << 32)) >> shift) | ((high << 1) << (63 - shift)), (at * 0).to(tl.int64)
+    low = tl.load(words + word, mask=at < end, other=0).to(tl.uint32, bitcast=True).to(tl.uint64)
+    middle = tl.load(words + word + 1, mask=(at < end) & (4 * word + 4 < end), other=0).to(tl.uint32, bitcast=True).to(tl.uint64)
+    high = tl.load(words + word + 2, mask=(at < end) & (4 * word + 8 < end), other=0).to(tl.uint32, bitcast=True).to(tl.uint64)
+    return ((low | (middle << 32)) >> shift) | ((high << 1) << (63 - shift))
+
+
+@triton.jit
+def _classes_of(class_of, codes, count, live):
+    """The classes of the first `count` bytes, one byte each."""
+    kinds = (count * 0).to(tl.int64)
     for ahead in tl.static_range(_AHEAD):
         code = ((codes >> (8 * ahead)) & 255).to(tl.int32)
-        kinds |= tl.load(class_of + code, mask=live & (at + ahead < end), other=0).to(tl.int64) << (8 * ahead)
+        kinds |= tl.load(class_of + code, mask=live & (ahead < count), other=0).to(tl.int64) << (8 * ahead)
     return kinds
 
 
@@ -156,11 +162,12 @@ def _pop(pops, state, kept, num_pushed, pushed_symbols, finish_set, stack, retur
 
 
 @triton.jit
-def follow(image, text, begin, end, active, place, LANES: tl.constexpr):
+def follow(image, text, begin, end, codes, active, place, LANES: tl.constexpr):
     """Read the bytes of one token (scalars, LANES 0) or of LANES tokens, where `active`; `begin` equals `end` where there is none.
 
-    text: at a multiple of four bytes, in whole words. Returns whether a token is legal, whether it nests too deep, and the place after it.
-    Its stack begins with symbols of the stack before; only the symbols that were pushed after these are in the register.
+    text: at a multiple of four bytes, in whole words. codes: text_at `begin`, which may be loaded early. Returns whether a token is legal,
+    whether it nests too deep, and the place after it. Its stack begins with symbols of the stack before; only the symbols that were pushed
+    after these are in the register.
 
     In each turn, a token reads a byte or leaves a nested part, so that a turn takes one reduction over the lanes.
     """
@@ -170,7 +177,7 @@ def follow(image, text, begin, end, active, place, LANES: tl.constexpr):
     live, deep = active & (begin < end), begin > end  # no text is too deep yet
     at, kept, num_pushed = begin, state * 0 + stack[1] + stack[2], state * 0
     pushed, finish_set = num_pushed.to(tl.int64), num_pushed - 1
-    kinds = _class_codes(class_of, text, at, end, begin < end)  # depends neither on `active` nor on the place
+    kinds = _classes_of(class_of, codes, end - at, begin < end)  # depends neither on `active` nor on the place
     while _maximum((live & (at < end)).to(tl.int32), LANES) > 0:
         until = tl.minimum(at + _AHEAD, end)
         reads = live & (at < until)
@@ -197,7 +204,7 @@ def follow(image, text, begin, end, active, place, LANES: tl.constexpr):
             entry = entry_at(entries, state * classes + (kinds & 255).to(tl.int32), may_read, 0)  # in parallel with `finish_set`
             reads, pops_next = may_read & (finish_set < 0), live & (finish_set >= 0)
             turn_kind = _maximum(tl.where(reads & (entry < -1), _SPECIAL, tl.where(reads | pops_next, _PLAIN, 0)), LANES)
-        kinds = _class_codes(class_of, text, at, end, live)
+        kinds = _classes_of(class_of, text_at(text, at, tl.where(live, end, at)), end - at, live)
     return live, deep, (state, counters, (stack[0], kept, num_pushed, pushed))
 
 
@@ -260,7 +267,7 @@ def fill(
         none = tl.zeros((LANES,), tl.int32)
         while cross < last_cross:
             places = (none + state, (none + counters[0], none + counters[1], none + counters[2]), stack)
-            legal, _, _ = follow(image, text, begin, end, begin < end, places, LANES)
+            legal, _, _ = follow(image, text, begin, end, text_at(text, begin, end), begin < end, places, LANES)
             # Barriers order these. The default has a fence for each, which waits until the whole mask has reached the L2 cache.
             tl.atomic_or(mask + (token >> 5), (none + 1) << (token & 31), mask=legal, sem="relaxed")
             status = tl.where(_maximum(legal.to(tl.int32), LANES) > 0, _OK, status)

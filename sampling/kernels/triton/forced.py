@@ -11,7 +11,7 @@ import triton.language as tl
 from stepgraph.sampling.grammar.automaton.library import Field
 from stepgraph.sampling.grammar.matchers import forced
 from stepgraph.sampling.kernels import advance
-from stepgraph.sampling.kernels.triton.automaton import _CLASSES, _LEAVE, entries_of, entry_at, follow, table
+from stepgraph.sampling.kernels.triton.automaton import _CLASSES, _LEAVE, entries_of, entry_at, follow, table, text_at
 
 _BYTES = tl.constexpr(forced.FORCED_BYTES)
 _TAIL = tl.constexpr(forced.TAIL_BYTES)
@@ -41,8 +41,9 @@ def _count_bits(word):
 
 @triton.jit
 def token_of(source, forced, index, TAKES_FORCED: tl.constexpr):
-    """Draft `index`, from 1, or the token forced in its place; for 0 the last token. And where its text begins and ends, 0 if none."""
-    drafts, draft_step, slot, forced_step, last_token, token_starts, num_tokens = source
+    """Draft `index`, from 1, or the token forced in its place; for 0 the last token. And its text: begin, end, first bytes; 0 if none."""
+    drafts, draft_step, slot, forced_step, last_token, vocabulary = source
+    token_text, token_starts, num_tokens = vocabulary
     token = tl.load(drafts + (index - 1) * draft_step, mask=index > 0, other=-1)
     if TAKES_FORCED:
         forced_token = tl.load(forced + slot + (index - 1) * forced_step, mask=index > 0, other=-1)
@@ -50,7 +51,7 @@ def token_of(source, forced, index, TAKES_FORCED: tl.constexpr):
     token = tl.where(index > 0, token, last_token)
     is_token = (token >= 0) & (token < num_tokens)
     begin, end = tl.load(token_starts + token, mask=is_token, other=0), tl.load(token_starts + token + 1, mask=is_token, other=0)
-    return token, begin, end
+    return token, begin, end, text_at(token_text, begin, end)
 
 
 @triton.jit
@@ -86,7 +87,7 @@ def _find_text(image, text, state, counters, depth, stack, scratch):
         tl.debug_barrier()
         if goes_on:
             place = (state, counters, (scratch, depth, depth * 0, depth.to(tl.int64) * 0))
-            legal, deep, place = follow(image, text, size, size + 1, goes_on, place, 0)
+            legal, deep, place = follow(image, text, size, size + 1, text_at(text, size, size + 1), goes_on, place, 0)
             state, counters, symbols = place
             _, kept, num_pushed, pushed = symbols
             tl.store(scratch + kept, (pushed & 0xFFFF).to(tl.int32), mask=num_pushed > 0)

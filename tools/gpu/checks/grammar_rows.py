@@ -81,10 +81,10 @@ def call_of(device: torch.device, batch: int, width: int, index: int = 1, forces
                 state[row, HostColumn.LAST_TOKEN] = drafts[row, 0]
     drafts[::8, 0] = words * 32
     state[1::8, HostColumn.FINISH] = int(FinishCode.STOP)
-    inputs = (state, images, rows, drafts, arena, *tokens, *written)
+    inputs = (state, images, rows, drafts[rows] if index else drafts, arena, *tokens, *written)  # as a round's own drafts are
     least = 2 * 4 * words * batch  # a row of the tables is read and the mask written; the rest is small
     on_device = tuple(tensor.to(device) for tensor in inputs)
-    name, flags, writes = f"B={batch} V={width} mask {index}", (index, index, 0, 1), (9, 10, 11, 12, 13)
+    name, flags, writes = f"B={batch} V={width} mask {index}", (index, index, 0, int(index == 0)), (9, 10, 11, 12, 13)
     if not forces:
         return Call(advance_fill, name, (*on_device, *flags, None, None, None, 0, 0), (), least, writes=writes)
     split = split_tensors(vocabulary_of(width), device)
