@@ -34,7 +34,7 @@ def _function() -> str:
     return next(frames).f_code.co_name
 
 
-class _Launch:
+class Launch:
     """Accesses of the programs of one launch: by address, those of each program, and its number of releasing atomics before."""
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ def hazards() -> Iterator[set[tuple[str, str]]]:
     """The two accesses of each hazard in programs that run in this context, as ("load in f", "store in g")."""
     found = set[tuple[str, str]]()
     accesses = defaultdict[int, dict[tuple[object, str], str]](dict)  # since the last barrier, by address: thread, kind and description
-    launch = _Launch()
+    launch = Launch()
 
     def record(kind: str, pointers: Any, mask: Any, values: Any) -> None:
         access, shape = f"{kind} in {_function()}", pointers.data.shape

@@ -16,6 +16,7 @@ from stepgraph.graphs.attention.triton import paged as paged_programs
 from stepgraph.graphs.layers.slot_mapping import rope_and_write_kv
 from stepgraph.graphs.layers.triton import slot_mapping as rope_programs
 from tests.graphs.attention.test_paged import Case, make_case
+from tests.helpers.hazards import hazards
 from tools.launch_bytes import counting
 
 assert triton.knobs.runtime.interpret, "run by test_kernels.py, with TRITON_INTERPRET=1"
@@ -207,3 +208,10 @@ def test_the_last_entry_of_every_part_counts() -> None:
     """Rows that end at the end of a part, one before and one after it."""
     for end in (128, 129, 255, 256):
         compare(make_case([end], 1, 2, 1, 64, page=16))
+
+
+def test_accesses_of_different_threads_and_programs_are_ordered() -> None:
+    with hazards() as found:
+        compare(make_case([9, 150], 2, 2, 1, 64, page=16))
+        test_rope_and_cache_write_equal_the_reference(torch.float32, 64, 64)
+    assert found == set()

@@ -21,7 +21,7 @@ from stepgraph.sampling.kernels import filters
 from stepgraph.sampling.kernels.triton.numeric import portable_exp
 from stepgraph.sampling.rng import Purpose
 from tests.helpers.compared import compare_program
-from tests.helpers.hazards import hazards
+from tests.helpers.hazards import Launch, hazards
 from tests.helpers.interpreted.choice import padded
 
 assert triton.knobs.runtime.interpret, "run by test_kernels.py, with TRITON_INTERPRET=1"
@@ -133,3 +133,11 @@ def test_accesses_of_different_threads_are_separated_by_barriers() -> None:
         for width, target, tile in ((150, 150, 128), (64, 4000, 64)):
             test_draw_equals_the_reference(width, target, tile)
     assert found == set()
+
+
+def test_reads_of_other_programs_need_the_atomic_before_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the counter of finished programs ordered nothing."""
+    monkeypatch.setattr(Launch, "order", lambda *_: None)
+    with hazards() as found:
+        compare(padded(2, 2, 100), [[0.7, 50, 0.9, 0.01], [1.3, 0, 0.95, 0]], tile=32, digit_bits=3)
+    assert found == {("store in find_least of another program", f"load in {name}") for name in ("find_least", "_sums_from")}

@@ -254,6 +254,7 @@ def test_published_rounds_equal_the_reference() -> None:
 
 def test_accesses_of_different_threads_are_separated_by_barriers() -> None:
     with hazards() as found:
+        test_products_by_slot_equal_the_reference(torch.float32)
         test_slots_equal_the_reference()
         test_shifted_entries_equal_the_reference(4)
         test_scattered_masks_equal_the_reference(3)
@@ -266,3 +267,12 @@ def test_accesses_of_different_threads_are_separated_by_barriers() -> None:
         test_written_emissions_equal_the_reference(3)
         test_published_rounds_equal_the_reference()
     assert found == set()
+
+
+def test_two_programs_that_write_one_row_are_found() -> None:
+    rows, tokens, text = torch.tensor([2, 2]), torch.tensor([[5, 6], [7, 8]]), torch.zeros(3, 9, dtype=torch.int32)
+    with hazards() as found:
+        proposed_programs.append_tokens(rows, tokens, torch.tensor([1, 1]), torch.tensor([3, 4]), text)
+        assert found == set(), "the rows have different columns"
+        proposed_programs.append_tokens(rows, tokens, torch.tensor([2, 1]), torch.tensor([3, 4]), text)
+    assert found == {("store in append_row of another program", "store in append_row")}
