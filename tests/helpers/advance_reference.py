@@ -214,7 +214,7 @@ class Row:
         return True
 
     def _at(self, table: Field, index: int) -> int:
-        return int(self.image[self.image[table] + index])
+        return int(self.image[int(self.image[table]) + index])
 
     def _follow(self, place: Place, token: int) -> bool:
         """Read the bytes of a token; False if they are not legal, or if there are none."""
@@ -286,12 +286,12 @@ class Row:
         if place.state < 0:
             mask[:] = 0
             return self._tag(index, MaskStatus.TERMINATED if place.state == ENDED else MaskStatus.FAULT)
-        row, words = self._at(Field.ROW_OF, place.state), len(mask)
-        base, dense = self._at(Field.BASE_OF, row), int(self.image[Field.DENSE])
+        base, row_status, first, end = (self._at(Field.ROW_OF, 4 * place.state + column) for column in range(4))
+        words, dense = len(mask), int(self.image[Field.DENSE])
         mask[:] = 0 if base == -1 else self.plain[-2 - base] if base < 0 else self.image[dense + base * words : dense + (base + 1) * words]
-        for change in range(self._at(Field.CHANGE_START, row), self._at(Field.CHANGE_START, row + 1)):
+        for change in range(first, end):
             mask[self._at(Field.CHANGE_WORD, change)] = self._at(Field.CHANGE_VALUE, change)
-        status = MaskStatus(self._at(Field.STATUS_OF, row))
+        status = MaskStatus(row_status)
         for token in self._crossing(place.state):
             try:
                 legal = self._follow(Place(place.state, [*place.counters], [*place.stack]), token)

@@ -179,7 +179,7 @@ def token_tensors(vocabulary: Vocabulary, device: torch.device) -> TokenTensors:
 
 Ints = npt.NDArray[np.int32]
 Tables = dict[Field, npt.NDArray[Any]]
-TABLE_FIELDS = tuple(field for field in Field if field >= Field.CLASS_OF)
+TABLE_FIELDS = tuple(field for field in Field if field >= Field.ROW_OF)
 NO_LIMIT = np.iinfo(np.int32).max
 OTHER_BYTES = 256  # stands for all bytes that do not occur in the marker
 
@@ -187,8 +187,7 @@ OTHER_BYTES = 256  # stands for all bytes that do not occur in the marker
 def with_marker(image: Image, marker: Marker) -> Image:
     """The image of the same grammar after a text marker. The new states follow those of the grammar, from Field.FREE on."""
     num_added, words = len(marker.mask_index), marker.vocabulary.mask_words
-    states, rows = int(image[Field.STATES]), int(image[Field.ROWS])
-    text, tables = marker.vocabulary.text_words, _tables_of(image)
+    states, text, tables = int(image[Field.STATES]), marker.vocabulary.text_words, _tables_of(image)
     # Every byte of the marker gets its own class.
     byte_keys = np.where(np.isin(np.arange(256), marker.symbols), np.arange(256), OTHER_BYTES) + tables[Field.CLASS_OF] * (OTHER_BYTES + 1)
     class_keys, class_of, counts = np.unique(byte_keys, return_inverse=True, return_counts=True)
@@ -206,15 +205,12 @@ def with_marker(image: Image, marker: Marker) -> Image:
     base_rows = [text if free_row else np.zeros_like(text) for free_row in is_free]
     places = [np.flatnonzero(mask != base) for mask, base in zip(marker.masks, base_rows, strict=True)]
     values = [mask[place] for mask, place in zip(marker.masks, places, strict=True)]
-    status = np.where(marker.masks.any(1), MaskStatus.OK, MaskStatus.DEAD_END)
-    changes = tables[Field.CHANGE_START][-1] + np.cumsum([len(place) for place in places])
+    base_of, sizes = np.where(is_free, len(tables[Field.DENSE]) // words, -1), np.array([len(place) for place in places])
+    status, ends = np.where(marker.masks.any(1), MaskStatus.OK, MaskStatus.DEAD_END), len(tables[Field.CHANGE_WORD]) + np.cumsum(sizes)
     crossing = np.repeat(tables[Field.CROSS_START][-1:], num_added)
     appended: dict[Field, list[npt.NDArray[Any]]] = {
         Field.LEAVE: [np.full(num_added, -1)],
-        Field.ROW_OF: [rows + marker.mask_index],
-        Field.BASE_OF: [np.where(is_free, len(tables[Field.DENSE]) // words, -1)],
-        Field.STATUS_OF: [status],
-        Field.CHANGE_START: [changes],
+        Field.ROW_OF: [np.stack([base_of, status, ends - sizes, ends], 1)[marker.mask_index].ravel()],
         Field.CHANGE_WORD: places,
         Field.CHANGE_VALUE: values,
         Field.DENSE: [text],
@@ -226,12 +222,11 @@ def with_marker(image: Image, marker: Marker) -> Image:
     if narrow:
         entries = np.append(entries, np.zeros(entries.size % 2)).astype(np.int16).view(np.int32)
     tables |= {Field.CLASS_OF: class_of, Field.BYTE_OF: byte_of, Field.NEXT: entries}
-    header = image[: Field.CLASS_OF].copy()
+    header = image[: Field.ROW_OF].copy()
     for field, value in (
         (Field.STATES, states + num_added),
         (Field.CLASSES, len(class_keys)),
         (Field.START, states),
-        (Field.ROWS, rows + len(marker.masks)),
         (Field.FREE, states),
         (Field.LIMIT, NO_LIMIT if marker.limit is None else marker.limit),
         (Field.LIMITED, states + marker.complete),
@@ -242,10 +237,8 @@ def with_marker(image: Image, marker: Marker) -> Image:
 
 
 def _tables_of(image: Image) -> Tables:
-    """The tables of an image. Each ends where the next one begins; the compiler writes DENSE before the others."""
-    others = [field for field in TABLE_FIELDS if field is not Field.DENSE]
-    ends = {field: image[after] for field, after in zip([Field.DENSE, *others], [*others, Field.SIZE], strict=True)}
-    return {field: image[image[field] : ends[field]] for field in TABLE_FIELDS}
+    """The tables of an image. Each ends where the next one begins."""
+    return {field: image[image[field] : image[end]] for field, end in zip(TABLE_FIELDS, [*TABLE_FIELDS[1:], Field.SIZE], strict=True)}
 
 
 def _assembled(header: Ints, tables: Tables) -> Image:

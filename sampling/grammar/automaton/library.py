@@ -25,12 +25,11 @@ UNFIT = 1  # a return value of automaton_compile
 FORMAT_RULE = re.compile(r"(?:\w+_)?(?:hostname(7?)_(\d+)|time)")  # host names (7: of drafts 3 to 7) and their length, or times: see nfa.h
 
 
-# The header of an image, as in image.h. From CLASS_OF on: offsets of tables in the image.
+# The header of an image, as in image.h. From ROW_OF on: offsets of tables in the image.
 Field = IntEnum(
     "Field",
-    "FORMAT SIZE STATES CLASSES SYMBOLS FINISH_SETS START START_COUNTERS SECOND_COUNTER THIRD_COUNTER ROWS DEPTH PUSHES FREE "
-    "NARROW LIMIT LIMITED CLASS_OF BYTE_OF NEXT MOVES LEAVE RETURN ROW_OF BASE_OF STATUS_OF CHANGE_START CHANGE_WORD CHANGE_VALUE DENSE "
-    "CROSS_START CROSS",
+    "FORMAT SIZE STATES CLASSES SYMBOLS FINISH_SETS START START_COUNTERS SECOND_COUNTER THIRD_COUNTER DEPTH PUSHES FREE "
+    "NARROW LIMIT LIMITED ROW_OF DENSE CLASS_OF BYTE_OF NEXT MOVES LEAVE RETURN CHANGE_WORD CHANGE_VALUE CROSS_START CROSS",
     start=0,
 )
 

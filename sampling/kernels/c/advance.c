@@ -80,7 +80,7 @@ static void fill(const advance_row *row, int64_t index) {
     int64_t tokens = row->generated + index;
     image_place place = load_place(row, tokens);
     int32_t *mask = call->masks + (row->row * call->positions + index) * call->vocabulary.words;
-    image_written written = {.row = -1};
+    image_written written = {.state = -1};
     int64_t status = image_fill(row->image, &call->vocabulary, &place, stack_at(row, tokens), mask, &written);
     set_tag(row, row->owner, row->generated, index, status);
     if (!row->forced || index + 1 == call->positions || status != STATUS_OK) return;

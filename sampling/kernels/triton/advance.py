@@ -122,8 +122,9 @@ def _accept(image, mask, vocabulary, stop_words, active, read, place, tokens):
     legal, deep, place = follow(image, vocabulary[0], begin, end, codes, active & ~is_stop, place, 0)
     state, counters, stack = place
     state = tl.where(deep, _TOO_DEEP, tl.where(is_stop, _ENDED, state))
+    place = within_limit(image, (state, counters, stack), tokens)
     tl.debug_barrier()  # all threads have read the tags and this mask, which may be the one that is written next
-    return active & allowed & (legal | deep | is_stop), within_limit(image, (state, counters, stack), tokens)
+    return active & allowed & (legal | deep | is_stop), place
 
 
 @triton.jit

@@ -35,14 +35,13 @@ _MOVES = tl.constexpr(int(Field.MOVES))
 _LEAVE = tl.constexpr(int(Field.LEAVE))
 _RETURN = tl.constexpr(int(Field.RETURN))
 _ROW_OF = tl.constexpr(int(Field.ROW_OF))
-_BASE_OF = tl.constexpr(int(Field.BASE_OF))
-_STATUS_OF = tl.constexpr(int(Field.STATUS_OF))
-_CHANGE_START = tl.constexpr(int(Field.CHANGE_START))
 _CHANGE_WORD = tl.constexpr(int(Field.CHANGE_WORD))
 _CHANGE_VALUE = tl.constexpr(int(Field.CHANGE_VALUE))
 _DENSE = tl.constexpr(int(Field.DENSE))
 _CROSS_START = tl.constexpr(int(Field.CROSS_START))
 _CROSS = tl.constexpr(int(Field.CROSS))
+
+_ROW_INTS = tl.constexpr(4)  # image_row: base, status, change, end
 
 # columns of a move; the last two begin two (counter, value) pairs each
 _TARGET = tl.constexpr(0)
@@ -243,15 +242,13 @@ def fill(
     """Write the mask row of a place and return its status."""
     text, token_starts, state, counters, stack = vocabulary[0], vocabulary[1], place[0], place[1], place[2]
     has_state, nests, lane = state >= 0, tl.load(image + _SYMBOLS) > 0, tl.arange(0, LANES)
-    line = tl.load(table(image, _ROW_OF) + state, mask=has_state, other=0)
+    row = table(image, _ROW_OF) + state * _ROW_INTS
+    base, status = tl.load(row, mask=has_state, other=-1), tl.load(row + 1, mask=has_state, other=_FAULT)
+    change, last_change = tl.load(row + 2, mask=has_state, other=0), tl.load(row + 3, mask=has_state, other=0)
     starts, cross_of = crossing[0] + state, crossing[1]
     cross, last_cross = tl.load(starts, mask=has_state & nests, other=0), tl.load(starts + 1, mask=has_state & nests, other=0)
     token, begin, end = _crossing_tokens(cross_of, token_starts, cross + lane, last_cross)  # before the copy, which hides the latency
-    base = tl.load(table(image, _BASE_OF) + line, mask=has_state, other=-1)
-    status = tl.load(table(image, _STATUS_OF) + line, mask=has_state, other=_FAULT)
     status = tl.where(state == _ENDED, _TERMINATED, status)
-    changes = table(image, _CHANGE_START) + line
-    change, last_change = tl.load(changes, mask=has_state, other=0), tl.load(changes + 1, mask=has_state, other=0)
     dense = (offset + tl.load(image + _DENSE)) // _ALIGNMENT * _ALIGNMENT + tl.maximum(base, 0).to(tl.int64) * words
     plain = tl.maximum(-2 - base, 0).to(tl.int64) * words
     source = tl.where(base < -1, plain_rows + plain, arena + dense)

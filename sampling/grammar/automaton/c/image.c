@@ -114,35 +114,39 @@ static const int32_t *base_words(const int32_t *image, const image_vocabulary *v
 
 static void set_word(int32_t *mask, int32_t word, const int32_t *source) { mask[word] = source ? source[word] : 0; }
 
-/* Write the base row to `mask`. If the mask holds a row with this base, only the words that differ from the base are written. */
-static void write_base(const int32_t *image, const image_vocabulary *vocabulary, int32_t base, int32_t *mask,
+static const image_row *row_at(const int32_t *image, int32_t state) {
+    return (const image_row *)(image + image[IMAGE_ROW_OF]) + state;
+}
+
+/* Write the base row to `mask`. If the mask holds `held` with this base, only the words that differ from the base are written. */
+static void write_base(const int32_t *image, const image_vocabulary *vocabulary, int32_t base, int32_t *mask, const image_row *held,
     const image_written *written) {
     const int32_t *source = base_words(image, vocabulary, base);
-    if (written->row < 0 || written->crossed > IMAGE_CROSSED || image[image[IMAGE_BASE_OF] + written->row] != base) {
+    if (!held || written->crossed > IMAGE_CROSSED || held->base != base) {
         if (source) memcpy(mask, source, (size_t)vocabulary->words * sizeof *mask);
         else memset(mask, 0, (size_t)vocabulary->words * sizeof *mask);
         return;
     }
-    const int32_t *range = image + image[IMAGE_CHANGE_START] + written->row, *word = image + image[IMAGE_CHANGE_WORD];
-    for (int32_t at = range[0]; at < range[1]; at++) set_word(mask, word[at], source);
+    const int32_t *word = image + image[IMAGE_CHANGE_WORD];
+    for (int32_t at = held->change; at < held->end; at++) set_word(mask, word[at], source);
     for (int32_t at = 0; at < written->crossed; at++) set_word(mask, written->words[at], source);
 }
 
 int32_t image_fill(const int32_t *image, const image_vocabulary *vocabulary, const image_place *place, const int32_t *stack, int32_t *mask,
                    image_written *written) {
     const image_written before = *written;
-    written->row = -1;
+    written->state = -1;
     written->crossed = 0;
     if (place->state < 0) {
         memset(mask, 0, (size_t)vocabulary->words * sizeof *mask);
         return place->state == IMAGE_ENDED ? TERMINATED : FAULT;
     }
-    const int32_t row = written->row = image[image[IMAGE_ROW_OF] + place->state];
-    if (before.row != row || before.crossed) {
-        write_base(image, vocabulary, image[image[IMAGE_BASE_OF] + row], mask, &before);
-        const int32_t *range = image + image[IMAGE_CHANGE_START] + row;
+    const image_row *row = row_at(image, place->state), *held = before.state < 0 ? NULL : row_at(image, before.state);
+    written->state = place->state;
+    if (!held || before.crossed || memcmp(held, row, sizeof *row)) {
+        write_base(image, vocabulary, row->base, mask, held, &before);
         const int32_t *word = image + image[IMAGE_CHANGE_WORD], *value = image + image[IMAGE_CHANGE_VALUE];
-        for (int32_t at = range[0]; at < range[1]; at++) mask[word[at]] = value[at];
+        for (int32_t at = row->change; at < row->end; at++) mask[word[at]] = value[at];
     }
     if (image[IMAGE_SYMBOLS]) {
         const int32_t *range = image + image[IMAGE_CROSS_START] + place->state, *tokens = image + image[IMAGE_CROSS];
@@ -155,7 +159,7 @@ int32_t image_fill(const int32_t *image, const image_vocabulary *vocabulary, con
             written->crossed++;
         }
     }
-    return written->crossed ? OK : image[image[IMAGE_STATUS_OF] + row];
+    return written->crossed ? OK : row->status;
 }
 
 int64_t image_forced(const int32_t *image, const image_place *place, const int32_t *stack, uint8_t *text, int64_t room) {

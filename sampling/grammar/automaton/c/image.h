@@ -4,9 +4,9 @@
 
 #include <stdint.h>
 
-enum { IMAGE_VERSION = 6, IMAGE_COUNTERS = 3, IMAGE_MOVE_INTS = 12, IMAGE_MAX_PUSHES = 64, IMAGE_CROSSED = 30 };
+enum { IMAGE_VERSION = 7, IMAGE_COUNTERS = 3, IMAGE_MOVE_INTS = 12, IMAGE_MAX_PUSHES = 64, IMAGE_CROSSED = 30 };
 
-/* The header. Fields from IMAGE_CLASS_OF on are offsets of tables, in int32 from the start of the image. */
+/* The header. Fields from IMAGE_ROW_OF on are offsets of tables, in int32 from the start of the image; the tables have this order. */
 enum image_field {
     IMAGE_FORMAT, /* IMAGE_VERSION */
     IMAGE_SIZE,
@@ -16,30 +16,33 @@ enum image_field {
     IMAGE_FINISH_SETS,
     IMAGE_START,
     IMAGE_START_COUNTERS, /* [IMAGE_COUNTERS] */
-    IMAGE_ROWS = IMAGE_START_COUNTERS + IMAGE_COUNTERS, /* distinct mask rows */
-    IMAGE_DEPTH, /* maximum stack depth of a text; 0 without symbols */
+    IMAGE_DEPTH = IMAGE_START_COUNTERS + IMAGE_COUNTERS, /* maximum stack depth of a text; 0 without symbols */
     IMAGE_PUSHES, /* upper bound of the symbols that a legal token has on the stack at a time; at most IMAGE_MAX_PUSHES */
     IMAGE_FREE, /* the first of the states before the end of a marker, in which the text is free; IMAGE_STATES without a marker */
     IMAGE_NARROW, /* 1: an entry of IMAGE_NEXT has 16 bits, two entries per int32, the first one in the low half; 0: 32 bits */
     IMAGE_LIMIT, /* number of tokens after which only the marker is legal; INT32_MAX without a limit */
     IMAGE_LIMITED, /* the first of the states that replace the free states at the limit; IMAGE_STATES without a limit */
+    IMAGE_ROW_OF, /* [states] image_row, without the crossing tokens; at a multiple of four, as the next one */
+    IMAGE_DENSE, /* [dense rows, mask words] */
     IMAGE_CLASS_OF, /* [256] byte class of each byte */
     IMAGE_BYTE_OF, /* [classes] the only byte of a class, or -1 */
     IMAGE_NEXT, /* [states, classes] state; -1: not legal; -2 - n: move n */
     IMAGE_MOVES, /* [moves, IMAGE_MOVE_INTS] target, push, counter, last target, two (counter, value) pairs to set, two for the last */
     IMAGE_LEAVE, /* [states] finish set of a state that is left at once; -1: none; -2: none, and the text may end here */
     IMAGE_RETURN, /* [finish sets, symbols] state after a nested part, or -1 */
-    IMAGE_ROW_OF, /* [states] mask row */
-    IMAGE_BASE_OF, /* [rows] dense row; -1: no bit set; -2 - n: row n of the vocabulary's plain text */
-    IMAGE_STATUS_OF, /* [rows] mask status without crossing tokens */
-    IMAGE_CHANGE_START, /* [rows + 1] offsets into the next two tables */
     IMAGE_CHANGE_WORD, /* word of the row that differs from the base */
     IMAGE_CHANGE_VALUE,
-    IMAGE_DENSE, /* [dense rows, mask words]; at a multiple of four */
     IMAGE_CROSS_START, /* [states + 1]; tokens that the stack may allow; only with symbols */
     IMAGE_CROSS,
     IMAGE_HEADER, /* number of header fields */
 };
+
+/* A mask row and its status. */
+typedef struct {
+    int32_t base; /* dense row; -1: no bit set; -2 - n: row n of the vocabulary's plain text */
+    int32_t status;
+    int32_t change, end; /* range of the tables IMAGE_CHANGE_WORD and IMAGE_CHANGE_VALUE */
+} image_row;
 
 /* The tokens of a vocabulary, shared by the images compiled for it. */
 typedef struct {
@@ -94,7 +97,7 @@ void image_copy_stack(const image_walk *walk, int32_t *stack);
 
 /* The content of a mask that image_fill wrote. */
 typedef struct {
-    int32_t row; /* or -1: unknown */
+    int32_t state; /* a state with the same row; -1: unknown */
     int32_t crossed; /* number of crossing tokens that are set; `words` is valid if it is at most IMAGE_CROSSED */
     int32_t words[IMAGE_CROSSED];
 } image_written;

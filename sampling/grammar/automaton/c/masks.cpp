@@ -846,17 +846,21 @@ private:
             if (automaton.accepts[state]) leave[state] = -2;
         for (const auto &bytes : bytes_of) byte_of.push_back(bytes.size() == 1 ? bytes[0] : -1);
         for (const Move &move : automaton.moves) moves.insert(moves.end(), move.ints(), move.ints() + Move::INTS);
-        std::array<int32_t, (IMAGE_HEADER + 3) / 4 * 4> header{}; // the dense rows, which follow, are at a multiple of four
+        std::array<int32_t, (IMAGE_HEADER + 3) / 4 * 4> header{}; // the rows of states, which follow, are at a multiple of four
         for (const Ints &tokens : crossing) {
             cross_start.push_back((int32_t)cross.size());
             cross.insert(cross.end(), tokens.begin(), tokens.end());
         }
         cross_start.push_back((int32_t)cross.size());
+        Ints rows_of; // image_row of each state; a text is never in a state without a row
+        for (int32_t row : row_of) {
+            if (row < 0) rows_of.insert(rows_of.end(), sizeof(image_row) / sizeof(int32_t), -1);
+            else for (int32_t field : {base_of[row], status_of[row], change_start[row], change_start[row + 1]}) rows_of.push_back(field);
+        }
         const std::pair<int, const Ints *> tables[] = {
-            {IMAGE_DENSE, &dense}, {IMAGE_CLASS_OF, &class_of}, {IMAGE_BYTE_OF, &byte_of}, {IMAGE_NEXT, &next}, {IMAGE_MOVES, &moves},
-            {IMAGE_LEAVE, &leave}, {IMAGE_RETURN, &automaton.go}, {IMAGE_ROW_OF, &row_of}, {IMAGE_BASE_OF, &base_of},
-            {IMAGE_STATUS_OF, &status_of}, {IMAGE_CHANGE_START, &change_start}, {IMAGE_CHANGE_WORD, &change_word},
-            {IMAGE_CHANGE_VALUE, &change_value}, {IMAGE_CROSS_START, &cross_start}, {IMAGE_CROSS, &cross},
+            {IMAGE_ROW_OF, &rows_of}, {IMAGE_DENSE, &dense}, {IMAGE_CLASS_OF, &class_of}, {IMAGE_BYTE_OF, &byte_of},
+            {IMAGE_NEXT, &next}, {IMAGE_MOVES, &moves}, {IMAGE_LEAVE, &leave}, {IMAGE_RETURN, &automaton.go},
+            {IMAGE_CHANGE_WORD, &change_word}, {IMAGE_CHANGE_VALUE, &change_value}, {IMAGE_CROSS_START, &cross_start}, {IMAGE_CROSS, &cross},
         };
         auto size = (int64_t)header.size();
         for (auto &[field, values] : tables) {
@@ -871,7 +875,6 @@ private:
         header[IMAGE_FINISH_SETS] = automaton.finish_sets;
         header[IMAGE_START] = automaton.start;
         std::copy(automaton.counters.begin(), automaton.counters.end(), &header[IMAGE_START_COUNTERS]);
-        header[IMAGE_ROWS] = (int32_t)base_of.size();
         header[IMAGE_DEPTH] = automaton.symbols ? (int32_t)limits.depth : 0;
         header[IMAGE_PUSHES] = automaton.symbols ? most_pushes() : 0;
         header[IMAGE_NARROW] = narrow;
@@ -917,7 +920,8 @@ private:
     struct Pushed { int32_t symbol, below, size; }; // a symbol, the index of the symbol below it, and the stack size
     Ints top_at; // [bytes] index in `pushed` of the top of the stack after so many bytes; 0: the stack is empty
     std::vector<Pushed> pushed; // [bytes] indexed by the byte that pushed the symbol
-    Ints base_of, status_of, change_start, change_word, change_value, dense; // tables of the image
+    Ints base_of, status_of, change_start; // fields of image_row, by row
+    Ints change_word, change_value, dense; // tables of the image
     int64_t steps = 0;
     int32_t pushes = 0; // maximum number of symbols that the tokens walked so far had on the stack at a time
 };
