@@ -860,7 +860,8 @@ private:
         const std::pair<int, const Ints *> tables[] = {
             {IMAGE_ROW_OF, &rows_of}, {IMAGE_DENSE, &dense}, {IMAGE_CLASS_OF, &class_of}, {IMAGE_BYTE_OF, &byte_of},
             {IMAGE_NEXT, &next}, {IMAGE_MOVES, &moves}, {IMAGE_LEAVE, &leave}, {IMAGE_RETURN, &automaton.go},
-            {IMAGE_CHANGE_WORD, &change_word}, {IMAGE_CHANGE_VALUE, &change_value}, {IMAGE_CROSS_START, &cross_start}, {IMAGE_CROSS, &cross},
+            {IMAGE_CHANGE_WORD, &change_word}, {IMAGE_CHANGE_VALUE, &change_value}, {IMAGE_CROSS_START, &cross_start},
+            {IMAGE_CROSS, &cross},
         };
         auto size = (int64_t)header.size();
         for (auto &[field, values] : tables) {

@@ -287,7 +287,7 @@ const char *stepgraph_fault(matcher_row *row) {
 /* LINK_LAYOUT of c_declarations.py. */
 STEPGRAPH_API const int64_t stepgraph_link_sizes[] = {
     LAYOUT_VERSION, sizeof(image_row), sizeof(image_vocabulary), sizeof(image_place), sizeof(image_walk), sizeof(image_written),
-    sizeof(parsed_grammar), sizeof(token_table), sizeof(forced_text), sizeof(marker_table), sizeof(marker_progress), sizeof(matcher_library),
-    sizeof(mask_content), sizeof(matcher_row), sizeof(link_shape), sizeof(host_step), sizeof(host_node), sizeof(xgrammar_library),
-    sizeof(llguidance_library),
+    sizeof(parsed_grammar), sizeof(token_table), sizeof(forced_text), sizeof(marker_table), sizeof(marker_progress),
+    sizeof(matcher_library), sizeof(mask_content), sizeof(matcher_row), sizeof(link_shape), sizeof(host_step), sizeof(host_node),
+    sizeof(xgrammar_library), sizeof(llguidance_library),
 };
