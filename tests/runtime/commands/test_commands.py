@@ -268,6 +268,11 @@ def test_inspect_gives_the_reason_of_each_refusal(folder: Path, capsys: pytest.C
     code, out, _ = run("inspect model --draft other --json", capsys)
     with_draft = json.loads(out)
     assert code == terminal.FAILED and with_draft["runs"] and "bitsandbytes" in with_draft["refused"]["draft"]
+    (folder / "empty").mkdir()
+    code, out, _ = run("inspect empty --json", capsys)
+    refused = json.loads(out)["refused"]
+    assert code == terminal.FAILED and refused.keys() == {"native, dequantised", "transformers, dequantised"}
+    assert all(reason.startswith("path: got 'empty', expected a local folder with a config.json") for reason in refused.values())
 
 
 def test_all_prompt_sources_give_the_same_ids(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
