@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from stepgraph.graphs import GraphSet
+from stepgraph.graphs.graph_set import GraphSet
 from stepgraph.runtime import cli
 from stepgraph.runtime.commands import bench, doctor, generate, serve, terminal
 from stepgraph.runtime.commands.flags import COMMANDS, STEP_EXAMPLE, check_generate
