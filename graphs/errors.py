@@ -59,8 +59,8 @@ class StepError(RuntimeError):
     """A step raised an exception, which is chained. Names its line."""
 
 
-class HostErrors:
-    """The first error of a host node, kept until it is raised. Written by the driver's thread, read by the launching thread."""
+class FirstError:
+    """The first error of launched work, kept until it is raised. Written by the threads that run it, read by the launching thread."""
 
     def __init__(self) -> None:
         self._first: BaseException | None = None
@@ -75,8 +75,7 @@ class HostErrors:
         return first
 
     def raise_first(self) -> None:
-        error = self.take()
-        if error is not None:
+        if (error := self.take()) is not None:
             raise error
 
 
