@@ -15,8 +15,7 @@ from stepgraph.graphs.buffer_spec import BufferSpec, check_constant
 from stepgraph.graphs.capture import Backend
 from stepgraph.graphs.layers.vocabulary_shard import VocabularyShard
 from stepgraph.graphs.limits import Limits
-from stepgraph.graphs.model import AttentionShape, DraftModel, ModelPair, TargetModel
-from stepgraph.graphs.proposer import Proposer
+from stepgraph.graphs.model import AttentionShape, DraftModel, ModelPair, Proposer, TargetModel
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.host_drafts import DraftFunction, ForcedDrafts, FunctionProposer
 from stepgraph.runtime.models.ngram import NgramLookup

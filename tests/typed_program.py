@@ -37,7 +37,7 @@ from stepgraph import (
     Vocabulary,
 )
 from stepgraph.graphs import BufferSpec, Limits, StaticBuffers, capture, current_context
-from stepgraph.graphs.proposer import History
+from stepgraph.graphs.model import History
 from stepgraph.runtime.extras.replay import read_recording, replay
 
 

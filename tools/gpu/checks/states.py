@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from stepgraph.graphs import Backend, BufferSpec, Limits, StaticBuffers, drafting, host_nodes, run_eager, stages
 from stepgraph.graphs.batch import Batch, read_batch
 from stepgraph.graphs.capture import Step
-from stepgraph.graphs.model import ModelPair
-from stepgraph.graphs.proposer import Proposer
+from stepgraph.graphs.model import ModelPair, Proposer
 from stepgraph.graphs.proposing import text_specs
 from stepgraph.graphs.round import Round
 from stepgraph.graphs.round_specs import forced_specs, grammar_specs, look_up_specs, round_specs
