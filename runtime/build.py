@@ -106,7 +106,7 @@ class EngineParts:
         self.validator = RequestValidator(config, limits, vocabulary, models, pinned=device.type == "cuda")
         queue_type, scheduler_type = queue_types(config, self.ranks)
         self.sharing = sharing_for(config, models)
-        read_range(os.environ)  # ValueError before the recording exists
+        self.profile_range = read_range(os.environ)  # ValueError before the recording exists
         self.hidden_states = states = HiddenStates(timed, buffers, layout, folder, config.states_shard_bytes) if layout and folder else None
         taken.enter_context(closing(states.writer) if states else nullcontext())
         recorder = None if record is None else open_recorder(record, config, models, vocabulary, self.backend, tables is not None)
@@ -130,7 +130,7 @@ class EngineParts:
         )
         self.uploader = Uploader(timed, buffers, models, limits, prompts, self.graphs, states, config.logits_processors, record is not None)
         catch_up = catch_up_for(models, limits, buffers)
-        in_flight = loop_in_flight_type(models, limits, self.backend, self.queue, self.watchdog) if limits.loops else in_flight_type()
+        in_flight = loop_in_flight_type(self) if limits.loops else in_flight_type(self.profile_range)
         self.in_flight = in_flight(timed, buffers, self.graphs, self.host_link, limits, states, self.draft_lengths, catch_up)
 
     @property
@@ -184,23 +184,21 @@ def catch_up_for(models: ModelPair, limits: Limits, buffers: StaticBuffers) -> C
     return None if draft is None else functools.partial(process_skipped, buffers, model=draft, limits=limits)
 
 
-def loop_in_flight_type(
-    models: ModelPair, limits: Limits, backend: Backend, queue: RequestQueue, watchdog: Watchdog
-) -> Callable[..., InFlight]:
+def loop_in_flight_type(parts: EngineParts) -> Callable[..., InFlight]:
     """The constructor of LoopInFlight, whose launches run many rounds. ValueError if the engine cannot have them."""
     # The host reads a header and then the results that it announces, without a barrier between the two.
-    is_ordered = platform.machine() in ("x86_64", "AMD64")
+    is_ordered, backend = platform.machine() in ("x86_64", "AMD64"), parts.backend
     reasons = {
         f"{platform.machine()} may reorder the host's reads of what a running launch writes": backend.name == "cuda" and not is_ordered,
         backend.why_no_loops: bool(backend.why_no_loops),
         "no Triton kernel writes the results": backend.device.type == "cuda" and bool(why_no_triton(backend.device)),
-        "a draft function is called between two rounds": isinstance(models.proposer, FunctionProposer),
-        f"{ROUNDS_VARIABLE} profiles single rounds": read_range(os.environ) is not None,
+        "a draft function is called between two rounds": isinstance(parts.models.proposer, FunctionProposer),
+        f"{ROUNDS_VARIABLE} profiles single rounds": parts.profile_range is not None,
     }
     for reason, holds in reasons.items():
         if holds:
             raise ValueError(f"EngineConfig.rounds_per_launch: got 'until_event', expected 1: {reason}")
-    return functools.partial(LoopInFlight, queue, watchdog.poll, limits.max_length)
+    return functools.partial(LoopInFlight, parts.queue, parts.watchdog.poll, parts.limits.max_length)
 
 
 def make_chooser(
@@ -210,7 +208,8 @@ def make_chooser(
     if config.draft_length != "auto" or models.drafter is None:
         return None
     choices = draft_choices(config.num_speculative_tokens, models.draft is not None, models.look_up is not None)
-    chooser = DraftLengthChooser(choices, recorder.record_drafting if recorder else None, device_grammars)
+    record = None if recorder is None else lambda each: recorder.write("round", drafts=each.length, model=each.model)
+    chooser = DraftLengthChooser(choices, record, device_grammars)
     chooser.num_given_drafts = None if function is None else function.num_drafts.__getitem__
     return chooser
 

@@ -217,7 +217,8 @@ class Scheduler:
     def finish_all(self, reason: FinishReason, error: str) -> None:
         """End every job. Jobs submitted before are included; later submits are refused."""
         if self._recorder:
-            self._recorder.record_close(error)
+            self._recorder.write("closed", why=error)
+            self._recorder.close()
         with self._queue.lock:
             unfinished = tuple(self._queue.unfinished.values())
             self._queue.waiting.clear()

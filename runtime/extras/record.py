@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from stepgraph.graphs.capture import Backend
-from stepgraph.graphs.graph_key import Drafting
 from stepgraph.graphs.model import ModelPair
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.request import Job
@@ -69,14 +68,6 @@ class Recorder:
             raise ValueError(f"Engine.record: got {clip_repr(str(self._path))} ({why}), {expected}") from None
         call_after_fork(self._detach)
         self.write("engine", **header)
-
-    def record_drafting(self, drafting: Drafting) -> None:
-        """Record how the round of this step drafts, if that is chosen for each round."""
-        self.write("round", drafts=drafting.length, model=drafting.model)
-
-    def record_close(self, why: str) -> None:
-        self.write("closed", why=why)
-        self.close()
 
     def write(self, kind: str, **fields: Any) -> None:
         if self._file is None:
