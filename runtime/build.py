@@ -166,7 +166,7 @@ def with_counted_pages(
 
 def accept_options(config: EngineConfig, models: ModelPair, limits: Limits, backend: Backend) -> AcceptOptions:
     """CaptureError for a logits processor that cannot be part of a round."""
-    check_processors(config.logits_processors, limits, backend, backend.device)
+    check_processors(config.logits_processors, limits, backend)
     return AcceptOptions(config.forced_acceptance, config.logits_processors, getattr(models.target, "shard", None))
 
 
