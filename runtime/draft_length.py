@@ -91,10 +91,6 @@ Results = Sequence[tuple[ActiveRequest, ResultRecord]]
 NO_COUNTS: Counts = {True: (0, 0), False: (0, 0)}
 
 
-def num_trailing_ones(bits: int) -> int:
-    return (~bits & (bits + 1)).bit_length() - 1  # the index of the lowest zero
-
-
 def counts_of(by_model: bool, offered: int, accepted: int, drafts: int, num_before_model: int) -> Counts:
     """The counts for both sources from the drafts of a row that a round verified. by_model: whether the model drafted. offered: drafts that
     the row could have had; drafts: those that it had, as a chain may end earlier; num_before_model: those before the model's first one."""
@@ -362,7 +358,8 @@ class DraftLengthChooser:
                     counts, offered = NO_COUNTS, min(pending.length, most)
                     if offered:
                         others = result.looked_up | result.forced * request.constrained  # rounds without grammars do not write `forced`
-                        counts = counts_of(pending.model, offered, result.accepted, result.draft_count, num_trailing_ones(others))
+                        num_before_model = (~others & (others + 1)).bit_length() - 1  # the index of the lowest zero
+                        counts = counts_of(pending.model, offered, result.accepted, result.draft_count, num_before_model)
                     outcomes.append((row, counts))
                     if pending != (most, drafting.model):
                         self._rows[request] = row, Drafting(most, drafting.model)
