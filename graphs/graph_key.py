@@ -71,7 +71,7 @@ class GraphTable:
         self.records_on_demand = False  # record each key when it is used for the first time
         self._recorded: dict[Any, Recorded] = {}  # by key
         self._replacements: dict[Hashable, Hashable] = {}  # failed key -> the key used instead
-        self._keys: dict[tuple[GraphKey, Drafting], GraphKey] = {}  # by arguments of `key_for`
+        self._keys: dict[tuple[int, bool, bool, bool, Drafting], GraphKey] = {}  # by arguments of `key_for`
 
     @property
     def captured(self) -> bool:
@@ -82,14 +82,15 @@ class GraphTable:
         """Whether every key is recorded."""
         return bool(self._recorded) and not self.records_on_demand
 
-    def key_for(self, batch: GraphKey, drafting: Drafting = FULL) -> GraphKey:
-        """The smallest key that holds a batch, or the key that replaces it. batch: its number of rows and kind, with any drafting."""
-        if (batch, drafting) not in self._keys:
-            assert 1 <= batch.rows <= self.buckets[-1], f"{batch.rows} rows, graphs of up to {self.buckets[-1]}"
-            sizes = self._host_buckets if batch.on_host else self.buckets
-            key = replace(batch.with_drafting(drafting), rows=min(size for size in sizes if size >= batch.rows))
-            self._keys[batch, drafting] = cast("GraphKey", self._replacements.get(key, key))
-        return self._keys[batch, drafting]
+    def key_for(self, batch_rows: int, constrained: bool, sampled: bool, device: bool = False, drafting: Drafting = FULL) -> GraphKey:
+        """The smallest key that holds a batch, or the key that replaces it."""
+        batch = batch_rows, constrained, sampled, device, drafting
+        if batch not in self._keys:
+            assert 1 <= batch_rows <= self.buckets[-1], f"{batch_rows} rows, graphs of up to {self.buckets[-1]}"
+            sizes = self._host_buckets if constrained and not device else self.buckets
+            key = GraphKey(min(size for size in sizes if size >= batch_rows), constrained, sampled, device, *drafting)
+            self._keys[batch] = cast("GraphKey", self._replacements.get(key, key))
+        return self._keys[batch]
 
     def __getitem__(self, key: Hashable) -> Recorded:
         if self.records_on_demand and key not in self._recorded:

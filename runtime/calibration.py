@@ -36,17 +36,17 @@ class Calibration:
     def measure(self, key: GraphKey) -> None:
         """Measure rounds of every draft length for batches like that of `key`, before its first use. Records graphs on demand."""
         if key.on_host:  # rounds of inert rows have no batch for the host nodes
-            key = self.graphs.key_for(GraphKey(key.rows, False))
+            key = self.graphs.key_for(key.rows, False, False)
         costs, choices = self.chooser.costs, self.chooser.choices
         if self.catch_up and key.rows not in costs.catch_up_seconds:
             costs.catch_up_seconds[key.rows] = self._catch_up_seconds(key.rows)
-        graphs = [self.graphs.key_for(key, drafting) for drafting in choices]
+        graphs = [self.graphs.key_for(key.rows, key.constrained, key.sampled, key.device, drafting) for drafting in choices]
         for drafting, seconds in zip(choices, self._min_seconds([functools.partial(self._replay, graph) for graph in graphs]), strict=True):
             costs.calibrate(key.with_drafting(drafting), seconds)
 
     def _catch_up_seconds(self, rows: int) -> float:
         assert self.catch_up is not None
-        catch_up, plain = functools.partial(self.catch_up, rows), self.graphs.key_for(GraphKey(rows, False), PLAIN)
+        catch_up, plain = functools.partial(self.catch_up, rows), self.graphs.key_for(rows, False, False, False, PLAIN)
         prepare = functools.partial(self._replay, plain)  # which replaces the contents of caches
         return self._min_seconds([lambda: self.backend.run(catch_up)], prepare)[0]
 

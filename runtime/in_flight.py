@@ -28,11 +28,20 @@ from stepgraph.sampling.kernels.processors import read_top_logprobs
 _layout = functools.cache(ResultLayout)
 
 
+class BatchKind(NamedTuple):
+    """The arguments of GraphSet.key_for, but for the drafting."""
+
+    rows: int
+    constrained: bool
+    sampled: bool
+    device: bool
+
+
 class DecodeBatch(NamedTuple):
     """What consecutive rounds of the same requests have in common."""
 
     requests: tuple[ActiveRequest, ...]  # by batch index
-    kind: GraphKey  # with the number of requests, and FULL drafting
+    kind: BatchKind
     reads_logprobs: bool  # whether some request reads log-probabilities
 
 
@@ -77,7 +86,7 @@ class InFlight:
         self.pending: collections.deque[LaunchedRound] = collections.deque()
         self.latest_batch: DecodeBatch | None = None  # the next round may have the same
         self.rounds = 0
-        self.rounds_by_kind = collections.Counter[tuple[GraphKey, Drafting]]()  # single operations only, as other threads read it
+        self.rounds_by_kind = collections.Counter[tuple[BatchKind, Drafting]]()  # single operations only, as other threads read it
 
     def capturing(self) -> AbstractContextManager[None]:
         """The context in which the graphs are captured."""
@@ -114,18 +123,18 @@ class InFlight:
     def _batch_of(self, requests: tuple[ActiveRequest, ...]) -> DecodeBatch:
         if self.latest_batch is None or self.latest_batch.requests != requests:
             constrained, sampled = any(request.constrained for request in requests), any(request.sampled for request in requests)
-            kind = GraphKey(len(requests), constrained, sampled, constrained and not any(request.matcher for request in requests))
+            kind = BatchKind(len(requests), constrained, sampled, constrained and not any(request.matcher for request in requests))
             self.latest_batch = DecodeBatch(requests, kind, any(request.job.sampling.logprobs for request in requests))
         return self.latest_batch
 
     def _choose_graph(self, batch: DecodeBatch) -> tuple[Drafting, GraphKey]:
-        chooser, key = self._chooser, self._graphs.key_for(batch.kind)
+        chooser, key = self._chooser, self._graphs.key_for(*batch.kind)
         if chooser is None:
             return FULL, key
         if self._graphs.records_on_demand and self._calibration and not chooser.costs.is_measured(key):
             self._calibration.measure(key)
         drafting = chooser.choose(batch.requests, key)
-        return drafting, self._graphs.key_for(batch.kind, drafting)
+        return drafting, self._graphs.key_for(*batch.kind, drafting)
 
     def _send_batch(self, slot: int, batch: DecodeBatch, key: GraphKey) -> None:
         line, size = self._batch_ring[slot], len(batch.requests)

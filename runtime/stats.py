@@ -178,11 +178,11 @@ def graph_stats(parts: EngineParts) -> tuple[GraphStats, ...]:
     """Largest first."""
     by_key: dict[GraphKey, list[int]] = {}
     for (kind, drafting), rounds in tuple(parts.in_flight.rounds_by_kind.items()):
-        key = parts.graphs.key_for(kind, drafting)
+        rows, key = kind.rows, parts.graphs.key_for(*kind, drafting)
         sums = by_key.setdefault(key, [0, 0, 0])
         sums[0] += rounds
-        sums[1] += rounds if kind.rows < key.rows else 0
-        sums[2] += rounds * (key.rows - kind.rows)
+        sums[1] += rounds if rows < key.rows else 0
+        sums[2] += rounds * (key.rows - rows)
     return tuple(GraphStats(key, *sums) for key, sums in sorted(by_key.items(), reverse=True))
 
 

@@ -80,8 +80,8 @@ def test_dispatch_is_total(max_rows: int, extra: list[int]) -> None:
         on_host, on_device = (GraphTable(sizes, host_sizes, GraphSet.record_one) for host_sizes in (sizes, host_buckets(sizes)))
         for batch in range(1, max_rows + 1):
             for constrained in (False, True):
-                key = on_host.key_for(GraphKey(batch, constrained, False))
+                key = on_host.key_for(batch, constrained, False)
                 assert key.rows in sizes and key.rows >= batch and key.constrained == constrained
                 assert not any(batch <= size < key.rows for size in sizes), "the smallest key that fits"
             for device in (False, True):
-                assert on_device.key_for(GraphKey(batch, True, False, device)) in graph_keys(sizes, device=True)
+                assert on_device.key_for(batch, True, False, device) in graph_keys(sizes, device=True)

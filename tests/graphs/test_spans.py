@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from stepgraph import Engine, EngineConfig
-from stepgraph.graphs import BufferSpec, GraphKey, RecordedReport, StaticBuffers, TapeBackend, capture, current_context, run_eager
+from stepgraph.graphs import BufferSpec, RecordedReport, StaticBuffers, TapeBackend, capture, current_context, run_eager
 from stepgraph.graphs.backends import EagerContext
 from stepgraph.graphs.cuda.context import CudaCaptureContext
 from stepgraph.graphs.errors import FirstError
@@ -48,7 +48,7 @@ def small_engine(k: int, drafter: str = "fair", *, backend: TapeBackend | None =
 
 
 def report_of(engine: Engine, constrained: bool) -> RecordedReport:
-    return engine._graphs[engine._graphs.key_for(GraphKey(1, constrained, False))].report
+    return engine._graphs[engine._graphs.key_for(1, constrained, False)].report
 
 
 def names(report: RecordedReport, stream: str) -> list[str]:
@@ -145,7 +145,7 @@ def test_ranges_of_replayed_and_eager_rounds() -> None:
         with engine:
             engine.generate([1, 2, 3], constraint=CONSTRAINT, max_new_tokens=6)
             rounds = engine.stats().rounds
-            key = engine._graphs.key_for(GraphKey(1, True, False))
+            key = engine._graphs.key_for(1, True, False)
         outer = [begun[0] for begun in ranges.begun if len(begun) == 1]
         assert outer == [f"round {number}: {key}" for number in range(rounds)]
         inside = [begun[1] for begun in ranges.begun if begun[0] == outer[0] and len(begun) == 2]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from stepgraph import Constraint, Engine, EngineConfig, SamplingParams
-from stepgraph.graphs import GraphKey, TapeBackend
+from stepgraph.graphs import TapeBackend
 from stepgraph.graphs.context import MAIN
 from stepgraph.graphs.spans import BETWEEN_ROUNDS, LAUNCHING_THREAD, NO_ROUND, Span
 from stepgraph.graphs.tape.backend import Tape
@@ -51,7 +51,7 @@ def traced(request: pytest.FixtureRequest) -> Iterator[Traced]:
         with engine.trace(rounds=ROUNDS) as trace:
             during = engine.generate([1, 2, 3], **ASK).tokens
         after = engine.generate([1, 2, 3], **ASK).tokens
-        tape = engine._graphs[engine._graphs.key_for(GraphKey(1, True, False))]
+        tape = engine._graphs[engine._graphs.key_for(1, True, False)]
         assert isinstance(tape, Tape)
         yield Traced(engine, trace.timeline, (before, during, after), first_round, tape)
 
@@ -141,7 +141,7 @@ def test_only_traced_replays_are_split_into_stages(traced: Traced) -> None:
     def stages(tape: Tape) -> list[bool]:
         return ["pieces" in vars(item) for program in tape._programs.values() for item in program if isinstance(item, Segment)]
 
-    free = traced.engine._graphs[traced.engine._graphs.key_for(GraphKey(1, False, False))]
+    free = traced.engine._graphs[traced.engine._graphs.key_for(1, False, False)]
     assert isinstance(free, Tape)
     assert all(stages(traced.tape)) and not any(stages(free)), "never traced"
 
