@@ -125,7 +125,7 @@ class Proposer(Protocol):
         """[B, K] int64 token ids. A chain ends at the first id that is not a token, such as -1."""
 
 
-class ModelPair(NamedTuple):
+class Models(NamedTuple):
     """The target and what drafts for it: a draft model or a proposer; neither if num_speculative_tokens is 0."""
 
     target: TargetModel

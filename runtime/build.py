@@ -29,7 +29,7 @@ from stepgraph.graphs.layers.product_choice import choose_products
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.logits_processors import check_processors
 from stepgraph.graphs.memory import available_bytes
-from stepgraph.graphs.model import ModelPair, TargetModel
+from stepgraph.graphs.model import Models, TargetModel
 from stepgraph.graphs.prefill import Prompts, prompt_specs
 from stepgraph.graphs.proposing import process_skipped, text_specs
 from stepgraph.graphs.round import Round
@@ -38,8 +38,7 @@ from stepgraph.runtime.check_models import Drafter, check_models, checked_vocabu
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.device_grammars import INT_BYTES, DeviceGrammars, why_no_device_grammars
 from stepgraph.runtime.draft_length import DraftLengthChooser
-from stepgraph.runtime.extras.hidden_states import HiddenStates, StatesLayout, states_layout
-from stepgraph.runtime.extras.record import Recorder, Recording, open_recorder
+from stepgraph.runtime.hidden_states import HiddenStates, StatesLayout, states_layout
 from stepgraph.runtime.host_drafts import FunctionDrafts, FunctionProposer
 from stepgraph.runtime.in_flight import InFlight
 from stepgraph.runtime.loops import LoopInFlight
@@ -49,6 +48,7 @@ from stepgraph.runtime.parallel.lockstep import LockstepQueue, LockstepScheduler
 from stepgraph.runtime.parallel.ranks import Ranks, ranks_of
 from stepgraph.runtime.preemption import PreemptingScheduler
 from stepgraph.runtime.profiled import ROUNDS_VARIABLE, in_flight_type, read_range
+from stepgraph.runtime.record import Recorder, Recording, open_recorder
 from stepgraph.runtime.request_queue import RequestQueue
 from stepgraph.runtime.row_table import PrefixSharing
 from stepgraph.runtime.scheduler import Scheduler
@@ -139,7 +139,7 @@ class EngineParts:
 
 
 def with_counted_pages(
-    config: EngineConfig, models: ModelPair, vocabulary: Vocabulary | None, device: torch.device
+    config: EngineConfig, models: Models, vocabulary: Vocabulary | None, device: torch.device
 ) -> tuple[EngineConfig, Limits]:
     """The config and its limits. A share of the free memory becomes the number of pages with which the caches of all models take it."""
     limits = config.limits(models.target.vocab_size, checked_vocabulary_size(models, vocabulary), models.target.feature_size)
@@ -164,7 +164,7 @@ def with_counted_pages(
     return replace(config, num_pages=least + added), replace(limits, num_pages=least + added)
 
 
-def accept_options(config: EngineConfig, models: ModelPair, limits: Limits, backend: Backend) -> AcceptOptions:
+def accept_options(config: EngineConfig, models: Models, limits: Limits, backend: Backend) -> AcceptOptions:
     """CaptureError for a logits processor that cannot be part of a round."""
     check_processors(config.logits_processors, limits, backend)
     return AcceptOptions(config.forced_acceptance, config.logits_processors, getattr(models.target, "shard", None))
@@ -178,7 +178,7 @@ def queue_types(config: EngineConfig, ranks: Ranks | None) -> tuple[Callable[...
     return RequestQueue, functools.partial(PreemptingScheduler, config.preemption, config.rounds_per_launch == "until_event")
 
 
-def catch_up_for(models: ModelPair, limits: Limits, buffers: StaticBuffers) -> Callable[[int], None] | None:
+def catch_up_for(models: Models, limits: Limits, buffers: StaticBuffers) -> Callable[[int], None] | None:
     """Runs the draft model over the tokens that it skipped; None if it runs in every round."""
     draft = models.draft if "row_skipped_tokens" in buffers else None
     return None if draft is None else functools.partial(process_skipped, buffers, model=draft, limits=limits)
@@ -202,7 +202,7 @@ def loop_in_flight_type(parts: EngineParts) -> Callable[..., InFlight]:
 
 
 def make_chooser(
-    config: EngineConfig, models: ModelPair, recorder: Recorder | None, device_grammars: bool, function: FunctionDrafts | None
+    config: EngineConfig, models: Models, recorder: Recorder | None, device_grammars: bool, function: FunctionDrafts | None
 ) -> DraftLengthChooser | None:
     """The chooser of draft lengths; None if every round has num_speculative_tokens drafts."""
     if config.draft_length != "auto" or models.drafter is None:
@@ -214,7 +214,7 @@ def make_chooser(
     return chooser
 
 
-def backend_for(name: BackendName, models: ModelPair, nvtx: bool) -> Backend:
+def backend_for(name: BackendName, models: Models, nvtx: bool) -> Backend:
     """`auto`: by the target's device; for a target without tensors, a GPU if there is one. STEPGRAPH_NVTX=1 is nvtx=True."""
     devices = devices_of(models.target)
     if name == "auto" and devices:
@@ -225,7 +225,7 @@ def backend_for(name: BackendName, models: ModelPair, nvtx: bool) -> Backend:
         raise ValueError(f"EngineConfig.{error}") from None
 
 
-def attention_for(device: torch.device, config: EngineConfig, models: ModelPair) -> AttentionChoice:
+def attention_for(device: torch.device, config: EngineConfig, models: Models) -> AttentionChoice:
     """The attention implementation for these models; ValueError if the configured one does not support them."""
     float8 = config.kv_cache_dtype == FLOAT8
     shapes = tuple(shape._replace(float8=float8) for model in models for shape in getattr(model, "attends", ()))
@@ -235,14 +235,14 @@ def attention_for(device: torch.device, config: EngineConfig, models: ModelPair)
         raise ValueError(f"EngineConfig.{error}") from None
 
 
-def products_for(models: ModelPair, ranks: Ranks | None) -> str:
+def products_for(models: Models, ranks: Ranks | None) -> str:
     """The note on products with packed weights; empty without such weights on a GPU."""
     modules: list[object] = list(models)  # the declared types of the models have no methods of nn.Module
     weights = (each for module in modules if isinstance(module, nn.Module) for each in module.parameters())
     return choose_products(models.target.feature_dtype, weights, ranks)
 
 
-def sharing_for(config: EngineConfig, models: ModelPair) -> PrefixSharing:
+def sharing_for(config: EngineConfig, models: Models) -> PrefixSharing:
     """How requests share pages, as configured and as the models allow."""
     named = {"target": models.target, "draft": models.draft}
     unshared = [name for name, model in named.items() if not getattr(model, "shares_prefix", True)]
@@ -255,7 +255,7 @@ def sharing_for(config: EngineConfig, models: ModelPair) -> PrefixSharing:
 
 def make_buffers(
     config: EngineConfig,
-    models: ModelPair,
+    models: Models,
     limits: Limits,
     device: torch.device,
     layout: StatesLayout | None,

@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Iterator
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.row_layout import REFUSED, ResultRecord
 from stepgraph.runtime.device_grammars import DeviceGrammars
-from stepgraph.runtime.extras.record import Recorder
 from stepgraph.runtime.histogram import HistogramBuilder
 from stepgraph.runtime.job import FinishReason, TokenLogprob
+from stepgraph.runtime.record import Recorder
 from stepgraph.runtime.request import NO_DRAFTS, ActiveRequest, DraftCounts, Job, StepEvent, describe_drafts
 from stepgraph.runtime.request_queue import QueuedRequest, RequestQueue
 from stepgraph.runtime.row_table import PrefixSharing, RowTable

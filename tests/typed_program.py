@@ -38,7 +38,7 @@ from stepgraph import (
 )
 from stepgraph.graphs import BufferSpec, Limits, StaticBuffers, capture, current_context
 from stepgraph.graphs.model import History
-from stepgraph.runtime.extras.replay import read_recording, replay
+from stepgraph.runtime.replay import read_recording, replay
 
 
 class Person(BaseModel):

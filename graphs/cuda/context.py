@@ -13,9 +13,9 @@ from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import C_HOST_FUNCTION, check_pinned, native_entry
-from stepgraph.graphs.context import MAIN, NULL_CONTEXT, StreamEvent, temporarily_set
+from stepgraph.graphs.context import MAIN, NULL_CONTEXT, FirstError, StreamEvent, temporarily_set
 from stepgraph.graphs.cuda.driver import Driver
-from stepgraph.graphs.errors import FirstError, HostNodeError, Site, call_site, fail
+from stepgraph.graphs.errors import HostNodeError, Site, call_site, fail
 from stepgraph.graphs.spans import DEFAULT_STAGE, RangeFactory, StageRun
 from stepgraph.sampling.cuda_graphs import Streams, gc_paused
 

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import BackendStats, Event, checked_loop_args
-from stepgraph.graphs.context import COPY_STREAM, MAIN
+from stepgraph.graphs.context import COPY_STREAM, MAIN, FirstError
 from stepgraph.graphs.cuda.loop import why_no_loops
 from stepgraph.graphs.cuda.recorder import Recording
 from stepgraph.graphs.cuda.resources import DeviceResources
 from stepgraph.graphs.cuda.trace import CudaTracer
-from stepgraph.graphs.errors import FirstError, fail
+from stepgraph.graphs.errors import fail
 from stepgraph.graphs.spans import RangeFactory
 from stepgraph.sampling.lifetimes import call_after_fork
 

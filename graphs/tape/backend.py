@@ -20,8 +20,8 @@ from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers, storage_key
 from stepgraph.graphs.capture import BackendStats, Between, CaptureCheck, Event, Generators, Step, checked_loop_args
-from stepgraph.graphs.context import COPY_STREAM, MAIN, NULL_CONTEXT, temporarily_set
-from stepgraph.graphs.errors import FirstError, fail
+from stepgraph.graphs.context import COPY_STREAM, MAIN, NULL_CONTEXT, FirstError, temporarily_set
+from stepgraph.graphs.errors import fail
 from stepgraph.graphs.spans import RangeFactory, RecordedReport, Span
 from stepgraph.graphs.tape.arena import Arena
 from stepgraph.graphs.tape.player import Await, Delay, Item, ItemTimer, Tracer, Worker, make_report, stop_workers, stream_programs

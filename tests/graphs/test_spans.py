@@ -15,8 +15,8 @@ import torch
 from stepgraph import Engine, EngineConfig
 from stepgraph.graphs import BufferSpec, RecordedReport, StaticBuffers, TapeBackend, capture, current_context, run_eager
 from stepgraph.graphs.backends import EagerContext
+from stepgraph.graphs.context import FirstError
 from stepgraph.graphs.cuda.context import CudaCaptureContext
-from stepgraph.graphs.errors import FirstError
 from stepgraph.graphs.spans import DEFAULT_STAGE, StageRun, stage_runs
 from stepgraph.runtime.models.toy import ToyTarget
 from tests.helpers.toy_engines import CONSTRAINTS, DRAFTERS, TARGET, VOCABULARY

@@ -14,11 +14,12 @@ import pytest
 import torch
 
 from stepgraph.graphs import BufferSpec, CaptureError, HostNodeError, StaticBuffers, capture, make_backend
+from stepgraph.graphs.context import FirstError
 from stepgraph.graphs.cuda.context import HostCallback
 from stepgraph.graphs.cuda.driver import Driver
 from stepgraph.graphs.cuda.recorder import as_capture_error, first_node_difference
 from stepgraph.graphs.cuda.resources import open_driver
-from stepgraph.graphs.errors import FirstError, Site, site_of
+from stepgraph.graphs.errors import Site, site_of
 from stepgraph.graphs.spans import GraphNode
 from stepgraph.sampling.cuda_graphs import gc_paused
 

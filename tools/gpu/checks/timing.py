@@ -15,8 +15,8 @@ import torch
 
 from stepgraph.graphs import BufferSpec, GraphKey, StaticBuffers, current_context
 from stepgraph.graphs.capture import Backend, Recorded
+from stepgraph.graphs.context import FirstError
 from stepgraph.graphs.cuda.context import HostCallback
-from stepgraph.graphs.errors import FirstError
 from stepgraph.sampling.grammar.link.native import NativeLink, load
 from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, HostLink, advance
 from stepgraph.sampling.grammar.status import TAG_FIELDS, HostColumn

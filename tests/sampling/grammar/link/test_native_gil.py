@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from stepgraph import Constraint
+from stepgraph.graphs.context import FirstError
 from stepgraph.graphs.cuda.context import HostCallback
-from stepgraph.graphs.errors import FirstError
 from stepgraph.graphs.tape.player import HostCall
 from stepgraph.sampling.grammar import MaskStatus
 from stepgraph.sampling.grammar.link.native import NativeLink, NativeRow
