@@ -161,16 +161,11 @@ def test_illegal_step_is_refused_with_its_line_and_the_backend_remains(backend: 
     backend.synchronize()
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda backend, b: backend.capture(add, b, generators=(torch.Generator(),)), "CudaBackend.capture.generators: got one on cpu"),
-        (lambda backend, b: backend.capture(add, b, check="Twice"), "CudaBackend.capture.check: got 'Twice'"),
-    ],
-)
-def test_wrong_arguments_are_refused(backend: Backend, call: Callable[[Backend, StaticBuffers], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        call(backend, buffers_of(backend))
+def test_wrong_arguments_are_refused(backend: Backend) -> None:
+    with pytest.raises(ValueError, match=r"CudaBackend\.capture\.generators: got one on cpu"):
+        backend.capture(add, buffers_of(backend), generators=(torch.Generator(),))
+    with pytest.raises(ValueError, match=r"CudaBackend\.capture\.check: got 'Twice'"):
+        backend.capture(add, buffers_of(backend), check="Twice")  # type: ignore[arg-type]
 
 
 def test_work_of_a_run_that_raised_is_ordered_before_that_of_the_caller(backend: Backend) -> None:
