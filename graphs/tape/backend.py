@@ -28,7 +28,7 @@ from stepgraph.graphs.tape.player import Await, Delay, Item, ItemTimer, Tracer, 
 from stepgraph.graphs.tape.recorder import Recorder, first_difference, record_perturbed
 from stepgraph.graphs.tape.replay_ops import poison
 from stepgraph.graphs.tape.reuse import check_second_run
-from stepgraph.sampling.fields import clip_repr
+from stepgraph.sampling.fields import check_value, one_of
 
 _DEVICE = "device"
 _FOLDER = str(Path(__file__).parents[1])  # of the package graphs
@@ -166,8 +166,7 @@ class TapeBackend:
         verify_host_nodes: bool | None = None,
         ranges: RangeFactory | None = None,
     ) -> None:
-        if poison not in ("first", "every"):
-            raise ValueError(f"TapeBackend.poison: got {poison!r}, expected 'first' or 'every'")
+        check_value("TapeBackend.poison", poison, one_of(("first", "every")))
         self.poison, self.delay = poison, delay
         self.verify_host_nodes = poison == "every" and not asynchronous if verify_host_nodes is None else verify_host_nodes
         self.stats, self.errors, self.ranges = BackendStats(wait_ns=0), FirstError(), ranges
@@ -187,8 +186,7 @@ class TapeBackend:
         self, step: Step, buffers: StaticBuffers, *, check: CaptureCheck = "once", between: Between = None, generators: Generators = ()
     ) -> Tape:
         self._check_usable("capture()")
-        if check not in ("once", "twice"):
-            raise ValueError(f"TapeBackend.capture.check: got {clip_repr(check)}, expected 'once' or 'twice'")
+        check_value("TapeBackend.capture.check", check, one_of(("once", "twice")))
         if buffers.device.type != "cpu":
             raise ValueError(f"TapeBackend.capture: got buffers on {buffers.device}, expected cpu")
         self._drain()
