@@ -383,7 +383,8 @@ def add_drafts(parser: argparse.ArgumentParser) -> None:
     add_draft(group)
     group.add_argument("-k", "--drafts", type=int, default=4, metavar="N", help="most drafts per round, 0 to 8 (default: 4)")
     help_text = "auto: each round has the number of drafts that is fastest; N: every round has N (default: auto)"
-    group.add_argument("--draft-length", type=_parse_draft_length, default="auto", metavar="auto|N", help=help_text)
+    add = group.add_argument  # EngineConfig checks the length
+    add("--draft-length", type=lambda text: int(text) if text.isdecimal() else text, default="auto", metavar="auto|N", help=help_text)
     look_up = "with a draft model: first look for at least N matching tokens in the text and propose what followed them"
     group.add_argument("--look-up", type=int, default=0, metavar="N", help=look_up)
 
@@ -391,10 +392,6 @@ def add_drafts(parser: argparse.ArgumentParser) -> None:
 def add_draft(parser: argparse._ActionsContainer) -> None:
     help_text = "a draft's folder, mtp, ngram, forced or none; auto: MTP modules that the model has, otherwise ngram (default: auto)"
     parser.add_argument("--draft", default="auto", metavar="WORD|FOLDER", help=help_text)
-
-
-def _parse_draft_length(text: str) -> int | str:
-    return int(text) if text.isdecimal() else text  # EngineConfig checks it
 
 
 def add_loading(parser: argparse.ArgumentParser) -> None:
