@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from stepgraph.runtime.aio import AsyncEngine, JobStream
     from stepgraph.runtime.config import EngineConfig
     from stepgraph.runtime.engine import Engine
-    from stepgraph.runtime.extras.record import Recording
     from stepgraph.runtime.job import FinishReason, Origin, TokenLogprob
+    from stepgraph.runtime.record import Recording
     from stepgraph.runtime.request import DraftCounts, EngineClosedError, Job, StepEvent
     from stepgraph.runtime.request_queue import QueueFullError
     from stepgraph.runtime.stats import EngineStats
@@ -88,7 +88,7 @@ _MODULES = {
     "Origin": "runtime.job",
     "ProcessorInput": "graphs.logits_processors",
     "QueueFullError": "runtime.request_queue",
-    "Recording": "runtime.extras.record",
+    "Recording": "runtime.record",
     "RoundTimeoutError": "runtime.watchdog",
     "SamplingParams": "sampling.params",
     "StepEvent": "runtime.request",

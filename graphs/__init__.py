@@ -7,7 +7,7 @@ from stepgraph.graphs.capture import Backend, Recorded
 from stepgraph.graphs.context import current_context
 from stepgraph.graphs.errors import CaptureError, HostNodeError, StepError
 from stepgraph.graphs.graph_key import GraphKey
-from stepgraph.graphs.graph_set import CaptureReport, GraphSet
+from stepgraph.graphs.graph_set import CaptureReport
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.spans import RecordedReport
 from stepgraph.graphs.tape.backend import TapeBackend
@@ -18,7 +18,6 @@ __all__ = [
     "CaptureError",
     "CaptureReport",
     "GraphKey",
-    "GraphSet",
     "HostNodeError",
     "Limits",
     "Recorded",

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from stepgraph.graphs.memory import check_memory
-from stepgraph.sampling.fields import clip_repr, is_int, is_list_like
+from stepgraph.sampling.fields import check_value, clip_repr, instance_of, is_int, is_list_like, one_of
 
 
 @dataclass(frozen=True)
@@ -29,16 +29,14 @@ class BufferSpec:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.isidentifier() or self.name.startswith("_"):
             raise ValueError(f"BufferSpec.name: got {clip_repr(self.name)}, expected a public Python identifier")
-        if self.memory not in ("device", "pinned"):
-            raise ValueError(f"BufferSpec.memory of {self.name!r}: got {clip_repr(self.memory)}, expected 'device' or 'pinned'")
+        check_value(f"BufferSpec.memory of {self.name!r}", self.memory, one_of(("device", "pinned")))
         if self.name.endswith("_host") != (self.memory == "pinned"):
             raise ValueError(
                 f"BufferSpec.name: got {self.name!r} in {self.memory} memory, expected the suffix _host for pinned memory only"
             )
         if not isinstance(self.shape, tuple) or not all(is_int(size) and size >= 0 for size in self.shape):
             raise ValueError(f"BufferSpec.shape of {self.name!r}: got {clip_repr(self.shape)}, expected a tuple of integers >= 0")
-        if not isinstance(self.dtype, torch.dtype):
-            raise ValueError(f"BufferSpec.dtype of {self.name!r}: got {clip_repr(self.dtype)}, expected a torch.dtype")
+        check_value(f"BufferSpec.dtype of {self.name!r}", self.dtype, instance_of(torch.dtype, "a torch.dtype"))
         try:
             held = torch.full((), self.fill, dtype=self.dtype, device="cpu")
             exact = self.dtype.is_floating_point or self.dtype.is_complex or held.item() == self.fill

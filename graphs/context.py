@@ -1,4 +1,4 @@
-"""What a step uses besides tensor operations: the context that gives it streams, events and host nodes."""
+"""What a step uses besides tensor operations: a context with streams, events and host nodes. And the first error of launched work."""
 
 from __future__ import annotations
 
@@ -69,3 +69,23 @@ def temporarily_set(owner: object, name: str, value: object) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, before)
+
+
+class FirstError:
+    """The first error of launched work, kept until it is raised. Written by the threads that run it, read by the launching thread."""
+
+    def __init__(self) -> None:
+        self._first: BaseException | None = None
+
+    def store(self, error: BaseException) -> None:
+        self._first = self._first or error
+
+    def take(self) -> BaseException | None:
+        first = self._first
+        if first is not None:  # otherwise an error that is stored meanwhile would be lost
+            self._first = None
+        return first
+
+    def raise_first(self) -> None:
+        if (error := self.take()) is not None:
+            raise error

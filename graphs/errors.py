@@ -59,27 +59,6 @@ class StepError(RuntimeError):
     """A step raised an exception, which is chained. Names its line."""
 
 
-class HostErrors:
-    """The first error of a host node, kept until it is raised. Written by the driver's thread, read by the launching thread."""
-
-    def __init__(self) -> None:
-        self._first: BaseException | None = None
-
-    def store(self, error: BaseException) -> None:
-        self._first = self._first or error
-
-    def take(self) -> BaseException | None:
-        first = self._first
-        if first is not None:  # otherwise an error that is stored meanwhile would be lost
-            self._first = None
-        return first
-
-    def raise_first(self) -> None:
-        error = self.take()
-        if error is not None:
-            raise error
-
-
 class Site(NamedTuple):
     """A line of the step."""
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 from stepgraph.graphs.capture import Recorded
-from stepgraph.sampling.fields import check_value, whole
 
 FULL_LENGTH = -1  # the draft length num_speculative_tokens
 
@@ -86,8 +85,8 @@ class GraphTable:
     def key_for(self, batch_rows: int, constrained: bool, sampled: bool, device: bool = False, drafting: Drafting = FULL) -> GraphKey:
         """The smallest key that holds a batch, or the key that replaces it."""
         batch = batch_rows, constrained, sampled, device, drafting
-        if type(batch_rows) is not int or batch not in self._keys:
-            check_value("GraphSet.key_for.batch_rows", batch_rows, whole(1, self.buckets[-1]))
+        if batch not in self._keys:
+            assert 1 <= batch_rows <= self.buckets[-1], f"{batch_rows} rows, graphs of up to {self.buckets[-1]}"
             sizes = self._host_buckets if constrained and not device else self.buckets
             key = GraphKey(min(size for size in sizes if size >= batch_rows), constrained, sampled, device, *drafting)
             self._keys[batch] = cast("GraphKey", self._replacements.get(key, key))

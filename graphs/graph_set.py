@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Literal, cast, get_args
+from typing import Literal, cast
 
 from tqdm import tqdm
 
@@ -17,34 +17,16 @@ from stepgraph.graphs.graph_key import FULL, FULL_LENGTH, PLAIN, Drafting, Graph
 from stepgraph.graphs.memory import resident_bytes
 from stepgraph.graphs.prefill import PromptKey, Prompts, prompt_keys
 from stepgraph.graphs.spans import RecordedReport
-from stepgraph.sampling.fields import (
-    BOOL,
-    FUNCTION,
-    Check,
-    check_members,
-    check_value,
-    clip_repr,
-    instance_of,
-    is_int,
-    is_list_like,
-    one_of,
-    optional,
-    whole,
-)
+from stepgraph.sampling.fields import clip_repr, is_int, is_list_like
 
 
-def bucket_sizes(max_rows: int) -> tuple[int, ...]:
-    """Powers of two below `max_rows`, and `max_rows`."""
-    return (*(1 << power for power in range((max_rows - 1).bit_length())), max_rows)
-
-
-def checked_buckets(buckets: Iterable[int], max_rows: int | None = None) -> tuple[int, ...]:
-    """The buckets sorted; ValueError if there are none, or if the largest is not `max_rows`."""
+def bucket_sizes(max_rows: int, buckets: Iterable[int] | None = None) -> tuple[int, ...]:
+    """The buckets sorted; None: powers of two below `max_rows`, and `max_rows`. ValueError if the largest is not `max_rows`."""
+    if buckets is None:
+        return (*(1 << power for power in range((max_rows - 1).bit_length())), max_rows)
     sizes = tuple(buckets) if is_list_like(buckets) else ()
-    valid = sizes and all(is_int(size) and size >= 1 for size in sizes)
-    if not valid or max(sizes) != (max_rows or max(sizes)):
-        largest = "" if max_rows is None else f" of which the largest is max_rows={max_rows}"
-        raise ValueError(f"buckets: got {clip_repr(buckets)}, expected integers >= 1{largest}")
+    if not all(is_int(size) and size >= 1 for size in sizes) or max(sizes, default=0) != max_rows:
+        raise ValueError(f"buckets: got {clip_repr(buckets)}, expected integers >= 1 of which the largest is max_rows={max_rows}")
     return tuple(sorted(set(sizes)))
 
 
@@ -210,11 +192,10 @@ class CaptureBudget:
 
 
 EAGER_BY_CONFIG = "EngineConfig.eager"
-_DRAFTING = Check(lambda value: isinstance(value, tuple) and all(isinstance(each, Drafting) for each in value) and value != (), "Draftings")
 
 
 class GraphSet(GraphTable):
-    """One recording per key of `buckets`, and of `prompts` if it is given. `step_of(key)` is the function to record.
+    """One recording per key of `buckets`, which ascend, and of `prompts` if it is given. `step_of(key)` is the function to record.
 
     on_failure: with "eager", a key that cannot be recorded is listed in the report, and its batches use another key or run eagerly.
     capture_bytes: limit of static buffers and recordings together; None: no limit.
@@ -226,26 +207,19 @@ class GraphSet(GraphTable):
         backend: Backend,
         buffers: StaticBuffers,
         step_of: Callable[[GraphKey], Step],
-        buckets: Sequence[int],
+        buckets: tuple[int, ...],
         on_failure: OnFailure = "raise",
         capture_bytes: int | None = None,
         device_grammars: bool = False,
         drafting: Sequence[Drafting] = (FULL,),
         prompts: Prompts | None = None,
     ) -> None:
-        check_members("GraphSet.backend", backend, Backend)
-        check_value("GraphSet.buffers", buffers, instance_of(StaticBuffers, "StaticBuffers"))
-        check_value("GraphSet.step_of", step_of, FUNCTION)
-        check_value("GraphSet.on_failure", on_failure, one_of(get_args(OnFailure)))
-        check_value("GraphSet.capture_bytes", capture_bytes, optional(whole(1)))
-        check_value("GraphSet.device_grammars", device_grammars, BOOL)
-        check_value("GraphSet.drafting", drafting, _DRAFTING)
-        check_value("GraphSet.prompts", prompts, optional(instance_of(Prompts, "Prompts")))
         self._device_grammars, self._drafting, self._on_failure, self._capture_bytes = device_grammars, drafting, on_failure, capture_bytes
         self._backend, self._buffers, self._step_of, self._prompts = backend, buffers, step_of, prompts
         self._prompt_keys = prompt_keys(prompts.limits) if prompts else ()
-        sizes = checked_buckets(buckets)
-        super().__init__(sizes, host_buckets(sizes) if device_grammars else sizes, GraphSet.record_one)  # a bound method would be a cycle
+        super().__init__(
+            buckets, host_buckets(buckets) if device_grammars else buckets, GraphSet.record_one
+        )  # a bound method would be a cycle
         self.eager: Mapping[GraphKey, str] = {}  # keys that run eagerly, and the reason
 
     def capture(self, notes: tuple[str, ...] = (), eager: bool = False, greedy_only: bool = False, progress: bool = False) -> CaptureReport:
@@ -253,8 +227,7 @@ class GraphSet(GraphTable):
 
         Keys that were recorded on demand are not recorded again.
         """
-        if self.complete:
-            raise RuntimeError("GraphSet.capture(): already captured; create a new engine for other limits")
+        assert not self.complete, "all keys are recorded"
         keys = graph_keys(self.buckets, greedy_only, self._device_grammars, self._drafting)
         all_keys: list[Key] = [*self._prompt_keys, *keys]
         started, before = time.perf_counter(), resident_bytes()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from stepgraph.sampling.fields import Check, check_fields, is_int, one_of, whole
@@ -13,7 +13,18 @@ PageAllocation = Literal["reserve", "grow"]
 RoundsPerLaunch = Literal[1, "until_event"]
 MAX_DRAFTS = 8  # per round
 MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 1024, 32
-ROUNDS_PER_LAUNCH = Check(lambda value: value == "until_event" or (is_int(value) and value == 1), "1 or 'until_event'")
+SETTINGS = {  # accepted values of the fields that EngineConfig has, too
+    **dict.fromkeys(("max_rows", "max_length", "page_size", "rounds_in_flight", "prefill_chunk"), whole(1)),
+    **dict.fromkeys(("max_stop_ids", "max_bias_ids", "max_lora_rank"), whole(1)),
+    "num_speculative_tokens": whole(0, MAX_DRAFTS),
+    "max_bad_words": whole(0, MAX_BAD_WORDS),
+    "max_bad_word_tokens": whole(2, MAX_BAD_WORD_TOKENS),
+    "max_top_logprobs": whole(0, MAX_TOP_LOGPROBS),
+    "max_loras": whole(0),
+    "rounds_per_launch": Check(lambda value: value == "until_event" or (is_int(value) and value == 1), "1 or 'until_event'"),
+    "kv_cache_dtype": one_of(get_args(KvCacheDtype)),
+    "page_allocation": one_of(get_args(PageAllocation)),
+}
 
 
 @dataclass(frozen=True)
@@ -42,11 +53,7 @@ class Limits:
     max_lora_rank: int = 16
 
     def __post_init__(self) -> None:
-        special = {"num_speculative_tokens": whole(0, MAX_DRAFTS), "feature_size": whole(0), "rounds_per_launch": ROUNDS_PER_LAUNCH}
-        special |= {"kv_cache_dtype": one_of(get_args(KvCacheDtype)), "page_allocation": one_of(get_args(PageAllocation))}
-        special |= {"max_top_logprobs": whole(0, MAX_TOP_LOGPROBS), "max_loras": whole(0)}
-        special |= {"max_bad_words": whole(0, MAX_BAD_WORDS), "max_bad_word_tokens": whole(2, MAX_BAD_WORD_TOKENS)}
-        check_fields(self, {field.name: special.get(field.name, whole(1)) for field in fields(self)})
+        check_fields(self, SETTINGS | dict.fromkeys(("num_pages", "vocab_size", "num_tokens"), whole(1)) | {"feature_size": whole(0)})
         if self.num_tokens > self.vocab_size:
             raise ValueError(f"Limits.num_tokens: got {self.num_tokens}, expected at most vocab_size={self.vocab_size}")
         if self.num_pages < self.pages_per_row:

@@ -64,7 +64,7 @@ class LogitsProcessor:
         return result
 
 
-def check_processors(processors: tuple[LogitsProcessor, ...], limits: Limits, backend: Backend, device: torch.device) -> None:
+def check_processors(processors: tuple[LogitsProcessor, ...], limits: Limits, backend: Backend) -> None:
     """Records each function by itself. CaptureError, with rule, file and line, for one that cannot be part of a round."""
     rows, width = limits.max_rows, limits.num_tokens
     for processor, positions in product(processors, {1, limits.positions}):  # without drafts, and with all
@@ -76,13 +76,13 @@ def check_processors(processors: tuple[LogitsProcessor, ...], limits: Limits, ba
             BufferSpec("output_counts", (rows, width), torch.int32),
         )
         module = processor.function if isinstance(processor.function, torch.nn.Module) else None
-        buffers = StaticBuffers(specs, device, None if module is None else {"processor": module})
+        buffers = StaticBuffers(specs, backend.device, None if module is None else {"processor": module})
 
         def step(buffers: StaticBuffers, processor: LogitsProcessor = processor) -> None:
             given = ProcessorInput(buffers.arguments, buffers.tokens, buffers.generated, buffers.output_counts)
             buffers.logits.copy_(processor.apply(buffers.logits, given))
 
-        with step_errors(f"LogitsProcessor {processor.name!r}", device):
+        with step_errors(f"LogitsProcessor {processor.name!r}", backend.device):
             backend.measure(step, buffers)
 
 

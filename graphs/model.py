@@ -12,7 +12,7 @@ A model whose logits are divided among ranks has a `shard`: a VocabularyShard, t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model_call import ModelInput, ModelOutput
-from stepgraph.graphs.proposer import Proposer
 
 
 class NoCache:
@@ -101,7 +100,32 @@ class DraftModel(Protocol):
     def logits(self, hidden: Tensor) -> Tensor: ...
 
 
-class ModelPair(NamedTuple):
+class History(NamedTuple):
+    """Input of a proposer: the texts of B rows after the round's emission. Those of inert rows are arbitrary, even all -1."""
+
+    tokens: Tensor  # [B, T] int32: history at [0, length), then stale tokens; the given text from `given_from` on, then -1
+    length: Tensor  # [B] int64, at least 1
+    generated: Tensor  # [B] int64, output tokens among them
+    given_from: int  # preceded by a column of -1 and the last ANCHOR_TOKENS of the prompt
+    num_drafts: int  # K
+
+
+@runtime_checkable
+class Proposer(Protocol):
+    """Drafts whole chains from the text, without a model, as device code inside the round.
+
+    Like a model it never synchronises; it may keep state in static buffers, one entry per row (at `buffers.batch_rows[:B]`), and
+    may have `notes`. Its drafts affect speed only: each counts as drawn with probability 1 and is verified against the target's
+    masked distribution.
+    """
+
+    def cache_specs(self, limits: Limits) -> Sequence[BufferSpec]: ...
+
+    def propose(self, history: History, buffers: StaticBuffers) -> Tensor:
+        """[B, K] int64 token ids. A chain ends at the first id that is not a token, such as -1."""
+
+
+class Models(NamedTuple):
     """The target and what drafts for it: a draft model or a proposer; neither if num_speculative_tokens is 0."""
 
     target: TargetModel

@@ -21,7 +21,7 @@ from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Step
 from stepgraph.graphs.layers.slot_mapping import place_tokens
 from stepgraph.graphs.limits import Limits
-from stepgraph.graphs.model import ModelPair, TargetModel
+from stepgraph.graphs.model import Models, TargetModel
 from stepgraph.graphs.model_call import Attend, Embeddings, ModelInput, check_shape, run_model
 
 MIN_CHUNK = 32  # tokens; a shorter chunk also reads all weights
@@ -114,7 +114,7 @@ class Prompts:
     """What the chunks of an engine share. `step(key)` is the function to record."""
 
     limits: Limits
-    models: ModelPair
+    models: Models
     attention: AttentionChoice = DEFAULT_ATTENTION
 
     def step(self, key: PromptKey) -> Step:

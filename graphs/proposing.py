@@ -20,9 +20,8 @@ from stepgraph.graphs.grammar_lane import GrammarLane
 from stepgraph.graphs.graph_key import GraphKey
 from stepgraph.graphs.layers.slot_mapping import place_tokens
 from stepgraph.graphs.limits import Limits
-from stepgraph.graphs.model import DraftModel, ModelPair
+from stepgraph.graphs.model import DraftModel, History, Models, Proposer
 from stepgraph.graphs.model_call import ModelInput, check_shape
-from stepgraph.graphs.proposer import History, Proposer
 from stepgraph.graphs.row_layout import REFUSED, Column
 from stepgraph.sampling import bitmask
 from stepgraph.sampling.grammar.status import FinishCode, MaskStatus
@@ -160,7 +159,7 @@ class ProposedRound:
     buffers: StaticBuffers
     context: CaptureContext
     limits: Limits
-    models: ModelPair
+    models: Models
     key: GraphKey
     num_drafts: int  # 0: none
     grammar: GrammarLane | None  # if it fills the masks of drafts

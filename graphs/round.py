@@ -32,7 +32,7 @@ from stepgraph.graphs.grammar_lane import DeviceTables, GrammarLane, MaskedRound
 from stepgraph.graphs.graph_key import FULL_LENGTH, GraphKey
 from stepgraph.graphs.host_nodes import HostNodes
 from stepgraph.graphs.limits import Limits
-from stepgraph.graphs.model import ModelPair
+from stepgraph.graphs.model import Models
 from stepgraph.graphs.proposing import ProposedRound
 from stepgraph.graphs.publishing import publish
 from stepgraph.graphs.sampled_stages import DEFAULT_ACCEPT, AcceptOptions
@@ -46,7 +46,7 @@ class Round:
     """The part of a round that all keys of an engine share. `step(key)` is the function to record."""
 
     limits: Limits
-    models: ModelPair
+    models: Models
     host: HostLink
     draft_masks: bool = True  # False: unmasked drafts; one host node accepts them all during the next target_verify
     options: AcceptOptions = DEFAULT_ACCEPT

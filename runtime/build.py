@@ -29,7 +29,7 @@ from stepgraph.graphs.layers.product_choice import choose_products
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.logits_processors import check_processors
 from stepgraph.graphs.memory import available_bytes
-from stepgraph.graphs.model import ModelPair, TargetModel
+from stepgraph.graphs.model import Models, TargetModel
 from stepgraph.graphs.prefill import Prompts, prompt_specs
 from stepgraph.graphs.proposing import process_skipped, text_specs
 from stepgraph.graphs.round import Round
@@ -38,8 +38,7 @@ from stepgraph.runtime.check_models import Drafter, check_models, checked_vocabu
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.device_grammars import INT_BYTES, DeviceGrammars, why_no_device_grammars
 from stepgraph.runtime.draft_length import DraftLengthChooser
-from stepgraph.runtime.extras.hidden_states import HiddenStates, StatesLayout, states_layout
-from stepgraph.runtime.extras.record import Recorder, Recording, open_recorder
+from stepgraph.runtime.hidden_states import HiddenStates, StatesLayout, states_layout
 from stepgraph.runtime.host_drafts import FunctionDrafts, FunctionProposer
 from stepgraph.runtime.in_flight import InFlight
 from stepgraph.runtime.loops import LoopInFlight
@@ -49,6 +48,7 @@ from stepgraph.runtime.parallel.lockstep import LockstepQueue, LockstepScheduler
 from stepgraph.runtime.parallel.ranks import Ranks, ranks_of
 from stepgraph.runtime.preemption import PreemptingScheduler
 from stepgraph.runtime.profiled import ROUNDS_VARIABLE, in_flight_type, read_range
+from stepgraph.runtime.record import Recorder, Recording, open_recorder
 from stepgraph.runtime.request_queue import RequestQueue
 from stepgraph.runtime.row_table import PrefixSharing
 from stepgraph.runtime.scheduler import Scheduler
@@ -106,7 +106,7 @@ class EngineParts:
         self.validator = RequestValidator(config, limits, vocabulary, models, pinned=device.type == "cuda")
         queue_type, scheduler_type = queue_types(config, self.ranks)
         self.sharing = sharing_for(config, models)
-        read_range(os.environ)  # ValueError before the recording exists
+        self.profile_range = read_range(os.environ)  # ValueError before the recording exists
         self.hidden_states = states = HiddenStates(timed, buffers, layout, folder, config.states_shard_bytes) if layout and folder else None
         taken.enter_context(closing(states.writer) if states else nullcontext())
         recorder = None if record is None else open_recorder(record, config, models, vocabulary, self.backend, tables is not None)
@@ -130,7 +130,7 @@ class EngineParts:
         )
         self.uploader = Uploader(timed, buffers, models, limits, prompts, self.graphs, states, config.logits_processors, record is not None)
         catch_up = catch_up_for(models, limits, buffers)
-        in_flight = loop_in_flight_type(models, limits, self.backend, self.queue, self.watchdog) if limits.loops else in_flight_type()
+        in_flight = loop_in_flight_type(self) if limits.loops else in_flight_type(self.profile_range)
         self.in_flight = in_flight(timed, buffers, self.graphs, self.host_link, limits, states, self.draft_lengths, catch_up)
 
     @property
@@ -139,7 +139,7 @@ class EngineParts:
 
 
 def with_counted_pages(
-    config: EngineConfig, models: ModelPair, vocabulary: Vocabulary | None, device: torch.device
+    config: EngineConfig, models: Models, vocabulary: Vocabulary | None, device: torch.device
 ) -> tuple[EngineConfig, Limits]:
     """The config and its limits. A share of the free memory becomes the number of pages with which the caches of all models take it."""
     limits = config.limits(models.target.vocab_size, checked_vocabulary_size(models, vocabulary), models.target.feature_size)
@@ -164,9 +164,9 @@ def with_counted_pages(
     return replace(config, num_pages=least + added), replace(limits, num_pages=least + added)
 
 
-def accept_options(config: EngineConfig, models: ModelPair, limits: Limits, backend: Backend) -> AcceptOptions:
+def accept_options(config: EngineConfig, models: Models, limits: Limits, backend: Backend) -> AcceptOptions:
     """CaptureError for a logits processor that cannot be part of a round."""
-    check_processors(config.logits_processors, limits, backend, backend.device)
+    check_processors(config.logits_processors, limits, backend)
     return AcceptOptions(config.forced_acceptance, config.logits_processors, getattr(models.target, "shard", None))
 
 
@@ -178,44 +178,43 @@ def queue_types(config: EngineConfig, ranks: Ranks | None) -> tuple[Callable[...
     return RequestQueue, functools.partial(PreemptingScheduler, config.preemption, config.rounds_per_launch == "until_event")
 
 
-def catch_up_for(models: ModelPair, limits: Limits, buffers: StaticBuffers) -> Callable[[int], None] | None:
+def catch_up_for(models: Models, limits: Limits, buffers: StaticBuffers) -> Callable[[int], None] | None:
     """Runs the draft model over the tokens that it skipped; None if it runs in every round."""
     draft = models.draft if "row_skipped_tokens" in buffers else None
     return None if draft is None else functools.partial(process_skipped, buffers, model=draft, limits=limits)
 
 
-def loop_in_flight_type(
-    models: ModelPair, limits: Limits, backend: Backend, queue: RequestQueue, watchdog: Watchdog
-) -> Callable[..., InFlight]:
+def loop_in_flight_type(parts: EngineParts) -> Callable[..., InFlight]:
     """The constructor of LoopInFlight, whose launches run many rounds. ValueError if the engine cannot have them."""
     # The host reads a header and then the results that it announces, without a barrier between the two.
-    is_ordered = platform.machine() in ("x86_64", "AMD64")
+    is_ordered, backend = platform.machine() in ("x86_64", "AMD64"), parts.backend
     reasons = {
         f"{platform.machine()} may reorder the host's reads of what a running launch writes": backend.name == "cuda" and not is_ordered,
         backend.why_no_loops: bool(backend.why_no_loops),
         "no Triton kernel writes the results": backend.device.type == "cuda" and bool(why_no_triton(backend.device)),
-        "a draft function is called between two rounds": isinstance(models.proposer, FunctionProposer),
-        f"{ROUNDS_VARIABLE} profiles single rounds": read_range(os.environ) is not None,
+        "a draft function is called between two rounds": isinstance(parts.models.proposer, FunctionProposer),
+        f"{ROUNDS_VARIABLE} profiles single rounds": parts.profile_range is not None,
     }
     for reason, holds in reasons.items():
         if holds:
             raise ValueError(f"EngineConfig.rounds_per_launch: got 'until_event', expected 1: {reason}")
-    return functools.partial(LoopInFlight, queue, watchdog.poll, limits.max_length)
+    return functools.partial(LoopInFlight, parts.queue, parts.watchdog.poll, parts.limits.max_length)
 
 
 def make_chooser(
-    config: EngineConfig, models: ModelPair, recorder: Recorder | None, device_grammars: bool, function: FunctionDrafts | None
+    config: EngineConfig, models: Models, recorder: Recorder | None, device_grammars: bool, function: FunctionDrafts | None
 ) -> DraftLengthChooser | None:
     """The chooser of draft lengths; None if every round has num_speculative_tokens drafts."""
     if config.draft_length != "auto" or models.drafter is None:
         return None
     choices = draft_choices(config.num_speculative_tokens, models.draft is not None, models.look_up is not None)
-    chooser = DraftLengthChooser(choices, recorder.record_drafting if recorder else None, device_grammars)
+    record = None if recorder is None else lambda each: recorder.write("round", drafts=each.length, model=each.model)
+    chooser = DraftLengthChooser(choices, record, device_grammars)
     chooser.num_given_drafts = None if function is None else function.num_drafts.__getitem__
     return chooser
 
 
-def backend_for(name: BackendName, models: ModelPair, nvtx: bool) -> Backend:
+def backend_for(name: BackendName, models: Models, nvtx: bool) -> Backend:
     """`auto`: by the target's device; for a target without tensors, a GPU if there is one. STEPGRAPH_NVTX=1 is nvtx=True."""
     devices = devices_of(models.target)
     if name == "auto" and devices:
@@ -226,7 +225,7 @@ def backend_for(name: BackendName, models: ModelPair, nvtx: bool) -> Backend:
         raise ValueError(f"EngineConfig.{error}") from None
 
 
-def attention_for(device: torch.device, config: EngineConfig, models: ModelPair) -> AttentionChoice:
+def attention_for(device: torch.device, config: EngineConfig, models: Models) -> AttentionChoice:
     """The attention implementation for these models; ValueError if the configured one does not support them."""
     float8 = config.kv_cache_dtype == FLOAT8
     shapes = tuple(shape._replace(float8=float8) for model in models for shape in getattr(model, "attends", ()))
@@ -236,14 +235,14 @@ def attention_for(device: torch.device, config: EngineConfig, models: ModelPair)
         raise ValueError(f"EngineConfig.{error}") from None
 
 
-def products_for(models: ModelPair, ranks: Ranks | None) -> str:
+def products_for(models: Models, ranks: Ranks | None) -> str:
     """The note on products with packed weights; empty without such weights on a GPU."""
     modules: list[object] = list(models)  # the declared types of the models have no methods of nn.Module
     weights = (each for module in modules if isinstance(module, nn.Module) for each in module.parameters())
     return choose_products(models.target.feature_dtype, weights, ranks)
 
 
-def sharing_for(config: EngineConfig, models: ModelPair) -> PrefixSharing:
+def sharing_for(config: EngineConfig, models: Models) -> PrefixSharing:
     """How requests share pages, as configured and as the models allow."""
     named = {"target": models.target, "draft": models.draft}
     unshared = [name for name, model in named.items() if not getattr(model, "shares_prefix", True)]
@@ -256,7 +255,7 @@ def sharing_for(config: EngineConfig, models: ModelPair) -> PrefixSharing:
 
 def make_buffers(
     config: EngineConfig,
-    models: ModelPair,
+    models: Models,
     limits: Limits,
     device: torch.device,
     layout: StatesLayout | None,

@@ -15,8 +15,7 @@ from stepgraph.graphs.buffer_spec import BufferSpec, check_constant
 from stepgraph.graphs.capture import Backend
 from stepgraph.graphs.layers.vocabulary_shard import VocabularyShard
 from stepgraph.graphs.limits import Limits
-from stepgraph.graphs.model import AttentionShape, DraftModel, ModelPair, TargetModel
-from stepgraph.graphs.proposer import Proposer
+from stepgraph.graphs.model import AttentionShape, DraftModel, Models, Proposer, TargetModel
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.host_drafts import DraftFunction, ForcedDrafts, FunctionProposer
 from stepgraph.runtime.models.ngram import NgramLookup
@@ -47,7 +46,7 @@ _ATTRIBUTES = {  # of a target or a draft; all but the first are optional
 _D2T = Check(lambda found: isinstance(found, Tensor) and found.dim() == 1, "a tensor [vocab_size] of torch.int64, or None")
 
 
-def resolve_drafter(target: TargetModel, draft: Drafter | str | None, config: EngineConfig) -> tuple[ModelPair, EngineConfig]:
+def resolve_drafter(target: TargetModel, draft: Drafter | str | None, config: EngineConfig) -> tuple[Models, EngineConfig]:
     """The models of an engine, and its config, with zero drafts if there is no drafter."""
     check_value("Engine.config", config, CONFIG)
     if isinstance(config.draft_length, int):
@@ -56,11 +55,11 @@ def resolve_drafter(target: TargetModel, draft: Drafter | str | None, config: En
         config = without_drafts(config)
     drafter = checked_drafter(named_proposer(draft) if isinstance(draft, str) else draft, config)
     if not config.num_speculative_tokens or drafter is None:
-        return ModelPair(target, None), config
+        return Models(target, None), config
     if isinstance(drafter, Proposer):
-        return ModelPair(target, None, drafter), config
+        return Models(target, None, drafter), config
     look_up = NgramLookup(min_ngram=config.look_up, why="beside the draft model") if config.look_up else None
-    return ModelPair(target, drafter, look_up=look_up), config
+    return Models(target, drafter, look_up=look_up), config
 
 
 def checked_drafter(draft: Drafter | None, config: EngineConfig) -> DraftModel | Proposer | None:
@@ -96,7 +95,7 @@ def without_drafts(config: EngineConfig) -> EngineConfig:
     return replace(config, num_speculative_tokens=0, draft_length=0)
 
 
-def check_models(models: ModelPair, backend: Backend, limits: Limits) -> None:
+def check_models(models: Models, backend: Backend, limits: Limits) -> None:
     """ValueError for tensors on another device, for active dropout, which a CUDA graph would freeze and the tape cannot record, for
     attributes of wrong types, and for the cache of a draft with advances = False."""
     for name, model in (("target", models.target), ("draft", models.drafter)):
@@ -124,7 +123,7 @@ def check_models(models: ModelPair, backend: Backend, limits: Limits) -> None:
         raise ValueError(f"Engine.draft.cache_specs: got {names} with advances = False, expected none: {reason}")
 
 
-def checked_vocabulary_size(models: ModelPair, vocabulary: Vocabulary | None) -> int:
+def checked_vocabulary_size(models: Models, vocabulary: Vocabulary | None) -> int:
     """The number of tokens. ValueError for sizes of the target that are none, and unless the draft has the target's vocabulary, or maps
     its own to it by d2t."""
     target, draft = models.target, models.draft
@@ -151,7 +150,7 @@ def checked_vocabulary_size(models: ModelPair, vocabulary: Vocabulary | None) ->
     return num_tokens
 
 
-def forces_drafts(config: EngineConfig, models: ModelPair, vocabulary: Vocabulary | None) -> bool:
+def forces_drafts(config: EngineConfig, models: Models, vocabulary: Vocabulary | None) -> bool:
     """Whether grammars propose forced drafts. Each mask must then be filled before its draft is chosen."""
     if not config.draft_masks or models.drafter is None or vocabulary is None or isinstance(models.proposer, FunctionProposer):
         return False

@@ -8,8 +8,8 @@ from typing import Any, Literal, get_args
 
 from stepgraph.graphs.attention.choose import AttentionName
 from stepgraph.graphs.capture import BackendName
-from stepgraph.graphs.graph_set import OnFailure, bucket_sizes, checked_buckets
-from stepgraph.graphs.limits import KvCacheDtype, Limits, PageAllocation, RoundsPerLaunch
+from stepgraph.graphs.graph_set import OnFailure, bucket_sizes
+from stepgraph.graphs.limits import SETTINGS, KvCacheDtype, Limits, PageAllocation, RoundsPerLaunch
 from stepgraph.graphs.logits_processors import LogitsProcessor
 from stepgraph.graphs.proposing import ANCHOR_TOKENS
 from stepgraph.sampling.fields import BOOL, Check, check_fields, checked_fields, clip_repr, is_int, number, one_of, optional, whole
@@ -33,13 +33,11 @@ PROCESSORS = Check(
 _WORDS: dict[str, Any] = {
     **{"backend": BackendName, "attention": AttentionName, "filters": FilterName, "host_link": HostLinkName, "grammar_lane": LaneName},
     **{"grammar_backend": BackendChoice, "compile_isolation": Isolation, "on_capture_failure": OnFailure},
-    **{"page_allocation": PageAllocation, "kv_cache_dtype": KvCacheDtype},
 }
-# Not listed: flags, and sizes that Limits checks.
-CHECKS = {
+CHECKS = {  # of all fields but flags
+    **SETTINGS,
     **{name: one_of(get_args(words)) for name, words in _WORDS.items()},
-    **dict.fromkeys(("max_rows", "max_length", "page_size", "max_queued", "max_lora_rank"), whole(1)),
-    **dict.fromkeys(("states_shard_bytes", "grammar_cache_bytes"), whole(1)),
+    **dict.fromkeys(("max_queued", "states_shard_bytes", "grammar_cache_bytes"), whole(1)),
     **dict.fromkeys(("forced_drafts", "prompt_graphs"), optional(BOOL)),
     "grammar_arena_bytes": whole(1 << 10),
     "num_pages": Check(
@@ -49,7 +47,6 @@ CHECKS = {
     "grammar_limits": Check(lambda value: isinstance(value, GrammarLimits), "GrammarLimits"),
     "save_hidden_states": optional(Check(lambda value: isinstance(value, (str, Path)) and value != "", "the path of a folder")),
     "logits_processors": PROCESSORS,
-    "max_loras": whole(0),
     "max_compiles": whole(1, MAX_COMPILES),
     "prefix_cache_pages": optional(whole(0)),
     "capture_bytes": optional(whole(1)),
@@ -186,12 +183,11 @@ class EngineConfig:
             if _has(self, name, value) and _has(self, other, other_value):
                 got = f"{clip_repr(getattr(self, name))} with {other}={clip_repr(getattr(self, other))}"
                 raise ValueError(f"EngineConfig.{name}: got {got}, expected {expected}")
-        if self.buckets is not None:
-            checked_buckets(self.buckets, self.max_rows)
+        bucket_sizes(self.max_rows, self.buckets)
 
     @property
     def bucket_sizes(self) -> tuple[int, ...]:
-        return bucket_sizes(self.max_rows) if self.buckets is None else checked_buckets(self.buckets, self.max_rows)
+        return bucket_sizes(self.max_rows, self.buckets)
 
     def grammar_compiler(self, vocabulary: Vocabulary) -> GrammarCompiler:
         return GrammarCompiler(

@@ -91,10 +91,6 @@ Results = Sequence[tuple[ActiveRequest, ResultRecord]]
 NO_COUNTS: Counts = {True: (0, 0), False: (0, 0)}
 
 
-def num_trailing_ones(bits: int) -> int:
-    return (~bits & (bits + 1)).bit_length() - 1  # the index of the lowest zero
-
-
 def counts_of(by_model: bool, offered: int, accepted: int, drafts: int, num_before_model: int) -> Counts:
     """The counts for both sources from the drafts of a row that a round verified. by_model: whether the model drafted. offered: drafts that
     the row could have had; drafts: those that it had, as a chain may end earlier; num_before_model: those before the model's first one."""
@@ -214,8 +210,8 @@ class _Measured(NamedTuple):
 class RoundCosts:
     """Seconds of a round, with the later work of the draft model for its tokens, by graph key and context. Measured from the capture on."""
 
-    def __init__(self, choices: Sequence[Drafting], weight: float = 0.05) -> None:
-        self._choices, self._weight = choices, weight
+    def __init__(self, choices: Sequence[Drafting]) -> None:
+        self._choices = choices
         self._measured: dict[tuple[GraphKey, int], _Measured] = {}  # by key with FULL drafting, and bit length of the context
         self.catch_up_seconds: dict[int, float] = {}  # seconds of the draft model for skipped tokens, by rows
 
@@ -252,18 +248,18 @@ class RoundCosts:
             return  # the first replay of a graph takes longer
         seconds += self._later_seconds(key.rows, drafting)
         settled = before + 1 - max((each for choice, each in latest.items() if choice != drafting), default=0) > tuned.SETTLED_ROUNDS
-        weight = max(self._weight, 1 / rounds, min(others / (4 * tuned.STALE_ROUNDS), 0.25))
+        weight = max(tuned.COST_WEIGHT, 1 / rounds, min(others / (4 * tuned.STALE_ROUNDS), 0.25))
         change = 1 + weight * (min(seconds / costs[drafting], 2) - 1)  # at most doubled: a round may have been interrupted
         for each in costs:
             if each == drafting or settled or counts.get(each, 0) < 2:
                 costs[each] *= change if each == drafting else math.sqrt(change)
         self._bound_shorter(costs, drafting)
 
-    def add_catch_up(self, key: GraphKey, drafting: Drafting, seconds: float, context: int = 0) -> None:
+    def add_catch_up(self, key: GraphKey, drafting: Drafting, seconds: float, context: int) -> None:
         """Add a round of `key` with this drafting, before which the draft model processed skipped tokens."""
         before, round_seconds = self.catch_up_seconds.get(key.rows, 0.0), self._measured_for(key, context).seconds[drafting]
         found = max(0.0, seconds - round_seconds + self._later_seconds(key.rows, drafting))
-        self.catch_up_seconds[key.rows] = before + 2 * self._weight * (min(found, 2 * before) - before)
+        self.catch_up_seconds[key.rows] = before + 2 * tuned.COST_WEIGHT * (min(found, 2 * before) - before)
 
     def _later_seconds(self, rows: int, drafting: Drafting) -> float:
         skipped = 0 if drafting.length and drafting.model else drafting.length + 1
@@ -347,7 +343,7 @@ class DraftLengthChooser:
         self._skipped_tokens = (0 if needed else self._skipped_tokens) + skips
         return needed
 
-    def round_ended(self, drafting: Drafting, results: Results, seconds: float | None, caught_up: bool = False) -> None:
+    def round_ended(self, drafting: Drafting, results: Results, seconds: float | None, caught_up: bool) -> None:
         """The oldest round has ended. seconds: its duration; None if unknown or if it includes other work. caught_up: see LaunchedRound.
         A later choice reads it, together with others, since here code and data are not in the CPU cache."""
         self._ended.append((drafting, results, seconds, caught_up))
@@ -362,7 +358,8 @@ class DraftLengthChooser:
                     counts, offered = NO_COUNTS, min(pending.length, most)
                     if offered:
                         others = result.looked_up | result.forced * request.constrained  # rounds without grammars do not write `forced`
-                        counts = counts_of(pending.model, offered, result.accepted, result.draft_count, num_trailing_ones(others))
+                        num_before_model = (~others & (others + 1)).bit_length() - 1  # the index of the lowest zero
+                        counts = counts_of(pending.model, offered, result.accepted, result.draft_count, num_before_model)
                     outcomes.append((row, counts))
                     if pending != (most, drafting.model):
                         self._rows[request] = row, Drafting(most, drafting.model)

@@ -25,5 +25,6 @@ SLACK = 0.01  # share of the time of each plain round that is credited to it
 FREE_TRIES = 3  # runs of drafts without an accepted one; after more, SLACK is divided by their multiple of this, so later runs are rarer
 MAX_BACKOFF = 8  # largest divisor of SLACK: a drafter that was never right is still tried about every 300 rounds
 # Measured times of rounds.
+COST_WEIGHT = 0.05  # least weight of a new round in the time of its choice
 MIN_COST_RATIO = 1.03  # a round with more drafts takes at least this multiple of the time of one with fewer
 SETTLED_ROUNDS = 8  # rounds of a choice after others that measure its time relative to theirs; later changes are the machine's

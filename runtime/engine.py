@@ -20,7 +20,6 @@ from stepgraph.runtime.build import EngineParts
 from stepgraph.runtime.check_models import Drafter
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.engine_core import EngineCore
-from stepgraph.runtime.extras.record import Recording
 from stepgraph.runtime.job import FinishReason
 from stepgraph.runtime.loras import LoraTable
 from stepgraph.runtime.models.files.checkpoint import WeightsMode
@@ -28,6 +27,7 @@ from stepgraph.runtime.models.files.new_weights import checked_update
 from stepgraph.runtime.models.files.transformers_folder import Implementation
 from stepgraph.runtime.parallel.loading import load_part
 from stepgraph.runtime.parallel.ranks import ranks_of
+from stepgraph.runtime.record import Recording
 from stepgraph.runtime.request import EngineClosedError, Job, StepEvent
 from stepgraph.runtime.request_queue import PAUSE_SECONDS, QueuedRequest
 from stepgraph.runtime.stats import EngineStats, take_stats

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 from stepgraph.graphs.attention.float8 import FLOAT8
 from stepgraph.graphs.graph_set import CaptureReport
 from stepgraph.runtime.build import EngineParts
 from stepgraph.runtime.job import FinishReason
 from stepgraph.runtime.parallel.ranks import CAPTURE
-from stepgraph.runtime.profiled import read_range
 from stepgraph.runtime.request import EngineClosedError
 from stepgraph.runtime.step_lock import StepLock
 from stepgraph.sampling import kernels
@@ -68,7 +65,7 @@ class EngineState:
                 return
             self._require_open("capture")
             # Limits of failures and memory, profiles and loops require all graphs before the first round.
-            config, profiled = self.config, read_range(os.environ) is not None
+            config, profiled = self.config, self._parts.profile_range is not None
             needs_memory = config.capture_bytes is not None or config.on_capture_failure != "raise"
             if self.backend.name == "tape" and not (config.eager or needs_memory or self.limits.loops or profiled):
                 self._choose_filters()

@@ -17,8 +17,7 @@ from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend
 from stepgraph.graphs.limits import Limits
-from stepgraph.graphs.model import NoCache
-from stepgraph.graphs.proposer import History
+from stepgraph.graphs.model import History, NoCache
 from stepgraph.graphs.row_layout import Column
 from stepgraph.runtime.request import ActiveRequest, Job
 from stepgraph.runtime.upload import PinnedRing

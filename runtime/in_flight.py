@@ -20,7 +20,7 @@ from stepgraph.graphs.round_specs import MAX_SKIPPED
 from stepgraph.graphs.row_layout import ResultLayout, ResultRecord
 from stepgraph.runtime.calibration import Calibration
 from stepgraph.runtime.draft_length import DraftLengthChooser, Results
-from stepgraph.runtime.extras.hidden_states import HiddenStates
+from stepgraph.runtime.hidden_states import HiddenStates
 from stepgraph.runtime.request import ActiveRequest
 from stepgraph.sampling.grammar.link.protocol import HostLink
 from stepgraph.sampling.kernels.processors import read_top_logprobs

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import os
 import re
 import threading
 import time
@@ -62,9 +61,8 @@ def read_range(environment: Mapping[str, str]) -> ProfileRange | None:
     return ProfileRange(int(match[1]), int(match[2]), tool, path)
 
 
-def in_flight_type() -> Callable[..., InFlight]:
-    """The constructor of InFlight, or of ProfiledInFlight if the environment sets a range and this is the first engine."""
-    profile_range = read_range(os.environ)
+def in_flight_type(profile_range: ProfileRange | None) -> Callable[..., InFlight]:
+    """The constructor of InFlight, or of ProfiledInFlight if there is a range and this is the first engine."""
     return functools.partial(ProfiledInFlight, profile_range) if profile_range and _first_engine.acquire(blocking=False) else InFlight
 
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from stepgraph.runtime.device_grammars import DeviceGrammars
-from stepgraph.runtime.extras.record import Recorder, request_fields
 from stepgraph.runtime.job import FinishReason
+from stepgraph.runtime.record import Recorder, request_fields
 from stepgraph.runtime.request import ActiveRequest, Job
 from stepgraph.sampling.fields import Check, check_value, instance_of, is_int
 from stepgraph.sampling.grammar.compile.compiler import Claim, GrammarCompiler

@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Iterator
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.row_layout import REFUSED, ResultRecord
 from stepgraph.runtime.device_grammars import DeviceGrammars
-from stepgraph.runtime.extras.record import Recorder
 from stepgraph.runtime.histogram import HistogramBuilder
 from stepgraph.runtime.job import FinishReason, TokenLogprob
+from stepgraph.runtime.record import Recorder
 from stepgraph.runtime.request import NO_DRAFTS, ActiveRequest, DraftCounts, Job, StepEvent, describe_drafts
 from stepgraph.runtime.request_queue import QueuedRequest, RequestQueue
 from stepgraph.runtime.row_table import PrefixSharing, RowTable
@@ -217,7 +217,8 @@ class Scheduler:
     def finish_all(self, reason: FinishReason, error: str) -> None:
         """End every job. Jobs submitted before are included; later submits are refused."""
         if self._recorder:
-            self._recorder.record_close(error)
+            self._recorder.write("closed", why=error)
+            self._recorder.close()
         with self._queue.lock:
             unfinished = tuple(self._queue.unfinished.values())
             self._queue.waiting.clear()

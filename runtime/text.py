@@ -12,7 +12,7 @@ from typing import Any
 
 from stepgraph.runtime.demo.pair import model_path
 from stepgraph.runtime.models.files.tokenizer import ChatTemplate, open_tokenizer
-from stepgraph.sampling.fields import Check, callable_with, check_value, checked_path, clip_repr, instance_of, is_list_like, optional
+from stepgraph.sampling.fields import Check, callable_with, check_value, checked_path, instance_of, is_list_like, optional
 from stepgraph.sampling.grammar.matchers.forced import token_lookup
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.lifetimes import BoundToProcess
@@ -124,8 +124,7 @@ class TextCodec(BoundToProcess):
         return TextStream(self.vocabulary)
 
     def _encode_checked(self, text: str, name: str, begins: bool) -> list[int]:
-        if not isinstance(text, str):
-            raise ValueError(f"{name}: got {clip_repr(text)}, expected a string")
+        check_value(name, text, instance_of(str, "a string"))
         try:
             text.encode()
         except UnicodeEncodeError as error:

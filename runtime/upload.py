@@ -19,11 +19,11 @@ from stepgraph.graphs.errors import step_errors
 from stepgraph.graphs.graph_set import GraphSet
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.logits_processors import LogitsProcessor
-from stepgraph.graphs.model import ModelPair
+from stepgraph.graphs.model import Models
 from stepgraph.graphs.prefill import Chunk, Prompts
 from stepgraph.graphs.proposing import ANCHOR_TOKENS, given_from
 from stepgraph.graphs.row_layout import Column
-from stepgraph.runtime.extras.hidden_states import HiddenStates
+from stepgraph.runtime.hidden_states import HiddenStates
 from stepgraph.runtime.request import ActiveRequest, Job
 from stepgraph.sampling import bitmask
 from stepgraph.sampling.fields import error_summary
@@ -80,7 +80,7 @@ class Uploader:
         self,
         backend: Backend,
         buffers: StaticBuffers,
-        models: ModelPair,
+        models: Models,
         limits: Limits,
         prompts: Prompts,
         graphs: GraphSet,

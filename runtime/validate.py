@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.limits import Limits
-from stepgraph.graphs.model import ModelPair
+from stepgraph.graphs.model import Models
 from stepgraph.runtime.config import NAMES_ELSEWHERE as CONFIG_NAMES
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.job import Lora
@@ -114,7 +114,7 @@ REQUEST_NAMES = _SAMPLING_ARGUMENTS | {
 class RequestValidator:
     """Creates jobs. Any thread may call it: only the next id changes."""
 
-    def __init__(self, config: EngineConfig, limits: Limits, vocabulary: Vocabulary | None, models: ModelPair, pinned: bool) -> None:
+    def __init__(self, config: EngineConfig, limits: Limits, vocabulary: Vocabulary | None, models: Models, pinned: bool) -> None:
         """pinned: copy embeddings to pinned memory, because a copy from pageable memory to the device would block."""
         stop_token_ids = vocabulary.stop_token_ids if vocabulary else ()
         if len(stop_token_ids) > limits.max_stop_ids:

@@ -37,8 +37,8 @@ from stepgraph import (
     Vocabulary,
 )
 from stepgraph.graphs import BufferSpec, Limits, StaticBuffers, capture, current_context
-from stepgraph.graphs.proposer import History
-from stepgraph.runtime.extras.replay import read_recording, replay
+from stepgraph.graphs.model import History
+from stepgraph.runtime.replay import read_recording, replay
 
 
 class Person(BaseModel):

@@ -15,7 +15,7 @@ from stepgraph.graphs.capture import Between, CaptureCheck, Generators, Step
 from stepgraph.graphs.context import MAIN, temporarily_set
 from stepgraph.graphs.cuda.launcher import CudaGraph, CudaLauncher
 from stepgraph.graphs.cuda.recorder import CudaRecorder, broken_rule
-from stepgraph.graphs.cuda.resources import checked_device
+from stepgraph.graphs.cuda.resources import current_device
 from stepgraph.graphs.cuda.trace import CudaTracer
 from stepgraph.graphs.spans import RangeFactory, RecordedReport, Span
 from stepgraph.sampling.cuda_graphs import capture_lock
@@ -40,8 +40,8 @@ class CudaBackend(CudaLauncher):
 
     name = "cuda"
 
-    def __init__(self, device: str | torch.device | int | None = None, *, ordered: bool = True, ranges: RangeFactory | None = None) -> None:
-        super().__init__(checked_device(device), ordered, ranges)
+    def __init__(self, *, ordered: bool = True, ranges: RangeFactory | None = None) -> None:
+        super().__init__(current_device(), ordered, ranges)
         resources = self.resources
         self._recorder = CudaRecorder(self.driver, resources.streams, resources.capture_streams, resources.pool, self.errors, ranges)
         self._graphs: weakref.WeakSet[CudaGraph] = weakref.WeakSet()

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import C_HOST_FUNCTION, check_pinned, native_entry
-from stepgraph.graphs.context import MAIN, NULL_CONTEXT, StreamEvent, temporarily_set
+from stepgraph.graphs.context import MAIN, NULL_CONTEXT, FirstError, StreamEvent, temporarily_set
 from stepgraph.graphs.cuda.driver import Driver
-from stepgraph.graphs.errors import HostErrors, HostNodeError, Site, call_site, fail
+from stepgraph.graphs.errors import HostNodeError, Site, call_site, fail
 from stepgraph.graphs.spans import DEFAULT_STAGE, RangeFactory, StageRun
 from stepgraph.sampling.cuda_graphs import Streams, gc_paused
 
@@ -27,7 +27,7 @@ class HostCallback:
     stores exceptions in `errors`.
     """
 
-    def __init__(self, name: str, function: Callable[[], object], errors: HostErrors) -> None:
+    def __init__(self, name: str, function: Callable[[], object], errors: FirstError) -> None:
         self.name = name
         self._function = function  # owns the data of a native function
         entry = native_entry(name, function)
@@ -58,7 +58,7 @@ class CudaCaptureContext:
         driver: Driver,
         streams: Streams,
         buffers: StaticBuffers,
-        errors: HostErrors,
+        errors: FirstError,
         launch_host: bool,
         ranges: RangeFactory | None = None,
     ) -> None:

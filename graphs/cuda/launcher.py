@@ -18,12 +18,12 @@ from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import BackendStats, Event, checked_loop_args
-from stepgraph.graphs.context import COPY_STREAM, MAIN
+from stepgraph.graphs.context import COPY_STREAM, MAIN, FirstError
 from stepgraph.graphs.cuda.loop import why_no_loops
 from stepgraph.graphs.cuda.recorder import Recording
 from stepgraph.graphs.cuda.resources import DeviceResources
 from stepgraph.graphs.cuda.trace import CudaTracer
-from stepgraph.graphs.errors import HostErrors, fail
+from stepgraph.graphs.errors import fail
 from stepgraph.graphs.spans import RangeFactory
 from stepgraph.sampling.lifetimes import call_after_fork
 
@@ -96,7 +96,7 @@ class CudaLauncher:
 
     def __init__(self, device: torch.device, ordered: bool, ranges: RangeFactory | None) -> None:
         self.device, self.ranges, self._ordered = device, ranges, ordered
-        self.stats, self.errors = BackendStats(), HostErrors()
+        self.stats, self.errors = BackendStats(), FirstError()
         self.tracer: CudaTracer | None = None
         self._capturing = False
         with torch.cuda.device(device):

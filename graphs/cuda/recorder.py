@@ -14,11 +14,11 @@ import torch
 
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Between, Generators, Step, refusing_threads, run_step
-from stepgraph.graphs.context import MAIN, use_context
+from stepgraph.graphs.context import MAIN, FirstError, use_context
 from stepgraph.graphs.cuda.context import CudaCaptureContext, HostCallback
 from stepgraph.graphs.cuda.driver import Driver, KernelParams
 from stepgraph.graphs.cuda.loop import LoopGraphs
-from stepgraph.graphs.errors import CaptureError, HostErrors, Site, fail, site_of_error
+from stepgraph.graphs.errors import CaptureError, Site, fail, site_of_error
 from stepgraph.graphs.memory import Backup
 from stepgraph.graphs.spans import GraphNode, RangeFactory, RecordedReport, stage_runs
 from stepgraph.graphs.tape.recorder import Recorder, first_difference
@@ -58,7 +58,7 @@ class CudaRecorder:
         streams: Streams,
         capture_streams: Streams,
         pool: GraphPool,
-        errors: HostErrors,
+        errors: FirstError,
         ranges: RangeFactory | None = None,
     ) -> None:
         self._driver, self._streams, self._pool, self._errors, self._ranges = driver, streams, pool, errors, ranges

@@ -54,14 +54,9 @@ def open_driver() -> Driver:
     return Driver(library)
 
 
-def checked_device(device: str | torch.device | int | None) -> torch.device:
+def current_device() -> torch.device:
+    """The current CUDA device; RuntimeError if there is none."""
     if not torch.cuda.is_available():
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
         raise RuntimeError(f"backend 'cuda': torch {torch.__version__}, {built}, has no CUDA device; use backend 'tape' on the CPU")
-    torch.cuda.init()
-    chosen = None
-    with contextlib.suppress(RuntimeError, TypeError):
-        chosen = torch.device("cuda" if device is None else device)
-    if chosen is None or chosen.type != "cuda" or (chosen.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"CudaBackend.device: got {device!r}, expected one of {torch.cuda.device_count()} CUDA devices")
-    return torch.device("cuda", torch.cuda.current_device() if chosen.index is None else chosen.index)
+    return torch.device("cuda", torch.cuda.current_device())

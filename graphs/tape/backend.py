@@ -20,7 +20,7 @@ from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers, storage_key
 from stepgraph.graphs.capture import BackendStats, Between, CaptureCheck, Event, Generators, Step, checked_loop_args
-from stepgraph.graphs.context import COPY_STREAM, MAIN, NULL_CONTEXT, temporarily_set
+from stepgraph.graphs.context import COPY_STREAM, MAIN, NULL_CONTEXT, FirstError, temporarily_set
 from stepgraph.graphs.errors import fail
 from stepgraph.graphs.spans import RangeFactory, RecordedReport, Span
 from stepgraph.graphs.tape.arena import Arena
@@ -28,7 +28,7 @@ from stepgraph.graphs.tape.player import Await, Delay, Item, ItemTimer, Tracer, 
 from stepgraph.graphs.tape.recorder import Recorder, first_difference, record_perturbed
 from stepgraph.graphs.tape.replay_ops import poison
 from stepgraph.graphs.tape.reuse import check_second_run
-from stepgraph.sampling.fields import clip_repr
+from stepgraph.sampling.fields import check_value, one_of
 
 _DEVICE = "device"
 _FOLDER = str(Path(__file__).parents[1])  # of the package graphs
@@ -139,7 +139,7 @@ class TapeEvent:
         with NULL_CONTEXT if tracer is None else tracer.waiting():
             reached = self.reached.wait(seconds)
         if reached:
-            self._backend.raise_pending()
+            self._backend.errors.raise_first()
         return reached
 
 
@@ -166,17 +166,15 @@ class TapeBackend:
         verify_host_nodes: bool | None = None,
         ranges: RangeFactory | None = None,
     ) -> None:
-        if poison not in ("first", "every"):
-            raise ValueError(f"TapeBackend.poison: got {poison!r}, expected 'first' or 'every'")
+        check_value("TapeBackend.poison", poison, one_of(("first", "every")))
         self.poison, self.delay = poison, delay
         self.verify_host_nodes = poison == "every" and not asynchronous if verify_host_nodes is None else verify_host_nodes
-        self.stats, self.ranges = BackendStats(wait_ns=0), ranges
+        self.stats, self.errors, self.ranges = BackendStats(wait_ns=0), FirstError(), ranges
         self.replaying: Tape | None = None  # the running tape
         self._tracer: Tracer | None = None
         self._arena = Arena()
         # The code of steps that ran twice. A later recording of it, such as one for another key, would find a kept tensor to be foreign.
         self._ran_again: set[object] = set()
-        self._error: BaseException | None = None  # the first one, until it is raised
         self._launch_lock = threading.RLock()  # recordings share intermediates, and a replay its locks
         self._workers = {name: Worker(name) for name in (_DEVICE, COPY_STREAM) if asynchronous}  # by stream
         self._device = self._workers.get(_DEVICE)
@@ -188,12 +186,11 @@ class TapeBackend:
         self, step: Step, buffers: StaticBuffers, *, check: CaptureCheck = "once", between: Between = None, generators: Generators = ()
     ) -> Tape:
         self._check_usable("capture()")
-        if check not in ("once", "twice"):
-            raise ValueError(f"TapeBackend.capture.check: got {clip_repr(check)}, expected 'once' or 'twice'")
+        check_value("TapeBackend.capture.check", check, one_of(("once", "twice")))
         if buffers.device.type != "cpu":
             raise ValueError(f"TapeBackend.capture: got buffers on {buffers.device}, expected cpu")
         self._drain()
-        self.raise_pending()
+        self.errors.raise_first()
         begin, before = time.perf_counter(), self._arena.nbytes
         record = functools.partial(self._record, step, buffers, generators, check == "twice")
         recorder = record()
@@ -256,7 +253,7 @@ class TapeBackend:
         self._check_usable("synchronize()")
         self.stats.syncs += 1
         self._drain()
-        self.raise_pending()
+        self.errors.raise_first()
 
     def start_trace(self, first_round: int, rounds: int) -> None:
         if self._tracer is not None:
@@ -278,8 +275,8 @@ class TapeBackend:
             worker.join()
         for tape in [tape for tape in _live_tapes() if tape._backend is self]:
             tape.free()
-        if self._error is not None:
-            warnings.warn(f"TapeBackend.close(): an error was never raised: {self._error}", RuntimeWarning, stacklevel=2)
+        if (error := self.errors.take()) is not None:
+            warnings.warn(f"TapeBackend.close(): an error was never raised: {error}", RuntimeWarning, stacklevel=2)
 
     def active_work(self) -> tuple[str, ...]:
         running = self.replaying
@@ -303,7 +300,7 @@ class TapeBackend:
     def launch(self, job: Callable[[], object], what: str) -> None:
         """Run `job` in launch order: now, or on the device thread."""
         self._check_usable(what)
-        self.raise_pending()
+        self.errors.raise_first()
         if self._device is None:
             with self._launch_lock, torch.no_grad():
                 job()
@@ -316,16 +313,11 @@ class TapeBackend:
             self._workers[key] = Worker(stream)
         return self._workers[key]
 
-    def raise_pending(self) -> None:
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
-
     def _run_and_keep_error(self, job: Callable[[], object]) -> None:
         try:
             job()
-        except BaseException as error:  # raise_pending() delivers it
-            self._error = self._error or error
+        except BaseException as error:  # raised by the next call
+            self.errors.store(error)
 
     def _copy(self, function: Callable[[], object], launched: TapeEvent | None, copied: TapeEvent) -> None:
         if launched is not None:

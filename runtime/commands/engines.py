@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from stepgraph.runtime.commands.flags import check_range
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.models.files.loading import Loaded
 from stepgraph.runtime.parallel.loading import load_part
 from stepgraph.runtime.request import Job
+from stepgraph.sampling.fields import check_value, whole
 
 MAX_THREADS = 1024
 
@@ -36,5 +36,5 @@ def failure_of(job: Job) -> str:
 
 def set_threads(options: argparse.Namespace) -> None:
     if options.threads is not None:
-        check_range("--threads", options.threads, 1, MAX_THREADS)  # torch aborts if the system cannot start them
+        check_value("--threads", options.threads, whole(1, MAX_THREADS))  # torch aborts if the system cannot start them
         torch.set_num_threads(options.threads)

@@ -6,13 +6,14 @@ ValueErrors have the form `--flag: got VALUE, expected ACCEPTED`.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from stepgraph.runtime.commands.inputs import open_listener, parse_token_ids, read_file, read_schema, require_writable
 from stepgraph.runtime.demo.pair import DRAFTS
-from stepgraph.sampling.fields import clip_repr
+from stepgraph.sampling.fields import check_value, clip_repr, number, whole
 
 SAMPLING_FLAGS = {
     "temperature": (float, "0 always chooses the most likely token (default: 0, or 1 with --top-p, --top-k, --min-p or --seed)"),
@@ -116,7 +117,7 @@ def check_generate(options: argparse.Namespace) -> None:
         accepted = "--schema, --regex, --grammar, --choice or --json-object with it"
         raise ValueError(f"--after: got {clip_repr(options.after)} without a constraint, expected {accepted}")
     if options.min_new_tokens is not None:
-        check_range("--min-new-tokens", options.min_new_tokens, 0, options.max_new_tokens)
+        check_value("--min-new-tokens", options.min_new_tokens, whole(0, options.max_new_tokens))
     if options.token_ids is not None and (options.chat or options.system is not None):
         raise ValueError("--token-ids: got it with --chat or --system, expected it alone: token ids are used unchanged")
     options.token_ids = parse_token_ids("--token-ids", options.token_ids)
@@ -219,7 +220,7 @@ def _parse_replicas(text: str) -> tuple[int, int]:
 
 def check_serve(options: argparse.Namespace) -> None:
     if options.round_timeout_seconds is not None:
-        check_range("--round-timeout-seconds", options.round_timeout_seconds, LEAST_SECONDS, SECONDS_PER_DAY)
+        check_value("--round-timeout-seconds", options.round_timeout_seconds, number(LEAST_SECONDS, SECONDS_PER_DAY))
     check_toy(options)
     if options.tensor_parallel > 1 and options.model == TOY:
         raise ValueError(f"--tensor-parallel: got {options.tensor_parallel} with {TOY}, expected 1: its layers cannot be divided")
@@ -368,20 +369,13 @@ def add_model(parser: argparse.ArgumentParser, more: str = "", name: str = "mode
 def add_number(parser: argparse._ActionsContainer, names: str, default: float, text: str, least: float, most: int | None = None) -> None:
     """A flag with a number of the default's type; `check_ranges` refuses one that is out of range."""
     action = parser.add_argument(*names.split(), type=type(default), default=default, metavar="N", help=f"{text} (default: %(default)s)")
-    parser.set_defaults(ranges={**(parser.get_default("ranges") or {}), action.dest: (least, most)})
+    check = whole(int(least), most) if isinstance(default, int) else number(least, math.inf if most is None else most)
+    parser.set_defaults(ranges={**(parser.get_default("ranges") or {}), action.dest: check})
 
 
 def check_ranges(options: argparse.Namespace) -> None:
-    for name, bounds in getattr(options, "ranges", {}).items():
-        check_range(options.flags[name], getattr(options, name), *bounds)
-
-
-def check_range(flag: str, value: float, least: float, most: int | None = None) -> None:
-    """Raises ValueError if the number of the flag is out of range."""
-    if not least <= value <= (value if most is None else most):  # also refuses NaN
-        number = "a whole number" if isinstance(value, int) else "a number"
-        accepted = f"at least {least}" if most is None else f"{number} from {least} to {most}"
-        raise ValueError(f"{flag}: got {value}, expected {accepted}")
+    for name, check in getattr(options, "ranges", {}).items():
+        check_value(options.flags[name], getattr(options, name), check)
 
 
 def add_drafts(parser: argparse.ArgumentParser) -> None:
@@ -389,7 +383,8 @@ def add_drafts(parser: argparse.ArgumentParser) -> None:
     add_draft(group)
     group.add_argument("-k", "--drafts", type=int, default=4, metavar="N", help="most drafts per round, 0 to 8 (default: 4)")
     help_text = "auto: each round has the number of drafts that is fastest; N: every round has N (default: auto)"
-    group.add_argument("--draft-length", type=_parse_draft_length, default="auto", metavar="auto|N", help=help_text)
+    add = group.add_argument  # EngineConfig checks the length
+    add("--draft-length", type=lambda text: int(text) if text.isdecimal() else text, default="auto", metavar="auto|N", help=help_text)
     look_up = "with a draft model: first look for at least N matching tokens in the text and propose what followed them"
     group.add_argument("--look-up", type=int, default=0, metavar="N", help=look_up)
 
@@ -397,10 +392,6 @@ def add_drafts(parser: argparse.ArgumentParser) -> None:
 def add_draft(parser: argparse._ActionsContainer) -> None:
     help_text = "a draft's folder, mtp, ngram, forced or none; auto: MTP modules that the model has, otherwise ngram (default: auto)"
     parser.add_argument("--draft", default="auto", metavar="WORD|FOLDER", help=help_text)
-
-
-def _parse_draft_length(text: str) -> int | str:
-    return int(text) if text.isdecimal() else text  # EngineConfig checks it
 
 
 def add_loading(parser: argparse.ArgumentParser) -> None:

@@ -15,7 +15,7 @@ from stepgraph.runtime.check_models import AUTO, DRAFTER_NAMES, FORCED, NGRAM
 from stepgraph.runtime.commands import terminal
 from stepgraph.runtime.demo.pair import DEMO, head_path, model_path
 from stepgraph.runtime.models.files.checkpoint import DEQUANTISED, QUANTISED, Checkpoint
-from stepgraph.runtime.models.files.draft import OWN_MTP, DraftCheckpoint, StoredDraft, open_draft
+from stepgraph.runtime.models.files.draft import OWN_MTP, DraftCheckpoint, open_draft
 from stepgraph.runtime.models.files.gguf import GgufSource
 from stepgraph.runtime.models.files.transformers_folder import NATIVE, TRANSFORMERS, Target, open_target
 from stepgraph.runtime.models.files.weights import FLOATS, read_json
@@ -42,7 +42,9 @@ def _inspected(path: str | Path, draft: str | None) -> dict[str, Any]:
     opened: dict[tuple[str, str], Target] = {}
     refused: dict[str, str] = {}
     for implementation, weights in LOAD_MODES:
-        if weights == QUANTISED and not _has_quantised(opened.get((NATIVE, DEQUANTISED))):
+        native = opened.get((NATIVE, DEQUANTISED))
+        stored = native.source.tensors.values() if isinstance(native, Checkpoint) else ()
+        if weights == QUANTISED and all(tensor.kind in FLOATS for tensor in stored):
             continue
         try:
             opened[implementation, weights] = open_target(path, None, weights, implementation)
@@ -59,7 +61,8 @@ def _inspected(path: str | Path, draft: str | None) -> dict[str, Any]:
     for name in [OWN_MTP] * bool(first.mtp_modules) + ([] if draft is None else [draft]):
         try:
             found = open_draft(name, first)
-            drafters.insert(0, f"{name} ({getattr(found, 'kind', 'draft')}, up to {found.max_drafts} drafts{_draft_bytes(found)})")
+            own = f"; {_format_sizes(_bytes_by_kind(found.unshared_weights()))}" if isinstance(found, DraftCheckpoint) else ""
+            drafters.insert(0, f"{name} ({getattr(found, 'kind', 'draft')}, up to {found.max_drafts} drafts{own})")
         except ValueError as error:
             refused[DRAFT if name == draft else OWN_MTP] = str(error)
     config = first.config
@@ -90,15 +93,6 @@ def _family(path: Path, target: Target) -> str:
     if isinstance(target, Checkpoint) and isinstance(target.source, GgufSource):
         return str(target.source.config["architectures"][0])
     return str(read_json(path / "config.json")["architectures"][0])
-
-
-def _has_quantised(target: Target | None) -> bool:
-    return isinstance(target, Checkpoint) and any(tensor.kind not in FLOATS for tensor in target.source.tensors.values())
-
-
-def _draft_bytes(draft: StoredDraft) -> str:
-    """The bytes of the draft, without weights that it shares with the target."""
-    return f"; {_format_sizes(_bytes_by_kind(draft.unshared_weights()))}" if isinstance(draft, DraftCheckpoint) else ""
 
 
 def _bytes_by_kind(parameters: Iterable[nn.Parameter]) -> Counter[str]:

@@ -7,7 +7,7 @@ import argparse
 from stepgraph.runtime.commands import engines, terminal
 from stepgraph.runtime.commands.flags import TOY
 from stepgraph.runtime.demo.variants import toy_pair
-from stepgraph.runtime.extras.replay import RecordedRun, ReplayReport, read_recording, replay, version_differences
+from stepgraph.runtime.replay import RecordedRun, ReplayReport, read_recording, replay, version_differences
 
 
 def run(options: argparse.Namespace) -> int:

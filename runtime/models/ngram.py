@@ -8,8 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.model import NoCache
-from stepgraph.graphs.proposer import History
+from stepgraph.graphs.model import History, NoCache
 from stepgraph.graphs.proposing import ANCHOR_TOKENS, look_up
 from stepgraph.sampling.fields import check_value, whole
 

@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from stepgraph.graphs.row_layout import ResultRecord
-from stepgraph.runtime.extras.record import SUBMIT_FIELDS
 from stepgraph.runtime.job import FinishReason
 from stepgraph.runtime.parallel.ranks import STEPS_PER_COMPARISON, Ranks
+from stepgraph.runtime.record import SUBMIT_FIELDS
 from stepgraph.runtime.request import ActiveRequest, Job, StepEvent
 from stepgraph.runtime.request_queue import QueuedRequest, RequestQueue
 from stepgraph.runtime.scheduler import Scheduler

@@ -16,8 +16,8 @@ import torch
 
 from stepgraph.runtime.aio import AsyncEngine
 from stepgraph.runtime.engine import Engine
-from stepgraph.runtime.extras.record import model_fingerprints, versions, vocabulary_fingerprint
 from stepgraph.runtime.job import FinishReason
+from stepgraph.runtime.record import model_fingerprints, versions, vocabulary_fingerprint
 from stepgraph.runtime.request import EngineClosedError, StepEvent
 from stepgraph.runtime.request_queue import QueueFullError
 from stepgraph.sampling import native

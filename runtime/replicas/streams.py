@@ -143,22 +143,25 @@ class ResumedStream:
         return event
 
     def cancel(self, reason: FinishReason = FinishReason.CANCELLED) -> None:
-        """End the request without waiting; the last event says so. Idempotent. Ray closes the generator of the replica without a reason."""
+        """End the request without waiting; the last event has this reason. Idempotent. For the replica, whose generator Ray closes, the
+        request is cancelled: Ray passes no reason, and a call for it would wait behind the streams of a busy replica."""
         if self._closing is None:
             self._counts.ended[reason] += self.job.finish_reason is None
-            self._closing = asyncio.ensure_future(self._close())
+            self._closing = asyncio.ensure_future(self._close(reason))
 
     async def aclose(self) -> None:
         self.cancel()
         assert self._closing is not None
         await asyncio.shield(self._closing)
 
-    async def _close(self) -> None:
+    async def _close(self, reason: FinishReason) -> None:
+        if runs := self.job.finish_reason is None:
+            self.job.finish_reason = reason
         self._reading.cancel()
         await asyncio.wait({self._reading})
         await self._end()
-        if self.job.finish_reason == FinishReason.CANCELLED:
-            self._unread = replace(self._unread or StepEvent(0), finish_reason=FinishReason.CANCELLED)
+        if runs:
+            self._unread = replace(self._unread or StepEvent(0), finish_reason=reason)
 
     async def _next(self) -> StepEvent | None:
         """The next event; None after the last one."""

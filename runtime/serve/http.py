@@ -176,17 +176,15 @@ def parse_body(body: bytes) -> dict[str, Any]:
 
 
 async def _body(request: Request, limit: int) -> bytes:
-    size, pieces = int(request.headers.get("content-length", 0)), list[bytes]()
+    size, body = int(request.headers.get("content-length", 0)), bytearray()
     if size <= limit:
-        size = 0
         async for piece in request.stream():
-            pieces.append(piece)
-            size += len(piece)
-            if size > limit:
+            body += piece
+            if (size := len(body)) > limit:
                 break
     if size > limit:
         raise HttpError(413, f"body: got {size} bytes, expected at most {limit}")
-    return b"".join(pieces)
+    return bytes(body)
 
 
 async def until_disconnect(receive: Receive, answering: Coroutine[Any, Any, None], seconds: float) -> bool:

@@ -13,9 +13,9 @@ import torch
 
 from stepgraph import Constraint, Engine, SamplingParams
 from stepgraph.graphs import TapeBackend
-from stepgraph.runtime.extras.hidden_states import SHARDS, SavedText, StatesLayout, StatesWriter
-from stepgraph.runtime.extras.replay import read_recording, replay_on, version_differences
+from stepgraph.runtime.hidden_states import SHARDS, SavedText, StatesLayout, StatesWriter
 from stepgraph.runtime.models.ngram import NgramLookup
+from stepgraph.runtime.replay import read_recording, replay_on, version_differences
 from tests.fuzz.folders import FolderDoor, chosen, put
 from tests.fuzz.requests import CONFIG, WORKER
 from tests.fuzz.values import Value, blob, bytes_of

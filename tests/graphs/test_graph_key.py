@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepgraph.graphs import GraphKey, GraphSet, Limits
+from stepgraph.graphs import GraphKey, Limits
 from stepgraph.graphs.graph_key import GraphTable
-from stepgraph.graphs.graph_set import bucket_sizes, checked_buckets, graph_keys, host_buckets
+from stepgraph.graphs.graph_set import GraphSet, bucket_sizes, graph_keys, host_buckets
 
 SIZES: dict[str, Any] = {
     "max_rows": 3,
@@ -35,10 +35,10 @@ SIZES: dict[str, Any] = {
         ),
         (lambda: Limits(**{**SIZES, "num_pages": 3}), r"Limits.num_pages: got 3, expected >= 4 for one row of max_length=50"),
         (lambda: Limits(**{**SIZES, "num_tokens": 71}), r"Limits.num_tokens: got 71, expected at most vocab_size=70"),
-        (lambda: checked_buckets([1.5, 4], 4), r"buckets: got \[1.5, 4\]"),  # type: ignore[list-item]
-        (lambda: checked_buckets(4, 4), r"buckets: got 4"),  # type: ignore[arg-type]
-        (lambda: checked_buckets([], 4), r"buckets: got \[\], expected integers >= 1 of which the largest is max_rows=4"),
-        (lambda: checked_buckets([1, 8], 4), r"buckets: got \[1, 8\]"),
+        (lambda: bucket_sizes(4, [1.5, 4]), r"buckets: got \[1.5, 4\]"),  # type: ignore[list-item]
+        (lambda: bucket_sizes(4, 4), r"buckets: got 4"),  # type: ignore[arg-type]
+        (lambda: bucket_sizes(4, []), r"buckets: got \[\], expected integers >= 1 of which the largest is max_rows=4"),
+        (lambda: bucket_sizes(4, [1, 8]), r"buckets: got \[1, 8\]"),
     ],
 )
 def test_invalid_limits_and_buckets_raise_value_error(make: Any, message: str) -> None:
@@ -76,7 +76,7 @@ def test_derived_limits() -> None:
 @given(max_rows=st.integers(1, 40), extra=st.lists(st.integers(1, 40), max_size=4))
 @settings(max_examples=60)
 def test_dispatch_is_total(max_rows: int, extra: list[int]) -> None:
-    for sizes in (bucket_sizes(max_rows), checked_buckets([*[size for size in extra if size <= max_rows], max_rows], max_rows)):
+    for sizes in (bucket_sizes(max_rows), bucket_sizes(max_rows, [*[size for size in extra if size <= max_rows], max_rows])):
         on_host, on_device = (GraphTable(sizes, host_sizes, GraphSet.record_one) for host_sizes in (sizes, host_buckets(sizes)))
         for batch in range(1, max_rows + 1):
             for constrained in (False, True):

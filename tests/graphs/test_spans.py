@@ -15,8 +15,8 @@ import torch
 from stepgraph import Engine, EngineConfig
 from stepgraph.graphs import BufferSpec, RecordedReport, StaticBuffers, TapeBackend, capture, current_context, run_eager
 from stepgraph.graphs.backends import EagerContext
+from stepgraph.graphs.context import FirstError
 from stepgraph.graphs.cuda.context import CudaCaptureContext
-from stepgraph.graphs.errors import HostErrors
 from stepgraph.graphs.spans import DEFAULT_STAGE, StageRun, stage_runs
 from stepgraph.runtime.models.toy import ToyTarget
 from tests.helpers.toy_engines import CONSTRAINTS, DRAFTERS, TARGET, VOCABULARY
@@ -224,7 +224,7 @@ class OneStream:
 
 def test_cuda_context_labels_captured_nodes() -> None:
     driver, ranges = CountingDriver(), Ranges()
-    context = CudaCaptureContext(driver, OneStream(), small_buffers(), HostErrors(), launch_host=True, ranges=ranges)  # type: ignore[arg-type]
+    context = CudaCaptureContext(driver, OneStream(), small_buffers(), FirstError(), launch_host=True, ranges=ranges)  # type: ignore[arg-type]
     driver.nodes += 2
     with context.stage("outer"):
         driver.nodes += 1

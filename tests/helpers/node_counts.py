@@ -23,7 +23,7 @@ from stepgraph.graphs.graph_key import GraphKey
 from stepgraph.graphs.layers.lora import lora_specs
 from stepgraph.graphs.layers.quantised import QuantKind, empty_packed
 from stepgraph.graphs.limits import KvCacheDtype, Limits
-from stepgraph.graphs.model import ModelPair
+from stepgraph.graphs.model import Models
 from stepgraph.graphs.round import Round
 from stepgraph.graphs.round_specs import forced_specs, grammar_specs, ring_specs, round_specs, skipped_specs
 from stepgraph.runtime.models.eagle3 import Eagle3
@@ -127,7 +127,7 @@ def make_round(
     text, words = torch.zeros(1, dtype=torch.uint8, device=device), torch.zeros(limits.mask_words, dtype=torch.int32, device=device)
     starts = torch.zeros(limits.num_tokens + 1, dtype=torch.int32, device=device)
     tables = TokenTensors(text, starts, words[None], words) if key.device else None
-    return Round(limits, ModelPair(target, draft), cast("HostLink", NoLink()), tables=tables).step(key), buffers
+    return Round(limits, Models(target, draft), cast("HostLink", NoLink()), tables=tables).step(key), buffers
 
 
 def count_round(shape: Shape, key: GraphKey, drafts: int = 3, loras: int = 0, packed: QuantKind | None = None) -> NodeCounter:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stepgraph import Job
 from stepgraph.graphs import BufferSpec, Limits, StaticBuffers
-from stepgraph.graphs.proposer import History
+from stepgraph.graphs.model import History
 
 Formula = Callable[[History, Tensor], Tensor]  # (history, draft indices [K]) -> drafts [B, K]
 

@@ -28,9 +28,9 @@ from tqdm import tqdm
 
 from stepgraph import Engine, FinishReason, Job, QueueFullError, StepEvent
 from stepgraph.graphs.row_layout import ResultRecord
-from stepgraph.runtime.extras.hidden_states import SavedText
-from stepgraph.runtime.extras.replay import read_recording, replay
+from stepgraph.runtime.hidden_states import SavedText
 from stepgraph.runtime.models.toy import _MASK, hash_pair
+from stepgraph.runtime.replay import read_recording, replay
 from stepgraph.runtime.request import ActiveRequest
 from stepgraph.runtime.scheduler import LossCause, loss_cause
 from stepgraph.sampling.grammar.link.native import NativeRow

@@ -15,7 +15,7 @@ import pytest
 
 from stepgraph import Constraint, Engine, EngineConfig, Job
 from stepgraph.graphs import TapeBackend
-from stepgraph.runtime.extras.replay import read_recording
+from stepgraph.runtime.replay import read_recording
 from stepgraph.sampling.lifetimes import FORKED_ERROR
 from tests.helpers.toy_engines import CONSTRAINTS, DRAFTERS, TARGET, VOCABULARY, finish, plain
 from tools.train.saved_states import SavedStates

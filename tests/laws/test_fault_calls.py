@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from stepgraph import AsyncEngine, Engine, FinishReason, Job
-from stepgraph.runtime.extras.hidden_states import StatesWriter
+from stepgraph.runtime.hidden_states import StatesWriter
 from tests.graphs.test_graph_set import KEYS, Refusing, serve
 from tests.graphs.test_graph_set import make as make_refusing
 from tests.helpers.aio_runs import check_events

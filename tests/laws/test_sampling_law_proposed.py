@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from stepgraph.graphs import BufferSpec, proposing
 from stepgraph.graphs.batch import Batch
-from stepgraph.graphs.proposer import History
+from stepgraph.graphs.model import History
 from stepgraph.graphs.round_specs import look_up_specs, round_specs
 from stepgraph.graphs.row_layout import Column
 from stepgraph.sampling.kernels import rejection

@@ -16,9 +16,9 @@ import pytest
 from starlette.requests import Request
 
 from stepgraph import Constraint, Engine, EngineConfig, QueueFullError, SamplingParams, Vocabulary
-from stepgraph.runtime.extras.record import Recording
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.files.config_fields import _MAX_PARAMETERS, read_config
+from stepgraph.runtime.record import Recording
 from stepgraph.runtime.serve.http import Bounds, HttpError, read_body
 from stepgraph.sampling.grammar import GrammarCompiler, GrammarLimits, MaskStatus
 from stepgraph.sampling.grammar.compile.limits import with_limit_name

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from stepgraph import EngineConfig, FinishReason
-from stepgraph.runtime.extras.hidden_states import HiddenStates
+from stepgraph.runtime.hidden_states import HiddenStates
 from stepgraph.runtime.page_cache import PageCache
 from stepgraph.runtime.request import ActiveRequest
 from stepgraph.runtime.row_table import RowTable

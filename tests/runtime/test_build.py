@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stepgraph import Engine, EngineConfig, Job, SamplingParams
 from stepgraph.graphs import BufferSpec, Limits, StaticBuffers
-from stepgraph.graphs.proposer import History
+from stepgraph.graphs.model import History
 from stepgraph.runtime.models.files.checkpoint import Checkpoint
 from stepgraph.runtime.models.toy import ToyTarget
 from tests.helpers.draft_engines import DRAFTERS as FOLDERS

@@ -360,8 +360,8 @@ def test_costs_include_what_the_draft_model_does_later_for_skipped_tokens() -> N
         costs.add(key, Drafting(7, False), 5.0)
     assert costs.of(key)[Drafting(7, False)] == pytest.approx(5.8)
     for seconds in (8.2, 8.2, 90.0):  # as predicted; then an interrupted one counts as twice the time
-        costs.add_catch_up(key, Drafting(7), seconds)
-        costs.add_catch_up(key, PLAIN, seconds - 1.0)
+        costs.add_catch_up(key, Drafting(7), seconds, 0)
+        costs.add_catch_up(key, PLAIN, seconds - 1.0, 0)
     assert costs.catch_up_seconds[2] == pytest.approx(3.2 * 1.1**2)
 
 

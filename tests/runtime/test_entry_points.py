@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from stepgraph import AsyncEngine, Constraint, Engine, EngineConfig, SamplingParams, Vocabulary
-from stepgraph.graphs import BufferSpec, GraphSet, Limits, StaticBuffers, TapeBackend, capture, make_backend, run_eager
+from stepgraph.graphs import BufferSpec, Limits, StaticBuffers, capture, make_backend, run_eager
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.runtime.text import TextCodec
 from stepgraph.runtime.validate import RequestOptions
@@ -95,9 +95,6 @@ def wait(**changes: Any) -> None:
     ENGINE.wait(**changes)
 
 
-graph_set = valid(GraphSet, TapeBackend(), BUFFERS, lambda key: step, (1,))
-
-
 def names(function: Any) -> Iterable[str]:
     return [name for name in inspect.signature(function).parameters if name != "self"]
 
@@ -149,8 +146,6 @@ ENTRIES: dict[str, tuple[Callable[..., Any], Iterable[str]]] = {
     "run_eager": (valid(run_eager, step, BUFFERS), ["step", "buffers"]),
     "make_backend": (make_backend, names(make_backend)),
     "replay": (valid(RECORDED.replay, until=None, limit=None), ["until", "limit"]),
-    "GraphSet": (graph_set, names(GraphSet)),
-    "key_for": (valid(graph_set().key_for, 1, False, False), ["batch_rows"]),
     **{make.__qualname__: (valid(make, argument), names(make)) for make, argument in MAKERS},
 }
 

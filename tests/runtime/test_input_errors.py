@@ -19,12 +19,12 @@ from stepgraph import Constraint, Engine, EngineClosedError, EngineConfig, Job, 
 from stepgraph.graphs import BufferSpec, StaticBuffers, TapeBackend, make_backend
 from stepgraph.graphs.attention.choose import choose_attention
 from stepgraph.graphs.model import AttentionShape
-from stepgraph.runtime.extras.replay import read_recording
 from stepgraph.runtime.models.files.config_fields import read_config
 from stepgraph.runtime.models.files.tokenizer import ChatTemplate
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.ngram import NgramLookup
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
+from stepgraph.runtime.replay import read_recording
 from stepgraph.runtime.text import TextCodec
 from stepgraph.sampling.grammar import GrammarCompiler, GrammarLimits
 from stepgraph.sampling.kernels.filters import choose_filters

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from stepgraph import AsyncEngine, Constraint, Engine, EngineConfig, FinishReason, Job, SamplingParams
-from stepgraph.runtime.extras.replay import read_recording, replay
+from stepgraph.runtime.replay import read_recording, replay
 from stepgraph.runtime.text import TextStream
 from tests.helpers.toy_engines import CONSTRAINTS, DRAFTERS, STOP, TARGET, VOCABULARY, Setup, finish, shared_engine
 from tests.runtime.models.test_llama_engine import make_engine as llama_engine

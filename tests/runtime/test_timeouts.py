@@ -12,7 +12,7 @@ import pytest
 
 from stepgraph import AsyncEngine, Constraint, Engine, EngineConfig, FinishReason, Job, SamplingParams
 from stepgraph.runtime import request_queue, scheduler
-from stepgraph.runtime.extras.replay import read_recording, replay
+from stepgraph.runtime.replay import read_recording, replay
 from tests.helpers.toy_engines import TARGET, VOCABULARY, finish
 
 CONFIG = EngineConfig(

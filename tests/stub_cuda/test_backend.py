@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from stepgraph.graphs import HostNodeError
-from stepgraph.graphs.cuda.backend import CudaBackend
 from tests.stub_cuda import counters
 from tests.stub_cuda.subject import Backend, BufferSpec, CaptureError, StaticBuffers, current_context, make_backend
 
@@ -162,17 +161,11 @@ def test_illegal_step_is_refused_with_its_line_and_the_backend_remains(backend: 
     backend.synchronize()
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda backend, b: backend.capture(add, b, generators=(torch.Generator(),)), "CudaBackend.capture.generators: got one on cpu"),
-        (lambda backend, b: backend.capture(add, b, check="Twice"), "CudaBackend.capture.check: got 'Twice'"),
-        (lambda *_: CudaBackend("gpu"), "CudaBackend.device: got 'gpu', expected one of 1 CUDA devices"),
-    ],
-)
-def test_wrong_arguments_are_refused(backend: Backend, call: Callable[[Backend, StaticBuffers], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        call(backend, buffers_of(backend))
+def test_wrong_arguments_are_refused(backend: Backend) -> None:
+    with pytest.raises(ValueError, match=r"CudaBackend\.capture\.generators: got one on cpu"):
+        backend.capture(add, buffers_of(backend), generators=(torch.Generator(),))
+    with pytest.raises(ValueError, match=r"CudaBackend\.capture\.check: got 'Twice'"):
+        backend.capture(add, buffers_of(backend), check="Twice")  # type: ignore[arg-type]
 
 
 def test_work_of_a_run_that_raised_is_ordered_before_that_of_the_caller(backend: Backend) -> None:

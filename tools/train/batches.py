@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 from tqdm import tqdm
 
-from stepgraph.runtime.extras.hidden_states import SavedText
+from stepgraph.runtime.hidden_states import SavedText
 from stepgraph.runtime.models.llama import Llama
 from tools.train.plan import TrainingPlan
 from tools.train.saved_states import SavedStates

@@ -15,7 +15,7 @@ from stepgraph import Constraint, Engine, EngineConfig, SamplingParams, Vocabula
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model_call import ModelInput
-from stepgraph.runtime.extras.hidden_states import SHARDS, SavedText, StatesWriter, states_layout
+from stepgraph.runtime.hidden_states import SHARDS, SavedText, StatesWriter, states_layout
 from stepgraph.runtime.models.llama import Llama
 from tools.train.saved_states import SavedStates
 from tools.train.texts import Text

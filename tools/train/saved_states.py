@@ -8,7 +8,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 from torch import Tensor
 
-from stepgraph.runtime.extras.hidden_states import SHARDS, SavedText, open_shard
+from stepgraph.runtime.hidden_states import SHARDS, SavedText, open_shard
 
 
 class SavedStates:

@@ -11,7 +11,7 @@ import torch
 
 from stepgraph.graphs.layers.dense import Activation
 from stepgraph.runtime.models.llama_config import ExpertsConfig, LatentConfig, LlamaConfig, RopeConfig, Routing
-from stepgraph.sampling.fields import is_int
+from stepgraph.sampling.fields import check_value, is_int, one_of, whole
 
 ARCHITECTURES = tuple(
     f"{name}ForCausalLM"
@@ -50,17 +50,15 @@ def require_off(config: Mapping[str, Any], options: Mapping[str, object]) -> Non
 
 def dtype_field(config: Mapping[str, Any]) -> torch.dtype:
     name = config.get("dtype") or config.get("torch_dtype") or "float32"
-    if not isinstance(name, str) or name not in DTYPES:
-        raise ValueError(f"config.dtype: got {name!r:.100}, expected one of {', '.join(DTYPES)}")
+    check_value("config.dtype", name, one_of(DTYPES))
     return DTYPES[name]
 
 
 def count_field(config: Mapping[str, Any], name: str, most: int, *, least: int = 1, default: int | None = None) -> int:
-    value = config.get(name)
+    value: Any = config.get(name)
     value = default if value is None else value
-    if not is_int(value) or not least <= value <= most:
-        raise ValueError(f"config.{name}: got {value!r:.100}, expected a whole number from {least} to {most}")
-    return value
+    check_value(f"config.{name}", value, whole(least, most))
+    return int(value)
 
 
 def number_field(config: Mapping[str, Any], name: str, above: float, below: float, *, default: float | None = None) -> float:

@@ -216,11 +216,11 @@ def _nibbles(stored: Bytes, width: int = 16) -> Bytes:
     return np.concatenate(parts, 2).reshape(len(stored), -1)
 
 
-def _unpack(stored: Bytes, bits: int, width: int = 32) -> Bytes:
-    """The fields of `bits` bits in each `width` bytes, lowest bits first, each shifted to bit 4."""
+def _unpack(stored: Bytes, bits: int) -> Bytes:
+    """The fields of `bits` bits in each 32 bytes, lowest bits first, each shifted to bit 4."""
     whole = np.ascontiguousarray(stored)
     parts = [(whole >> shift & (1 << bits) - 1) << 4 for shift in range(0, 8, bits)]
-    return np.stack([part.reshape(len(stored), -1, width) for part in parts], 2).reshape(len(stored), -1)
+    return np.stack([part.reshape(len(stored), -1, 32) for part in parts], 2).reshape(len(stored), -1)
 
 
 def _bits(stored: Bytes) -> Bytes:

@@ -97,7 +97,7 @@ def _load_weights(kind: Any, path: Path, dtype: torch.dtype, unused: tuple[str, 
 
 def open_transformers(path: Path, dtype: torch.dtype | None = None) -> TransformersCheckpoint:
     """Read and check everything except the weights. ValueError names the file and the field or layer."""
-    if not path.is_dir():
+    if not (path / "config.json").is_file():
         raise ValueError(f"path: got {str(path)!r}, expected a local folder with a config.json for implementation='transformers'")
     if why := why_no_transformers():
         raise ValueError(f"implementation: got {TRANSFORMERS!r}, expected {NATIVE!r}: {why}")

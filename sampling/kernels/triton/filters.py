@@ -55,7 +55,7 @@ def _weight(logit, temperature, best):
 
 
 @triton.jit
-def _logits(logits, positions, width, row_stride, position_stride, TILE: tl.constexpr):
+def line_tile(logits, positions, width, row_stride, position_stride, TILE: tl.constexpr):
     """This program's tile of its line, as float32; minus infinity beyond the width."""
     line = tl.program_id(0)
     ids = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -75,7 +75,7 @@ def _units(weight_bits):
 @triton.jit
 def _bits(logits, row, maxima, positions, width, row_stride, position_stride, TILE: tl.constexpr, TILES: tl.constexpr):
     """The bits of the weights of this program's tile; -1 beyond the width, 0 for NaN, in a row without a finite best logit."""
-    values = _logits(logits, positions, width, row_stride, position_stride, TILE)
+    values = line_tile(logits, positions, width, row_stride, position_stride, TILE)
     bits = _weight(values, tl.load(row + _TEMPERATURE), value_of(_line_maximum(maxima, TILES)))
     return tl.where(tl.program_id(1) * TILE + tl.arange(0, TILE) < width, tl.where(bits <= _ONE, bits, 0), -1)
 
@@ -170,7 +170,7 @@ def tile_maxima(
     """The greatest logit of each tile and its index, as a candidate of choice.py."""
     line = tl.program_id(0).to(tl.int64)
     ids = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    best = best_of(_logits(logits, positions, width, row_stride, position_stride, TILE), ids)
+    best = best_of(line_tile(logits, positions, width, row_stride, position_stride, TILE), ids)
     tl.store(maxima + line * tl.num_programs(1) + tl.program_id(1), best)
     if tl.program_id(1) == 0:
         tl.store(sums + line * _SUMS + tl.arange(0, _SUMS), tl.zeros([_SUMS], tl.int64))
@@ -304,7 +304,7 @@ def keep(
         if temperature <= 0:
             rates = tl.where(ids == ((line_maximum & 0xFFFFFFFF) ^ _LAST_ID), 1.0, rates)
         else:
-            weight = _weight(_logits(logits, positions, width, row_stride, position_stride, TILE), temperature, best)
+            weight = _weight(line_tile(logits, positions, width, row_stride, position_stride, TILE), temperature, best)
             kept = tl.where(weight >= low, weight.to(tl.float32, bitcast=True), 0.0)
             rates = tl.math.div_rn(kept, kept_units.to(tl.float32) * _FROM_UNIT)
     tokens = tl.load(token_of + ids, mask=ids < width, other=0).to(tl.int32) if token_of is not None else ids

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stepgraph.sampling.kernels.triton.choice import _BOTTOM, _DEAD_END, _LAST_ID, _OK, is_finite, rank, table_row_of
+from stepgraph.sampling.kernels.triton.filters import line_tile
 from stepgraph.sampling.sampler import Param
 
 PROCESS_TILE = 512  # tokens per program
@@ -184,12 +185,9 @@ def judge_positions(peaks, status, finite, final_status, tiles, TILES: tl.conste
 @triton.jit
 def sum_tile(logits, parts, positions, width, row_stride, position_stride, TILE: tl.constexpr):
     """The greatest logit of one tile, and the sum of exponentials relative to it, or to 0 if it is infinite. parts [B * Q, tiles, 2]."""
-    line = tl.program_id(0)
-    ids = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    source = logits + (line // positions).to(tl.int64) * row_stride + (line % positions).to(tl.int64) * position_stride
-    values = tl.load(source + ids, mask=ids < width, other=float("-inf")).to(tl.float32)
+    values = line_tile(logits, positions, width, row_stride, position_stride, TILE)
     best = tl.max(values, 0)
-    part = parts + (line.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * 2
+    part = parts + (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * 2
     tl.store(part, best)
     tl.store(part + 1, tl.sum(tl.exp(values - tl.where(tl.abs(best) == float("inf"), 0.0, best)), 0))
 

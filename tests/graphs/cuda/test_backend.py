@@ -14,11 +14,12 @@ import pytest
 import torch
 
 from stepgraph.graphs import BufferSpec, CaptureError, HostNodeError, StaticBuffers, capture, make_backend
+from stepgraph.graphs.context import FirstError
 from stepgraph.graphs.cuda.context import HostCallback
 from stepgraph.graphs.cuda.driver import Driver
 from stepgraph.graphs.cuda.recorder import as_capture_error, first_node_difference
 from stepgraph.graphs.cuda.resources import open_driver
-from stepgraph.graphs.errors import HostErrors, Site, site_of
+from stepgraph.graphs.errors import Site, site_of
 from stepgraph.graphs.spans import GraphNode
 from stepgraph.sampling.cuda_graphs import gc_paused
 
@@ -77,7 +78,7 @@ def test_missing_driver_function_is_named() -> None:
 @pytest.mark.parametrize("call", [call_as_c, call_from_foreign_thread])
 def test_python_callback_runs_when_c_calls_its_address(call: Caller) -> None:
     threads: list[int] = []
-    errors = HostErrors()
+    errors = FirstError()
     callback = HostCallback("node", lambda: threads.append(threading.get_ident()), errors)
     call(callback)
     assert len(threads) == 1
@@ -90,7 +91,7 @@ def test_python_callback_runs_when_c_calls_its_address(call: Caller) -> None:
 def test_error_of_a_python_callback_is_stored_and_raised_once(
     call: Caller, cause: BaseException, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    errors = HostErrors()
+    errors = FirstError()
 
     def function() -> None:
         raise cause
@@ -116,7 +117,7 @@ def test_a_python_callback_collects_no_garbage() -> None:
         ran.append(threading.get_ident())
         kept.extend([] for _ in range(many))
 
-    errors = HostErrors()
+    errors = FirstError()
     callback = HostCallback("node", function, errors)
     gc.collect()
     gc.callbacks.append(note)
@@ -131,13 +132,13 @@ def test_a_python_callback_collects_no_garbage() -> None:
 
 def test_collection_is_off_until_the_last_thread_ends_its_block() -> None:
     with gc_paused:
-        call_from_foreign_thread(HostCallback("node", lambda: None, HostErrors()))
+        call_from_foreign_thread(HostCallback("node", lambda: None, FirstError()))
         assert not gc.isenabled()
     assert gc.isenabled()
 
 
 def test_first_host_error_is_kept_until_it_is_raised() -> None:
-    errors = HostErrors()
+    errors = FirstError()
     for name in ("first", "second"):
         errors.store(HostNodeError(name, ValueError(name)))
     with pytest.raises(HostNodeError, match="'first'"):
@@ -153,7 +154,7 @@ def test_callback_survives_collection_and_a_thousand_calls() -> None:
     def function() -> None:
         count[0] += 1
 
-    callback = HostCallback("node", function, HostErrors())
+    callback = HostCallback("node", function, FirstError())
     del function
     for _ in range(1000):
         call_as_c(callback)
@@ -169,7 +170,7 @@ def test_callback_keeps_its_function_alive_exactly_as_long_as_itself() -> None:
 
     function = Function()
     alive = weakref.ref(function)
-    callback = HostCallback("node", function, HostErrors())
+    callback = HostCallback("node", function, FirstError())
     del function
     gc.collect()
     assert alive() is not None
@@ -180,7 +181,7 @@ def test_callback_keeps_its_function_alive_exactly_as_long_as_itself() -> None:
 @pytest.mark.parametrize("enabled", [True, False])
 def test_no_garbage_collection_in_a_callback(enabled: bool) -> None:
     seen: list[bool] = []
-    callback = HostCallback("node", lambda: seen.append(gc.isenabled()), HostErrors())
+    callback = HostCallback("node", lambda: seen.append(gc.isenabled()), FirstError())
     was = gc.isenabled()
     (gc.enable if enabled else gc.disable)()
     try:
@@ -210,7 +211,7 @@ class NativeNode:
 
 @pytest.mark.parametrize("call", [call_as_c, call_from_foreign_thread])
 def test_native_function_is_called_directly_with_its_data(call: Caller) -> None:
-    node, errors = NativeNode(), HostErrors()
+    node, errors = NativeNode(), FirstError()
     callback = HostCallback("native", node, errors)
     assert (callback.address, callback.data) == (node.native_address, node.native_data)
     counter = node.counter
@@ -226,7 +227,7 @@ def test_native_function_needs_address_and_data() -> None:
     function = NativeNode()
     del function.native_data
     with pytest.raises(ValueError, match="'half': got one of native_address and native_data, expected both or neither"):
-        HostCallback("half", function, HostErrors())
+        HostCallback("half", function, FirstError())
 
 
 def test_two_captures_are_compared_node_by_node() -> None:

@@ -450,9 +450,9 @@ def test_public_capture_function(buffers: StaticBuffers) -> None:
 
 
 def test_arguments_are_checked(buffers: StaticBuffers) -> None:
-    with pytest.raises(ValueError, match=r"poison: got 'never', expected 'first' or 'every'"):
+    with pytest.raises(ValueError, match=r"poison: got 'never', expected one of 'first', 'every'"):
         TapeBackend(poison="never")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"check: got 'thrice', expected 'once' or 'twice'"):
+    with pytest.raises(ValueError, match=r"check: got 'thrice', expected one of 'once', 'twice'"):
         TapeBackend().capture(lambda b: None, buffers, check="thrice")  # type: ignore[arg-type]
     for arguments, message in (
         ({"function": None}, "host_node.function of 'h': got None, expected a function"),

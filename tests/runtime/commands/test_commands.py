@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from stepgraph.graphs import GraphSet
+from stepgraph.graphs.graph_set import GraphSet
 from stepgraph.runtime import cli
 from stepgraph.runtime.commands import bench, doctor, generate, serve, terminal
 from stepgraph.runtime.commands.flags import COMMANDS, STEP_EXAMPLE, check_generate
@@ -268,6 +268,11 @@ def test_inspect_gives_the_reason_of_each_refusal(folder: Path, capsys: pytest.C
     code, out, _ = run("inspect model --draft other --json", capsys)
     with_draft = json.loads(out)
     assert code == terminal.FAILED and with_draft["runs"] and "bitsandbytes" in with_draft["refused"]["draft"]
+    (folder / "empty").mkdir()
+    code, out, _ = run("inspect empty --json", capsys)
+    refused = json.loads(out)["refused"]
+    assert code == terminal.FAILED and refused.keys() == {"native, dequantised", "transformers, dequantised"}
+    assert all(reason.startswith("path: got 'empty', expected a local folder with a config.json") for reason in refused.values())
 
 
 def test_all_prompt_sources_give_the_same_ids(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,7 +323,7 @@ def test_an_answer_that_is_complete_at_the_limit_does_not_fail(capsys: pytest.Ca
         ("generate model hi --temperature nan", "--temperature: got nan"),
         ("generate model hi --max-new-tokens 9999", "--max-new-tokens: got 9999 after a prompt of"),
         ("generate nowhere hi --max-new-tokens 5 --min-new-tokens 9", "--min-new-tokens: got 9, expected a whole number from 0 to 5"),
-        ("generate model hi --max-new-tokens 0", "--max-new-tokens: got 0, expected at least 1"),
+        ("generate model hi --max-new-tokens 0", "--max-new-tokens: got 0, expected a whole number >= 1"),
         ("generate model '' --no-chat", "PROMPT: got '', which has no tokens"),
         ("generate model hi -k 9", "stepgraph generate: -k/--drafts: got 9, expected a whole number from 0 to 8"),
         ("generate model hi --draft-length 5", "--draft-length: got 5, expected at most -k/--drafts 4, or 'auto'"),
@@ -338,7 +343,7 @@ def test_an_answer_that_is_complete_at_the_limit_does_not_fail(capsys: pytest.Ca
         ("generate model --token-ids 1,99999", "--token-ids: got 99999"),
         ("bench nowhere", "MODEL: got 'nowhere'"),
         ("bench model --max-new-tokens 99999 --draft none", "--max-new-tokens: got 99999 after a prompt of"),
-        ("bench toy --repeats 0", "--repeats: got 0, expected at least 1"),
+        ("bench toy --repeats 0", "--repeats: got 0, expected a whole number >= 1"),
         ("bench toy --prompts my_step.py", "my_step.py:2: "),
         ("bench toy --prompts empty", "expected at least one"),
         ("bench model --draft ngram -k 99", "stepgraph bench: -k/--drafts: got 99"),

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from stepgraph.graphs import Limits, StaticBuffers
-from stepgraph.graphs.proposer import History
+from stepgraph.graphs.model import History
 from stepgraph.graphs.proposing import ANCHOR_TOKENS, given_from, look_up, text_specs
 from stepgraph.runtime.models.ngram import NgramLookup
 from tests.helpers.c_library import needs_c

@@ -168,6 +168,15 @@ def test_rounds_before_an_early_end_are_written(profile_rounds: Callable[[str], 
     assert numbers == list(range(2, 2 + len(numbers))) and len(numbers) > 3
 
 
+def test_environment_is_read_once_when_an_engine_is_made(profile_rounds: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    file = profile_rounds("1-3")
+    with toy_engine() as engine:
+        monkeypatch.setenv(profiled.ROUNDS_VARIABLE, "x")
+        engine.generate([1], max_new_tokens=24, num_speculative_tokens=0)
+        assert engine._graphs.complete, "a profiled engine records all graphs before its first round"
+    assert [one["round"] for one in json.loads(file.read_text())["rounds"]] == [1, 2, 3]
+
+
 def test_script_with_its_own_trace_continues_unprofiled(profile_rounds: Callable[[str], Path]) -> None:
     file = profile_rounds("3-5")
     with toy_engine(eager=True) as engine:

@@ -16,7 +16,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from stepgraph import Engine, EngineConfig, Vocabulary
-from stepgraph.runtime.extras.hidden_states import SavedText, StatesLayout, StatesWriter
+from stepgraph.runtime.hidden_states import SavedText, StatesLayout, StatesWriter
 from tests.helpers.families import folder_of
 from tools import train_head
 from tools.train.batches import TrainingSet

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from stepgraph.graphs import Backend, BufferSpec, Limits, StaticBuffers, drafting, host_nodes, run_eager, stages
 from stepgraph.graphs.batch import Batch, read_batch
 from stepgraph.graphs.capture import Step
-from stepgraph.graphs.model import ModelPair
-from stepgraph.graphs.proposer import Proposer
+from stepgraph.graphs.model import Models, Proposer
 from stepgraph.graphs.proposing import text_specs
 from stepgraph.graphs.round import Round
 from stepgraph.graphs.round_specs import forced_specs, grammar_specs, look_up_specs, round_specs
@@ -73,7 +72,7 @@ class RoundBench:
             num_tokens=num_tokens,
             feature_size=target.feature_size,
         )
-        self.models = ModelPair(target, draft if k and proposer is None else None, proposer, look_up)
+        self.models = Models(target, draft if k and proposer is None else None, proposer, look_up)
         self.draft = draft
         outputs = (
             BufferSpec("out_logits", (ROWS, k + 1, num_tokens), torch.float32),

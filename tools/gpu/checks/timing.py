@@ -15,8 +15,8 @@ import torch
 
 from stepgraph.graphs import BufferSpec, GraphKey, StaticBuffers, current_context
 from stepgraph.graphs.capture import Backend, Recorded
+from stepgraph.graphs.context import FirstError
 from stepgraph.graphs.cuda.context import HostCallback
-from stepgraph.graphs.errors import HostErrors
 from stepgraph.sampling.grammar.link.native import NativeLink, load
 from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, HostLink, advance
 from stepgraph.sampling.grammar.status import TAG_FIELDS, HostColumn
@@ -153,7 +153,7 @@ def _ends_under_the_gil(context: Context, link: str) -> bool:
 
 def _nodes_end(host: HostLink) -> bool:
     """Whether the host nodes alone end under the GIL, in a native thread, since the tape uses Python threads."""
-    node = HostCallback("round", host.node([BEGIN_ROUND, COMMIT, *(advance(index) for index in range(1, 4)), END_ROUND]), HostErrors())
+    node = HostCallback("round", host.node([BEGIN_ROUND, COMMIT, *(advance(index) for index in range(1, 4)), END_ROUND]), FirstError())
     log = np.zeros((2, 3), np.int64)
     host.log_nodes(log)
     _, held_until = call_under_the_gil(node, 1, HOLD_SECONDS)

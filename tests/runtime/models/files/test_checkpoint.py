@@ -232,7 +232,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "quantised": ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config.bits: got None, expected one of 4, 8"),
     "partial rotary": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: got 0.5, expected 1"),
     "layer types": ({"layer_types": ["full_attention", "linear_attention"] * 2}, "layer_types: got .*expected 4 of"),
-    "unknown dtype": ({"dtype": "float8"}, "dtype: got 'float8', expected one of float32"),
+    "unknown dtype": ({"dtype": "float8"}, "dtype: got 'float8', expected one of 'float32'"),
     "flag is a string": ({"tie_word_embeddings": "no"}, "tie_word_embeddings: got 'no', expected true or false"),
     "tied": ({"tie_word_embeddings": False, "vocab_size": 161}, r"embed_tokens.weight: got shape \(160, 64\), expected \(161, 64\)"),
 }

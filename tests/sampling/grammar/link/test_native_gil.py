@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from stepgraph import Constraint
+from stepgraph.graphs.context import FirstError
 from stepgraph.graphs.cuda.context import HostCallback
-from stepgraph.graphs.errors import HostErrors
 from stepgraph.graphs.tape.player import HostCall
 from stepgraph.sampling.grammar import MaskStatus
 from stepgraph.sampling.grammar.link.native import NativeLink, NativeRow
@@ -35,7 +35,7 @@ def run_under_the_gil(link: HostLink, rows: list[MatcherRow], rounds: int, secon
     link.log_nodes(log)
     for _ in range(rounds):
         link.push_batch(rows)
-    start, end = call_under_the_gil(HostCallback("walk", link.node(ROUND_STEPS), HostErrors()), rounds, seconds)
+    start, end = call_under_the_gil(HostCallback("walk", link.node(ROUND_STEPS), FirstError()), rounds, seconds)
     return log[1 : 1 + log[0, 0], 2].tolist(), start, end
 
 

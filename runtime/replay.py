@@ -20,8 +20,8 @@ from stepgraph.graphs.model import TargetModel
 from stepgraph.runtime.check_models import Drafter, resolve_drafter
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.engine import Engine
-from stepgraph.runtime.extras.record import FORMAT, SUBMIT_FIELDS, model_fingerprints, versions, vocabulary_fingerprint
 from stepgraph.runtime.job import FinishReason
+from stepgraph.runtime.record import FORMAT, SUBMIT_FIELDS, model_fingerprints, versions, vocabulary_fingerprint
 from stepgraph.runtime.request import Job
 from stepgraph.sampling.fields import clip_error, clip_repr, is_int
 from stepgraph.sampling.grammar.compile.limits import GrammarLimits

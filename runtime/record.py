@@ -22,8 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from stepgraph.graphs.capture import Backend
-from stepgraph.graphs.graph_key import Drafting
-from stepgraph.graphs.model import ModelPair
+from stepgraph.graphs.model import Models
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.request import Job
 from stepgraph.sampling.fields import Check, check_value, clip_repr, is_int, whole
@@ -70,14 +69,6 @@ class Recorder:
         call_after_fork(self._detach)
         self.write("engine", **header)
 
-    def record_drafting(self, drafting: Drafting) -> None:
-        """Record how the round of this step drafts, if that is chosen for each round."""
-        self.write("round", drafts=drafting.length, model=drafting.model)
-
-    def record_close(self, why: str) -> None:
-        self.write("closed", why=why)
-        self.close()
-
     def write(self, kind: str, **fields: Any) -> None:
         if self._file is None:
             return
@@ -116,7 +107,7 @@ class Recorder:
 
 
 def open_recorder(
-    record: Recording | str | Path, config: EngineConfig, models: ModelPair, vocabulary: Vocabulary | None, backend: Backend, tables: bool
+    record: Recording | str | Path, config: EngineConfig, models: Models, vocabulary: Vocabulary | None, backend: Backend, tables: bool
 ) -> Recorder:
     """The recorder of an engine. ValueError if the file cannot be created. tables: whether grammars can be on the device."""
     unsupported = {
@@ -159,7 +150,7 @@ def vocabulary_fingerprint(vocabulary: Vocabulary | None) -> str:
     return digest.hexdigest()[:16]
 
 
-def model_fingerprints(models: ModelPair) -> dict[str, dict[str, Any]]:
+def model_fingerprints(models: Models) -> dict[str, dict[str, Any]]:
     """By role: class, number of tensors, and a hash of the sizes and of each tensor's name, shape, dtype and first values."""
     by_role = {"target": models.target, "draft": models.drafter, "look_up": models.look_up}
     return {role: _model_fingerprint(model) for role, model in by_role.items() if model is not None}

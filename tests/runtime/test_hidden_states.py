@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from stepgraph import Engine, EngineConfig, Job, SamplingParams
 from stepgraph.graphs import TapeBackend
-from stepgraph.runtime.extras.hidden_states import SavedText, StatesLayout, StatesWriter
+from stepgraph.runtime.hidden_states import SavedText, StatesLayout, StatesWriter
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.toy import ToyDraft
 from tests.helpers.families import FEATURE_LAYERS, folder_of, hf_model

@@ -20,10 +20,10 @@ import torch
 
 from stepgraph import Constraint, Engine, EngineConfig, FinishReason, Job, QueueFullError, SamplingParams, Vocabulary
 from stepgraph.runtime.demo.variants import toy_pair
-from stepgraph.runtime.extras.record import Recorder, Recording
-from stepgraph.runtime.extras.replay import ReplayReport, read_recording, replay, replay_on
 from stepgraph.runtime.models.files.loading import load_models
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
+from stepgraph.runtime.record import Recorder, Recording
+from stepgraph.runtime.replay import ReplayReport, read_recording, replay, replay_on
 from stepgraph.runtime.upload import PinnedRing
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
 from tests.helpers.c_library import needs_c
