@@ -156,8 +156,8 @@ class RequestQueue:
             if queued is None or queued.job.finished or requested not in (job_id, queued.job):
                 return False
             # The next step releases its claim: this may be a finaliser or a signal handler within a submit(), which locks the compiler.
-            self.cancelled.setdefault(job_id, (queued.job, reason))
-        if self.recorder:
+            is_first = self.cancelled.setdefault(job_id, cancelled := (queued.job, reason)) is cancelled
+        if self.recorder and is_first:
             self.recorder.write("cancel", job=job_id, reason=str(reason))
         self.wake.notify()
         return True
@@ -183,10 +183,11 @@ class RequestQueue:
         now = time.perf_counter()
         with self.lock:
             jobs = [queued.job for queued in self.unfinished.values()]
+            for job in jobs:
+                if job.deadline <= now:
+                    self.cancel(job, FinishReason.TIMEOUT)
+            # Last, so that after an interrupt the next step does it again.
             self.next_deadline = min((job.deadline for job in jobs if job.deadline > now), default=math.inf)
-        for job in jobs:
-            if job.deadline <= now:
-                self.cancel(job, FinishReason.TIMEOUT)
 
     def pause(self) -> None:
         """Sleep briefly, for a step that can only wait for a grammar, so that it leaves the CPU to the compile."""
