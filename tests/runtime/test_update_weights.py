@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stepgraph import AsyncEngine, Engine, EngineClosedError, EngineConfig, FinishReason, SamplingParams
+from stepgraph import AsyncEngine, Engine, EngineClosedError, EngineConfig, FinishReason, SamplingParams, StepEvent
 from stepgraph.runtime.models.files.transformers_folder import Implementation
 from stepgraph.runtime.models.files.weights import SafetensorsSource
 from stepgraph.runtime.models.toy import ToyTarget
@@ -159,6 +159,23 @@ def test_running_requests_end_first_and_waiting_ones_get_the_new_weights(new_fol
         with Engine.from_pretrained(new_folder, None, config=CONFIG) as fresh:
             new = fresh.generate(PROMPTS[0], max_new_tokens=20).tokens
         assert [job.tokens for job in waiting] == [new, new] and new != old[0]
+
+
+def test_the_next_step_returns_the_events_of_an_update(new_folder: Path) -> None:
+    """Another thread that reads the events of its steps gets all tokens, and then the end."""
+    with Engine.from_pretrained(folder_of(FAMILY), "ngram", config=CONFIG) as engine:
+        jobs, events = [engine.submit(prompt, max_new_tokens=20) for prompt in PROMPTS], list[StepEvent]()
+        while not jobs[0].tokens:
+            events += engine.step()
+        for _ in range(2):
+            engine.update_weights(new_folder)
+        assert all(job.finished for job in jobs) and engine.has_work and engine.wait(0)
+        events += engine.step()
+        assert not engine.has_work and not engine.step()
+        for job in jobs:
+            own = [event for event in events if event.job_id == job.id]
+            assert [token for event in own for token in event.tokens] == job.tokens
+            assert [event.finish_reason for event in own] == [None] * (len(own) - 1) + [FinishReason.LENGTH]
 
 
 def test_suspended_requests_end_with_the_old_weights(new_folder: Path) -> None:
@@ -324,9 +341,10 @@ def test_engines_that_keep_their_weights_are_refused(tmp_path: Path) -> None:
     weights = dict(other(FAMILY).named_parameters())
     with (
         Engine.from_pretrained(folder_of(FAMILY), None, config=CONFIG, record=tmp_path / "run.jsonl") as engine,
-        pytest.raises(ValueError, match="got an engine with record, expected one without it"),
     ):
-        engine.update_weights(weights)
+        for call in (lambda: engine.update_weights(weights), engine.reset_prefix_cache):
+            with pytest.raises(ValueError, match="got an engine with record, expected one without it"):
+                call()
     with (
         Engine.from_pretrained(folder_of(FAMILY), None, config=replace(CONFIG, save_hidden_states=tmp_path / "states")) as engine,
         pytest.raises(ValueError, match="got an engine with save_hidden_states, expected one without it"),
