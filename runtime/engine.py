@@ -195,7 +195,9 @@ class Engine(EngineCore, BoundToProcess):
         self._require_open("update_weights")
         self._require_without("update_weights", save_hidden_states=self._parts.hidden_states)
         copy = checked_update(self._parts.models.target, weights, self.buffers)
-        with self.queue.holding():
+        hold = object()
+        try:  # a context manager in Python would keep the hold after an interrupt at its begin
+            self.queue.holds.add(hold)
             while self.queue.has_begun:
                 try:
                     self.step_lock.check_owner()
@@ -207,13 +209,16 @@ class Engine(EngineCore, BoundToProcess):
             with self.step_lock.entered():
                 self._require_open("update_weights")
                 self._in_flight.interrupt()
+                self.reset_prefix_cache()
                 try:
                     self._parts.watchdog.backend.run(copy)
                     self.backend.synchronize()  # the caller may change or free the tensors
                 except BaseException as error:  # some weights are new
                     self._fail(error, "update_weights()")
                     raise
-                self.reset_prefix_cache()
+        finally:
+            self.queue.holds.discard(hold)
+            self.queue.wake.notify()
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes, e.g. after parameters were changed in place. From any thread.

@@ -8,7 +8,7 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from stepgraph.runtime.device_grammars import DeviceGrammars
@@ -54,7 +54,7 @@ class RequestQueue:
         self._turns: dict[tuple[int, str], list[int]] = {}  # by priority and tenant: the turns of those in `waiting`, ascending
         self.cancelled: dict[int, tuple[Job, FinishReason]] = {}  # since the last step
         self.submitted = self.most_waiting = 0
-        self.holds: list[None] = []  # one for each `holding`, of any thread
+        self.holds = set[object]()  # while there is one, no request begins; those that lost their rows continue
         self.next_deadline = math.inf  # no unfinished job has an earlier one
         call_after_fork(self._detach)
 
@@ -161,16 +161,6 @@ class RequestQueue:
             self.recorder.write("cancel", job=job_id, reason=str(reason))
         self.wake.notify()
         return True
-
-    @contextlib.contextmanager
-    def holding(self) -> Iterator[None]:
-        """Within the block no request begins, and those that lost their rows continue."""
-        self.holds.append(None)
-        try:
-            yield
-        finally:
-            self.holds.pop()
-            self.wake.notify()
 
     @property
     def has_begun(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from stepgraph import AsyncEngine, Engine, EngineClosedError, EngineConfig, FinishReason, SamplingParams, StepEvent
+from stepgraph.graphs import TapeBackend
 from stepgraph.runtime.models.files.transformers_folder import Implementation
 from stepgraph.runtime.models.files.weights import SafetensorsSource
 from stepgraph.runtime.models.toy import ToyTarget
 from tests.helpers.c_library import needs_c
 from tests.helpers.families import BASE, CONFIG, FAMILIES, GRAMMAR, PROMPTS, folder_of, hf_model, random_model, save
 from tests.helpers.toy_engines import VOCABULARY, finish
+from tests.laws.test_interrupts import interrupted
 from tests.runtime.models.files.test_quantised_folder import SIZES, write
 
 FAMILY = "qwen2"
@@ -91,15 +94,16 @@ def test_some_weights_are_updated(tmp_path: Path) -> None:
         assert texts(engine) == expected_texts(save(model, tmp_path)) != before
 
 
+class Scaled(ToyTarget):
+    def __init__(self) -> None:
+        super().__init__(VOCABULARY.logits_width, seed=3)
+        self.scale = nn.Parameter(torch.ones(VOCABULARY.logits_width))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return super().logits(hidden) * self.scale
+
+
 def test_parameters_of_a_module_of_the_user_have_its_names() -> None:
-    class Scaled(ToyTarget):
-        def __init__(self) -> None:
-            super().__init__(VOCABULARY.logits_width, seed=3)
-            self.scale = nn.Parameter(torch.ones(VOCABULARY.logits_width))
-
-        def logits(self, hidden: Tensor) -> Tensor:
-            return super().logits(hidden) * self.scale
-
     config = EngineConfig(max_rows=2, num_speculative_tokens=2, max_length=48, greedy_only=True)
     new = 1 - 2 * (torch.arange(VOCABULARY.logits_width) % 2.0)
 
@@ -225,12 +229,28 @@ def test_an_async_engine_serves_during_an_update(new_folder: Path) -> None:
 def test_no_request_begins_during_an_update() -> None:
     """As of another thread that steps while the update waits; the thread of an AsyncEngine sleeps."""
     with Engine.from_pretrained(folder_of(FAMILY), "ngram", config=CONFIG) as engine:
-        with engine.queue.holding():
-            job = engine.submit(PROMPTS[0], max_new_tokens=4)
-            assert not engine.wait(0) and not any(engine.step() for _ in range(3)) and not job.tokens
+        engine.queue.holds.add(hold := object())
+        job = engine.submit(PROMPTS[0], max_new_tokens=4)
+        assert not engine.wait(0) and not any(engine.step() for _ in range(3)) and not job.tokens
+        engine.queue.holds.discard(hold)
         assert engine.wait(0)
         finish(engine)
         assert len(job.tokens) == 4
+
+
+def test_an_interrupt_leaves_no_prefix_of_other_weights_and_no_hold() -> None:
+    """The call is interrupted at each point of its own file."""
+    config = EngineConfig(max_rows=1, num_speculative_tokens=0, max_length=32, page_size=4, greedy_only=True, eager=True)
+    target, index, was_interrupted, found = Scaled(), 0, True, set[bool]()
+    with Engine(target, vocabulary=VOCABULARY, config=config, backend=TapeBackend()) as engine:
+        while was_interrupted:
+            engine.generate(range(12), max_new_tokens=1)
+            new = -target.scale.detach()
+            call = functools.partial(engine.update_weights, {"scale": new})
+            was_interrupted = interrupted(index := index + 1, call, "runtime/engine.py")
+            found.add(is_new := torch.equal(target.scale, new))
+            assert not engine.queue.holds and not (is_new and engine.stats().cached_pages), index
+    assert found == {False, True} and index > 10
 
 
 def changed(**tensors: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
@@ -277,11 +297,10 @@ def test_a_copy_that_fails_closes_the_engine(new_folder: Path, monkeypatch: pyte
         return read(source, name)
 
     with Engine.from_pretrained(folder_of(FAMILY), "ngram", config=CONFIG) as engine:
-        with engine.queue.holding():
-            job = engine.submit(PROMPTS[0])
-            monkeypatch.setattr(SafetensorsSource, "read", failing)
-            with pytest.raises(OSError, match="the disk is gone"):
-                engine.update_weights(new_folder)
+        job = engine.submit(PROMPTS[0])
+        monkeypatch.setattr(SafetensorsSource, "read", failing)
+        with pytest.raises(OSError, match="the disk is gone"):
+            engine.update_weights(new_folder)
         assert (job.finish_reason, job.error) == (FinishReason.ERROR, "OSError: the disk is gone")
         with pytest.raises(EngineClosedError, match="the disk is gone"):
             engine.submit(PROMPTS[0])
