@@ -212,7 +212,7 @@ class Engine(EngineCore, BoundToProcess):
                 self.reset_prefix_cache()
                 try:
                     self._parts.watchdog.backend.run(copy)
-                    self.backend.synchronize()  # the caller may change or free the tensors
+                    self._parts.watchdog.backend.event().wait()  # the caller may change or free the tensors
                 except BaseException as error:  # some weights are new
                     self._fail(error, "update_weights()")
                     raise

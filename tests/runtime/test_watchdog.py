@@ -146,6 +146,16 @@ def test_error_of_a_round_is_not_that_of_the_graph_recorded_next() -> None:
         finish(engine)
 
 
+def test_an_update_of_weights_times_out_while_the_device_hangs(hang: Hang) -> None:
+    engine = on_demand(None, round_timeout_seconds=LIMIT)
+    for _ in range(3):
+        engine.backend.run(lambda: hang("commit"))
+    with let_go_later(hang), pytest.raises(RoundTimeoutError):
+        engine.update_weights({})
+    with pytest.raises(EngineClosedError, match="did not finish within"):
+        engine.step()
+
+
 def test_close_times_out_like_a_step(hang: Hang, caplog: pytest.LogCaptureFixture) -> None:
     engine = make(hang, rounds_in_flight=4)
     jobs = submit(engine)
