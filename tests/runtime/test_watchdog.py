@@ -89,7 +89,7 @@ def test_hanging_host_node_raises_and_logs_a_report(hang: Hang, caplog: pytest.L
 
 def on_demand(hang: Callable[[str], object] | None, record: Path | None = None, **others: Any) -> Engine:
     """An engine that records each graph at its first use."""
-    given = {"max_rows": 2, "draft_length": 1, "max_length": 64, "compile_isolation": "none", "grammar_lane": "host"}
+    given: dict[str, Any] = {"max_rows": 2, "draft_length": 1, "max_length": 64, "compile_isolation": "none", "grammar_lane": "host"}
     backend = TapeBackend(asynchronous=True, delay=hang)
     config = EngineConfig(**given | others)
     engine = Engine(TARGET, ToyDraft(TARGET), vocabulary=VOCABULARY, config=config, backend=backend, record=record)
