@@ -267,7 +267,7 @@ class Engine(EngineCore, BoundToProcess):
     @property
     def has_work(self) -> bool:
         """False once every submitted job has finished and its last event was returned."""
-        return bool(self.queue.unfinished or self._kept_events)
+        return bool(self.queue.unfinished or self.queue.holds or self._kept_events)
 
     def stream(self) -> Iterator[StepEvent]:
         """Step until all jobs have finished, yielding every event. Breaking out discards the remaining events of that step."""
@@ -385,7 +385,7 @@ class Engine(EngineCore, BoundToProcess):
         return replace(sampling, bad_words=tuple(words))
 
     def _require_without(self, call: str, **parts: object) -> None:
-        """ValueError if ranks would share other prefixes than this one, if a replay would, or if the engine has one of these parts."""
+        """ValueError for an engine with other ranks or a recording, as they or a replay would keep other prefixes, or with one of `parts`."""
         parts |= {"tensor_parallel": self._parts.ranks, "record": self.queue.recorder}
         if present := [name for name, part in parts.items() if part is not None]:
             raise ValueError(f"Engine.{call}: got an engine with {present[0]}, expected one without it")

@@ -165,15 +165,23 @@ def test_running_requests_end_first_and_waiting_ones_get_the_new_weights(new_fol
         assert [job.tokens for job in waiting] == [new, new] and new != old[0]
 
 
-def test_the_next_step_returns_the_events_of_an_update(new_folder: Path) -> None:
-    """Another thread that reads the events of its steps gets all tokens, and then the end."""
+def test_the_next_step_returns_the_events_of_an_update(new_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread that steps while there is work gets all tokens, and then the end."""
     with Engine.from_pretrained(folder_of(FAMILY), "ngram", config=CONFIG) as engine:
         jobs, events = [engine.submit(prompt, max_new_tokens=20) for prompt in PROMPTS], list[StepEvent]()
         while not jobs[0].tokens:
             events += engine.step()
+        finish, has_work = engine._scheduler.finish, list[bool]()
+
+        def finished(*arguments: Any) -> StepEvent:
+            event = finish(*arguments)
+            has_work.append(engine.has_work)
+            return event
+
+        monkeypatch.setattr(engine._scheduler, "finish", finished)
         for _ in range(2):
             engine.update_weights(new_folder)
-        assert all(job.finished for job in jobs) and engine.has_work and engine.wait(0)
+        assert has_work == [True] * len(jobs) and engine.has_work and engine.wait(0)
         events += engine.step()
         assert not engine.has_work and not engine.step()
         for job in jobs:
