@@ -385,7 +385,7 @@ class Engine(EngineCore, BoundToProcess):
         return replace(sampling, bad_words=tuple(words))
 
     def _require_without(self, call: str, **parts: object) -> None:
-        """ValueError for an engine with other ranks or a recording, as they or a replay would keep other prefixes, or with one of `parts`."""
+        """ValueError with ranks or a recording, as other ranks or a replay would keep other prefixes, or with one of `parts`."""
         parts |= {"tensor_parallel": self._parts.ranks, "record": self.queue.recorder}
         if present := [name for name, part in parts.items() if part is not None]:
             raise ValueError(f"Engine.{call}: got an engine with {present[0]}, expected one without it")
