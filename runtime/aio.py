@@ -19,11 +19,11 @@ from stepgraph.runtime.engine import Engine
 from stepgraph.runtime.job import FinishReason
 from stepgraph.runtime.parallel.lockstep import LockstepQueue
 from stepgraph.runtime.request import NO_DRAFTS, EngineClosedError, Job, StepEvent
-from stepgraph.runtime.request_queue import QueueFullError
+from stepgraph.runtime.request_queue import PAUSE_SECONDS, QueueFullError
 from stepgraph.runtime.validate import REQUEST_NAMES, Prompt, RequestOptions
 from stepgraph.sampling.fields import check_value, checked_keywords, instance_of, message_of
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
-from stepgraph.sampling.lifetimes import EXIT_SECONDS, BoundToProcess, ExitStage, close_at_exit
+from stepgraph.sampling.lifetimes import BoundToProcess, ExitStage, close_at_exit
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -258,11 +258,14 @@ class AsyncEngine(BoundToProcess):
         return f"<AsyncEngine: {state}, {self.engine!r}>"
 
     async def open(self) -> None:
-        """Start stepping, after capture() if it was not called. RuntimeError if another thread steps the engine."""
-        if self._stepper is not None and self._stepper.loop.is_closed():
-            self._stepper.close(EXIT_SECONDS)  # ends the thread of the closed loop, which may be asleep
-        if self._stepper is not None and self._stepper.thread.is_alive():
-            raise RuntimeError("AsyncEngine.open(): already open")
+        """Start stepping, after capture() if it was not called, and after an earlier open() or close() has ended the stepping thread.
+        RuntimeError if another thread steps the engine."""
+        while self._stepper is not None and self._stepper.thread.is_alive():
+            if self._stepper.loop.is_closed():
+                self._stepper.stop(drain=False)  # also wakes the thread, which may be asleep
+            elif not self._stepper.stopping:
+                raise RuntimeError("AsyncEngine.open(): already open")
+            await asyncio.sleep(PAUSE_SECONDS)  # until close() is done, or the capture of a cancelled open(), which nothing interrupts
         self._stepper = stepper = StepThread(self.engine, asyncio.get_running_loop(), self)
         self._submit_lock = asyncio.Lock()  # a used lock is bound to its event loop
         try:

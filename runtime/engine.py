@@ -189,32 +189,36 @@ class Engine(EngineCore, BoundToProcess):
         weights: tensors by their names in a folder of the model (of the parameters, for a model of your own), all or some of them; or a
         folder or .gguf file with the same config. ValueError for one that does not fit, before any weight changes; a copy that fails
         closes the engine.
-        Requests that have a row end first, as this call steps the engine or waits for the thread that does. Others wait and get the new
-        weights. The weights of a draft model, which change no text, and adapters stay as they are.
+        Requests that have a row end first, as this call steps the engine or waits for the thread that does; the next step() returns their
+        events. Others wait and get the new weights. The weights of a draft model, which change no text, and adapters stay as they are.
         """
         self._require_open("update_weights")
-        parts = {"tensor_parallel": self._parts.ranks, "record": self.queue.recorder, "save_hidden_states": self._parts.hidden_states}
-        if present := [name for name, part in parts.items() if part is not None]:
-            raise ValueError(f"Engine.update_weights: got an engine with {present[0]}, expected one without it")
+        self._require_without("update_weights", save_hidden_states=self._parts.hidden_states)
         copy = checked_update(self._parts.models.target, weights, self.buffers)
-        with self.queue.holding():
+        hold = object()
+        try:  # a context manager in Python would keep the hold after an interrupt at its begin
+            self.queue.holds.add(hold)
             while self.queue.has_begun:
                 try:
                     self.step_lock.check_owner()
                 except RuntimeError:  # the thread of an AsyncEngine steps
                     time.sleep(PAUSE_SECONDS)
                 else:
-                    self.step()
+                    with self.step_lock.entered():
+                        self._kept_events = self._step()
             with self.step_lock.entered():
                 self._require_open("update_weights")
                 self._in_flight.interrupt()
+                self.reset_prefix_cache()
                 try:
                     self._parts.watchdog.backend.run(copy)
-                    self.backend.synchronize()  # the caller may change or free the tensors
+                    self._parts.watchdog.backend.event().wait()  # the caller may change or free the tensors
                 except BaseException as error:  # some weights are new
                     self._fail(error, "update_weights()")
                     raise
-                self.reset_prefix_cache()
+        finally:
+            self.queue.holds.discard(hold)
+            self.queue.wake.notify()
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes, e.g. after parameters were changed in place. From any thread.
@@ -222,6 +226,7 @@ class Engine(EngineCore, BoundToProcess):
         Requests that have a row keep their pages, and share none from here on.
         """
         self._require_open("reset_prefix_cache")
+        self._require_without("reset_prefix_cache")
         with self.queue.lock:
             self._scheduler.rows.reset_prefix_cache(self._scheduler.active)
 
@@ -262,7 +267,7 @@ class Engine(EngineCore, BoundToProcess):
     @property
     def has_work(self) -> bool:
         """False once every submitted job has finished and its last event was returned."""
-        return bool(self.queue.unfinished)
+        return bool(self.queue.unfinished or self.queue.holds or self._kept_events)
 
     def stream(self) -> Iterator[StepEvent]:
         """Step until all jobs have finished, yielding every event. Breaking out discards the remaining events of that step."""
@@ -344,7 +349,7 @@ class Engine(EngineCore, BoundToProcess):
     @property
     def _ready(self) -> bool:
         """Whether a step has something to do. False while every job waits for its grammar."""
-        return self._scheduler.runnable or len(self._in_flight.pending) > 0
+        return self._scheduler.runnable or len(self._in_flight.pending) > 0 or bool(self._kept_events)
 
     def _text_pieces(self, job: Job) -> Iterator[str]:
         stream, known = job.text_stream(), 0
@@ -378,6 +383,12 @@ class Engine(EngineCore, BoundToProcess):
             spelled = [self.tokenizer.encode(each, False) for each in (word, f" {word.lstrip()}")] if isinstance(word, str) else [word]
             words |= dict.fromkeys(tuple(ids) for ids in spelled)
         return replace(sampling, bad_words=tuple(words))
+
+    def _require_without(self, call: str, **parts: object) -> None:
+        """ValueError with ranks or a recording, as other ranks or a replay would keep other prefixes, or with one of `parts`."""
+        parts |= {"tensor_parallel": self._parts.ranks, "record": self.queue.recorder}
+        if present := [name for name, part in parts.items() if part is not None]:
+            raise ValueError(f"Engine.{call}: got an engine with {present[0]}, expected one without it")
 
     def _require_accepted(self, job: Job, call: str) -> None:
         self._require_open(call)

@@ -26,20 +26,23 @@ class EngineCore(EngineState):
             self._require_open("step")
             self.ensure_captured()
         with self.step_lock.entered():
-            if self._closed_reason:
-                self._require_open("step")
-            self.step_lock.check_owner()
-            try:
-                events = self._admit()
-                self._prefill(events)
-                requests = self._launch(events)
-                events += self._collect(self.limits.rounds_in_flight if requests else 1)
-                if not events and self.queue.waiting and not self._scheduler.active:
-                    self.queue.pause()  # every request waits for its grammar
-                return events
-            except BaseException as error:
-                self._fail(error, "a step")
-                raise
+            return self._step()
+
+    def _step(self) -> list[StepEvent]:
+        if self._closed_reason:
+            self._require_open("step")
+        self.step_lock.check_owner()
+        try:
+            events, self._kept_events = self._kept_events + self._admit(), []
+            self._prefill(events)
+            requests = self._launch(events)
+            events += self._collect(self.limits.rounds_in_flight if requests else 1)
+            if not events and self.queue.waiting and not self._scheduler.active:
+                self.queue.pause()  # every request waits for its grammar
+            return events
+        except BaseException as error:
+            self._fail(error, "a step")
+            raise
 
     def _admit(self) -> list[StepEvent]:
         """End cancelled jobs and those without a grammar, and give rows to queued requests."""

@@ -7,7 +7,7 @@ from stepgraph.graphs.graph_set import CaptureReport
 from stepgraph.runtime.build import EngineParts
 from stepgraph.runtime.job import FinishReason
 from stepgraph.runtime.parallel.ranks import CAPTURE
-from stepgraph.runtime.request import EngineClosedError
+from stepgraph.runtime.request import EngineClosedError, StepEvent
 from stepgraph.runtime.step_lock import StepLock
 from stepgraph.sampling import kernels
 from stepgraph.sampling.fields import message_of
@@ -22,6 +22,7 @@ class EngineState:
         self.config, self.limits, self.backend, self.buffers = parts.config, parts.limits, parts.backend, parts.buffers
         self.queue, self.step_lock, self._closed_reason = parts.queue, StepLock(), ""
         self._ended = False  # once `_shut_down` has returned
+        self._kept_events: list[StepEvent] = []  # of steps of update_weights(), which the next step returns
         self._filters = ""  # the implementation, once it is chosen
         self._graphs, self._scheduler, self._uploader, self._in_flight = parts.graphs, parts.scheduler, parts.uploader, parts.in_flight
         call_after_fork(self._detach)
@@ -124,6 +125,7 @@ class EngineState:
     def _shut_down(self, why: str, reason: FinishReason) -> None:
         """After an interrupt, another call does what is left."""
         self._closed_reason = why = self._closed_reason or why
+        self._kept_events = []
         self._scheduler.finish_all(reason, why)
         self.queue.wake.notify()
         self._in_flight.interrupt()

@@ -57,14 +57,16 @@ class LoraTable:
         """Fill a free slot, between rounds. The copy runs after earlier launches, which may still use the slot, and before later ones."""
         with self._queue.lock:
             self._require_new(name, replace)
+            before, unfinished = self.by_name.get(name, Lora()), self._queue.unfinished
             others = (lora for lora in self.by_name.values() if lora.name != name)
-            taken = {lora.slot for lora in (*others, *(queued.job.lora for queued in self._queue.unfinished.values()))}
+            taken = {lora.slot for lora in (*others, *(queued.job.lora for queued in unfinished.values()))}
             free = [slot for slot in range(1, self._limits.max_loras + 1) if slot not in taken]
             if not free:
                 expected = f"at most EngineConfig.max_loras={self._limits.max_loras} adapters, those of unfinished requests included"
                 raise ValueError(f"lora_name: got {clip_repr(name)} with no free slot, expected {expected}")
             # From here on requests get it, also instead of a replaced one in this slot: none has a row before the step lock is free.
-            self.by_name[name] = Lora(name, slot := free[0], next(self._serials))
+            slot = min(free, key=before.slot.__eq__)  # if possible not that of the replaced one, which a failure then leaves loaded
+            self.by_name[name] = added = Lora(name, slot, next(self._serials))
         buffers = self._buffers
 
         def copy() -> None:
@@ -76,7 +78,11 @@ class LoraTable:
             with torch.no_grad():
                 self._backend.run(copy)
         except BaseException:
-            self.remove(name)
+            with self._queue.lock:
+                if self.by_name.pop(name, None) and before.slot not in (0, slot):
+                    self.by_name[name] = before
+                for job in [queued.job for queued in unfinished.values() if queued.job.lora == added]:
+                    self._queue.cancel(job)
             raise
 
     def _require_new(self, name: str, replace: bool) -> None:

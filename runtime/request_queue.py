@@ -8,7 +8,7 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from stepgraph.runtime.device_grammars import DeviceGrammars
@@ -54,7 +54,7 @@ class RequestQueue:
         self._turns: dict[tuple[int, str], list[int]] = {}  # by priority and tenant: the turns of those in `waiting`, ascending
         self.cancelled: dict[int, tuple[Job, FinishReason]] = {}  # since the last step
         self.submitted = self.most_waiting = 0
-        self.holds: list[None] = []  # one for each `holding`, of any thread
+        self.holds = set[object]()  # while there is one, no request begins; those that lost their rows continue
         self.next_deadline = math.inf  # no unfinished job has an earlier one
         call_after_fork(self._detach)
 
@@ -156,21 +156,11 @@ class RequestQueue:
             if queued is None or queued.job.finished or requested not in (job_id, queued.job):
                 return False
             # The next step releases its claim: this may be a finaliser or a signal handler within a submit(), which locks the compiler.
-            self.cancelled.setdefault(job_id, (queued.job, reason))
-        if self.recorder:
+            is_first = self.cancelled.setdefault(job_id, cancelled := (queued.job, reason)) is cancelled
+        if self.recorder and is_first:
             self.recorder.write("cancel", job=job_id, reason=str(reason))
         self.wake.notify()
         return True
-
-    @contextlib.contextmanager
-    def holding(self) -> Iterator[None]:
-        """Within the block no request begins, and those that lost their rows continue."""
-        self.holds.append(None)
-        try:
-            yield
-        finally:
-            self.holds.pop()
-            self.wake.notify()
 
     @property
     def has_begun(self) -> bool:
@@ -183,10 +173,11 @@ class RequestQueue:
         now = time.perf_counter()
         with self.lock:
             jobs = [queued.job for queued in self.unfinished.values()]
+            for job in jobs:
+                if job.deadline <= now:
+                    self.cancel(job, FinishReason.TIMEOUT)
+            # Last, so that after an interrupt the next step does it again.
             self.next_deadline = min((job.deadline for job in jobs if job.deadline > now), default=math.inf)
-        for job in jobs:
-            if job.deadline <= now:
-                self.cancel(job, FinishReason.TIMEOUT)
 
     def pause(self) -> None:
         """Sleep briefly, for a step that can only wait for a grammar, so that it leaves the CPU to the compile."""

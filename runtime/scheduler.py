@@ -7,6 +7,7 @@ import enum
 import math
 import time
 from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.row_layout import REFUSED, ResultRecord
@@ -174,7 +175,7 @@ class Scheduler:
                 job.first_token_seconds = time.perf_counter() - job.submitted_at
                 counters.first_token_seconds.add(job.first_token_seconds)
             counters.add_round(result, drafts, max_drafts)
-        logprobs = tuple([TokenLogprob(*pair) for pair in result.logprobs[: len(tokens)]]) if job.sampling.logprobs else ()
+        logprobs = tuple(map(_logprob, tokens, result.logprobs)) if job.sampling.logprobs else ()
         job.tokens.extend(tokens)
         job.origins.extend(origins)
         job.logprobs.extend(logprobs)
@@ -224,6 +225,12 @@ class Scheduler:
             self._queue.waiting.clear()
         for queued in unfinished:
             self.finish(queued.job, self._active.get(queued.job.id), reason, error=error)
+
+
+def _logprob(token: int, values: list[Any]) -> TokenLogprob:
+    """A token in a list of most probable ones has its value there: its own is computed separately, and rounded differently."""
+    pair = TokenLogprob(*values)
+    return pair._replace(raw=dict(pair.top_raw).get(token, pair.raw), masked=dict(pair.top_masked).get(token, pair.masked))
 
 
 def _error(code: FinishCode, request: ActiveRequest, status: int) -> str:

@@ -96,5 +96,13 @@ class _TimedBackend:
         return getattr(self._backend, name)
 
     def event(self) -> Event:
-        event = self._backend.event()
-        return cast("Event", SimpleNamespace(query=event.query, wait=functools.partial(self._wait, event)))
+        return self._timed(self._backend.event())
+
+    def copy_aside(self, function: Callable[[], object], *, after_launched: bool) -> Event:
+        return self._timed(self._backend.copy_aside(function, after_launched=after_launched))
+
+    def wait_for(self, copied: Any) -> None:
+        self._backend.wait_for(copied.untimed)
+
+    def _timed(self, event: Event) -> Event:
+        return cast("Event", SimpleNamespace(untimed=event, query=event.query, wait=functools.partial(self._wait, event)))

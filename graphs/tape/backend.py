@@ -323,7 +323,7 @@ class TapeBackend:
         if launched is not None:
             launched.reached.wait()
         if self.delay is not None:
-            self.delay(COPY_STREAM)
+            self._run_and_keep_error(functools.partial(self.delay, COPY_STREAM))
         self._run_and_keep_error(function)
         copied.reached.set()
 

@@ -116,6 +116,7 @@ def refused_calls(engine: Engine) -> list[tuple[Callable[[], object], str]]:
         (lambda: engine.submit([1, 2, 3], prompt_embeddings=image), "prompt_embeddings"),
         (lambda: engine.submit([1], timeout_seconds=1.0), "timeout_seconds"),
         (lambda: engine.update_weights({}), "Engine.update_weights"),
+        (engine.reset_prefix_cache, "Engine.reset_prefix_cache"),
         (lambda: AsyncEngine(engine), "AsyncEngine.engine"),
     ]
 

@@ -81,7 +81,7 @@ COUNTS = (  # statistics that never decrease
 class Action(NamedTuple):
     """One action of a schedule."""
 
-    kind: Literal["submit", "refused", "cancel", "continue", "adapter", "fault", "steps"]
+    kind: Literal["submit", "refused", "cancel", "continue", "adapter", "fault", "reset", "steps"]
     value: int  # request number (submit), submission index (cancel), choice (continue, adapter, fault), or number of steps
     fault: str = ""
     cut: int = 0  # of the output of the job that is continued
@@ -90,6 +90,7 @@ class Action(NamedTuple):
 def make_schedule(seed: int) -> list[Action]:
     """All actions of a schedule, fixed in advance."""
     rng, actions, submitted = random.Random(f"schedule {seed}"), list[Action](), 0
+    resets = random.Random(f"resets {seed}")
     for _ in range(rng.randint(4, 14)):
         for _ in range(rng.choice((0, 1, 1, 2, 4))):
             actions.append(Action("refused" if rng.random() < 0.05 else "submit", rng.randrange(NUM_ASKS)))
@@ -103,6 +104,8 @@ def make_schedule(seed: int) -> list[Action]:
             actions.append(Action("adapter", rng.randrange(len(LORAS))))
         if submitted and rng.random() < 0.25:
             actions.append(Action("fault", rng.randrange(12), rng.choice(FAULTS)))
+        if resets.random() < 0.1:
+            actions.append(Action("reset", 0))
         actions.append(Action("steps", rng.choice((1, 2, 4, 8, 16))))
     return actions
 
@@ -180,6 +183,8 @@ class Simulation:
         elif action.kind == "steps":
             for _ in range(action.value):
                 self._step()
+        elif action.kind == "reset" and not self.world.records:
+            self.engine.reset_prefix_cache()
         elif action.kind == "adapter":
             self._change_adapter(LORAS[action.value])
         elif action.kind == "fault" and not (self.world.records or self.world.threaded):  # a replay would not have it

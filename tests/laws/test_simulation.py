@@ -60,7 +60,7 @@ def test_ten_thousand_schedules(first: int) -> None:
 def test_seed_determines_the_schedule() -> None:
     assert make_schedule(3) == make_schedule(3) != make_schedule(4)
     kinds = {action.kind for seed in range(50) for action in make_schedule(seed)}
-    assert kinds == {"submit", "refused", "cancel", "continue", "adapter", "fault", "steps"}
+    assert kinds == {"submit", "refused", "cancel", "continue", "adapter", "fault", "reset", "steps"}
 
 
 def test_worlds_have_every_setting_and_requests_every_option() -> None:

@@ -242,6 +242,35 @@ def test_engine_left_open_in_a_closed_loop_opens_in_another(engine: Engine, monk
     assert former() is None
 
 
+def test_open_waits_for_the_capture_of_a_cancelled_open_and_for_close(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    held, capture, serving = threading.Event(), engine.ensure_captured, AsyncEngine(engine)
+    monkeypatch.setattr(engine, "ensure_captured", lambda: held.wait(60) and capture())
+
+    async def main() -> None:
+        opening = asyncio.create_task(serving.open())
+        await asyncio.sleep(0)  # open() starts the thread
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        calls = [asyncio.create_task(serving.open()) for _ in range(2)]
+        await asyncio.sleep(0.01)
+        assert not calls[0].done() and not calls[1].done()
+        held.set()
+        assert [str(error) for error in await asyncio.gather(*calls, return_exceptions=True) if error] == [
+            "AsyncEngine.open(): already open"
+        ]
+        stream = serving.generate([2], max_new_tokens=9)
+        closing = asyncio.create_task(serving.close())
+        await asyncio.sleep(0)  # close() begins to drain
+        await serving.open()
+        assert stream.job.finished
+        await closing
+        assert stream.job.tokens == plain([2], 9).tokens
+        await serving.close()
+
+    run(main())
+
+
 EXITING = """
 import asyncio, atexit
 streams = []

@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from types import FrameType
 from typing import Any
@@ -55,22 +56,26 @@ class NoSyncs(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_one_replay_per_round_and_no_sync_on_the_launching_thread() -> None:
-    engine = make_engine(SETUP)
-    for constraint in CONSTRAINTS:
-        engine.submit([3, 1, 4, 1, 5], constraint=constraint, max_new_tokens=30)
+@pytest.mark.parametrize("on_demand", [False, True])
+def test_one_replay_per_round_and_no_sync_on_the_launching_thread(on_demand: bool) -> None:
+    """on_demand: graphs are recorded at their first use, which waits for the device; rounds of recorded graphs do not."""
+    engine = make_engine(SETUP, on_demand=on_demand)
     guard = NoSyncs(engine.buffers)
     with guard, pytest.raises(AssertionError, match="host sync on the launching thread"):
         engine.buffers.row_state.tolist()
-    while engine.has_work:
-        before = engine.stats()
-        with guard:
-            engine.step()
-        after = engine.stats()
-        assert after.replays - before.replays == after.rounds - before.rounds <= 1
+    for is_guarded in (False, True) if on_demand else (True,):
+        begun = engine.stats()
+        for constraint in CONSTRAINTS:
+            engine.submit([3, 1, 4, 1, 5], constraint=constraint, max_new_tokens=30)
+        while engine.has_work:
+            before = engine.stats()
+            with guard if is_guarded else nullcontext():
+                engine.step()
+            after = engine.stats()
+            assert after.replays - before.replays == after.rounds - before.rounds <= 1
     stats = engine.stats()
-    assert stats.rounds == stats.replays > 10
-    assert stats.host_syncs == 0 and guard.pinned_reads > 10
+    assert stats.rounds - begun.rounds == stats.replays - begun.replays > 10
+    assert stats.host_syncs == begun.host_syncs == 0 and guard.pinned_reads > 10
     engine.close()
 
 

@@ -60,7 +60,9 @@ def logprobs_are_correct(job: Job, constraint: Constraint | None) -> bool:
         logs = [math.log(share) if share else -math.inf for share in drawn]
         if abs(raw - own[token]) > 1e-4 or abs(masked - logs[token]) > 1e-4:
             return False
-        for found, every in zip(most_probable, (own, logs), strict=True):
+        for found, every, value in zip(most_probable, (own, logs), (raw, masked), strict=True):
+            if dict(found).get(token, value) != value:
+                return False
             expected = sorted(filter(math.isfinite, every), reverse=True)[: sampling.top_logprobs]
             values = [value for _, value in found]
             if len({other for other, _ in found}) != len(expected) or not all(abs(every[other] - value) < 1e-4 for other, value in found):

@@ -16,11 +16,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from stepgraph import Constraint, Engine, EngineConfig, Job
+from stepgraph.graphs import TapeBackend
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.files.lora import read_lora
 from stepgraph.runtime.models.files.transformers_folder import Implementation
 from tests.helpers.adapters import ALPHA, save_adapter
 from tests.helpers.c_library import needs_c
+from tests.helpers.failing_copies import FailingCopies
 from tests.helpers.families import BASE, folder_of, hf_model, random_model, save
 from tests.helpers.toy_engines import TARGET, finish
 from tests.runtime.models.files.test_quantised_folder import SIZES, write
@@ -212,6 +214,35 @@ def test_a_replaced_adapter_serves_its_requests_until_they_end(engine: Engine, a
     for name in ("all", "some", "all"):  # both slots are in use: the adapter is replaced in its own
         engine.add_lora("all", adapters / name, replace=True)
         assert texts(engine, ["all"]) == merged[name]
+
+
+@pytest.mark.parametrize("others", [0, 1], ids=["another slot", "its own slot"])
+def test_a_copy_that_fails_leaves_the_replaced_adapter_unless_it_had_the_only_slot(
+    others: int, engine: Engine, adapters: Path, merged: Texts
+) -> None:
+    """A request that was submitted with the new one meanwhile is cancelled."""
+    late = list[Job]()
+
+    class Failing(FailingCopies):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            try:
+                return super().__torch_dispatch__(function, types, args, kwargs)
+            except torch.OutOfMemoryError:
+                late.append(engine.submit(PROMPT, lora_name="it"))
+                raise
+
+    models = engine._parts.models
+    with Engine(models.target, "ngram", vocabulary=engine.vocabulary, config=CONFIG, backend=TapeBackend()) as engine:
+        for name in ("it", *["other"] * others):
+            engine.add_lora(name, adapters / "all")
+        with Failing(engine.buffers.target_0_qkv_up, 1), pytest.raises(torch.OutOfMemoryError):
+            engine.add_lora("it", adapters / "some", replace=True)
+        finish(engine)
+        assert late[0].finish_reason == "cancelled" and not late[0].tokens
+        assert engine.list_loras() == [*["other"] * others, *["it"] * (1 - others)]
+        assert texts(engine, ["other" if others else "it"]) == merged["all"]
+        engine.add_lora("it", adapters / "some", replace=True)
+        assert texts(engine, ["it"]) == merged["some"]
 
 
 def test_a_request_gets_the_adapter_that_replaces_its_own_during_submit(

@@ -219,6 +219,7 @@ def test_replay_of_a_request_that_its_reader_ended(tmp_path: Path) -> None:
         while len(job.tokens) < 9:
             engine.step()
         engine.queue.cancel(job, FinishReason.STOP)
+        assert engine.cancel(job), "its stream is closed before the next step"
         finish(engine)
     assert job.finish_reason == FinishReason.STOP and len(job.tokens) < 50
     found = again(path)

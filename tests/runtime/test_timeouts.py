@@ -14,6 +14,7 @@ from stepgraph import AsyncEngine, Constraint, Engine, EngineConfig, FinishReaso
 from stepgraph.runtime import request_queue, scheduler
 from stepgraph.runtime.replay import read_recording, replay
 from tests.helpers.toy_engines import TARGET, VOCABULARY, finish
+from tests.laws.test_interrupts import interrupted
 
 CONFIG = EngineConfig(
     max_rows=1, num_speculative_tokens=0, max_length=64, page_size=4, buckets=(1,), greedy_only=True, compile_isolation="none"
@@ -116,6 +117,17 @@ def test_a_cancelled_request_keeps_its_reason(clock: Clock) -> None:
         clock.late = HOUR
         finish(engine)
         assert job.finish_reason == FinishReason.CANCELLED
+
+
+def test_expired_requests_end_after_an_interrupt(clock: Clock) -> None:
+    clock.late, index, was_interrupted = HOUR, 0, True
+    with engine_with() as engine:
+        while was_interrupted:
+            job = engine.submit([1], timeout_seconds=HOUR)
+            was_interrupted = interrupted(index := index + 1, engine.queue.expire)
+            engine.step()
+            assert job.finish_reason == FinishReason.TIMEOUT, index
+    assert index > 5
 
 
 def test_deadlines_of_ended_requests_are_forgotten(clock: Clock) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +14,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stepgraph import AsyncEngine, Engine, EngineClosedError, EngineConfig, FinishReason, SamplingParams
+from stepgraph import AsyncEngine, Engine, EngineClosedError, EngineConfig, FinishReason, SamplingParams, StepEvent
+from stepgraph.graphs import TapeBackend
 from stepgraph.runtime.models.files.transformers_folder import Implementation
 from stepgraph.runtime.models.files.weights import SafetensorsSource
 from stepgraph.runtime.models.toy import ToyTarget
 from tests.helpers.c_library import needs_c
 from tests.helpers.families import BASE, CONFIG, FAMILIES, GRAMMAR, PROMPTS, folder_of, hf_model, random_model, save
 from tests.helpers.toy_engines import VOCABULARY, finish
+from tests.laws.test_interrupts import interrupted
 from tests.runtime.models.files.test_quantised_folder import SIZES, write
 
 FAMILY = "qwen2"
@@ -91,15 +94,16 @@ def test_some_weights_are_updated(tmp_path: Path) -> None:
         assert texts(engine) == expected_texts(save(model, tmp_path)) != before
 
 
+class Scaled(ToyTarget):
+    def __init__(self) -> None:
+        super().__init__(VOCABULARY.logits_width, seed=3)
+        self.scale = nn.Parameter(torch.ones(VOCABULARY.logits_width))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return super().logits(hidden) * self.scale
+
+
 def test_parameters_of_a_module_of_the_user_have_its_names() -> None:
-    class Scaled(ToyTarget):
-        def __init__(self) -> None:
-            super().__init__(VOCABULARY.logits_width, seed=3)
-            self.scale = nn.Parameter(torch.ones(VOCABULARY.logits_width))
-
-        def logits(self, hidden: Tensor) -> Tensor:
-            return super().logits(hidden) * self.scale
-
     config = EngineConfig(max_rows=2, num_speculative_tokens=2, max_length=48, greedy_only=True)
     new = 1 - 2 * (torch.arange(VOCABULARY.logits_width) % 2.0)
 
@@ -161,6 +165,31 @@ def test_running_requests_end_first_and_waiting_ones_get_the_new_weights(new_fol
         assert [job.tokens for job in waiting] == [new, new] and new != old[0]
 
 
+def test_the_next_step_returns_the_events_of_an_update(new_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread that steps while there is work gets all tokens, and then the end."""
+    with Engine.from_pretrained(folder_of(FAMILY), "ngram", config=CONFIG) as engine:
+        jobs, events = [engine.submit(prompt, max_new_tokens=20) for prompt in PROMPTS], list[StepEvent]()
+        while not jobs[0].tokens:
+            events += engine.step()
+        finish, has_work = engine._scheduler.finish, list[bool]()
+
+        def finished(*arguments: Any) -> StepEvent:
+            event = finish(*arguments)
+            has_work.append(engine.has_work)
+            return event
+
+        monkeypatch.setattr(engine._scheduler, "finish", finished)
+        for _ in range(2):
+            engine.update_weights(new_folder)
+        assert has_work == [True] * len(jobs) and engine.has_work and engine.wait(0)
+        events += engine.step()
+        assert not engine.has_work and not engine.step()
+        for job in jobs:
+            own = [event for event in events if event.job_id == job.id]
+            assert [token for event in own for token in event.tokens] == job.tokens
+            assert [event.finish_reason for event in own] == [None] * (len(own) - 1) + [FinishReason.LENGTH]
+
+
 def test_suspended_requests_end_with_the_old_weights(new_folder: Path) -> None:
     """A request that lost its pages to an earlier one continues before the update."""
     config = replace(CONFIG, page_allocation="grow", num_pages=24, max_rows=3)
@@ -208,12 +237,28 @@ def test_an_async_engine_serves_during_an_update(new_folder: Path) -> None:
 def test_no_request_begins_during_an_update() -> None:
     """As of another thread that steps while the update waits; the thread of an AsyncEngine sleeps."""
     with Engine.from_pretrained(folder_of(FAMILY), "ngram", config=CONFIG) as engine:
-        with engine.queue.holding():
-            job = engine.submit(PROMPTS[0], max_new_tokens=4)
-            assert not engine.wait(0) and not any(engine.step() for _ in range(3)) and not job.tokens
+        engine.queue.holds.add(hold := object())
+        job = engine.submit(PROMPTS[0], max_new_tokens=4)
+        assert not engine.wait(0) and not any(engine.step() for _ in range(3)) and not job.tokens
+        engine.queue.holds.discard(hold)
         assert engine.wait(0)
         finish(engine)
         assert len(job.tokens) == 4
+
+
+def test_an_interrupt_leaves_no_prefix_of_other_weights_and_no_hold() -> None:
+    """The call is interrupted at each point of its own file."""
+    config = EngineConfig(max_rows=1, num_speculative_tokens=0, max_length=32, page_size=4, greedy_only=True, eager=True)
+    target, index, was_interrupted, found = Scaled(), 0, True, set[bool]()
+    with Engine(target, vocabulary=VOCABULARY, config=config, backend=TapeBackend()) as engine:
+        while was_interrupted:
+            engine.generate(range(12), max_new_tokens=1)
+            new = -target.scale.detach()
+            call = functools.partial(engine.update_weights, {"scale": new})
+            was_interrupted = interrupted(index := index + 1, call, "runtime/engine.py")
+            found.add(is_new := torch.equal(target.scale, new))
+            assert not engine.queue.holds and not (is_new and engine.stats().cached_pages), index
+    assert found == {False, True} and index > 10
 
 
 def changed(**tensors: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
@@ -260,11 +305,10 @@ def test_a_copy_that_fails_closes_the_engine(new_folder: Path, monkeypatch: pyte
         return read(source, name)
 
     with Engine.from_pretrained(folder_of(FAMILY), "ngram", config=CONFIG) as engine:
-        with engine.queue.holding():
-            job = engine.submit(PROMPTS[0])
-            monkeypatch.setattr(SafetensorsSource, "read", failing)
-            with pytest.raises(OSError, match="the disk is gone"):
-                engine.update_weights(new_folder)
+        job = engine.submit(PROMPTS[0])
+        monkeypatch.setattr(SafetensorsSource, "read", failing)
+        with pytest.raises(OSError, match="the disk is gone"):
+            engine.update_weights(new_folder)
         assert (job.finish_reason, job.error) == (FinishReason.ERROR, "OSError: the disk is gone")
         with pytest.raises(EngineClosedError, match="the disk is gone"):
             engine.submit(PROMPTS[0])
@@ -324,9 +368,10 @@ def test_engines_that_keep_their_weights_are_refused(tmp_path: Path) -> None:
     weights = dict(other(FAMILY).named_parameters())
     with (
         Engine.from_pretrained(folder_of(FAMILY), None, config=CONFIG, record=tmp_path / "run.jsonl") as engine,
-        pytest.raises(ValueError, match="got an engine with record, expected one without it"),
     ):
-        engine.update_weights(weights)
+        for call in (lambda: engine.update_weights(weights), engine.reset_prefix_cache):
+            with pytest.raises(ValueError, match="got an engine with record, expected one without it"):
+                call()
     with (
         Engine.from_pretrained(folder_of(FAMILY), None, config=replace(CONFIG, save_hidden_states=tmp_path / "states")) as engine,
         pytest.raises(ValueError, match="got an engine with save_hidden_states, expected one without it"),

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from stepgraph import AsyncEngine, Constraint, Engine, EngineConfig, FinishReason, Job
 from stepgraph.graphs import TapeBackend
+from stepgraph.graphs.round_specs import IMAGE_CHUNKS
 from stepgraph.runtime.models.toy import ToyDraft
 from stepgraph.runtime.request import EngineClosedError
 from stepgraph.runtime.watchdog import RoundTimeoutError
+from stepgraph.sampling import native
 from tests.helpers.toy_engines import CONSTRAINTS, TARGET, VOCABULARY, Setup, finish, make_engine, plain
 
 LIMIT = 0.2
@@ -83,13 +87,25 @@ def test_hanging_host_node_raises_and_logs_a_report(hang: Hang, caplog: pytest.L
     engine.close()
 
 
-def on_demand(hang: Callable[[str], object] | None, **others: Any) -> Engine:
+def on_demand(hang: Callable[[str], object] | None, record: Path | None = None, **others: Any) -> Engine:
     """An engine that records each graph at its first use."""
-    config = EngineConfig(max_rows=2, draft_length=1, max_length=64, compile_isolation="none", grammar_lane="host", **others)
+    given: dict[str, Any] = {"max_rows": 2, "draft_length": 1, "max_length": 64, "compile_isolation": "none", "grammar_lane": "host"}
     backend = TapeBackend(asynchronous=True, delay=hang)
-    engine = Engine(TARGET, ToyDraft(TARGET), vocabulary=VOCABULARY, config=config, backend=backend)
+    config = EngineConfig(**given | others)
+    engine = Engine(TARGET, ToyDraft(TARGET), vocabulary=VOCABULARY, config=config, backend=backend, record=record)
     engine.compile(CONSTRAINTS[1])
     return engine
+
+
+@contextlib.contextmanager
+def let_go_later(hang: Hang) -> Iterator[None]:
+    """Ends a step that does not time out."""
+    timer = threading.Timer(JOIN_SECONDS, hang.let_go)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def test_recording_a_graph_on_demand_times_out_while_a_round_hangs(hang: Hang) -> None:
@@ -99,12 +115,27 @@ def test_recording_a_graph_on_demand_times_out_while_a_round_hangs(hang: Hang) -
         engine.step()
     assert hang.reached.wait(JOIN_SECONDS)
     jobs.append(engine.submit([2], max_new_tokens=4))
-    end = threading.Timer(JOIN_SECONDS, hang.let_go)  # of a step that does not time out
-    end.start()
-    with pytest.raises(RoundTimeoutError, match="host node commit"):
+    with let_go_later(hang), pytest.raises(RoundTimeoutError, match="host node commit"):
         finish(engine)
-    end.cancel()
     assert {job.finish_reason for job in jobs} == {FinishReason.ERROR}
+
+
+@pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
+def test_copies_of_grammars_time_out_while_a_round_hangs(tmp_path: Path) -> None:
+    """With a recording a step waits for room in the ring of copies, and these wait for the rounds before them."""
+    hang, count = Hang("main"), IMAGE_CHUNKS + 1
+    others = {"max_rows": 1 + count, "rounds_in_flight": 4, "grammar_lane": "device", "grammar_backend": "automaton"}
+    engine = on_demand(hang, tmp_path / "run.jsonl", round_timeout_seconds=LIMIT, **others)
+    jobs = [engine.submit([1], max_new_tokens=20)]
+    engine.step()
+    assert hang.reached.wait(JOIN_SECONDS)
+    for constraint in [Constraint.regex(f"[a-c]{{{size}}}") for size in range(2, 2 + count)]:
+        engine.compile(constraint)
+        jobs.append(engine.submit([2], constraint=constraint, max_new_tokens=4))
+    with let_go_later(hang), pytest.raises(RoundTimeoutError, match="stream main: stage"):
+        engine.step()
+    assert {job.finish_reason for job in jobs} == {FinishReason.ERROR}
+    hang.let_go()
 
 
 def test_error_of_a_round_is_not_that_of_the_graph_recorded_next() -> None:
@@ -113,6 +144,16 @@ def test_error_of_a_round_is_not_that_of_the_graph_recorded_next() -> None:
     engine.submit([2], max_new_tokens=4)
     with pytest.raises(ZeroDivisionError):
         finish(engine)
+
+
+def test_an_update_of_weights_times_out_while_the_device_hangs(hang: Hang) -> None:
+    engine = on_demand(None, round_timeout_seconds=LIMIT)
+    for _ in range(3):
+        engine.backend.run(lambda: hang("commit"))
+    with let_go_later(hang), pytest.raises(RoundTimeoutError):
+        engine.update_weights({})
+    with pytest.raises(EngineClosedError, match="did not finish within"):
+        engine.step()
 
 
 def test_close_times_out_like_a_step(hang: Hang, caplog: pytest.LogCaptureFixture) -> None:

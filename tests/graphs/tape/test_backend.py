@@ -19,7 +19,7 @@ from torch import Tensor
 from stepgraph.graphs.backends import capture, make_backend, run_eager
 from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.context import MAIN, current_context
+from stepgraph.graphs.context import COPY_STREAM, MAIN, current_context
 from stepgraph.graphs.errors import CaptureError, HostNodeError
 from stepgraph.graphs.tape import backend as tape
 from stepgraph.graphs.tape.backend import TapeBackend
@@ -752,7 +752,7 @@ def test_process_exits_cleanly_without_close() -> None:
     program = """
 import time, torch
 from stepgraph.graphs import BufferSpec, StaticBuffers
-from stepgraph.graphs.context import MAIN, current_context
+from stepgraph.graphs.context import COPY_STREAM, MAIN, current_context
 from stepgraph.graphs.tape.backend import TapeBackend
 def step(b):
     context = current_context()
@@ -812,6 +812,16 @@ def test_asynchronous_rounds_stay_in_order_under_delays(buffers: StaticBuffers) 
         recorded.replay()
     backend.synchronize()
     assert seen == [float(number) for number in range(1, 21)]
+    backend.close()
+
+
+def test_error_of_the_delay_of_a_copy_is_raised_and_later_copies_run() -> None:
+    delays, copied = iter([True, False]), list[int]()
+    backend = TapeBackend(asynchronous=True, delay=lambda name: name == COPY_STREAM and 1 // (not next(delays)))
+    with pytest.raises(ZeroDivisionError):
+        assert backend.copy_aside(lambda: copied.append(1), after_launched=True).wait(10)
+    assert backend.copy_aside(lambda: copied.append(2), after_launched=True).wait(10)
+    assert copied[-1] == 2
     backend.close()
 
 

@@ -144,6 +144,8 @@ def test_ranks_give_the_tokens_of_one_process(size: int, draft: str, monkeypatch
         assert found["weights"] < alone(draft)["weights"]
         whole = engine.generate([1, 2, 3], max_new_tokens=20)
         assert engine.generate([1, 2, 3], max_new_tokens=20, resume_from=whole.tokens[:5]).tokens == whole.tokens[5:]
+        with pytest.raises(ValueError, match=r"Engine\.reset_prefix_cache: got an engine with tensor_parallel, expected one without it"):
+            engine.reset_prefix_cache()
         ranks_of(engine).note("another result")
         job = engine.submit([1, 2, 3], max_new_tokens=60, num_speculative_tokens=0)
         with pytest.raises(RankError, match="the results of earlier steps differ"):
