@@ -450,8 +450,8 @@ private:
         std::iota(every.class_of.begin(), every.class_of.end(), 0);
         every.first = every.class_of;
         if (quote >= 0) {
-            auto kinds_after = [this](const Ints &classes) { return kinds_after_quotes(classes); };
-            for (Ints &classes : equivalent_states(unquoted, kinds_after)) levels.push_back(level_with(std::move(classes)));
+            for (Ints &classes : equivalent_states(unquoted, [this](const Ints &first) { return kinds_after_quotes(first); }))
+                levels.push_back(level_with(std::move(classes)));
         }
         levels.push_back(std::move(every));
         for (size_t part = 0; part < NUM_PARTS; part++) {
@@ -670,8 +670,7 @@ private:
         Ints &words = large_parts[(uint64_t)part << 32 | (uint32_t)number];
         if (words.empty()) {
             add_to(large);
-            Slice<int32_t> taken = large.take();
-            words.assign(taken.begin(), taken.end());
+            for (int32_t value : large.take()) words.push_back(value);
         }
         row.set({words.data(), words.data() + words.size()});
     }
@@ -845,7 +844,7 @@ private:
         const Ints &next = automaton.next;
         auto renumbered = [](int32_t entry) { return (uint32_t)(entry >= SPECIAL ? SPECIAL - 2 - entry : entry); };
         Ints entries(narrow ? (next.size() + 1) / 2 : next.size());
-        for (size_t at = 0; !narrow && at < next.size(); at++) entries[at] = (int32_t)renumbered(next[at]);
+        if (!narrow) std::transform(next.begin(), next.end(), entries.begin(), renumbered);
         for (size_t at = 0; narrow && at < next.size() / 2; at++)
             entries[at] = (int32_t)((renumbered(next[2 * at]) & 0xFFFF) | renumbered(next[2 * at + 1]) << 16);
         if (narrow && next.size() % 2) entries.back() = (int32_t)(renumbered(next.back()) & 0xFFFF);

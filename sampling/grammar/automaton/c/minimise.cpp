@@ -62,8 +62,8 @@ void merge_classes(Automaton &automaton) {
 }
 
 // Blocks of equivalent nodes: states, and symbols, which are numbered from `states` on. At first there is one block. Blocks are divided by
-// the hashes of their nodes until all nodes of a block lead to the same blocks. A hash is a sum over the entries of a node, so it changes by
-// a term for each target that gets another block. The largest part of a divided block keeps its number.
+// the hashes of their nodes until all nodes of a block lead to the same blocks. A hash is a sum over the entries of a node, so that it is
+// updated, not computed again, if a target gets another block. The largest part of a divided block keeps its number.
 class Blocks {
 public:
     explicit Blocks(const Automaton &automaton)
@@ -119,7 +119,7 @@ public:
         }
         for (const Block &block : blocks)
             for (int32_t at = block.first + 1; at < block.past; at++)
-                if (!is_equal(elements[(size_t)block.first], elements[(size_t)at], kinds)) throw Unfit("different states have equal hashes");
+                if (!is_equal(elements[(size_t)at], elements[(size_t)block.first], kinds)) throw Unfit("its states have equal hashes");
     }
 
     int32_t operator[](int32_t node) const { return block_of[(size_t)node]; }
