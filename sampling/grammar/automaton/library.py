@@ -64,6 +64,16 @@ def functions() -> ctypes.CDLL:
     return library
 
 
+class _Allocated:
+    """An image that the C library has allocated and arrays share: a copy of a large one takes a millisecond."""
+
+    def __init__(self, image: Any) -> None:
+        address, size = ctypes.addressof(image.contents), image[Field.SIZE]
+        # np.ctypeslib.as_array would define an array type per length, and ctypes never frees a type that has a pointer type
+        self.__array_interface__ = {"data": (address, True), "shape": (size,), "typestr": np.dtype(np.int32).str, "version": 3}
+        weakref.finalize(self, functions().stepgraph_automaton_free_image, image).atexit = False
+
+
 class AutomatonVocabulary:
     """The tokens of a vocabulary, prepared for compiling and matching.
 
@@ -105,8 +115,4 @@ class AutomatonVocabulary:
             raise UnfitError(reason.value.decode(errors="replace"), chars)
         if outcome:
             raise MemoryError("the automaton compiler is out of memory")
-        try:
-            # np.ctypeslib.as_array would define an array type per length, and ctypes never frees a type that has a pointer type
-            return np.frombuffer(ctypes.string_at(found, found[Field.SIZE] * ctypes.sizeof(c_int32)), np.int32)
-        finally:
-            functions().stepgraph_automaton_free_image(found)
+        return np.asarray(_Allocated(found))

@@ -71,12 +71,16 @@ def _of_length(source: Automaton, low: int, high: int | None) -> Automaton:
     if not source.edges:
         return source
     last = low if high is None else high
-    numbers, order, num_counted = {(0, 0): 0}, [(0, 0)], 0
-    following = list[list[tuple[CharSet, tuple[int, int]]]]()
-    for state, length in order:  # grows
-        num_counted += length <= last
+    num_counted, reached = 0, {0}
+    for _ in range(last + 1):
+        num_counted += len(reached)
         if num_counted > MAX_LENGTH_STATES:
             raise TooComplexError(f"takes more than {MAX_LENGTH_STATES} states with its length; write smaller bounds")
+        if not (reached := {target for state in reached for _, target in source.edges[state]}):
+            break
+    numbers, order = {(0, 0): 0}, [(0, 0)]
+    following = list[list[tuple[CharSet, tuple[int, int]]]]()
+    for state, length in order:  # grows
         leads = source.edges[state] if high is None or length < high else []
         following.append([(members, (target, min(length + 1, last))) for members, target in leads])
         for _, after in following[-1]:

@@ -12,7 +12,7 @@ import heapq
 import itertools
 import json
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -201,7 +201,7 @@ class _Alternative:
 
     rule: int
     num_bytes: int = 0
-    parts: Counter[int] = field(default_factory=Counter)  # rule -> required number of occurrences
+    parts: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))  # rule -> required number of occurrences
     optional: tuple[int, ...] = ()  # rules that may follow but need not
 
     def total(self, shortest: dict[int, int]) -> int:

@@ -5,6 +5,7 @@
 #include "nfa.h"
 
 #include <array>
+#include <functional>
 
 namespace stepgraph {
 
@@ -72,10 +73,12 @@ public:
         for (int32_t at = 0; at < classes; at++) factors.push_back(factors.back() + mixed((uint64_t)at + 1));
     }
 
+    uint64_t factor(const Span &span) const { return factors[(size_t)span.end] - factors[(size_t)span.low]; }
+
     // Rows have equal hashes if after(entry), which is at least -2, is equal in every column.
     template <class After> uint64_t hash(Slice<Span> row, const After &after) const {
         uint64_t sum = 0;
-        for (const Span &span : row) sum += ((uint64_t)after(span.entry) + 3) * (factors[(size_t)span.end] - factors[(size_t)span.low]);
+        for (const Span &span : row) sum += ((uint64_t)after(span.entry) + 3) * factor(span);
         return sum;
     }
 
@@ -101,6 +104,7 @@ private:
 
 Automaton determinise(const Nfa &nfa, const Limits &limits);
 Automaton minimise(Automaton automaton);
-Ints equivalent_states(const Automaton &automaton); // [states] numbers from 0 on, equal for states that read the same texts
+// [states] numbers from 0 on, equal for states that read the same texts; then for those of them that also have equal kinds, given the first
+std::array<Ints, 2> equivalent_states(const Automaton &automaton, const std::function<Ints(const Ints &)> &kinds);
 
 } // namespace stepgraph

@@ -186,7 +186,7 @@ struct SparseRow {
     std::vector<uint32_t> bits; // [words]
     std::vector<uint64_t> used; // one bit per word that may be nonzero
 
-    explicit SparseRow(size_t words) : bits(words, 0), used(words / 64 + 1, 0) {}
+    explicit SparseRow(size_t words) : bits(words, 0), used(words / 64 + 1, 0), pairs(2 * words) {}
 
     void set(uint32_t word, uint32_t more) {
         bits[word] |= more;
@@ -199,16 +199,20 @@ struct SparseRow {
         for (const int32_t *at = pairs.first; at < pairs.last; at += 2) set((uint32_t)at[0], (uint32_t)at[1]);
     }
 
-    // Moves the nonzero words to `pairs` of word index and bits, in order.
-    void move_to(Ints &pairs) {
-        pairs.clear();
+    // Removes the nonzero words. Pairs of word index and bits, in order; valid until the next call.
+    Slice<int32_t> take() {
+        int32_t *past = pairs.data();
         uint64_t *begin = used.data(), *end = begin + used.size();
         for (uint64_t *at = begin; at < end; at++)
             for (; *at; *at &= *at - 1) {
                 size_t word = (size_t)(at - begin) * 64 + (size_t)__builtin_ctzll(*at);
-                pairs.push_back((int32_t)word), pairs.push_back((int32_t)std::exchange(bits[word], 0));
+                *past++ = (int32_t)word, *past++ = (int32_t)std::exchange(bits[word], 0);
             }
+        return {pairs.data(), past};
     }
+
+private:
+    Ints pairs;
 };
 
 // What may follow after a token has left the part of the grammar in which it began: sets of states, numbered as they are found. The stack
@@ -446,8 +450,8 @@ private:
         std::iota(every.class_of.begin(), every.class_of.end(), 0);
         every.first = every.class_of;
         if (quote >= 0) {
-            levels.push_back(level_after(nullptr));
-            levels.push_back(level_after(&levels[0]));
+            for (Ints &classes : equivalent_states(unquoted, [this](const Ints &first) { return kinds_after_quotes(first); }))
+                levels.push_back(level_with(std::move(classes)));
         }
         levels.push_back(std::move(every));
         for (size_t part = 0; part < NUM_PARTS; part++) {
@@ -465,6 +469,7 @@ private:
         unquoted.states = automaton.states;
         unquoted.classes = automaton.classes;
         unquoted.accepts.assign((size_t)automaton.states, 0);
+        unquoted.pop = automaton.pop;
         Interned moves;
         for (int32_t state = 0; state < automaton.states; state++) {
             for (const Span &span : automaton.spans_of(state)) {
@@ -484,19 +489,23 @@ private:
         }
     }
 
-    // The classes of a level, given the previous level, in which a text continues after a quote, and whose classes it divides.
-    Level level_after(const Level *before) {
-        Interned kinds; // what a state pops, and what follows a quote
-        unquoted.pop.clear();
+    // [states] The class of the first level, that of the state after a quote, in which a text of the second level continues, and what the
+    // quote pushes, as one number.
+    Ints kinds_after_quotes(const Ints &classes) const {
+        Interned kinds;
+        Ints found;
         for (int32_t state = 0; state < automaton.states; state++) {
-            int32_t quoted = before ? entry_of(state, quote) : DEAD, to = target_of(quoted);
-            const int32_t kind[] = {before ? before->class_of[(size_t)state] : automaton.pop[(size_t)state],
-                to < 0 ? DEAD : before->class_of[(size_t)to], to < 0 ? DEAD : push_of(quoted)};
-            unquoted.pop.push_back(kinds.add(kind, std::size(kind)).number);
+            int32_t quoted = entry_of(state, quote), to = target_of(quoted);
+            const int32_t kind[] = {classes[(size_t)state], to < 0 ? DEAD : classes[(size_t)to], to < 0 ? DEAD : push_of(quoted)};
+            found.push_back(kinds.add(kind, std::size(kind)).number);
         }
+        return found;
+    }
+
+    static Level level_with(Ints classes) {
         Level level;
-        level.class_of = equivalent_states(unquoted);
-        for (int32_t state = automaton.states; state-- > 0;) {
+        level.class_of = std::move(classes);
+        for (int32_t state = (int32_t)level.class_of.size(); state-- > 0;) {
             size_t class_id = (size_t)level.class_of[(size_t)state];
             if (level.first.size() <= class_id) level.first.resize(class_id + 1);
             level.first[class_id] = state;
@@ -633,12 +642,13 @@ private:
         walk();
         if (steps > limits.steps) exceeded("steps", limits.steps);
         crossed = outer;
-        ordered.move_to(packed);
+        Slice<int32_t> pairs = ordered.take();
         size_t begin = below_crossed.size();
         below_crossed.insert(below_crossed.end(), found.begin(), found.end());
+        int32_t bits = below_bits.add(pairs.first, pairs.size()).number;
         std::swap(ordered, spare);
         level--;
-        below.push_back({below_bits.add(packed).number, {begin, below_crossed.size()}, followed});
+        below.push_back({bits, {begin, below_crossed.size()}, followed});
         return (int32_t)below.size() - 1;
     }
 
@@ -658,7 +668,10 @@ private:
         if (pairs.size() < LARGE_PART) return add_to(row);
         if (large_parts.size() == MAX_LARGE_PARTS) large_parts.clear();
         Ints &words = large_parts[(uint64_t)part << 32 | (uint32_t)number];
-        if (words.empty()) add_to(large), large.move_to(words);
+        if (words.empty()) {
+            add_to(large);
+            for (int32_t value : large.take()) words.push_back(value);
+        }
         row.set({words.data(), words.data() + words.size()});
     }
 
@@ -778,13 +791,14 @@ private:
     // Adds the row that was built, as changes of a base row or as a dense row.
     void add_row(int32_t base) {
         const int32_t *plain = base == -1 ? nullptr : vocabulary.plain.data() + (size_t)(-2 - base) * (size_t)vocabulary.words;
-        row.move_to(packed);
         bool any_text = plain && std::any_of(plain, plain + vocabulary.words, [](int32_t word) { return word != 0; });
+        Slice<int32_t> pairs = row.take();
+        packed.resize(pairs.size());
         size_t kept = 0;
-        for (size_t at = 0; at < packed.size(); at += 2) { // drop words that equal the base
-            int32_t word = packed[at], before = plain ? plain[word] : 0, bits = packed[at + 1] | before;
-            any_text |= (bits & ~vocabulary.stop_words[(size_t)word]) != 0;
-            if (bits != before) packed[kept++] = word, packed[kept++] = bits;
+        for (const int32_t *at = pairs.first; at < pairs.last; at += 2) {
+            int32_t before = plain ? plain[at[0]] : 0, bits = at[1] | before;
+            if (!any_text) any_text = (bits & ~vocabulary.stop_words[(size_t)at[0]]) != 0;
+            if (bits != before) packed[kept++] = at[0], packed[kept++] = bits; // not words that equal the base
         }
         packed.resize(kept);
         status_of.push_back(any_text ? 1 : packed.empty() ? 4 : 2); // MaskStatus OK, DEAD_END, COMPLETE
@@ -827,14 +841,13 @@ private:
     }
 
     Ints packed_entries() const { // IMAGE_NEXT
-        auto renumbered = [](int32_t entry) { return entry >= SPECIAL ? -2 - (entry - SPECIAL) : entry; };
-        Ints entries(automaton.next.size());
-        std::transform(automaton.next.begin(), automaton.next.end(), entries.begin(), renumbered);
-        if (!narrow) return entries;
-        std::vector<int16_t> halves(entries.begin(), entries.end());
-        halves.resize((halves.size() + 1) / 2 * 2);
-        entries.resize(halves.size() / 2);
-        memcpy(entries.data(), halves.data(), halves.size() * sizeof(int16_t));
+        const Ints &next = automaton.next;
+        auto renumbered = [](int32_t entry) { return (uint32_t)(entry >= SPECIAL ? SPECIAL - 2 - entry : entry); };
+        Ints entries(narrow ? (next.size() + 1) / 2 : next.size());
+        if (!narrow) std::transform(next.begin(), next.end(), entries.begin(), renumbered);
+        for (size_t at = 0; narrow && at < next.size() / 2; at++)
+            entries[at] = (int32_t)((renumbered(next[2 * at]) & 0xFFFF) | renumbered(next[2 * at + 1]) << 16);
+        if (narrow && next.size() % 2) entries.back() = (int32_t)(renumbered(next.back()) & 0xFFFF);
         return entries;
     }
 
@@ -910,7 +923,7 @@ private:
     int32_t none = -1; // number in `below` of no tokens
     std::array<std::unordered_map<uint64_t, int32_t>, NUM_PARTS> below_node; // by node and class
     Interned below_bits; // pairs of word index and bits of `ordered`
-    Ints packed; // the pairs that are being added
+    Ints packed; // the changes of the row that is being added
     Continuations continuations;
     Ints below_crossed, *crossed = nullptr; // tokens whose legality depends on the stack; of the state or the part that is being walked
     std::deque<SparseRow> spares; // one for each nested call of `keep_below`

@@ -61,115 +61,89 @@ void merge_classes(Automaton &automaton) {
     for (uint8_t &value : automaton.class_of) value = (uint8_t)renamed[value];
 }
 
-// Blocks of equivalent nodes: states, and symbols, which are numbered from `states` on. The first hash of a node depends on the bytes that
-// it reads. A node with a unique hash is equivalent to no other. The rest is divided into blocks until all nodes of a block lead to the
-// same blocks. The largest part of a divided block keeps its number; only nodes that lead to other parts are re-examined.
+// Blocks of equivalent nodes: states, and symbols, which are numbered from `states` on. At first there is one block. Blocks are divided by
+// the hashes of their nodes until all nodes of a block lead to the same blocks. A hash is a sum over the entries of a node, so that it is
+// updated, not computed again, if a target gets another block. The largest part of a divided block keeps its number.
 class Blocks {
 public:
     explicit Blocks(const Automaton &automaton)
-        : automaton(automaton), rows(automaton.classes), hashes((size_t)(automaton.states + automaton.symbols), 1), place(hashes.size()),
-          block_of(hashes.size()) {
+        : automaton(automaton), rows(automaton.classes), hashes((size_t)(automaton.states + automaton.symbols), 0), elements(hashes.size()),
+          place(hashes.size()), block_of(hashes.size(), 0), blocks{{0, (int32_t)hashes.size(), 0}} {
         Interned shapes;
         for (const Move &move : automaton.moves) {
             Move shape = move;
             shape.target = 0, shape.push = move.push >= 0, shape.last_target = move.last_target >= 0;
             shape_of.push_back(shapes.add(shape.ints(), Move::INTS).number);
         }
-        find_blocks();
-        for (int32_t node : elements) each_target(node, [&](int32_t to) { sources.add(to, node); });
+        std::iota(elements.begin(), elements.end(), 0);
+        std::iota(place.begin(), place.end(), 0);
+        for (int32_t state = 0; state < automaton.states; state++) {
+            hashes[(size_t)state] = mixed((uint64_t)automaton.accepts[(size_t)state] + 1);
+            for (const Span &span : automaton.spans_of(state)) {
+                uint64_t factor = rows.factor(span);
+                if (span.entry < SPECIAL) {
+                    add_target(state, span.entry, factor);
+                    continue;
+                }
+                const Move &move = automaton.moves[(size_t)(span.entry - SPECIAL)];
+                hashes[(size_t)state] += factor * mixed((uint64_t)shape_of[(size_t)(span.entry - SPECIAL)] + 1);
+                add_target(state, move.target, factor * mixed(1));
+                add_target(state, move.last_target, factor * mixed(2));
+                add_target(state, symbol_node(move), factor * mixed(3));
+            }
+        }
+        for (int32_t symbol = 0; symbol < automaton.symbols; symbol++)
+            for (int32_t finish = 0; finish < automaton.finish_sets; finish++)
+                add_target(automaton.states + symbol, go(finish, symbol), mixed((uint64_t)finish + 1));
         sources.sort(hashes.size());
-        for (int32_t node : Ints(elements)) mark(node);
+        divide_by(automaton.pop);
+    }
+
+    // Divides blocks until states of a block also have the same kind.
+    void divide_by(const Ints &kinds) {
+        for (int32_t node = 0; node < (int32_t)hashes.size(); node++) {
+            if (node < automaton.states) hashes[(size_t)node] += mixed((uint32_t)kinds[(size_t)node]);
+            mark(node);
+        }
         while (!touched.empty()) {
             changed.clear();
             for (; !touched.empty(); touched.pop_back()) divide(touched.back());
-            for (auto [node, block] : changed) set_block(node, block);
-            for (auto [node, block] : changed)
-                for (int32_t source : sources.of(node)) mark(source);
+            for (auto &[node, block] : changed) std::swap(block_of[(size_t)node], block);
+            for (auto [node, before] : changed) {
+                uint64_t change = hash_of(block_of[(size_t)node]) - hash_of(before);
+                for (const Source &source : sources.of(node)) {
+                    hashes[(size_t)source.node] += source.weight * change;
+                    mark(source.node);
+                }
+            }
         }
-        count = (int32_t)blocks.size();
-        for (int32_t &block : block_of)
-            if (block < 0) block = count++;
+        for (const Block &block : blocks)
+            for (int32_t at = block.first + 1; at < block.past; at++)
+                if (!is_equal(elements[(size_t)at], elements[(size_t)block.first], kinds)) throw Unfit("its states have equal hashes");
     }
 
     int32_t operator[](int32_t node) const { return block_of[(size_t)node]; }
-    size_t size() const { return (size_t)count; }
+    size_t size() const { return blocks.size(); }
+    Ints of_states() const { return Ints(block_of.begin(), block_of.begin() + automaton.states); }
 
 private:
     struct Block { int32_t first, past, marked; }; // elements[first .. past]; the first `marked` of them are marked
+    struct Source { int32_t node; uint64_t weight; }; // weight: the factor of the target's block in the hash of the node
 
-    uint64_t hash_after(int32_t state) const { return state < 0 ? 3 : hashes[(size_t)state]; }
+    static uint64_t hash_of(int32_t block) { return mixed((uint64_t)block + 1); }
 
-    uint64_t hash_after_entry(int32_t entry) const {
-        if (entry < SPECIAL) return hash_after(entry);
-        const Move &move = automaton.moves[(size_t)(entry - SPECIAL)];
-        uint64_t pushed = mixed(hash_after(symbol_node(move)) + 1);
-        uint64_t shape = mixed((uint64_t)shape_of[(size_t)(entry - SPECIAL)] + 1);
-        return mixed(shape + hash_after(move.target)) + pushed + mixed(hash_after(move.last_target) + 2);
+    void add_target(int32_t node, int32_t to, uint64_t weight) {
+        if (to < 0) return;
+        sources.add(to, {node, weight});
+        hashes[(size_t)node] += weight * hash_of(0);
     }
 
     int32_t symbol_node(const Move &move) const { return move.push < 0 ? DEAD : automaton.states + move.push; }
     int32_t go(int32_t finish, int32_t symbol) const { return automaton.go[(size_t)finish * (size_t)automaton.symbols + (size_t)symbol]; }
 
-    uint64_t hash_of(int32_t node) const {
-        if (int32_t symbol = node - automaton.states; symbol >= 0) {
-            uint64_t sum = 1;
-            for (int32_t finish = 0; finish < automaton.finish_sets; finish++)
-                sum += mixed(hash_after(go(finish, symbol)) + (uint64_t)finish);
-            return mixed(sum);
-        }
-        uint64_t sum = (uint64_t)automaton.accepts[(size_t)node] << 32 | (uint32_t)automaton.pop[(size_t)node];
-        return mixed(sum + rows.hash(automaton.spans_of(node), [&](int32_t entry) { return hash_after_entry(entry); }));
-    }
-
-    void set_block(int32_t node, int32_t block) {
-        block_of[(size_t)node] = block;
-        hashes[(size_t)node] = mixed((uint32_t)block);
-    }
-
     void put(int32_t at, int32_t node) {
         elements[(size_t)at] = node;
         place[(size_t)node] = at;
-    }
-
-    // Makes one block of the nodes with each first hash. A node with a unique hash gets a unique negative number instead.
-    void find_blocks() {
-        Interned numbers;
-        Ints number_of, sizes; // [nodes] number of the hash; [hashes] number of nodes
-        for (int32_t node = 0; node < (int32_t)hashes.size(); node++) {
-            uint64_t value = hash_of(node);
-            const int32_t hash[] = {(int32_t)value, (int32_t)(value >> 32)};
-            auto [number, is_new] = numbers.add(hash, std::size(hash));
-            if (is_new) sizes.push_back(0);
-            number_of.push_back(number);
-            sizes[(size_t)number]++;
-        }
-        Ints block_of_hash(sizes.size(), -1);
-        int32_t past = 0;
-        for (size_t number = 0; number < sizes.size(); number++) {
-            if (sizes[number] == 1) continue;
-            block_of_hash[number] = (int32_t)blocks.size();
-            blocks.push_back({past, past, 0});
-            past += sizes[number];
-        }
-        elements.resize((size_t)past);
-        for (int32_t node = 0; node < (int32_t)hashes.size(); node++) {
-            int32_t block = block_of_hash[(size_t)number_of[(size_t)node]];
-            set_block(node, block < 0 ? -2 - node : block);
-            if (block >= 0) put(blocks[(size_t)block].past++, node);
-        }
-    }
-
-    template <class Found> void each_target(int32_t node, const Found &found) const {
-        auto find = [&](int32_t to) { if (to >= 0 && block_of[(size_t)to] >= 0) found(to); };
-        if (node >= automaton.states) {
-            for (int32_t finish = 0; finish < automaton.finish_sets; finish++) find(go(finish, node - automaton.states));
-            return;
-        }
-        for (const Span &span : automaton.spans_of(node)) {
-            const Move *move = span.entry < SPECIAL ? nullptr : &automaton.moves[(size_t)(span.entry - SPECIAL)];
-            find(move ? move->target : span.entry);
-            if (move) find(move->last_target), find(symbol_node(*move));
-        }
     }
 
     void mark(int32_t node) {
@@ -181,77 +155,84 @@ private:
         if (!block.marked++) touched.push_back(block_of[(size_t)node]);
     }
 
-    int32_t block_after(int32_t state) const { return state < 0 ? -1 : block_of[(size_t)state]; }
-
-    bool is_equal_entry(int32_t entry, int32_t other) const {
-        if (entry < SPECIAL || other < SPECIAL) return std::max(entry, other) < SPECIAL && block_after(entry) == block_after(other);
-        const Move &left = automaton.moves[(size_t)(entry - SPECIAL)], &right = automaton.moves[(size_t)(other - SPECIAL)];
-        auto is_same = [&](int32_t after, int32_t with) { return block_after(after) == block_after(with); };
-        return shape_of[(size_t)(entry - SPECIAL)] == shape_of[(size_t)(other - SPECIAL)] &&
-            is_same(symbol_node(left), symbol_node(right)) &&
-               is_same(left.target, right.target) && is_same(left.last_target, right.last_target);
+    bool is_same(int32_t state, int32_t other) const {
+        return std::min(state, other) < 0 ? state == other : block_of[(size_t)state] == block_of[(size_t)other];
     }
 
-    bool is_equal(int32_t node, int32_t other) const {
+    bool is_equal_entry(int32_t entry, int32_t other) const {
+        if (entry < SPECIAL || other < SPECIAL) return std::max(entry, other) < SPECIAL && is_same(entry, other);
+        const Move &left = automaton.moves[(size_t)(entry - SPECIAL)], &right = automaton.moves[(size_t)(other - SPECIAL)];
+        return shape_of[(size_t)(entry - SPECIAL)] == shape_of[(size_t)(other - SPECIAL)] && is_same(left.target, right.target) &&
+               is_same(left.last_target, right.last_target) && is_same(symbol_node(left), symbol_node(right));
+    }
+
+    bool is_equal(int32_t node, int32_t other, const Ints &kinds) const {
         if (int32_t states = automaton.states; node >= states || other >= states) {
             if (std::min(node, other) < states) return false;
             for (int32_t finish = 0; finish < automaton.finish_sets; finish++)
-                if (block_after(go(finish, node - states)) != block_after(go(finish, other - states))) return false;
+                if (!is_same(go(finish, node - states), go(finish, other - states))) return false;
             return true;
         }
-        auto kind = [&](int32_t state) { return std::make_pair(automaton.accepts[(size_t)state], automaton.pop[(size_t)state]); };
-        auto is_same = [&](int32_t entry, int32_t with) { return is_equal_entry(entry, with); };
-        return kind(node) == kind(other) && rows.is_equal(automaton.spans_of(node), automaton.spans_of(other), is_same);
+        auto is_equal_to = [&](int32_t entry, int32_t with) { return is_equal_entry(entry, with); };
+        return automaton.accepts[(size_t)node] == automaton.accepts[(size_t)other] && kinds[(size_t)node] == kinds[(size_t)other] &&
+               rows.is_equal(automaton.spans_of(node), automaton.spans_of(other), is_equal_to);
     }
 
     // Divides a block. Its nodes that are not marked lead to the same blocks as before, so they stay together.
     void divide(int32_t number) {
         Block block = blocks[(size_t)number];
         int32_t middle = block.first + block.marked;
-        sorted.clear();
-        for (int32_t at = block.first; at < middle; at++) sorted.push_back({hash_of(elements[(size_t)at]), elements[(size_t)at]});
-        std::sort(sorted.begin(), sorted.end());
-        starts.clear();
-        for (size_t at = 0; at < sorted.size(); at++) {
-            auto [hash, node] = sorted[at];
-            if (!at || hash != sorted[at - 1].first || !is_equal(node, sorted[at - 1].second)) starts.push_back(block.first + (int32_t)at);
-            put(block.first + (int32_t)at, node);
+        marked.assign(elements.begin() + block.first, elements.begin() + middle);
+        size_t size = 2; // a hash table with open addressing
+        while (size < marked.size() * 2) size *= 2;
+        slots.assign(size, -1);
+        parts.clear(), part_of.clear();
+        for (int32_t node : marked) {
+            uint64_t hash = hashes[(size_t)node];
+            size_t at = (size_t)hash & (size - 1);
+            while (slots[at] >= 0 && parts[(size_t)slots[at]].hash != hash) at = (at + 1) & (size - 1);
+            if (slots[at] < 0) slots[at] = (int32_t)parts.size(), parts.push_back({hash, 0});
+            parts[(size_t)slots[at]].past++;
+            part_of.push_back(slots[at]);
         }
-        if (middle < block.past) starts.push_back(middle);
-        starts.push_back(block.past);
+        if (middle < block.past) parts.push_back({0, block.past - middle});
         size_t largest = 0;
-        for (size_t part = 1; part + 1 < starts.size(); part++)
-            if (starts[part + 1] - starts[part] > starts[largest + 1] - starts[largest]) largest = part;
-        blocks[(size_t)number] = {starts[largest], starts[largest + 1], 0};
-        for (size_t part = 0; part + 1 < starts.size(); part++) {
-            if (part == largest) continue;
-            for (int32_t at = starts[part]; at < starts[part + 1]; at++) changed.push_back({elements[(size_t)at], (int32_t)blocks.size()});
-            blocks.push_back({starts[part], starts[part + 1], 0});
+        for (size_t part = 1; part < parts.size(); part++)
+            if (parts[part].past > parts[largest].past) largest = part;
+        int32_t past = block.first;
+        for (size_t part = 0; part < parts.size(); part++) {
+            int32_t first = std::exchange(past, past + parts[part].past);
+            parts[part].past = first;
+            if (part == largest) blocks[(size_t)number] = {first, past, 0};
+            else blocks.push_back({first, past, 0});
         }
+        for (size_t at = 0; at < marked.size(); at++) put(parts[(size_t)part_of[at]].past++, marked[at]);
+        for (size_t made = blocks.size() + 1 - parts.size(); made < blocks.size(); made++)
+            for (int32_t at = blocks[made].first; at < blocks[made].past; at++) changed.push_back({elements[(size_t)at], (int32_t)made});
     }
 
     const Automaton &automaton;
     const Rows rows;
     Ints shape_of; // [moves] equal for moves that differ only in their targets and symbols
-    std::vector<uint64_t> hashes; // [nodes] of block numbers; equal before `find_blocks`
+    std::vector<uint64_t> hashes; // [nodes]
     Ints elements, place; // nodes by block; [nodes] index in `elements`
     Ints block_of; // [nodes]
     std::vector<Block> blocks;
-    ByState<int32_t> sources; // the nodes that lead to each node
+    ByState<Source> sources; // the nodes that lead to each node
     Ints touched; // blocks with marked nodes
     std::vector<std::pair<int32_t, int32_t>> changed; // nodes, and their new blocks
-    std::vector<std::pair<uint64_t, int32_t>> sorted; // nodes by hash
-    Ints starts; // starts of the parts of a block
-    int32_t count = 0; // number of blocks
+    struct Part { uint64_t hash; int32_t past; }; // past: at first the number of its nodes
+    std::vector<Part> parts; // of the block that is being divided
+    Ints marked, part_of, slots; // its marked nodes, and the part of each; a hash table of `parts`
 };
 
 } // namespace
 
-Ints equivalent_states(const Automaton &automaton) {
+std::array<Ints, 2> equivalent_states(const Automaton &automaton, const std::function<Ints(const Ints &)> &kinds) {
     Blocks blocks(automaton);
-    Ints found;
-    for (int32_t state = 0; state < automaton.states; state++) found.push_back(blocks[state]);
-    return found;
+    Ints first = blocks.of_states();
+    blocks.divide_by(kinds(first));
+    return {first, blocks.of_states()};
 }
 
 Automaton minimise(Automaton automaton) {

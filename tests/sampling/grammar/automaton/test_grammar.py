@@ -120,6 +120,58 @@ def test_loops_that_a_text_enters_at_the_same_time_are_counted_apart(pattern: st
     assert re.fullmatch(pattern, text) and all(map(matcher.accept_token, [*text.encode(), VOCABULARY.stop_token_ids[0]]))
 
 
+def equivalence_classes(grammar: AutomatonGrammar) -> tuple[int, int]:
+    """The number of classes of equivalent states and of equivalent symbols, by rounds in which all rows are compared."""
+    automaton, image = ReferenceAutomaton(grammar.image), grammar.image
+    finish_sets, symbols = range(image[Field.FINISH_SETS]), int(image[Field.SYMBOLS])
+    states, tops, count = [0] * states_of(grammar), [0] * symbols, -1
+
+    def after(entry: int) -> tuple[int, ...]:
+        if entry > -2:
+            return (states[entry] if entry >= 0 else -1,)
+        target, push, counter, last, *sets = (automaton.at(Field.MOVES, (-2 - entry) * MOVE_INTS + column) for column in range(MOVE_INTS))
+        found = states[target] if target >= 0 else -1, tops[push] if push >= 0 else -1, counter, states[last] if last >= 0 else -1
+        return *found, *sets
+
+    while len({*states}) + len({*tops}) != count:
+        count = len({*states}) + len({*tops})
+        rows = [(automaton.tables[automaton.leave + state], *map(after, entries)) for state, entries in enumerate(automaton.next)]
+        columns = [tuple(after(automaton.at(Field.RETURN, finish * symbols + top)) for finish in finish_sets) for top in range(symbols)]
+        for numbers, keys in ((states, rows), (tops, columns)):
+            known = dict[Any, int]()
+            numbers[:] = [known.setdefault(key, len(known)) for key in keys]
+    return len({*states}), len({*tops})
+
+
+PATTERNS = st.recursive(
+    st.sampled_from(["a", "b", "[ab]", "ab"]),
+    lambda inner: (
+        st.tuples(inner, inner).map("({0[0]}|{0[1]})".format)
+        | st.tuples(inner, inner).map("".join)
+        | st.tuples(inner, st.sampled_from(["?", "*", "+", "{2}", "{1,3}"])).map("({0[0]}){0[1]}".format)
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(PATTERNS)
+def test_the_automaton_of_a_pattern_is_minimal_and_accepts_its_texts(pattern: str) -> None:
+    grammar = COMPILERS["automaton"].compile(Constraint.regex(pattern)).grammar
+    assert isinstance(grammar, AutomatonGrammar)
+    assert equivalence_classes(grammar) == (states_of(grammar), 0)
+    reference = ReferenceAutomaton(grammar.image)
+    for text in map("".join, itertools.chain.from_iterable(itertools.product("ab", repeat=size) for size in range(7))):
+        place = reference.walk(reference.start, text.encode())
+        assert (place is not None and reference.accepts(place)) == bool(re.fullmatch(pattern, text))
+
+
+@pytest.mark.parametrize("name", CONSTRAINTS)
+def test_no_two_states_or_symbols_of_an_automaton_are_equivalent(name: str) -> None:
+    grammar = automaton(name)
+    assert equivalence_classes(grammar) == (states_of(grammar), grammar.image[Field.SYMBOLS])
+
+
 def test_rules_that_are_used_in_many_places_are_not_copied() -> None:
     """Copying would repeat the innermost object 8**5 times."""
     levels: dict[str, Any] = {"l5": {"type": "object", "properties": {"x": {"type": "integer"}, "y": {"type": "string", "maxLength": 3}}}}
