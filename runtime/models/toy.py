@@ -134,7 +134,7 @@ def _prefix_hash(positions: Tensor, pages: Tensor, block_tables: Tensor) -> Tens
 
 def hash_pair(values: Tensor, salt: Tensor) -> Tensor:
     """An integer hash, of which the low _HASH_BITS are kept. Overflow wraps around on every device."""
-    return _mix((values * _FACTOR).add_(_salted(salt)))
+    return _mix(values * _FACTOR + _salted(salt))
 
 
 def _salted(salt: Tensor) -> Tensor:
@@ -142,10 +142,9 @@ def _salted(salt: Tensor) -> Tensor:
 
 
 def _mix(value: Tensor) -> Tensor:
-    """In place: these calls are a large part of a round with a toy model."""
-    value.bitwise_xor_(value >> 29).mul_(0x3F58476D1CE4E5B9)
-    return value.bitwise_xor_(value >> 32)
+    mixed = (value ^ (value >> 29)) * 0x3F58476D1CE4E5B9
+    return mixed ^ (mixed >> 32)
 
 
 def _logits(scaled: Tensor, salts: Tensor) -> Tensor:
-    return _mix(scaled + salts).bitwise_right_shift_(18).bitwise_and_(0xFFFFFF).to(torch.float32).div_(1 << 21)
+    return ((_mix(scaled + salts) >> 18) & 0xFFFFFF).to(torch.float32) / (1 << 21)
