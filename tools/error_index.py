@@ -73,9 +73,10 @@ def messages(source: str) -> Iterator[Message]:
             if isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple):
                 pairs = list(zip(node.targets[0].elts, node.value.elts, strict=True))
             constants |= {ast.unparse(target): value for target, value in pairs}
-    raised = {node.exc for node in ast.walk(tree) if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)}
-    checks = {node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "check_value"}
-    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    nodes = list(ast.walk(tree))
+    raised = {node.exc for node in nodes if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)}
+    checks = {node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "check_value"}
+    functions = [node for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
     for call in sorted(raised | checks, key=lambda call: call.lineno):
         name = ast.unparse(call.func)
         if call in checks:

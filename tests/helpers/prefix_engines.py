@@ -78,7 +78,7 @@ def make_engine(draft: str, asynchronous: bool = True, **changes: Any) -> Engine
     drafts = K if draft != "none" else 0
     config = replace(CONFIG, **{"num_speculative_tokens": drafts, "draft_length": drafts, "greedy_only": True} | changes)
     engine = Engine(TARGET, DRAFTS[draft](), vocabulary=VOCABULARY, config=config, backend=TapeBackend(asynchronous=asynchronous))
-    engine.capture()
+    engine.ensure_captured()
     return engine
 
 

@@ -61,7 +61,7 @@ def make_engine(flag: Path | None = None, seconds: float = 0.0, hangs: bool = Fa
     config = EngineConfig(**sizes | changes, buckets=(ROWS,), eager=eager, compile_isolation="none")
     engine = Engine(target, ToyDraft(target, 0.8), vocabulary=VOCABULARY, config=config)
     if not eager:
-        engine.capture()
+        engine.ensure_captured()
     return engine
 
 

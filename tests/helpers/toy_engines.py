@@ -129,9 +129,11 @@ class Setup:
     compile_isolation: Isolation = "none"  # starting a worker per engine is slow
 
 
-def make_engine(setup: Setup, backend: TapeBackend | None = None, *, on_demand: bool = False, **others: Any) -> Engine:
-    """A captured engine. `others`: further EngineConfig fields, or other values of those in Setup. on_demand: records each graph at its
-    first use."""
+def make_engine(setup: Setup, backend: TapeBackend | None = None, *, all_graphs: bool = False, **others: Any) -> Engine:
+    """An engine that records each graph at its first use, or all_graphs now: most tests use few of them.
+
+    others: further EngineConfig fields, or other values of those in Setup.
+    """
     of_tests = ("k", "drafter", "asynchronous", "switching", "loops")
     given = {field.name: getattr(setup, field.name) for field in fields(Setup) if field.name not in of_tests}
     given |= {"num_speculative_tokens": setup.k, "draft_length": "auto" if setup.switching else setup.k}
@@ -139,10 +141,10 @@ def make_engine(setup: Setup, backend: TapeBackend | None = None, *, on_demand: 
     config = EngineConfig(**{"max_length": 96, "page_size": 8, "backend": "tape", **given, **others})
     draft = DRAFTERS[setup.drafter]() if setup.k else None
     engine = Engine(TARGET, draft, vocabulary=VOCABULARY, config=config, backend=backend or TapeBackend(asynchronous=setup.asynchronous))
-    if on_demand:
-        engine.ensure_captured()
-    else:
+    if all_graphs:
         engine.capture()
+    else:
+        engine.ensure_captured()
     if setup.switching:
         switch_draft_lengths(engine)
     for constraint in filter(None, CONSTRAINTS):
@@ -174,7 +176,7 @@ def switch_draft_lengths(engine: Engine, seed: int = 0, share: float = 1.0) -> R
 @functools.cache
 def shared_engine(setup: Setup) -> Engine:
     """One engine per setup, for tests that leave it idle."""
-    return make_engine(setup, on_demand=True)  # most tests use few of its graphs
+    return make_engine(setup)
 
 
 def compiled(constraint: Constraint | None) -> CompiledConstraint | None:

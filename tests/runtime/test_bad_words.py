@@ -31,7 +31,7 @@ A, B, C = (VOCABULARY.tokens.index(text) for text in (b"a", b"b", b"c"))
 
 @pytest.fixture(params=list(SETUPS.values()), ids=list(SETUPS), scope="module")
 def engine(request: pytest.FixtureRequest) -> Any:
-    with make_engine(request.param, on_demand=True, max_bad_words=WORDS, max_bad_word_tokens=LONGEST) as made:
+    with make_engine(request.param, max_bad_words=WORDS, max_bad_word_tokens=LONGEST) as made:
         yield made
 
 

@@ -1,4 +1,4 @@
-"""The `stepgraph` command as a process: help, bad flags, pipes, Ctrl-C, terminals. test_commands.py tests its output."""
+"""The `stepgraph` command: help, bad flags, terminals; as a process: pipes, Ctrl-C. test_commands.py tests its output."""
 
 from __future__ import annotations
 
@@ -59,11 +59,21 @@ def start(*arguments: str, stderr: int | IO[bytes] = subprocess.PIPE) -> subproc
         ((), "COMMAND"),
     ],
 )
-def test_bad_flags_exit_with_2_and_a_reason(arguments: tuple[str, ...], message: str) -> None:
-    result = run(*arguments)
-    assert result.returncode == 2
-    assert message in result.stderr
-    assert "Traceback" not in result.stderr
+def test_bad_flags_exit_with_2_and_a_reason(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code: object = cli.main(arguments)
+    except SystemExit as ended:  # of argparse
+        code = ended.code
+    errors = capsys.readouterr().err
+    assert code == 2
+    assert message in errors
+    assert "Traceback" not in errors
+
+
+def test_a_process_has_the_exit_code_and_the_reason_of_its_command() -> None:
+    result = run("generate", "/nowhere", "hi", "--schema", "{")
+    assert (result.returncode, result.stdout) == (2, "") and result.stderr.startswith("stepgraph generate: --schema: got '{'")
+    assert run("fly").returncode == 2
 
 
 def test_bad_input_exits_with_2_if_stderr_cannot_be_written() -> None:

@@ -77,7 +77,7 @@ def test_request_uses_one_lane_and_its_batch_decides_the_graph() -> None:
 
 
 def test_device_graph_has_no_host_node_and_no_copy_for_grammars() -> None:
-    with make_engine(replace(DEVICE, k=4)) as engine:
+    with make_engine(replace(DEVICE, k=4), all_graphs=True) as engine:
         reports = {key: engine._graphs[key].report for key in (GraphKey(4, False), GraphKey(4, True, device=True), GraphKey(4, True))}
     free, device, host = reports.values()
     assert (len(free.host_nodes), len(device.host_nodes), len(host.host_nodes)) == (0, 0, 5)
@@ -89,7 +89,7 @@ def test_device_graph_has_no_host_node_and_no_copy_for_grammars() -> None:
 
 
 def test_engine_without_device_grammars_has_the_graphs_of_host_nodes_only() -> None:
-    with make_engine(Setup(k=3, buckets=(4,), grammar_lane="host")) as engine:
+    with make_engine(Setup(k=3, buckets=(4,), grammar_lane="host"), all_graphs=True) as engine:
         assert set(engine._graphs._recorded) == {GraphKey(4, True), GraphKey(4, False)}
         assert not any(name.startswith(("grammar_arena", "row_places", "row_stacks", "image_ring")) for name in engine.buffers)
         lanes = engine.stats().lanes
@@ -97,7 +97,7 @@ def test_engine_without_device_grammars_has_the_graphs_of_host_nodes_only() -> N
 
 
 def test_full_arena_sends_requests_to_the_host_until_there_is_room() -> None:
-    with make_engine(DEVICE, grammar_arena_bytes=arena_for(SHAPES[2], SHAPES[3])) as engine:
+    with make_engine(DEVICE, grammar_arena_bytes=arena_for(SHAPES[2], SHAPES[3]), all_graphs=True) as engine:
         jobs = [submit(engine, [4, index], SHAPES[2 + index], 25) for index in range(3)]
         finish(engine)
         assert [job.grammar_lane.split(":")[0] for job in jobs] == ["device", "device", "host"]
@@ -118,7 +118,7 @@ def test_a_grammar_that_cannot_be_placed_ends_only_its_request(monkeypatch: pyte
     def row(*_: object) -> MatcherRow:
         raise MemoryError("no memory for a matcher")
 
-    with make_engine(DEVICE, grammar_arena_bytes=arena_for(SHAPES[2])) as engine:
+    with make_engine(DEVICE, grammar_arena_bytes=arena_for(SHAPES[2]), all_graphs=True) as engine:
         first = submit(engine, [4, 0], SHAPES[2], 25)
         engine.step()
         with monkeypatch.context() as patched:
@@ -139,7 +139,7 @@ def test_arena_memory_is_reused_while_rounds_of_cancelled_requests_are_in_flight
     pauses = iter([0.0, 0.003, 0.0, 0.001] * 10_000)
     backend = TapeBackend(asynchronous=True, delay=lambda name: time.sleep(next(pauses)))
     sizes = {image_bytes(shape) for shape in SHAPES[:3]}
-    with make_engine(replace(DEVICE, rounds_in_flight=4), backend, grammar_arena_bytes=16 + max(sizes)) as engine:
+    with make_engine(replace(DEVICE, rounds_in_flight=4), backend, grammar_arena_bytes=16 + max(sizes), all_graphs=True) as engine:
         kept: list[tuple[Job, Constraint]] = []
         for index in range(12):
             victim = submit(engine, [9, index], SHAPES[index % 3], 20)
@@ -186,7 +186,7 @@ def test_copy_runs_beside_rounds_and_is_ordered_with_rounds(monkeypatch: pytest.
     if missing == "wait of the round":
         monkeypatch.setattr(TapeBackend, "wait_for", lambda self, copied: None)
     backend = TapeBackend(asynchronous=True, delay=delay)
-    with make_engine(replace(DEVICE, rounds_in_flight=4), backend, grammar_arena_bytes=arena_for(SHAPES[1])) as engine:
+    with make_engine(replace(DEVICE, rounds_in_flight=4), backend, grammar_arena_bytes=arena_for(SHAPES[1]), all_graphs=True) as engine:
         victim, free = submit(engine, [9, 9], SHAPES[0], 40), submit(engine, [9, 8], None, 80)
         while not victim.rounds:
             engine.step()
@@ -213,7 +213,7 @@ def test_large_grammar_is_copied_in_parts_that_do_not_wait(monkeypatch: pytest.M
 
     monkeypatch.setattr(Uploader, "send_grammar", watched)
     backend = TapeBackend(asynchronous=True, delay=lambda name: time.sleep(0.002))
-    with make_engine(DEVICE, backend) as engine:
+    with make_engine(DEVICE, backend, all_graphs=True) as engine:
         running = submit(engine, [3, 3], SHAPES[2], 20)
         while not running.rounds:
             engine.step()
@@ -230,7 +230,7 @@ def test_large_grammar_is_copied_in_parts_that_do_not_wait(monkeypatch: pytest.M
 def test_a_copy_that_fails_ends_only_its_request(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """The next request with the grammar continues the copies; one with another grammar gets the memory."""
     monkeypatch.setattr("stepgraph.graphs.round_specs.IMAGE_CHUNK_INTS", 64)
-    with make_engine(DEVICE, TapeBackend(), grammar_arena_bytes=arena_for(SHAPES[6])) as engine:
+    with make_engine(DEVICE, TapeBackend(), grammar_arena_bytes=arena_for(SHAPES[6]), all_graphs=True) as engine:
         running = submit(engine, [3, 3], None, 60)
         engine.step()
         failed = submit(engine, [3, 1], SHAPES[6], 20)
@@ -252,7 +252,7 @@ def test_text_that_nests_too_deep_ends_with_an_error_that_names_the_limit(lane: 
     nested = Constraint.ebnf('root ::= "(" root ")" | "[" root "]" | [0-9]')
     opening = SamplingParams(temperature=0, logit_bias={VOCABULARY.tokens.index(b"("): 50.0})
     limits = GrammarLimits(automaton_depth=8)
-    with make_engine(replace(DEVICE, grammar_lane=lane, greedy_only=False), grammar_limits=limits) as engine:
+    with make_engine(replace(DEVICE, grammar_lane=lane, greedy_only=False), grammar_limits=limits, all_graphs=True) as engine:
         deep = submit(engine, [5, 6], nested, 30, opening)
         beside = submit(engine, [5, 6], SHAPES[2], 20)
         finish(engine)
@@ -359,7 +359,7 @@ def test_unavailable_lane_is_refused_or_noted(changes: dict[str, Any], reason: s
     setup = replace(DEVICE, **{name: value for name, value in changes.items() if name != "check_masks"})
     others: dict[str, Any] = {"check_masks": True} if "check_masks" in changes else {}
     with pytest.raises(ValueError, match=f"EngineConfig.grammar_lane: got 'device', expected 'auto' or 'host': {reason}"):
-        make_engine(setup, **others)
+        make_engine(setup, **others, all_graphs=True)
     with make_engine(replace(setup, grammar_lane="auto", eager=True), **others) as engine:
         assert engine.stats().lanes.off == reason
 
@@ -429,7 +429,7 @@ def test_every_kind_of_request_has_the_results_of_host_nodes(tmp_path: Path, dra
     found: list[dict[str, tuple[Any, dict[str, Any]]]] = []
     for lane in ("device", "host"):
         setup = replace(DEVICE, k=k, drafter=drafter, greedy_only=False, max_top_logprobs=2, grammar_lane=lane, **changes)
-        with make_engine(setup, save_hidden_states=tmp_path / lane) as engine:
+        with make_engine(setup, save_hidden_states=tmp_path / lane, all_graphs=True) as engine:
             jobs = {name: submit(engine, [3, 1, 4, 1 + number], ask[0], 30, ask[1]) for number, (name, ask) in enumerate(REQUESTS.items())}
             finish(engine)
         assert {job.grammar_lane.split(":")[0] for name, job in jobs.items() if name != "free"} == {lane}

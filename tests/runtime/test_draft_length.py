@@ -265,7 +265,7 @@ def test_rounds_with_the_model_show_what_the_look_up_alone_would_have_accepted()
 def test_code_editing_runs_rounds_without_the_draft_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """The text is known in advance, and the draft model is never right."""
     monkeypatch.setattr(RoundCosts, "of", lambda *_: {**costs_of({0: 4.0, 3: 4.9, 7: 6.1}), Drafting(7, False): 5.2})
-    engine = make_engine(Setup(k=7, drafter="adversarial", max_rows=1, buckets=(1,), look_up=2), draft_length="auto")
+    engine = make_engine(Setup(k=7, drafter="adversarial", max_rows=1, buckets=(1,), look_up=2), draft_length="auto", all_graphs=True)
     expected = plain([5, 6], 80, sampling=IGNORE_EOS).tokens
     chooser = engine._parts.draft_lengths
     assert chooser is not None
@@ -284,7 +284,7 @@ def test_code_editing_runs_rounds_without_the_draft_model(monkeypatch: pytest.Mo
 def test_engine_follows_its_drafter(monkeypatch: pytest.MonkeyPatch, drafter: str) -> None:
     """With given costs, since measured ones differ from run to run."""
     monkeypatch.setattr(RoundCosts, "of", lambda *_: GPU_COSTS)
-    engine = make_engine(Setup(k=7, drafter=drafter, max_rows=1, buckets=(1,)), draft_length="auto")
+    engine = make_engine(Setup(k=7, drafter=drafter, max_rows=1, buckets=(1,)), draft_length="auto", all_graphs=True)
     job = engine.generate([5, 6], max_new_tokens=80, sampling=IGNORE_EOS)
     rounds = {graph.key.draft_length: graph.rounds for graph in engine.stats().graphs}
     assert sum(rounds.values()) >= job.rounds
@@ -306,7 +306,9 @@ def test_engine_follows_a_draft_function(monkeypatch: pytest.MonkeyPatch, right:
         return following if right else [(token + 1) % 90 for token in following]
 
     monkeypatch.setitem(DRAFTERS, "of the text", lambda: draft)
-    with make_engine(Setup(k=7, drafter="of the text", max_rows=1, buckets=(1,), rounds_in_flight=1), draft_length="auto") as engine:
+    with make_engine(
+        Setup(k=7, drafter="of the text", max_rows=1, buckets=(1,), rounds_in_flight=1), draft_length="auto", all_graphs=True
+    ) as engine:
         job = engine.generate([5, 6], max_new_tokens=80, sampling=IGNORE_EOS)
         rounds = {graph.key.draft_length: graph.rounds for graph in engine.stats().graphs}
     assert job.tokens == expected
@@ -317,7 +319,7 @@ def test_engine_follows_a_draft_function(monkeypatch: pytest.MonkeyPatch, right:
 
 
 def test_costs_are_measured_for_every_length() -> None:
-    engine = make_engine(Setup(k=3, max_rows=2), draft_length="auto")
+    engine = make_engine(Setup(k=3, max_rows=2), draft_length="auto", all_graphs=True)
     assert (engine.stats().replays, engine.stats().host_syncs) == (0, 0), "calls that measure are not rounds"
     engine.generate([5, 6], max_new_tokens=20, sampling=IGNORE_EOS)
     lengths = engine._parts.draft_lengths
@@ -337,14 +339,14 @@ def test_the_capture_runs_the_draft_model_over_skipped_tokens_of_every_batch_siz
         return forward(draft, inputs, buffers)
 
     monkeypatch.setattr(ToyDraft, "forward", logged)
-    make_engine(Setup(k=3, max_rows=4, buckets=(1, 2, 4)), draft_length="auto").close()
+    make_engine(Setup(k=3, max_rows=4, buckets=(1, 2, 4)), draft_length="auto", all_graphs=True).close()
     assert {(rows, MAX_SKIPPED) for rows in (1, 2, 4)} <= set(sizes)
 
 
 @pytest.mark.parametrize("number", [10, 12])
 def test_a_graph_that_is_not_captured_has_the_cost_of_the_one_that_runs(number: int) -> None:
     options: dict[str, Any] = {"draft_length": "auto", "on_capture_failure": "eager"}
-    with make_engine(Setup(k=4, max_rows=2), Refusing(number), **options) as engine:
+    with make_engine(Setup(k=4, max_rows=2), Refusing(number), **options, all_graphs=True) as engine:
         found = engine.generate([1, 2], max_new_tokens=30, sampling=IGNORE_EOS).tokens
     assert found == plain([1, 2], 30, sampling=IGNORE_EOS).tokens
 
@@ -383,7 +385,7 @@ def test_graphs_of_all_lengths_take_less_than_twice_those_of_one(
     setup, sizes, replays = Setup(k=7, drafter=drafter, max_rows=1, buckets=(1,), look_up=look_up), list[list[float]](), []
     monkeypatch.setattr(Tape, "replay", lambda *_, replay=Tape.replay, **options: replays.append(1) or replay(*_, **options))  # type: ignore[func-returns-value]
     for length in (7, "auto"):
-        with make_engine(setup, draft_length=length) as engine:
+        with make_engine(setup, draft_length=length, all_graphs=True) as engine:
             reports = [recorded.report for recorded in engine._graphs._recorded.values()]
             sizes.append([sum(sum(each.nodes.values()) for each in reports), sum(each.nbytes for each in reports)])
             assert len(reports) == (graphs if length == "auto" else 3)
@@ -448,7 +450,7 @@ def test_length_that_was_measured_at_twice_its_time_is_tried_again() -> None:
 @needs_c
 def test_rounds_with_host_grammars_beside_device_grammars_have_two_lengths() -> None:
     """A mixed batch, also where another length is requested. The tokens are those of plain decoding."""
-    engine = make_engine(Setup(k=7, max_rows=2, buckets=(2,)), draft_length="auto")
+    engine = make_engine(Setup(k=7, max_rows=2, buckets=(2,)), draft_length="auto", all_graphs=True)
     chooser, grammar = engine._parts.draft_lengths, Constraint.regex("[a-z]{40}")
     assert chooser is not None
     engine.compile(on_host := replace(grammar, backend="xgrammar"))
@@ -464,7 +466,7 @@ def test_rounds_with_host_grammars_beside_device_grammars_have_two_lengths() -> 
 
 def test_rounds_after_prompts_and_skipped_tokens_measure_no_cost() -> None:
     """Their time includes that of other work; after skipped tokens it measures the time of these."""
-    engine, measured = make_engine(Setup(k=3, max_rows=1, buckets=(1,)), draft_length="auto"), list[tuple[bool, bool]]()
+    engine, measured = make_engine(Setup(k=3, max_rows=1, buckets=(1,)), draft_length="auto", all_graphs=True), list[tuple[bool, bool]]()
     chooser = engine._parts.draft_lengths
     assert chooser is not None
     draftings = PLAIN, PLAIN, Drafting(3), Drafting(3), PLAIN, Drafting(3)
@@ -556,7 +558,10 @@ def test_slow_first_replays_do_not_stop_drafting() -> None:
 
 def test_drafts_without_another_source_count_as_model_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds of different lengths have their results in different columns."""
-    engine, lengths = make_engine(Setup(k=7, drafter="perfect", max_rows=1, buckets=(1,)), draft_length="auto"), itertools.cycle((7, 3, 0))
+    engine, lengths = (
+        make_engine(Setup(k=7, drafter="perfect", max_rows=1, buckets=(1,)), draft_length="auto", all_graphs=True),
+        itertools.cycle((7, 3, 0)),
+    )
     chooser = engine._parts.draft_lengths
     assert chooser is not None
     monkeypatch.setattr(chooser, "choose", lambda *_, choose=chooser.choose: choose(*_) and Drafting(next(lengths)))
@@ -589,14 +594,14 @@ def calls_per_round(engine: Engine) -> float:
 def test_choice_takes_few_calls_while_the_drafter_is_paused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RoundCosts, "of", lambda *_: costs_of({0: 1.0, 3: 100.0, 7: 100.0}))
     setup = Setup(k=7, drafter="adversarial", max_rows=1, buckets=(1,))
-    with make_engine(replace(setup, k=0)) as plain, make_engine(setup, draft_length="auto") as adaptive:
+    with make_engine(replace(setup, k=0), all_graphs=True) as plain, make_engine(setup, draft_length="auto", all_graphs=True) as adaptive:
         assert calls_per_round(adaptive) <= calls_per_round(plain) + 16
         assert {graph.key.draft_length for graph in adaptive.stats().graphs} == {0}
 
 
 @pytest.mark.parametrize("prompts", [[[1, 2]], [[1, 2], [3]]], ids=["alone", "together"])
 def test_requests_without_drafts_replay_graphs_without_draft_stages(prompts: list[list[int]]) -> None:
-    engine = make_engine(Setup(k=3, drafter="perfect", max_rows=2, buckets=(1, 2)), draft_length="auto")
+    engine = make_engine(Setup(k=3, drafter="perfect", max_rows=2, buckets=(1, 2)), draft_length="auto", all_graphs=True)
     for prompt in prompts:
         engine.submit(prompt, max_new_tokens=8, num_speculative_tokens=0)
     assert [event for event in engine.stream()]
@@ -611,7 +616,7 @@ def test_choice_does_not_wait() -> None:
     """Rounds with chosen lengths wait for the device as often as rounds of one length: once for the results of each."""
     waits = list[tuple[int, int]]()
     for length in ("auto", 3):
-        with make_engine(Setup(k=3, drafter="half", max_rows=1, buckets=(1,)), draft_length=length) as engine:
+        with make_engine(Setup(k=3, drafter="half", max_rows=1, buckets=(1,)), draft_length=length, all_graphs=True) as engine:
             before = engine.stats()
             job = engine.generate([5, 6], max_new_tokens=60, sampling=IGNORE_EOS)
             after = engine.stats()
@@ -635,7 +640,7 @@ def test_unusable_draft_lengths_are_refused(config: dict[str, Any], message: str
 
 def test_trace_has_length_and_account_of_every_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RoundCosts, "of", lambda *_: costs_of({0: 4.0, 3: 4.5, 7: 9.0}))
-    engine = make_engine(Setup(k=7, drafter="perfect", max_rows=1, buckets=(1,)), draft_length="auto")
+    engine = make_engine(Setup(k=7, drafter="perfect", max_rows=1, buckets=(1,)), draft_length="auto", all_graphs=True)
     with engine.trace(6) as trace:
         engine.generate([5, 6], max_new_tokens=40, sampling=IGNORE_EOS)
     lengths = trace.timeline.lengths

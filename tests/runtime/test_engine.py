@@ -59,7 +59,7 @@ class NoSyncs(TorchFunctionMode):
 @pytest.mark.parametrize("on_demand", [False, True])
 def test_one_replay_per_round_and_no_sync_on_the_launching_thread(on_demand: bool) -> None:
     """on_demand: graphs are recorded at their first use, which waits for the device; rounds of recorded graphs do not."""
-    engine = make_engine(SETUP, on_demand=on_demand)
+    engine = make_engine(SETUP, all_graphs=not on_demand)
     guard = NoSyncs(engine.buffers)
     with guard, pytest.raises(AssertionError, match="host sync on the launching thread"):
         engine.buffers.row_state.tolist()
@@ -100,7 +100,7 @@ def test_next_round_is_launched_before_the_previous_is_read() -> None:
     """With a slow device, a step returns while the newest rounds are in flight."""
     hold = threading.Event()
     backend = TapeBackend(asynchronous=True, delay=lambda name: (hold.wait(), None)[1])
-    engine = make_engine(Setup(k=2, rounds_in_flight=3), backend)
+    engine = make_engine(Setup(k=2, rounds_in_flight=3), backend, all_graphs=True)
     job = engine.submit([1, 2], max_new_tokens=20)
     assert engine.step() == [] and engine.step() == [], "two rounds are launched without waiting for either"
     assert engine.stats().rounds == 2
@@ -134,7 +134,9 @@ def test_each_further_row_adds_few_python_calls_to_a_step(stop: tuple[str, ...],
 
 def test_a_burst_of_arrivals_does_not_wait_for_the_device() -> None:
     hold = threading.Event()
-    engine = make_engine(Setup(k=2, max_rows=8, rounds_in_flight=4), TapeBackend(asynchronous=True, delay=lambda name: hold.wait()))
+    engine = make_engine(
+        Setup(k=2, max_rows=8, rounds_in_flight=4), TapeBackend(asynchronous=True, delay=lambda name: hold.wait()), all_graphs=True
+    )
     waits = engine.stats().event_waits  # of the capture
     engine.submit([1], max_new_tokens=20)
     assert engine.step() == []
@@ -160,7 +162,7 @@ def test_matchers_are_freed_when_their_requests_end() -> None:
 
 
 def test_submit_during_close_raises_or_is_cancelled() -> None:
-    engine = make_engine(SETUP)
+    engine = make_engine(SETUP, all_graphs=True)
     entered, closing = threading.Event(), threading.Event()
     real = engine._require_open
 
@@ -192,7 +194,9 @@ def test_submit_during_close_raises_or_is_cancelled() -> None:
 def test_pinned_rings_with_random_device_delays() -> None:
     """Host memory is never overwritten before its copy has finished."""
     pauses = iter([0.0, 0.002, 0.0, 0.004, 0.001] * 100_000)
-    engine = make_engine(Setup(k=3, rounds_in_flight=4), TapeBackend(asynchronous=True, delay=lambda name: time.sleep(next(pauses))))
+    engine = make_engine(
+        Setup(k=3, rounds_in_flight=4), TapeBackend(asynchronous=True, delay=lambda name: time.sleep(next(pauses))), all_graphs=True
+    )
     asks = [([7, index], CONSTRAINTS[index % len(CONSTRAINTS)], 12) for index in range(14)]
     jobs = [engine.submit(prompt, constraint=constraint, max_new_tokens=count) for prompt, constraint, count in asks]
     finish(engine)

@@ -213,7 +213,7 @@ def test_logprobs_are_bit_equal_with_reuse(dtype: torch.dtype) -> None:
     target = randomised(Llama(replace(small_llama().config, dtype=dtype)), 3)
     config = replace(CONFIG, num_speculative_tokens=0, draft_length=0)
     with Engine(target, config=config, backend=TapeBackend()) as engine:
-        engine.capture()
+        engine.ensure_captured()
         jobs = []
         for _ in range(2):
             jobs.append(ask(engine, [token % 7 for token in SYSTEM], 16, sampling=SamplingParams(temperature=0, logprobs=True)))

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -59,9 +58,8 @@ def test_request_waiting_for_a_grammar_does_not_delay_later_ones(engine: Engine)
     assert engine.has_work and not slow.finished and not gone(pid)
     stats = engine.stats()
     assert (stats.waiting, stats.running, stats.grammars.running, stats.grammars.waiting) == (1, 0, 1, 0)
-    start = time.perf_counter()
     assert engine.step() == []
-    assert time.perf_counter() - start < 5, "a step waited for the compile"
+    assert engine.stats().grammars.running == 1 and not gone(pid), "a step waited for the compile"
     assert engine.cancel(slow)
     (event,) = engine.step()
     waited(lambda: gone(pid), "the compile of an unused grammar continues")

@@ -25,10 +25,17 @@ from stepgraph.runtime.demo.variants import SCENARIOS, Case, Pair, Scenario, Var
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.runtime.text import TextCodec
 from stepgraph.sampling.native import why_not
+from tests.helpers.command_models import compile_without_new_workers
 
 Captured = pytest.CaptureFixture[str]
 QUICK = ("demo", "--toy", "--repeats", "1", "--max-new-tokens", "24")
 QUICKEST = ("demo", "--toy", "--repeats", "1", "--max-new-tokens", "8", "-k", "1")
+
+
+@pytest.fixture(autouse=True)
+def _one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the demonstrations below, the one that `report` runs starts the workers that a user's one starts."""
+    compile_without_new_workers(monkeypatch)
 
 
 def test_demo_prints_answers_table_and_timeline(

@@ -92,7 +92,7 @@ def test_bfloat16_texts_do_not_depend_on_the_draft(drafter: DraftCase) -> None:
     texts = []
     for draft in (drafter.draft, "none"):
         with Engine.from_pretrained(drafter.target, draft, config=config, dtype=torch.bfloat16) as engine:
-            engine.capture()
+            engine.ensure_captured()
             texts.append([job.tokens for job in decode(engine, (None, CONSTRAINTS[1]), SamplingParams(temperature=0))])
     assert texts[0] == texts[1]
 
@@ -129,7 +129,7 @@ def test_prompt_embeddings_replace_those_of_the_draft(drafter: DraftCase) -> Non
     spans = {0: target.embedding[prompt[:count]].detach()}
     config = replace(CONFIG, num_speculative_tokens=3, draft_length=3, prefix_reuse=False)
     with Engine(target, draft, vocabulary=vocabulary, config=config, backend=TapeBackend()) as engine:
-        engine.capture()
+        engine.ensure_captured()
 
         def drafts(prompt: list[int], spans: dict[int, Tensor] | None) -> list[list[int]]:
             job, found = engine.submit(prompt, prompt_embeddings=spans, max_new_tokens=TOKENS), list[list[int]]()

@@ -80,7 +80,7 @@ def test_bfloat16_texts_are_independent_of_the_batch() -> None:
 
 def test_from_pretrained_decodes() -> None:
     with Engine.from_pretrained(folder_of("llama-2"), config=CONFIG) as engine:
-        notes = engine.capture().notes
+        notes = engine.notes
         assert (f"attention: reference; no native: {why_not()}" if why_not() else "attention: native") in ";".join(notes)
         job = engine.generate(PROMPTS[0], max_new_tokens=24)
         assert job.tokens == plain("llama-2", tuple(PROMPTS[0]), None, 24, tuple(job.tokens))[0]

@@ -174,7 +174,7 @@ def test_a_family_drafts_for_another(family: str, parent: Path) -> None:
     folders = [save(family_model(each), parent / f"{each} of {family}") for each in (family, "Granite")]
     for folder, right in zip(folders, (True, False), strict=True):
         with Engine.from_pretrained(folders[0], folder, config=ONE_SIZE) as engine:
-            assert sum(" of transformers" in note for note in engine.capture().notes) == 2
+            assert sum(" of transformers" in note for note in engine.notes) == 2
             jobs = engine.generate(PROMPTS, max_new_tokens=COUNT, constraint=GRAMMAR)
             vocabulary = open_target(folder).vocabulary
             for prompt, job in zip(PROMPTS, jobs, strict=True):

@@ -110,7 +110,8 @@ def test_texts_equal_plain_decoding(case: tuple[str, Implementation], count: int
     texts = {}
     for draft in ("none", "auto", alone):
         with Engine.from_pretrained(folder, draft, config=replace(CONFIG, buckets=(3,)), implementation=implementation) as engine:
-            assert ("draft: MTP" in " ".join(engine.capture().notes)) == (draft != "none")
+            engine.ensure_captured()
+            assert ("draft: MTP" in " ".join(engine.notes)) == (draft != "none")
             jobs = [engine.submit(prompt, constraint=each, max_new_tokens=12) for each in (None, GRAMMAR) for prompt in PROMPTS]
             while engine.has_work:
                 engine.step()

@@ -335,7 +335,7 @@ def test_a_folder_as_deepseek_publishes_it_runs_with_its_own_module(tmp_path: Pa
     cases: tuple[tuple[str, WeightsMode], ...] = (("none", "dequantised"), ("none", "quantised"), ("auto", "quantised"))
     for draft, weights in cases:
         with Engine.from_pretrained(tmp_path, draft, config=config, weights=weights, implementation="native") as engine:
-            assert ("draft: MTP" in " ".join(engine.capture().notes)) == (draft == "auto")
+            assert ("draft: MTP" in " ".join(engine.notes)) == (draft == "auto")
             texts.append(engine.generate([5, 6, 7], max_new_tokens=20).tokens)
     assert texts[0] == texts[1] == texts[2] and len(texts[0]) > 1
     assert main(["inspect", str(tmp_path), "--json"]) == 0

@@ -91,7 +91,7 @@ def test_a_matcher_lives_until_the_rounds_that_use_it_have_ended() -> None:
     """Its request is cancelled while rounds are in flight."""
     hold = threading.Event()
     backend = TapeBackend(asynchronous=True, delay=lambda name: (hold.wait(), None)[1])
-    engine = make_engine(Setup(k=2, rounds_in_flight=3, host_link="native", grammar_lane="host"), backend)
+    engine = make_engine(Setup(k=2, rounds_in_flight=3, host_link="native", grammar_lane="host"), backend, all_graphs=True)
     job, other = engine.submit([1], constraint=CONSTRAINTS[1], max_new_tokens=40), engine.submit([2], max_new_tokens=30)
     engine.step()
     (matcher,) = [weakref.ref(active.matcher.matcher) for active in engine._scheduler.active if active.matcher]
@@ -134,7 +134,7 @@ def test_hundreds_of_requests_leak_nothing(monkeypatch: pytest.MonkeyPatch) -> N
         made.add(matcher)
 
     monkeypatch.setattr(XGrammarMatcher, "__init__", counted)
-    engine = make_engine(Setup(k=2, max_rows=8, host_link="native"))
+    engine = make_engine(Setup(k=2, max_rows=8, host_link="native"), all_graphs=True)
     constraints = [constraint for one in CONSTRAINTS[1:4] if one for constraint in (one, one.after("a"), one.after([CONTROL]))]
     assert all(engine.compile(constraint) for constraint in constraints)
     grown = []
