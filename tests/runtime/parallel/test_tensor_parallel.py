@@ -510,7 +510,7 @@ def test_a_server_with_a_rank_that_hangs_reports_it() -> None:
                 process.send_signal(signal.SIGSTOP)
                 with pytest.raises(openai.APIError, match=r"another rank is lost|did not finish"):
                     list(stream)
-                assert time.monotonic() - since < 2 * SECONDS + 2 and process.poll() is not None
+                assert time.monotonic() - since < SECONDS + 2.5 and process.poll() is not None
                 health = server.send(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", end=False)
                 assert health.startswith(b"HTTP/1.1 503 ")
         finally:
@@ -527,7 +527,7 @@ def require_error_in_time(engine: Engine, jobs: list[Job], fail: Callable[[], ob
     fail()
     with pytest.raises(RuntimeError):
         list(engine.stream())
-    assert time.monotonic() - since < 2 * SECONDS + 2  # not two time limits in a row; 2 s are for ending a stopped process
+    assert time.monotonic() - since < SECONDS + 2.5  # 2 s of these are for ending a stopped process
     assert all(job.finish_reason == FinishReason.ERROR and job.error for job in jobs)
     assert all(process.poll() is not None for process in processes)
 
