@@ -193,7 +193,7 @@ class Engine(EngineCore, BoundToProcess):
         events. Others wait and get the new weights. The weights of a draft model, which change no text, and adapters stay as they are.
         """
         self._require_open("update_weights")
-        self._require_without("update_weights", save_hidden_states=self._parts.hidden_states)
+        self._require_without("update_weights", self._parts.hidden_states)
         copy = checked_update(self._parts.models.target, weights, self.buffers)
         hold = object()
         try:  # a context manager in Python would keep the hold after an interrupt at its begin
@@ -384,9 +384,9 @@ class Engine(EngineCore, BoundToProcess):
             words |= dict.fromkeys(tuple(ids) for ids in spelled)
         return replace(sampling, bad_words=tuple(words))
 
-    def _require_without(self, call: str, **parts: object) -> None:
-        """ValueError with ranks or a recording, as other ranks or a replay would keep other prefixes, or with one of `parts`."""
-        parts |= {"tensor_parallel": self._parts.ranks, "record": self.queue.recorder}
+    def _require_without(self, call: str, hidden_states: object = None) -> None:
+        """ValueError with ranks or a recording, as other ranks or a replay would keep other prefixes, or with these hidden states."""
+        parts = {"save_hidden_states": hidden_states, "tensor_parallel": self._parts.ranks, "record": self.queue.recorder}
         if present := [name for name, part in parts.items() if part is not None]:
             raise ValueError(f"Engine.{call}: got an engine with {present[0]}, expected one without it")
 

@@ -46,8 +46,8 @@ FLAGS = "serve toy --eager -k 2 --draft-length 2 --max-rows 4 --max-length 1024 
         ("--round-timeout-seconds 0", "--round-timeout-seconds: got 0.0, expected a number from 0.001 to 86400"),
         ("--round-timeout-seconds nan", "--round-timeout-seconds: got nan, expected a number from 0.001 to 86400"),
         ("--answer-seconds 0", "--answer-seconds: got 0.0, expected a number from 0.001 to 86400"),
-        ("--max-body-bytes 0", "--max-body-bytes: got 0, expected at least 1"),
-        ("--max-connections 0", "--max-connections: got 0, expected at least 1"),
+        ("--max-body-bytes 0", "--max-body-bytes: got 0, expected a whole number >= 1"),
+        ("--max-connections 0", "--max-connections: got 0, expected a whole number >= 1"),
         ("--tensor-parallel 0", "--tensor-parallel: got 0, expected a whole number from 1 to 1024"),
     ],
 )
