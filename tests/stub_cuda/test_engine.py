@@ -132,13 +132,13 @@ def test_grammars_are_copied_beside_rounds_and_ordered_with_them(monkeypatch: py
     elif missing:
         copy_aside = CudaBackend.copy_aside
         monkeypatch.setattr(CudaBackend, "copy_aside", lambda self, copy, *, after_launched: copy_aside(self, copy, after_launched=False))
-    device = greedy_engine(grammar_backend="automaton", grammar_lane="device", grammar_arena_bytes=5632, num_speculative_tokens=1)
+    device = greedy_engine(grammar_backend="automaton", grammar_lane="device", grammar_arena_bytes=8192, num_speculative_tokens=1)
     device.capture()
     device.buffers.results_ring_host[..., FINISH_COLUMN] = RUNNING
     prompts = (list(range(start, start + 19)) for start in (1, 40, 80))
     device.submit(next(prompts), max_new_tokens=200)
     counters.take_issued(more=True)
-    for digits in (150, 160):  # tables of about 3,800 bytes
+    for digits in (150, 160):  # tables of about 5,800 bytes: the arena has room for one
         constraint = Constraint.regex(f"[a-f]{{{digits},200}}[0-9]{{{digits}}}")
         job = device.submit(next(prompts), max_new_tokens=200, constraint=constraint)
         while not job.rounds:
