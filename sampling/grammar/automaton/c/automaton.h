@@ -64,6 +64,24 @@ struct Automaton {
     Slice<Span> spans_of(int32_t state) const {
         return {spans.data() + span_start[(size_t)state], spans.data() + span_start[(size_t)state + 1]};
     }
+
+    int32_t entry_of(int32_t state, int32_t c) const { return next[(size_t)state * (size_t)classes + (size_t)c]; }
+    int32_t push_of(int32_t entry) const { return entry >= SPECIAL ? moves[(size_t)(entry - SPECIAL)].push : -1; }
+    // The state after an entry, or DEAD; for a counted loop, the state while iterations are left.
+    int32_t target_of(int32_t entry) const { return entry >= SPECIAL ? moves[(size_t)(entry - SPECIAL)].target : entry; }
+
+    std::vector<std::vector<uint8_t>> bytes_by_class() const {
+        std::vector<std::vector<uint8_t>> bytes((size_t)classes);
+        for (size_t byte = 0; byte < 256; byte++) bytes[class_of[byte]].push_back((uint8_t)byte);
+        return bytes;
+    }
+
+    // Sum over the classes that a state reads, given the prefix sums over classes.
+    int32_t sum_of(int32_t state, const Ints &before) const {
+        int32_t sum = 0;
+        for (const Span &span : spans_of(state)) sum += before[(size_t)span.end] - before[(size_t)span.low];
+        return sum;
+    }
 };
 
 // Compares states by their spans: rows of a table with a column for each byte class.

@@ -8,6 +8,8 @@
 
 namespace stepgraph {
 
+using Ints = std::vector<int32_t>;
+
 // Items that are stored elsewhere.
 template <class Item> struct Slice {
     const Item *first, *last;
@@ -44,7 +46,7 @@ public:
         if (begin.size() * 2 > slots.size()) grow();
         return {size() - 1, true};
     }
-    Found add(const std::vector<int32_t> &values) { return add(values.data(), values.size()); }
+    Found add(const Ints &values) { return add(values.data(), values.size()); }
 
     int32_t size() const { return (int32_t)begin.size() - 1; }
     size_t total() const { return pool.size(); }
@@ -72,7 +74,7 @@ private:
         }
     }
 
-    std::vector<int32_t> pool;
+    Ints pool;
     std::vector<size_t> begin = {0};
     std::vector<Slot> slots = std::vector<Slot>(256);
 };

@@ -18,8 +18,6 @@ extern "C" {
 
 namespace stepgraph {
 
-using Ints = std::vector<int32_t>;
-
 constexpr int MAX_COUNTERS = 3; // nested loops with a counter; also the number of counters of a matcher's state
 
 // Why a grammar has no automaton within the limits. Such a grammar uses the host link.
