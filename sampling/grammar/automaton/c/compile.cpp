@@ -25,7 +25,10 @@ Image image_of(Grammar grammar, const Vocabulary &tokens, const Limits &limits) 
         try {
             nfa = build_nfa(grammar, limits, unrolled, calls);
             built += (int64_t)nfa.states.size();
-            if (!nfa.states.empty()) return build_image(minimise(determinise(nfa, limits)), tokens, limits);
+            if (nfa.states.empty()) continue;
+            Automaton automaton = determinise(nfa, limits);
+            nfa = {}; // its memory is used again
+            return build_image(minimise(std::move(automaton)), tokens, limits);
         } catch (const Uncountable &loop) {
             unrolled.insert(loop.expression);
             if (built / BUILT_PER_STATE > limits.states) // count no loop

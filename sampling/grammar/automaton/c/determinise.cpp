@@ -364,8 +364,7 @@ private:
     bool add_returns() {
         int32_t before = sets.size();
         for (int32_t finish = 0; finish < finish_sets.size(); finish++)
-            for (int32_t symbol = 0; symbol < symbols.size(); symbol++) {
-                if (finish < finish_done && symbol < symbols_done) continue;
+            for (int32_t symbol = finish < finish_done ? symbols_done : 0; symbol < symbols.size(); symbol++) {
                 Ints members;
                 bool all = true;
                 for (int32_t called : finish_sets.of(finish)) {

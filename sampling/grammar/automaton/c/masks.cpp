@@ -35,7 +35,7 @@ public:
           narrow(std::max((size_t)automaton.states, automaton.moves.size() + 1) <= 1 << 15), bytes_of(automaton.bytes_by_class()),
           walk_states(walk_states_of(automaton)), plain_row(plain_rows(automaton, vocabulary.longest_plain, walk_states)),
           levels(automaton), continuations(automaton), row((size_t)vocabulary.words), large((size_t)vocabulary.words),
-          ordered(vocabulary.starts.size() / 32 + 1), top_at((size_t)vocabulary.longest + 1), pushed((size_t)vocabulary.longest + 1) {
+          ordered(vocabulary.starts.size() / 32 + 1), pushed((size_t)vocabulary.longest + 1) {
         for (size_t part = 0; part < NUM_PARTS; part++) {
             level_of[part] = std::min((size_t)PARTS[part].quotes, levels.size() - 1);
             below_of[part].assign(levels[level_of[part]].first.size(), -1);
@@ -99,12 +99,11 @@ private:
         const Trie &trie = vocabulary.tries[part];
         if (!automaton.sum_of(state, first_before[part])) return found = none >= 0 ? none : none = keep_below([] {});
         found = keep_below([&] {
-            top_at[0] = 0;
             steps += trie.nodes[Trie::ROOT + 1].first_child - 1; // the number of children of the root
             for (const Span &span : automaton.spans_of(state)) // most states read few bytes
                 for (int32_t c = span.low; c < span.end; c++)
                     for (uint8_t byte : bytes_of[(size_t)c])
-                        if (trie.first_of[byte] && span.entry >= 0) visit(trie, trie.first_of[byte], 1, span.entry);
+                        if (trie.first_of[byte] && span.entry >= 0) follow(trie, trie.first_of[byte], 1, span.entry, 0);
         });
         if (level.coarser.empty() || (followed >= (int32_t)level.coarser.size() && !level.is_final)) return found;
         size_t bytes = std::min((size_t)followed, level.coarser.size() - 1);
@@ -127,7 +126,7 @@ private:
         if (at == known.end()) {
             if (below_bits.total() + below_crossed.size() > MAX_BELOW) return false;
             int32_t before = std::exchange(followed, 0);
-            at = known.emplace(key, keep_below([&] { walk_children(trie, node, size, state); })).first;
+            at = known.emplace(key, keep_below([&] { walk_children(trie, node, size, state, 0); })).first;
             followed = before;
         }
         const Below &found = below[(size_t)at->second];
@@ -190,51 +189,66 @@ private:
     }
 
     // Find the tokens below a node at `size` bytes that may continue a text in `state`: those that are legal, and those whose legality
-    // depends on the stack.
-    void walk_children(const Trie &trie, int32_t node, int32_t size, int32_t state) {
+    // depends on the stack. `top`: index in `pushed` of the top of the stack, 0 if it is empty.
+    void walk_children(const Trie &trie, int32_t node, int32_t size, int32_t state, int32_t top) {
         int32_t begin = trie.nodes[(size_t)node].first_child, end = trie.nodes[(size_t)node + 1].first_child;
         followed = std::max(followed, size + 1);
-        const int32_t *next = automaton.next.data() + (size_t)state * (size_t)automaton.classes;
         steps += end - begin;
+        const int32_t *next = automaton.next.data() + (size_t)state * (size_t)automaton.classes, *leaf_token = trie.leaf_token.data();
+        const uint8_t *bytes = trie.bytes.data();
         for (int32_t child = begin; child < end; child++) {
-            int32_t entry = next[automaton.class_of[trie.bytes[(size_t)child]]];
+            int32_t entry = next[automaton.class_of[bytes[child]]];
             if (entry < 0) continue;
-            bool is_plain = entry < SPECIAL && (!automaton.symbols || walk_states[(size_t)entry].pop < 0);
-            if (int32_t leaf = trie.leaf_token[(size_t)child]; leaf >= 0 && is_plain) ordered.add((uint32_t)leaf);
-            else visit(trie, child, size + 1, entry);
+            if (!is_plain(entry)) follow(trie, child, size + 1, entry, top);
+            else if (int32_t leaf = leaf_token[child]; leaf >= 0) ordered.add((uint32_t)leaf);
+            else visit(trie, child, size + 1, entry, top);
         }
     }
 
-    // The tokens at a node and below it; `entry` leads to the node. `size`: number of bytes up to the node.
-    void visit(const Trie &trie, int32_t number, int32_t size, int32_t entry) {
-        const Trie::Node &node = trie.nodes[(size_t)number];
-        int32_t to = automaton.target_of(entry), top = 0;
-        bool below = false; // whether the move leaves a part that began before the token
-        if (automaton.symbols) {
-            top = top_at[(size_t)size - 1];
-            if (int32_t push = automaton.push_of(entry); push >= 0) {
-                pushed[(size_t)size] = {push, top, (top ? pushed[(size_t)top].size : 0) + 1};
-                top = size;
-                pushes = std::max(pushes, pushed[(size_t)top].size);
-            }
-            for (int32_t pop; to >= 0 && (pop = walk_states[(size_t)to].pop) >= 0 && !(below = !top); top = pushed[(size_t)top].below)
-                to = automaton.go[(size_t)pop * (size_t)automaton.symbols + (size_t)pushed[(size_t)top].symbol];
-            top_at[(size_t)size] = top;
+    bool is_plain(int32_t entry) const { return entry < SPECIAL && walk_states[(size_t)entry].pop < 0; }
+
+    // Adds the tokens at a node and below it; `entry` leads to the node. `size`: number of bytes up to the node.
+    void follow(const Trie &trie, int32_t number, int32_t size, int32_t entry, int32_t top) {
+        int32_t to = automaton.target_of(entry), pop = -1;
+        if (int32_t push = automaton.push_of(entry); push >= 0) {
+            pushed[(size_t)size] = {push, top, (top ? pushed[(size_t)top].size : 0) + 1};
+            top = size;
+            pushes = std::max(pushes, pushed[(size_t)top].size);
         }
+        for (; to >= 0 && (pop = walk_states[(size_t)to].pop) >= 0 && top; top = pushed[(size_t)top].below)
+            to = automaton.go[(size_t)pop * (size_t)automaton.symbols + (size_t)pushed[(size_t)top].symbol];
         if (to < 0) return;
+        if (pop < 0) return visit(trie, number, size, to, top);
+        const Trie::Node &node = trie.nodes[(size_t)number]; // the move leaves a part that began before the token
         for (int32_t at = node.first_token; at < node.below_token; at++) ordered.add((uint32_t)at);
-        if (node.below_token == node.end_token) return;
-        if (below) return add_crossing(trie, number, continuations.after_part(walk_states[(size_t)to].pop));
-        const WalkState &step = walk_states[(size_t)to];
-        auto is_inside = [&] { return (trie.bytes[(size_t)node.first_child] & 0xC0) == 0x80; }; // a character: `surely` begins after one
-        bool is_closed = node.height <= step.closed && !(node.groups & ~step.groups);
-        if (is_closed || (trie.is_plain && node.height <= step.surely && !is_inside())) {
-            followed = std::max(followed, size + node.height);
-            return set_range(node.below_token, node.end_token);
+        if (node.below_token < node.end_token) add_crossing(trie, number, continuations.after_part(pop));
+    }
+
+    // Adds the tokens at a node, which is reached in the state `to`, and below it.
+    void visit(const Trie &trie, int32_t number, int32_t size, int32_t to, int32_t top) {
+        for (;; size++) { // most nodes have one child
+            const Trie::Node &node = trie.nodes[(size_t)number];
+            for (int32_t at = node.first_token; at < node.below_token; at++) ordered.add((uint32_t)at);
+            if (node.below_token == node.end_token) return;
+            const WalkState &step = walk_states[(size_t)to];
+            number = node.first_child;
+            auto is_inside = [&] { return (trie.bytes[(size_t)number] & 0xC0) == 0x80; }; // a character: `surely` begins after one
+            bool is_closed = node.height <= step.closed && !(node.groups & ~step.groups);
+            if (is_closed || (trie.is_plain && node.height <= step.surely && !is_inside())) {
+                followed = std::max(followed, size + node.height);
+                return set_range(node.below_token, node.end_token);
+            }
+            auto parent = (int32_t)(&node - trie.nodes.data());
+            bool is_shared = shares_parts && !top && node.end_token - node.below_token >= SHARED_TOKENS;
+            if (is_shared && add_below(trie, parent, size, to)) return;
+            if ((&node)[1].first_child - number > 1) return walk_children(trie, parent, size, to, top);
+            followed = std::max(followed, size + 1);
+            steps++;
+            int32_t entry = automaton.entry_of(to, automaton.class_of[trie.bytes[(size_t)number]]);
+            if (entry < 0) return;
+            if (!is_plain(entry)) return follow(trie, number, size + 1, entry, top);
+            to = entry;
         }
-        bool is_shared = shares_parts && !top && node.end_token - node.below_token >= SHARED_TOKENS;
-        if (is_shared && add_below(trie, number, size, to)) return;
-        walk_children(trie, number, size, to);
     }
 
     // Adds the tokens below a node that some stack may allow. `set`: in `continuations`, at the node.
@@ -257,25 +271,25 @@ private:
         const int32_t *plain = base == -1 ? nullptr : vocabulary.plain.data() + (size_t)(-2 - base) * (size_t)vocabulary.words;
         bool any_text = plain && std::any_of(plain, plain + vocabulary.words, [](int32_t word) { return word != 0; });
         Slice<int32_t> pairs = row.take();
-        packed.resize(pairs.size());
-        size_t kept = 0;
+        size_t words = (size_t)vocabulary.words, begin = change_word.size(), past = begin;
+        change_word.resize(begin + pairs.size() / 2), change_value.resize(change_word.size());
         for (const int32_t *at = pairs.first; at < pairs.last; at += 2) {
             int32_t before = plain ? plain[at[0]] : 0, bits = at[1] | before;
             if (!any_text) any_text = (bits & ~vocabulary.stop_words[(size_t)at[0]]) != 0;
-            if (bits != before) packed[kept++] = at[0], packed[kept++] = bits; // not words that equal the base
+            change_word[past] = at[0], change_value[past] = bits;
+            past += bits != before; // not words that equal the base
         }
-        packed.resize(kept);
-        status_of.push_back(any_text ? 1 : packed.empty() ? 4 : 2); // MaskStatus OK, DEAD_END, COMPLETE
-        change_start.push_back((int32_t)change_word.size());
-        size_t words = (size_t)vocabulary.words, begin = dense.size();
-        bool is_dense = packed.size() * 2 > words; // a change takes two words
-        base_of.push_back(is_dense ? (int32_t)(begin / words) : base);
-        if (is_dense) dense.resize(begin + words, 0);
-        if (is_dense && plain) std::copy_n(plain, words, &dense[begin]);
-        for (size_t at = 0; at < packed.size(); at += 2) {
-            if (is_dense) dense[begin + (size_t)packed[at]] = packed[at + 1];
-            else change_word.push_back(packed[at]), change_value.push_back(packed[at + 1]);
+        status_of.push_back(any_text ? 1 : past == begin ? 4 : 2); // MaskStatus OK, DEAD_END, COMPLETE
+        change_start.push_back((int32_t)begin);
+        bool is_dense = (past - begin) * 4 > words; // a change takes two words, and longer to apply
+        base_of.push_back(is_dense ? (int32_t)(dense.size() / words) : base);
+        if (is_dense) {
+            dense.resize(dense.size() + words, 0);
+            int32_t *to = &dense[dense.size() - words];
+            if (plain) std::copy_n(plain, words, to);
+            while (past > begin) past--, to[change_word[past]] = change_value[past];
         }
+        change_word.resize(past), change_value.resize(past);
         check_size(4 * (int64_t)(dense.size() + 2 * change_word.size() + automaton.next.size() / (narrow ? 2 : 1)));
     }
 
@@ -304,20 +318,19 @@ private:
         if (bytes > limits.bytes) exceeded("bytes", limits.bytes);
     }
 
-    Ints packed_entries() const { // IMAGE_NEXT
+    size_t packed_size() const { return narrow ? (automaton.next.size() + 1) / 2 : automaton.next.size(); }
+    void pack_entries(int32_t *entries) const { // IMAGE_NEXT
         const Ints &next = automaton.next;
         auto renumbered = [](int32_t entry) { return (uint32_t)(entry >= SPECIAL ? SPECIAL - 2 - entry : entry); };
-        Ints entries(narrow ? (next.size() + 1) / 2 : next.size());
-        if (!narrow) std::transform(next.begin(), next.end(), entries.begin(), renumbered);
+        if (!narrow) std::transform(next.begin(), next.end(), entries, renumbered);
         for (size_t at = 0; narrow && at < next.size() / 2; at++)
             entries[at] = (int32_t)((renumbered(next[2 * at]) & 0xFFFF) | renumbered(next[2 * at + 1]) << 16);
-        if (narrow && next.size() % 2) entries.back() = (int32_t)(renumbered(next.back()) & 0xFFFF);
-        return entries;
+        if (narrow && next.size() % 2) entries[next.size() / 2] = (int32_t)(renumbered(next.back()) & 0xFFFF);
     }
 
     Image assembled() {
         change_start.push_back((int32_t)change_word.size());
-        Ints class_of(automaton.class_of.begin(), automaton.class_of.end()), next = packed_entries(), leave = automaton.pop;
+        Ints class_of(automaton.class_of.begin(), automaton.class_of.end()), leave = automaton.pop;
         Ints byte_of, moves, cross_start, cross;
         for (int32_t state = 0; state < automaton.states; state++)
             if (automaton.accepts[state]) leave[state] = -2;
@@ -336,14 +349,14 @@ private:
         }
         const std::pair<int, const Ints *> tables[] = {
             {IMAGE_ROW_OF, &rows_of}, {IMAGE_DENSE, &dense}, {IMAGE_CLASS_OF, &class_of}, {IMAGE_BYTE_OF, &byte_of},
-            {IMAGE_NEXT, &next}, {IMAGE_MOVES, &moves}, {IMAGE_LEAVE, &leave}, {IMAGE_RETURN, &automaton.go},
+            {IMAGE_NEXT, nullptr}, {IMAGE_MOVES, &moves}, {IMAGE_LEAVE, &leave}, {IMAGE_RETURN, &automaton.go},
             {IMAGE_CHANGE_WORD, &change_word}, {IMAGE_CHANGE_VALUE, &change_value}, {IMAGE_CROSS_START, &cross_start},
             {IMAGE_CROSS, &cross},
         };
         auto size = (int64_t)header.size();
         for (auto &[field, values] : tables) {
             header[(size_t)field] = (int32_t)size;
-            check_size(4 * (size += (int64_t)values->size()));
+            check_size(4 * (size += (int64_t)(values ? values->size() : packed_size())));
         }
         header[IMAGE_FORMAT] = IMAGE_VERSION;
         header[IMAGE_SIZE] = (int32_t)size;
@@ -360,7 +373,9 @@ private:
         Image image((int32_t *)malloc((size_t)size * sizeof(int32_t)), free);
         if (!image) throw std::bad_alloc();
         std::copy(header.begin(), header.end(), image.get());
-        for (auto &[field, values] : tables) std::copy(values->begin(), values->end(), image.get() + header[(size_t)field]);
+        pack_entries(image.get() + header[IMAGE_NEXT]);
+        for (auto &[field, values] : tables)
+            if (values) std::copy(values->begin(), values->end(), image.get() + header[(size_t)field]);
         return image;
     }
 
@@ -385,7 +400,6 @@ private:
     int32_t none = -1; // number in `below` of no tokens
     std::array<std::unordered_map<uint64_t, int32_t>, NUM_PARTS> below_node; // by node and class
     Interned below_bits; // pairs of word index and bits of `ordered`
-    Ints packed; // the changes of the row that is being added
     Continuations continuations;
     Ints below_crossed, *crossed = nullptr; // tokens whose legality depends on the stack; of the state or the part that is being walked
     std::deque<SparseRow> spares; // one for each nested call of `keep_below`
@@ -394,7 +408,6 @@ private:
     std::unordered_map<uint64_t, Ints> large_parts; // by part and number in `below_bits`: pairs of word index and bits
     SparseRow ordered; // the tokens of a tree, in its order: those below a node are adjacent
     struct Pushed { int32_t symbol, below, size; }; // a symbol, the index of the symbol below it, and the stack size
-    Ints top_at; // [bytes] index in `pushed` of the top of the stack after so many bytes; 0: the stack is empty
     std::vector<Pushed> pushed; // [bytes] indexed by the byte that pushed the symbol
     Ints base_of, status_of, change_start; // fields of image_row, by row
     Ints change_word, change_value, dense; // tables of the image

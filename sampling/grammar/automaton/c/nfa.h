@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <functional>
 #include <stdexcept>
 #include <string>
 #include <unordered_set>
@@ -41,7 +42,8 @@ struct Limits {
 
 using Grammar = parsed_grammar;
 
-template <class Item> void sort_unique(std::vector<Item> &values) {
+template <class Item> void sort_unique(std::vector<Item> &values) { // most are sorted already
+    if (std::adjacent_find(values.begin(), values.end(), std::greater_equal<>()) == values.end()) return;
     std::sort(values.begin(), values.end());
     values.erase(std::unique(values.begin(), values.end()), values.end());
 }

@@ -14,23 +14,30 @@ std::vector<WalkState> walk_states_of(const Automaton &automaton) {
     std::array<Ints, ByteGroups::OTHERS> classes; // [groups] the byte classes of each group
     for (int byte = 0; byte < 256; byte++)
         if (int group = byte_groups.of[byte]; group < ByteGroups::OTHERS) classes[(size_t)group].push_back(automaton.class_of[byte]);
-    for (Ints &some : classes) sort_unique(some);
+    std::vector<uint64_t> groups_of((size_t)automaton.classes, 0); // [classes]
+    uint64_t every = 0;
+    for (size_t group = 0; group < classes.size(); group++) {
+        sort_unique(classes[group]);
+        for (int32_t c : classes[group]) groups_of[(size_t)c] |= 1ull << group, every |= 1ull << group;
+    }
+    auto target_of_class = [&](int32_t state, int32_t c) { // DEAD: the text does not remain in the part of the grammar
+        int32_t entry = automaton.entry_of(state, c), to = entry < 0 ? DEAD : automaton.target_of(entry);
+        return to < 0 || automaton.pop[to] >= 0 || automaton.push_of(entry) >= 0 ? DEAD : to;
+    };
     auto target_of_group = [&](int32_t state, size_t group) { // DEAD: not the same target for all bytes
-        int32_t found = DEAD;
-        for (int32_t c : classes[group]) {
-            int32_t entry = automaton.entry_of(state, c), to = entry < 0 ? DEAD : automaton.target_of(entry);
-            if (to < 0 || automaton.pop[to] >= 0 || (c != classes[group][0] && to != found) || automaton.push_of(entry) >= 0) return DEAD;
-            found = to;
-        }
-        return found;
+        int32_t found = target_of_class(state, classes[group][0]);
+        auto is_same = [&](int32_t c) { return target_of_class(state, c) == found; };
+        return found >= 0 && std::all_of(classes[group].begin() + 1, classes[group].end(), is_same) ? found : DEAD;
     };
     Ints next((size_t)automaton.states, DEAD), path; // next: the target of most letters or digits
     for (int32_t state = 0; state < automaton.states; state++) {
         int32_t &to = next[(size_t)state];
         for (int word : ByteGroups::WORDS)
             if (to < 0) to = target_of_group(state, (size_t)word);
-        for (size_t group = 0; group < classes.size() && to >= 0; group++)
-            if (!classes[group].empty() && target_of_group(state, group) == to) walk_states[(size_t)state].groups |= 1ull << group;
+        if (to < 0) continue;
+        uint64_t &groups = walk_states[(size_t)state].groups = every;
+        for (int32_t c = 0; c < automaton.classes; c++)
+            if (groups_of[(size_t)c] & groups && target_of_class(state, c) != to) groups &= ~groups_of[(size_t)c];
     }
     for (int32_t start = 0; start < automaton.states; start++) {
         int32_t state = start;
@@ -94,7 +101,7 @@ Ints plain_rows(const Automaton &automaton, int32_t longest, std::vector<WalkSta
     // surely: all texts of this number of plain characters are legal; maybe: some are. States that are not in `open` have final values.
     Ints surely(states, 0), maybe(states, 0), open;
     for (int32_t state = 0; state < states; state++) {
-        if (some[state] && all[state] && after[state] == Ints{state}) surely[state] = maybe[state] = longest;
+        if (some[state] && all[state] && after[state].size() == 1 && after[state][0] == state) surely[state] = maybe[state] = longest;
         else if (some[state] && all[state]) open.push_back(state);
         else if (some[state]) maybe[state] = longest + 1;
     }
