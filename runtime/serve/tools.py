@@ -85,9 +85,9 @@ def tool_use(tools: Any, choice: Any, parallel: bool, chosen_format: ChosenForma
     match choice:
         case None | "auto" | "required":
             return ToolUse(tuple(tools), *chosen_format, choice == "required", parallel)
-        case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [_, *_] as listed, **rest}, **others}:
-            if all(each in forms for each in listed) and not rest and not others:
-                allowed = tuple(tool for tool, form in zip(tools, forms, strict=True) if form in listed)
+        case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [_, *_] as chosen, **rest}, **more}:
+            if all(each in forms for each in chosen) and not rest and not more:
+                allowed = tuple(tool for tool, form in zip(tools, forms, strict=True) if form in chosen)
                 return ToolUse(allowed, *chosen_format, mode == "required", parallel)
     refuse("tool_choice", choice, "none, auto, required, one of the functions, or allowed_tools with a mode and some of them")
 
