@@ -278,7 +278,8 @@ class GraphSet(GraphTable):
     def record_one(self, key: Key) -> Recorded:
         """Record a key while rounds of others may be in flight."""
         self._backend.event().wait()  # raises the errors of these rounds, which are not those of the step, within a time limit
-        self._backend.synchronize()  # raises those of copies beside rounds
+        if self.records_on_demand:
+            self._backend.synchronize()  # raises those of copies beside rounds
         with step_errors(f"capture of {key}", self._buffers.device):
             return self._backend.capture(self.step(key), self._buffers)
 
