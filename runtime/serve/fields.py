@@ -135,7 +135,8 @@ def parse_request(
     max_choices: int,
 ) -> GenerationRequest:
     """HttpError names the field that is wrong or not supported. models: the name of the model, and those of its adapters."""
-    fields = {name: _as_int(value) for name, value in body.items() if value is not None}
+    ints = {name: int(value) for name, value in body.items() if isinstance(value, float) and value.is_integer()}  # some clients write 5.0
+    fields = {name: value for name, value in {**body, **ints}.items() if value is not None}
     _check_known(fields, _CHAT_FIELDS if chat else _COMPLETION_FIELDS)
     model = checked_model(fields.get("model", models[0]), models)
     parallel = _checked(fields, "parallel_tool_calls", _BOOL, True)
@@ -181,11 +182,6 @@ def request_error(error: ValueError | str, prompt_field: str = "messages", const
         return HttpError(400, f"{prompt_field}:{reason}", prompt_field)
     field = _REQUEST_FIELDS.get(runtime_field, runtime_field)
     return HttpError(400, f"{field}{subject.removeprefix(runtime_field)}:{reason}", field or None)
-
-
-def _as_int(value: Any) -> Any:
-    """A float that is a whole number as an int: JSON has one type of numbers, and some clients write 5 as 5.0."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _check_known(fields: dict[str, Any], known: set[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import datetime
 import enum
 import functools
 import importlib.util
@@ -13,6 +14,7 @@ import re
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Annotated, Any, Literal, TypedDict
 
 import numpy as np
@@ -382,6 +384,28 @@ def test_the_parsed_value_has_the_type_of_the_constraint(constraint: object, che
 def test_a_text_that_only_javascript_reads_as_a_match_is_parsed(pattern: str, text: str) -> None:
     typed = typed_constraint(re.compile(pattern))
     assert takes(GrammarCompiler(BYTES, 1).compile(typed.constraint), text) and typed.parse(text).group() == text
+
+
+@pytest.mark.parametrize(
+    ("kind", "valid", "rejected"),
+    [
+        (Decimal, ("3", "-0.5"), ('"about 3"', '""')),
+        (Annotated[Decimal, pydantic.Field(ge=0, lt=10)], ("0.25", "9"), ('"-5"', "-5", "10")),
+        (dict[int, bool], ("{}", '{"-12": true, "0": false}'), ('{"a": true}', '{"": true}', '{"1.5": true}')),
+        (datetime.time, ('"23:59:59Z"', '"23:59:59.5-01:30"'), ('"23:59:60Z"', '"08:30:60+09:31"')),
+        (datetime.datetime, ('"1999-12-31T23:59:59Z"',), ('"1998-12-31T23:59:60Z"',)),
+    ],
+    ids=["Decimal", "bounded Decimal", "dict", "time", "datetime"],
+)
+def test_texts_that_pydantic_rejects_are_excluded_though_its_schema_allows_them(kind: Any, valid: Any, rejected: Any) -> None:
+    typed, adapter = typed_constraint(kind), pydantic.TypeAdapter(kind)
+    compiled = GrammarCompiler(BYTES, 1).compile(typed.constraint)
+    for text in valid:
+        assert takes(compiled, text) and typed.parse(text) == adapter.validate_json(text)
+    for text in rejected:
+        with pytest.raises(ValueError, match="validation error"):
+            adapter.validate_json(text)
+        assert not takes(compiled, text), text
 
 
 def test_an_incomplete_output_has_no_parsed_value() -> None:
