@@ -281,7 +281,6 @@ class AsyncEngine(BoundToProcess):
     def generate(self, prompt: Prompt, *, constraint: type[T], **options: Unpack[UntypedOptions]) -> JobStream[T]: ...
     @overload
     def generate(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> JobStream: ...
-
     @checked_keywords(REQUEST_NAMES, RequestOptions.__annotations__)
     def generate(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> JobStream:
         """Submit a request and return its stream. Options and errors as in Engine.submit(), QueueFullError included."""
@@ -295,7 +294,6 @@ class AsyncEngine(BoundToProcess):
     async def submit(self, prompt: Prompt, *, constraint: type[T], **options: Unpack[UntypedOptions]) -> JobStream[T]: ...
     @overload
     async def submit(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> JobStream: ...
-
     async def submit(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> JobStream:
         """Like generate(), but wait for room in a full queue, in the order of the calls, and check long constraints in a thread."""
         stepper = self.check("AsyncEngine.submit")

@@ -140,7 +140,6 @@ class Engine(EngineCore, BoundToProcess):
     def submit(self, prompt: Prompt, *, constraint: type[T], **options: Unpack[UntypedOptions]) -> Job[T]: ...
     @overload
     def submit(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Job: ...
-
     @checked_keywords(REQUEST_NAMES, RequestOptions.__annotations__)
     def submit(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Job:
         """Queue a request. ValueError for an argument that cannot be served, before anything changes.
@@ -289,7 +288,6 @@ class Engine(EngineCore, BoundToProcess):
     def generate(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Job: ...
     @overload
     def generate(self, prompt: Prompts, **options: Unpack[BatchOptions]) -> list[Job]: ...
-
     @checked_keywords(REQUEST_NAMES, RequestOptions.__annotations__)
     def generate(self, prompt: Any, **options: Unpack[BatchOptions]) -> Job | list[Job]:
         """Submit a request, or one for each prompt of a list, and step until all have finished. Options as for submit().

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple
+from typing import Any, Generic, NamedTuple, cast
 
 from torch import Tensor
 from typing_extensions import TypeVar
@@ -141,8 +141,7 @@ class JobBase(Generic[T]):
                 stream = TextStream(self.vocabulary, self.sampling.stop, self.sampling.stop_token_ids)
                 text = stream.push(ids[next(ends, len(ids)) :]) + stream.finish()
             if ended or has_no_longer_text(self.constraint, text):
-                value: T = self.parse(text)
-                return value
+                return cast("T", self.parse(text))
         reason = f"{self.finish_reason}{self.error and ': ' + self.error}"
         raise ValueError(f"Job.parsed: the output is incomplete or its end was not reached, finish_reason is {reason}")
 
