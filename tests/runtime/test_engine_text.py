@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, Literal, NewType, TypedDict
 
 import numpy as np
 import pydantic
 import pytest
 import torch
-from typing_extensions import Required
+from typing_extensions import Required, TypeAliasType
 
 from stepgraph import (
     AsyncEngine,
@@ -83,6 +83,10 @@ class Sides(TypedDict, total=False):
 class Color(str, enum.Enum):
     RED = "red"
     GREEN = "green"
+
+
+Flag = NewType("Flag", bool)
+Either = TypeAliasType("Either", Person | Point)
 
 
 def add(left: Literal[1, 2], right: Literal[3, 4]) -> int:
@@ -354,6 +358,8 @@ def test_the_stop_string_that_ends_first_ends_the_text_however_tokens_cut_it() -
         (Literal[Color.RED, Color.GREEN], lambda value: isinstance(value, Color)),
         (Literal["yes", "no"], lambda value: value in ("yes", "no")),
         (Literal[1, 2], lambda value: value in (1, 2)),
+        (Flag, lambda value: value in (True, False)),
+        (Either, lambda value: isinstance(value, (Person, Point))),
         (list[Color], lambda value: all(color in Color for color in value)),
         (re.compile("a{2,5}b"), lambda value: isinstance(value, re.Match)),
         (add, lambda value: value() in (4, 5, 6)),

@@ -14,7 +14,7 @@ import typing
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-from typing_extensions import NotRequired, Required, TypedDict
+from typing_extensions import NotRequired, Required, TypeAliasType, TypedDict
 
 from stepgraph.sampling.fields import clip_repr
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
@@ -57,7 +57,7 @@ def typed_constraint(value: object) -> TypedConstraint:
     if get_origin(value) is Literal and all(isinstance(text, str) for text in get_args(value)):
         texts = {str.__str__(text): text for text in get_args(value)}
         return TypedConstraint(Constraint.choice(get_args(value)), lambda text: _required(texts.get(text), text))
-    if isinstance(value, type) or get_origin(value) is not None:
+    if isinstance(value, (type, typing.NewType, TypeAliasType)) or get_origin(value) is not None:
         return _json_type(value)
     if callable(value):
         return _function(value)
