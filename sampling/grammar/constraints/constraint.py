@@ -129,7 +129,7 @@ class Constraint:
         finds contradictions and unsupported combinations, which end the job with an error; `coverage` lists them, and what is narrowed.
         The options are described in docs/constrain.md."""
         if not isinstance(schema, (dict, bool, str)):
-            raise ValueError(f"Constraint.json_schema: got {type(schema).__name__}, expected a dict, bool or JSON text; types need no Constraint")
+            raise ValueError(f"Constraint.json_schema: got {type(schema).__name__}, expected a dict, a bool or JSON text")
         canonical = _canonical_json(schema, "Constraint.json_schema")
         if canonical not in ("true", "false") and not canonical.startswith("{"):
             raise ValueError(f"Constraint.json_schema: got {canonical[:40]}, expected a JSON object, true or false")

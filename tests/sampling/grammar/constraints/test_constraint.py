@@ -165,11 +165,6 @@ def test_malformed_constraints_raise(build: Any) -> None:
         build()
 
 
-def test_a_type_as_a_schema_is_refused_with_the_way_to_pass_it() -> None:
-    with pytest.raises(ValueError, match=r"^Constraint.json_schema: got type, expected a dict, .*; types need no Constraint$"):
-        Constraint.json_schema(int)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("constraint", [Constraint.choice(["漢" * 25_000]), Constraint.json_schema({"const": "漢" * 150_000})])
 def test_a_character_counts_once_for_the_limits(constraint: Constraint) -> None:
     COMPILER.check(constraint)
