@@ -277,7 +277,9 @@ class GraphSet(GraphTable):
 
     def record_one(self, key: Key) -> Recorded:
         """Record a key while rounds of others may be in flight."""
-        self._backend.event().wait()  # raises the errors of these rounds, which are not those of the step
+        backend = self._backend
+        launched = backend.copy_aside(lambda: None, after_launched=True) if self.records_on_demand else backend.event()
+        launched.wait()  # raises the errors of these rounds and of copies beside them, which are not those of the step
         with step_errors(f"capture of {key}", self._buffers.device):
             return self._backend.capture(self.step(key), self._buffers)
 

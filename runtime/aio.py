@@ -13,14 +13,14 @@ import os
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Generator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, overload
 
 from stepgraph.runtime.engine import Engine
-from stepgraph.runtime.job import FinishReason
+from stepgraph.runtime.job import FinishReason, T
 from stepgraph.runtime.parallel.lockstep import LockstepQueue
 from stepgraph.runtime.request import NO_DRAFTS, EngineClosedError, Job, StepEvent
 from stepgraph.runtime.request_queue import PAUSE_SECONDS, QueueFullError
-from stepgraph.runtime.validate import REQUEST_NAMES, Prompt, RequestOptions
+from stepgraph.runtime.validate import REQUEST_NAMES, Prompt, RequestOptions, UntypedOptions
 from stepgraph.sampling.fields import check_value, checked_keywords, instance_of, message_of
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
 from stepgraph.sampling.lifetimes import BoundToProcess, ExitStage, close_at_exit
@@ -150,13 +150,13 @@ class StepThread:
             self.stop(drain=False)
 
 
-class JobStream:
+class JobStream(Generic[T]):
     """The events of one job: `async for event in stream`. Events that were not read are merged; no token is lost.
 
     The job is cancelled by aclose(), by leaving `async with`, by dropping the stream, and if a task that waits for an event is cancelled.
     """
 
-    def __init__(self, async_engine: AsyncEngine, stepper: StepThread, job: Job) -> None:
+    def __init__(self, async_engine: AsyncEngine, stepper: StepThread, job: Job[T]) -> None:
         self.job = job
         self._async_engine, self._stepper = async_engine, stepper  # keeps the AsyncEngine alive
         self._num_received = self._num_read = 0  # numbers of tokens
@@ -184,7 +184,7 @@ class JobStream:
         self._num_read, self._has_unread, self._drafts = self._num_received, False, NO_DRAFTS
         return event
 
-    def __aiter__(self) -> JobStream:
+    def __aiter__(self) -> JobStream[T]:
         return self
 
     async def __anext__(self) -> StepEvent:
@@ -211,13 +211,13 @@ class JobStream:
             if piece := stream.push(event.tokens) + (stream.finish() if event.finish_reason else ""):
                 yield piece
 
-    async def result(self) -> Job:
+    async def result(self) -> Job[T]:
         """Read to the end and return the finished job."""
         async for _ in self:
             pass
         return self.job
 
-    def __await__(self) -> Generator[Any, None, Job]:
+    def __await__(self) -> Generator[Any, None, Job[T]]:
         """`await stream` is `await stream.result()`."""
         return self.result().__await__()
 
@@ -228,7 +228,7 @@ class JobStream:
             self.cancel()
         await self.result()
 
-    async def __aenter__(self) -> JobStream:
+    async def __aenter__(self) -> JobStream[T]:
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -277,6 +277,10 @@ class AsyncEngine(BoundToProcess):
             stepper.thread.join()  # `failure` is set at the end of the thread
             raise stepper.failure
 
+    @overload
+    def generate(self, prompt: Prompt, *, constraint: type[T], **options: Unpack[UntypedOptions]) -> JobStream[T]: ...
+    @overload
+    def generate(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> JobStream: ...
     @checked_keywords(REQUEST_NAMES, RequestOptions.__annotations__)
     def generate(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> JobStream:
         """Submit a request and return its stream. Options and errors as in Engine.submit(), QueueFullError included."""
@@ -286,6 +290,10 @@ class AsyncEngine(BoundToProcess):
             raise EngineClosedError(f"AsyncEngine.generate(): {why}") from stepper.failure
         return JobStream(self, stepper, self.engine.submit(prompt, **options))
 
+    @overload
+    async def submit(self, prompt: Prompt, *, constraint: type[T], **options: Unpack[UntypedOptions]) -> JobStream[T]: ...
+    @overload
+    async def submit(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> JobStream: ...
     async def submit(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> JobStream:
         """Like generate(), but wait for room in a full queue, in the order of the calls, and check long constraints in a thread."""
         stepper = self.check("AsyncEngine.submit")

@@ -32,7 +32,7 @@ _OF_SERVERS = {  # flags of vLLM's and llama.cpp's servers -> dest
     **{"tool_call_parser": "tool_format", "enable_lora": "lora_modules", "disable_log_requests": "log", "timeout": "answer_seconds"},
 }
 _FIELD = r"(?:(?:EngineConfig|SamplingParams|Constraint|sampling)\.)?"
-_SUBJECT = re.compile(rf"(?:constraint |Constraint\.payload of )?{_FIELD}(\w+)(?:\[\d+\])*(?=:)")
+_SUBJECT = re.compile(rf"(?:constraint |Constraint\.payload of )?{_FIELD}(\w+)(?:\.grammar|\[\d+\])*(?=:)")
 _SETTING = re.compile(rf"'[^']*'|\"[^\"]*\"|\b{_FIELD}(\w+)=(?=\S)")  # quoted text is input
 
 

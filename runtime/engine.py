@@ -20,7 +20,7 @@ from stepgraph.runtime.build import EngineParts
 from stepgraph.runtime.check_models import Drafter
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.engine_core import EngineCore
-from stepgraph.runtime.job import FinishReason
+from stepgraph.runtime.job import FinishReason, T
 from stepgraph.runtime.loras import LoraTable
 from stepgraph.runtime.models.files.checkpoint import WeightsMode
 from stepgraph.runtime.models.files.new_weights import checked_update
@@ -43,6 +43,8 @@ from stepgraph.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from stepgraph.runtime.validate import UntypedBatchOptions, UntypedOptions
 
 _TOKENIZER = optional(Check(lambda value: isinstance(value, TextCodec) or callable(value), "a TextCodec, or a function that returns one"))
 _SECONDS = optional(number(0, threading.TIMEOUT_MAX))
@@ -134,6 +136,10 @@ class Engine(EngineCore, BoundToProcess):
             raise ValueError("Engine.vocabulary: got None, expected a Vocabulary for text and constraints: Engine(..., vocabulary=...)")
         return self._parts.compiler.vocabulary
 
+    @overload
+    def submit(self, prompt: Prompt, *, constraint: type[T], **options: Unpack[UntypedOptions]) -> Job[T]: ...
+    @overload
+    def submit(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Job: ...
     @checked_keywords(REQUEST_NAMES, RequestOptions.__annotations__)
     def submit(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Job:
         """Queue a request. ValueError for an argument that cannot be served, before anything changes.
@@ -275,11 +281,13 @@ class Engine(EngineCore, BoundToProcess):
             yield from self.step()
 
     @overload
+    def generate(self, prompt: Prompt, *, constraint: type[T], **options: Unpack[UntypedOptions]) -> Job[T]: ...
+    @overload
+    def generate(self, prompt: Prompts, *, constraint: type[T], **options: Unpack[UntypedBatchOptions]) -> list[Job[T]]: ...
+    @overload
     def generate(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Job: ...
-
     @overload
     def generate(self, prompt: Prompts, **options: Unpack[BatchOptions]) -> list[Job]: ...
-
     @checked_keywords(REQUEST_NAMES, RequestOptions.__annotations__)
     def generate(self, prompt: Any, **options: Unpack[BatchOptions]) -> Job | list[Job]:
         """Submit a request, or one for each prompt of a list, and step until all have finished. Options as for submit().

@@ -7,9 +7,10 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, cast
 
 from torch import Tensor
+from typing_extensions import TypeVar
 
 from stepgraph.runtime.text import TextStream
 from stepgraph.sampling.fields import shows_fields
@@ -17,6 +18,8 @@ from stepgraph.sampling.grammar.constraints.constraint import Constraint
 from stepgraph.sampling.grammar.constraints.python_types import has_no_longer_text
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.params import SamplingParams
+
+T = TypeVar("T", default=Any)  # of Job.parsed
 
 
 class FinishReason(str, enum.Enum):
@@ -62,7 +65,7 @@ class Lora(NamedTuple):
 
 
 @dataclass(eq=False, repr=False)
-class JobBase:
+class JobBase(Generic[T]):
     """The fields of a Job, and its output as text."""
 
     id: int
@@ -123,7 +126,7 @@ class JobBase:
         return stream, stream.push(self.resume_from)
 
     @property
-    def parsed(self) -> Any:
+    def parsed(self) -> T:
         """The output as the type given as `constraint`: an object of a pydantic model, a member of an enum, the match of a pattern, a
         functools.partial of a function. JSON values for a Constraint that is JSON; otherwise the text, which a stop text or stop token
         may have cut short. ValueError if a value is incomplete, or if the end of a text was not reached. At max_new_tokens, a JSON value
@@ -138,7 +141,7 @@ class JobBase:
                 stream = TextStream(self.vocabulary, self.sampling.stop, self.sampling.stop_token_ids)
                 text = stream.push(ids[next(ends, len(ids)) :]) + stream.finish()
             if ended or has_no_longer_text(self.constraint, text):
-                return self.parse(text)
+                return cast("T", self.parse(text))
         reason = f"{self.finish_reason}{self.error and ': ' + self.error}"
         raise ValueError(f"Job.parsed: the output is incomplete or its end was not reached, finish_reason is {reason}")
 

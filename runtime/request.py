@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 
-from stepgraph.runtime.job import FinishReason, JobBase, Origin, TokenLogprob
+from stepgraph.runtime.job import FinishReason, JobBase, Origin, T, TokenLogprob
 from stepgraph.runtime.page_cache import CachedPage
 from stepgraph.runtime.text import TextStream
 from stepgraph.sampling.fields import shows_fields
@@ -66,7 +66,7 @@ class StepEvent:
 
 
 @shows_fields
-class Job(JobBase):
+class Job(JobBase[T]):
     """A submitted request. Any thread may read it; only the engine writes it."""
 
     def __repr__(self) -> str:

@@ -40,14 +40,16 @@ _STRING = instance_of(str, "a string")
 _SECONDS = optional(number(0, threading.TIMEOUT_MAX, low_open=True))
 
 
-class _OwnOptions(TypedDict, total=False):
+class _Constraint(TypedDict, total=False):
     constraint: object
+
+
+class _OwnOptions(TypedDict, total=False):
     sampling: SamplingParams | None
     max_new_tokens: int | None
 
 
 class _OwnOrEqualOptions(TypedDict, total=False):
-    constraint: object
     sampling: SamplingParams | Sequence[SamplingParams | None] | None
     max_new_tokens: int | Sequence[int | None] | None
 
@@ -64,11 +66,19 @@ class _EqualOptions(TypedDict, total=False):
     timeout_seconds: float | None
 
 
-class RequestOptions(_OwnOptions, _EqualOptions, total=False):
+class UntypedOptions(_OwnOptions, _EqualOptions, total=False):
+    """All but `constraint`, which is the type of Job.parsed if it is a class."""
+
+
+class UntypedBatchOptions(_OwnOrEqualOptions, _EqualOptions, total=False):
+    """The same for a list of prompts."""
+
+
+class RequestOptions(_Constraint, UntypedOptions, total=False):
     """The options of Engine.submit(), where they are described."""
 
 
-class BatchOptions(_OwnOrEqualOptions, _EqualOptions, total=False):
+class BatchOptions(_Constraint, UntypedBatchOptions, total=False):
     """The options of Engine.generate() for a list of prompts."""
 
 
@@ -298,7 +308,7 @@ def split_batch(prompt: Any, options: Mapping[str, Any]) -> list[tuple[Any, dict
             return None
         if prompt and not isinstance(prompt[0], (str, list, tuple)) and not getattr(prompt[0], "ndim", 0):
             return None
-    lists = {name: options[name] for name in _OwnOptions.__annotations__ if isinstance(options.get(name), (list, tuple))}
+    lists = {name: options[name] for name in ("constraint", *_OwnOptions.__annotations__) if isinstance(options.get(name), (list, tuple))}
     for name, values in lists.items():
         if len(values) != len(prompt):
             raise ValueError(f"{name}: got a list of {len(values)} for {len(prompt)} prompts, expected one value, or one for each prompt")

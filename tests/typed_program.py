@@ -95,7 +95,7 @@ EngineConfig(page_allocation="lazy")  # type: ignore[arg-type]  # pyright: ignor
 EngineConfig(draft_length="fast")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 Engine.from_pretrained("model", weights="int4")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 job = engine.generate("Ada", constraint=Person, max_new_tokens=5, sampling=SamplingParams(temperature=0.5, stop=["x"], stop_token_ids=[3]))
-assert_type(job, Job)
+assert_type(job, Job[Person])
 assert_type(job.text, str)
 assert_type(job.tokens, list[int])
 assert_type(job.origins, list[Origin])
@@ -108,8 +108,13 @@ assert_type(jobs, list[Job])
 chat = engine.generate([{"role": "user", "content": "hi"}], constraint=Constraint.regex("a+"))
 assert_type(chat, Job)
 assert_type(engine.generate([1, 2, 3]), Job)
-for each in (Person, Point, Booking, Colour, Literal["a", "b"], re.compile("x"), weather, list[int], int, dict[str, int]):
+for each in (Literal["a", "b"], re.compile("x"), weather, Constraint.regex("x"), int | None):
     assert_type(engine.submit("x", constraint=each), Job)
+assert_type(engine.submit("x", constraint=Person, max_new_tokens=2).parsed, Person)
+assert_type(engine.submit("x", constraint=Booking).parsed, Booking)
+assert_type(engine.generate("x", constraint=Colour, sampling=SamplingParams()).parsed, Colour)
+assert_type(engine.generate(["x", "y"], constraint=Point, max_new_tokens=[1, 2])[0].parsed, Point)
+assert_type(engine.generate([1, 2], constraint=dict[str, list[int]]).parsed, dict[str, list[int]])
 assert_type(engine.compile(Person), CompiledConstraint)
 try:
     for event in engine.step():
@@ -133,7 +138,9 @@ print(report)
 async def main() -> None:
     async with AsyncEngine(engine) as serving:
         stream = serving.generate("x", constraint=Person, max_new_tokens=2)
-        assert_type(stream, JobStream)
+        assert_type(stream, JobStream[Person])
+        assert_type((await stream).parsed, Person)
+        assert_type((await serving.submit("x", constraint=int)).job.parsed, int)
         text = "".join([piece async for piece in stream.text()])
         assert_type(await serving.generate([1]), Job)
         async with serving.generate([1]) as events:

@@ -135,7 +135,8 @@ def parse_request(
     max_choices: int,
 ) -> GenerationRequest:
     """HttpError names the field that is wrong or not supported. models: the name of the model, and those of its adapters."""
-    fields = {name: value for name, value in body.items() if value is not None}
+    ints = {name: int(value) for name, value in body.items() if isinstance(value, float) and value.is_integer()}  # some clients write 5.0
+    fields = {name: value for name, value in {**body, **ints}.items() if value is not None}
     _check_known(fields, _CHAT_FIELDS if chat else _COMPLETION_FIELDS)
     model = checked_model(fields.get("model", models[0]), models)
     parallel = _checked(fields, "parallel_tool_calls", _BOOL, True)

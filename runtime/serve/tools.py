@@ -77,14 +77,19 @@ def tool_use(tools: Any, choice: Any, parallel: bool, chosen_format: ChosenForma
     by_name = {tool["function"]["name"]: tool for tool in tools}
     if len(by_name) < len(tools):
         refuse("tools", [tool["function"]["name"] for tool in tools], "functions with different names")
-    if choice in (None, "auto", "required"):
-        return ToolUse(tuple(tools), *chosen_format, choice == "required", parallel)
     if choice == "none":
         return None
-    for name, tool in by_name.items():
-        if choice == {"type": "function", "function": {"name": name}}:
-            return ToolUse((tool,), *chosen_format, required=True, parallel=False)
-    refuse("tool_choice", choice, "none, auto, required or one of the functions")
+    forms: list[Any] = [{"type": "function", "function": {"name": name}} for name in by_name]
+    if choice in forms:
+        return ToolUse((tools[forms.index(choice)],), *chosen_format, required=True, parallel=False)
+    match choice:
+        case None | "auto" | "required":
+            return ToolUse(tuple(tools), *chosen_format, choice == "required", parallel)
+        case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [_, *_] as chosen, **rest}, **more}:
+            if all(each in forms for each in chosen) and not rest and not more:
+                allowed = tuple(tool for tool, form in zip(tools, forms, strict=True) if form in chosen)
+                return ToolUse(allowed, *chosen_format, mode == "required", parallel)
+    refuse("tool_choice", choice, "none, auto, required, one of the functions, or allowed_tools with a mode and some of them")
 
 
 def _check_tool(tool: Any, name: str) -> None:

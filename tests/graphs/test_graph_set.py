@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -115,6 +116,19 @@ def test_error_of_the_step_names_the_graph_and_is_chained() -> None:
         with pytest.raises(RuntimeError, match=f"capture of {KEYS[0]}: the step raised TypeError: a bug") as caught:
             engine.capture()
         assert isinstance(caught.value.__cause__, TypeError) and not isinstance(caught.value, CaptureError)
+
+
+def test_error_of_a_copy_beside_rounds_is_not_one_of_the_graph_that_is_recorded_next() -> None:
+    def fail() -> None:
+        time.sleep(0.2)  # the recording waits for it
+        raise OSError("a copy failed")
+
+    with make() as engine:
+        engine.ensure_captured()  # records each graph at its first round
+        engine.submit([1], max_new_tokens=2)
+        engine.backend.copy_aside(fail, after_launched=False)
+        with pytest.raises(OSError, match=r"^a copy failed$"):
+            finish(engine)
 
 
 class Broken(ToyTarget):

@@ -235,7 +235,7 @@ def test_faults_end_one_request_and_invalid_arguments_raise_at_the_call(engine: 
             with pytest.raises(ValueError, match="prompt"):
                 await serving.submit([])
             with pytest.raises(TypeError, match="no_such_option"):
-                serving.generate([1], no_such_option=1)  # type: ignore[call-arg]
+                serving.generate([1], no_such_option=1)  # type: ignore[call-overload]
             bad = serving.generate(
                 [1], constraint=Constraint.json_schema({"type": "integer", "minimum": 2, "maximum": 1}), max_new_tokens=5
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import datetime
 import enum
 import functools
 import importlib.util
@@ -13,13 +14,14 @@ import re
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypedDict
+from decimal import Decimal
+from typing import Annotated, Any, Literal, NewType, TypedDict
 
 import numpy as np
 import pydantic
 import pytest
 import torch
-from typing_extensions import Required
+from typing_extensions import Required, TypeAliasType
 
 from stepgraph import (
     AsyncEngine,
@@ -81,6 +83,10 @@ class Sides(TypedDict, total=False):
 class Color(str, enum.Enum):
     RED = "red"
     GREEN = "green"
+
+
+Flag = NewType("Flag", bool)
+Either = TypeAliasType("Either", Person | Point)
 
 
 def add(left: Literal[1, 2], right: Literal[3, 4]) -> int:
@@ -352,6 +358,8 @@ def test_the_stop_string_that_ends_first_ends_the_text_however_tokens_cut_it() -
         (Literal[Color.RED, Color.GREEN], lambda value: isinstance(value, Color)),
         (Literal["yes", "no"], lambda value: value in ("yes", "no")),
         (Literal[1, 2], lambda value: value in (1, 2)),
+        (Flag, lambda value: value in (True, False)),
+        (Either, lambda value: isinstance(value, (Person, Point))),
         (list[Color], lambda value: all(color in Color for color in value)),
         (re.compile("a{2,5}b"), lambda value: isinstance(value, re.Match)),
         (add, lambda value: value() in (4, 5, 6)),
@@ -382,6 +390,28 @@ def test_the_parsed_value_has_the_type_of_the_constraint(constraint: object, che
 def test_a_text_that_only_javascript_reads_as_a_match_is_parsed(pattern: str, text: str) -> None:
     typed = typed_constraint(re.compile(pattern))
     assert takes(GrammarCompiler(BYTES, 1).compile(typed.constraint), text) and typed.parse(text).group() == text
+
+
+@pytest.mark.parametrize(
+    ("kind", "valid", "rejected"),
+    [
+        (Decimal, ("3", "-0.5"), ('"about 3"', '""')),
+        (Annotated[Decimal, pydantic.Field(ge=0, lt=10)], ("0.25", "9"), ('"-5"', "-5", "10")),
+        (dict[int, bool], ("{}", '{"-12": true, "0": false}'), ('{"a": true}', '{"": true}', '{"1.5": true}')),
+        (datetime.time, ('"23:59:59Z"', '"23:59:59.5-01:30"'), ('"23:59:60Z"', '"08:30:60+09:31"')),
+        (datetime.datetime, ('"1999-12-31T23:59:59Z"',), ('"1998-12-31T23:59:60Z"',)),
+    ],
+    ids=["Decimal", "bounded Decimal", "dict", "time", "datetime"],
+)
+def test_texts_that_pydantic_rejects_are_excluded_though_its_schema_allows_them(kind: Any, valid: Any, rejected: Any) -> None:
+    typed, adapter = typed_constraint(kind), pydantic.TypeAdapter(kind)
+    compiled = GrammarCompiler(BYTES, 1).compile(typed.constraint)
+    for text in valid:
+        assert takes(compiled, text) and typed.parse(text) == adapter.validate_json(text)
+    for text in rejected:
+        with pytest.raises(ValueError, match="validation error"):
+            adapter.validate_json(text)
+        assert not takes(compiled, text), text
 
 
 def test_an_incomplete_output_has_no_parsed_value() -> None:

@@ -176,7 +176,7 @@ def test_a_recorded_timeout_is_replayed(clock: Clock, tmp_path: Path) -> None:
 def test_wrong_limits_are_refused(seconds: object) -> None:
     with engine_with() as engine:
         with pytest.raises(ValueError, match=r"timeout_seconds: got .*, expected a number above 0 and at most"):
-            engine.submit([1], timeout_seconds=seconds)  # type: ignore[arg-type]
+            engine.submit([1], timeout_seconds=seconds)  # type: ignore[call-overload]
         with pytest.raises(TypeError, match="got the keyword 'timeout', expected timeout_seconds"):
-            engine.submit([1], timeout=3)  # type: ignore[call-arg]
+            engine.submit([1], timeout=3)  # type: ignore[call-overload]
         assert not engine.has_work

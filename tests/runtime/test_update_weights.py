@@ -72,6 +72,18 @@ def test_a_draft_model_keeps_its_weights(new_folder: Path) -> None:
         assert texts(engine) == expected_texts(new_folder)
 
 
+def test_an_engine_with_the_same_model_has_the_new_weights_once_its_prefixes_are_reset(new_folder: Path) -> None:
+    prompt, engine = [*range(5, 45)], Engine.from_pretrained(folder_of(FAMILY), None, config=CONFIG)
+    with engine, Engine(engine._parts.models.target, "ngram", vocabulary=engine.vocabulary, config=CONFIG) as sharing:
+        sharing.generate(prompt, max_new_tokens=8)
+        engine.update_weights(new_folder)
+        assert sharing.generate(prompt, max_new_tokens=8).num_cached_tokens > 0, "prefixes of the old weights"
+        sharing.reset_prefix_cache()
+        job = sharing.generate(prompt, max_new_tokens=8)
+        assert job.tokens == engine.generate(prompt, max_new_tokens=8).tokens and job.num_cached_tokens == 0
+        assert texts(sharing) == expected_texts(new_folder)
+
+
 @pytest.mark.parametrize("family", ["mixtral", "gpt-oss", "deepseek-v3", "phi-3, with a window"])
 def test_experts_latent_attention_and_stored_products_are_updated_from_a_folder(family: str, tmp_path: Path) -> None:
     folder = save(other(family), tmp_path)

@@ -127,7 +127,7 @@ def test_more_biases_than_max_bias_ids_raise() -> None:
 def test_unknown_fields_raise() -> None:
     engine = shared_engine(SETUP)
     with pytest.raises(TypeError, match="top_q"):
-        engine.submit([1], top_q=0.5)  # type: ignore[call-arg]
+        engine.submit([1], top_q=0.5)  # type: ignore[call-overload]
     with pytest.raises(TypeError, match="max_rowz"):
         EngineConfig(max_rowz=3)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match=r"SamplingParams.stop_token_ids\[1\]: got 'a', expected a token id >= 0"):

@@ -83,7 +83,7 @@ def test_an_argument_without_a_name_names_the_keywords() -> None:
 def test_async_submit_refuses_unknown_keywords() -> None:
     async def submit() -> None:
         async with AsyncEngine(ENGINE) as serving:
-            await serving.submit([1], stop="a")  # type: ignore[call-arg]
+            await serving.submit([1], stop="a")  # type: ignore[call-overload]
 
     with pytest.raises(TypeError, match=r"got the keyword 'stop', expected sampling=SamplingParams\(stop=\)"):
         asyncio.run(submit())

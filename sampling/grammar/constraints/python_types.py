@@ -14,7 +14,7 @@ import typing
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-from typing_extensions import NotRequired, Required, TypedDict
+from typing_extensions import NotRequired, Required, TypeAliasType, TypedDict
 
 from stepgraph.sampling.fields import clip_repr
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
@@ -57,7 +57,7 @@ def typed_constraint(value: object) -> TypedConstraint:
     if get_origin(value) is Literal and all(isinstance(text, str) for text in get_args(value)):
         texts = {str.__str__(text): text for text in get_args(value)}
         return TypedConstraint(Constraint.choice(get_args(value)), lambda text: _required(texts.get(text), text))
-    if isinstance(value, type) or get_origin(value) is not None:
+    if isinstance(value, (type, typing.NewType, TypeAliasType)) or get_origin(value) is not None:
         return _json_type(value)
     if callable(value):
         return _function(value)
@@ -124,8 +124,30 @@ def _json_type(value: Any) -> TypedConstraint:
 
     with _type_errors(value):
         adapter = pydantic.TypeAdapter(_with_extension_typed_dicts(value))
-        schema = adapter.json_schema()
+        schema = adapter.json_schema(schema_generator=_schema_generator())
     return TypedConstraint(Constraint.json_schema(schema), adapter.validate_json)
+
+
+@functools.cache
+def _schema_generator() -> Any:
+    """Generates pydantic's JSON schemas, and with them rules by which pydantic rejects texts that its own schemas allow."""
+    from pydantic.json_schema import GenerateJsonSchema
+
+    class Generator(GenerateJsonSchema):
+        def decimal_schema(self, schema: Any) -> Any:
+            return super().decimal_schema(schema)["anyOf"][0]  # a number; the other, a text, has no bounds
+
+        def dict_schema(self, schema: Any) -> Any:
+            is_int = schema.get("keys_schema", {}).get("type") == "int"
+            return super().dict_schema(schema) | ({"propertyNames": {"pattern": "^(0|-?[1-9][0-9]*)$"}} if is_int else {})
+
+        def datetime_schema(self, schema: Any) -> Any:
+            return super().datetime_schema(schema) | {"not": {"pattern": ":60"}}  # leap seconds
+
+        def time_schema(self, schema: Any) -> Any:
+            return super().time_schema(schema) | {"not": {"pattern": ":60"}}
+
+    return Generator
 
 
 def _with_extension_typed_dicts(value: Any, outer: tuple[Any, ...] = ()) -> Any:
@@ -174,7 +196,7 @@ def _function(function: Callable[..., Any]) -> TypedConstraint:
     with _type_errors(function):
         arguments = pydantic.create_model("Arguments", **fields)
         call: Any = pydantic.create_model("Call", name=(literal[name], ...), arguments=(arguments, ...))
-        schema = call.model_json_schema()
+        schema = call.model_json_schema(schema_generator=_schema_generator())
 
     def parse(text: str) -> functools.partial[Any]:
         parsed = call.model_validate_json(text).arguments

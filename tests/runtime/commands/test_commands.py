@@ -52,6 +52,7 @@ def nothing():
 """,
     "broken.py": "import my_step\nraise RuntimeError('no licence')\n",
     "needs.py": "import there_is_no_such_package\n",
+    "empty.gbnf": "",
 }
 SLOW = ("stepgraph demo", "stepgraph bench toy", "stepgraph doctor")  # run by other tests
 
@@ -312,6 +313,7 @@ def test_an_answer_that_is_complete_at_the_limit_does_not_fail(capsys: pytest.Ca
         ("generate model hi --schema prompts.jsonl", "which is not JSON"),
         ('generate model hi --schema \'{"type": "object", "unevaluatedProperties": 1}\'', "unevaluatedProperties"),
         ("generate model hi --grammar my_step.py", "--grammar: got 'my_step.py', expected a file with the suffix .ebnf, .gbnf, .lark"),
+        ("generate model hi --grammar empty.gbnf", "stepgraph generate: --grammar: got '', expected a non-blank string"),
         ("generate model hi --after x", "--after: got 'x' without a constraint, expected --schema"),
         ("generate nowhere hi --regex '('", "--regex: cannot be compiled: pattern: got the end at position 1, expected a closing"),
         ('generate nowhere hi --schema \'{"type": "strnig"}\'', '#: type: got "strnig", expected one or several of null'),

@@ -143,6 +143,18 @@ def test_fields_without_effect_change_nothing(server: RunningServer, fields: Any
         assert client.chat.completions.create(messages=CHAT, **request).choices[0].message == plain
 
 
+def test_whole_numbers_may_have_a_point(server: RunningServer) -> None:
+    """JSON has one type of numbers; libraries that read every number as a double write 5 as 5.0."""
+    counts: Any = {"max_tokens": 5, "n": 2, "seed": 3, "top_k": 4, "min_tokens": 1, "priority": -1, "best_of": 2, "logprobs": 1, "top_p": 1}
+    with server.client as client:
+        whole = client.completions.create(model="toy", prompt="a", extra_body=ON | counts)
+        points = {name: float(value) for name, value in counts.items()}
+        assert client.completions.create(model="toy", prompt="a", extra_body=ON | points).choices == whole.choices
+        for value in (5.5, "5", True, 1e300):
+            with pytest.raises(openai.BadRequestError, match="max_tokens: got "):
+                client.completions.create(model="toy", prompt="a", extra_body={"max_tokens": value})
+
+
 def test_options_of_streams_may_be_null_or_off(server: RunningServer) -> None:
     valid: Any = (({"include_usage": None}, 0), ({"include_usage": True, "continuous_usage_stats": False}, 1))
     with server.client as client:

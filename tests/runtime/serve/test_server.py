@@ -213,7 +213,7 @@ def calls_of(answer: Any, stream: bool) -> tuple[list[tuple[str, str]], str]:
     """Names and arguments of an answer's calls, and its finish reason. In a stream, an entry with an id begins a call."""
     if not stream:
         (choice,) = answer.choices
-        return [(call.function.name, call.function.arguments) for call in choice.message.tool_calls], choice.finish_reason
+        return [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or ()], choice.finish_reason
     found: list[tuple[str, str]] = []
     for chunk in answer:
         (choice,) = chunk.choices
@@ -236,6 +236,12 @@ def test_a_required_tool_is_called(server: RunningServer, stream: bool) -> None:
             ((name, arguments),), reason = calls_of(answer, stream)
             assert reason == "tool_calls" and (name == "look_up" or choice == "required")
             jsonschema.validate(json.loads(arguments), SCHEMA if name == "look_up" else {"type": "object"})
+        for name, mode in (("look_up", "required"), ("give_up", "required"), ("give_up", "auto")):
+            subset = {"mode": mode, "tools": [{"type": "function", "function": {"name": name}}]}
+            allowed: Any = {"type": "allowed_tools", "allowed_tools": subset}
+            answer = client.chat.completions.create(tool_choice=allowed, stream=stream, max_tokens=60, **request)
+            calls, reason = calls_of(answer, stream)
+            assert {called for called, _ in calls} == ({name} if mode == "required" else set())
         free = client.chat.completions.create(tool_choice="auto", max_tokens=9, **request)
         assert free.choices[0].finish_reason in ("length", "stop") and free.choices[0].message.tool_calls is None
         plain = client.chat.completions.create(tool_choice="none", max_tokens=9, **request)
@@ -283,6 +289,13 @@ def test_several_calls_may_be_required_and_the_last_may_be_cut_short(server: Run
 
 INTERNAL = re.compile(r"Constraint|constraint|SamplingParams|EngineConfig|max_new_tokens|Engine\\.")
 OPTIONS = (("include_obfuscation", True), ("include_obfuscation", 0), ("include_usage", 1), ("continuous_usage_stats", True), ("x", False))
+GIVE_UP: Any = {"type": "function", "function": {"name": "give_up"}}
+ALLOWED: Any = {"mode": "auto", "tools": [GIVE_UP]}
+SUBSETS: Any = (
+    *(ALLOWED | {"mode": mode} for mode in ("none", None)),
+    *(ALLOWED | {"tools": tools} for tools in ([], GIVE_UP, [{"type": "function", "function": {"name": "other"}}], [GIVE_UP, "give_up"])),
+    *(ALLOWED | {"other": 1}, {"mode": "auto"}, None),
+)
 REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ({"n": 17}, "n"),
     ({"priority": "high"}, "priority"),
@@ -333,6 +346,8 @@ REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ({"tools": TOOLS[:1] * 2}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+    *(({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": subset}}, "tool_choice") for subset in SUBSETS),
+    ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": ALLOWED, "other": 1}}, "tool_choice"),
     ({"tools": TOOLS, "parallel_tool_calls": "no"}, "parallel_tool_calls"),
     ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}, None),

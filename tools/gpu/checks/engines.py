@@ -185,7 +185,7 @@ def _compare_in_step(captured: Engine, eager: Engine, seed: int, count: int, k: 
         while reqs and len(jobs) * 2 <= steps:
             req = reqs.pop()
             args = {"max_new_tokens": req.max_new_tokens, "num_speculative_tokens": req.drafts, "constraint": req.constraint}
-            jobs.append((req.cancel_after, steps, tuple(engine.submit(req.prompt, **args) for engine in engines)))  # type: ignore[arg-type]
+            jobs.append((req.cancel_after, steps, tuple(engine.submit(req.prompt, **args) for engine in engines)))  # type: ignore[call-overload]
         for cancel_after, submitted_at, both in jobs:
             if cancel_after == steps - submitted_at:
                 for engine, job in zip(engines, both, strict=True):
