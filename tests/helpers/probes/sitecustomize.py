@@ -28,6 +28,7 @@ CORE = ("graphs", "runtime", "sampling")
 COUNTS = os.path.join(ROOT, "build", "lines")  # one file per process
 _COMPILED = os.path.join(ROOT, "build", "probed")  # modules with probes, as a __pycache__
 LINES_PER_FILE = 1 << 16
+_VERSION = f"{os.stat(__file__).st_mtime_ns}-{sys.implementation.cache_tag}"  # of the probes
 _reached = set[int]()
 
 
@@ -80,7 +81,7 @@ def add_probes(tree: ast.AST, file: str) -> None:
 class _Loader(importlib.machinery.SourceFileLoader):
     def get_code(self, fullname: str) -> CodeType:
         status = os.stat(self.path)
-        version = f"{status.st_mtime_ns}-{status.st_size}-{sys.implementation.cache_tag}"
+        version = f"{status.st_mtime_ns}-{status.st_size}-{_VERSION}"
         kept = os.path.join(_COMPILED, f"{zlib.crc32(self.path.encode()):x}-{version}")
         with contextlib.suppress(OSError, EOFError, ValueError, TypeError), open(kept, "rb") as file:
             code: CodeType = marshal.load(file)
