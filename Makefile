@@ -42,7 +42,6 @@ export OMP_NUM_THREADS ?= 1
 # Test processes, each with one torch thread. More than four gain little, and each loads its own torch.
 WORKERS ?= $(shell n=$$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 2); echo $$(( n < 4 ? n : 4 )))
 MINUTES ?= 5
-PYTEST ?= pytest
 
 # The CUDA build of torch without the CUDA libraries: tests/stub_cuda/README.md. PyPI has this build under the plain version.
 STUB_VENV ?= .venv-stub
@@ -60,17 +59,16 @@ demo: $(VENV)/.ready-demo $(VENV)/.model
 	$(BIN)/stepgraph demo $(ARGS)
 
 test: $(VENV)/.ready-test
-	env -u PYTHONDONTWRITEBYTECODE $(BIN)/$(PYTEST) -q -n $(WORKERS) --dist worksteal $(ARGS)  # about a hundred processes read the bytecode
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/pytest -q -n $(WORKERS) --dist worksteal $(ARGS)  # about a hundred processes read the bytecode
 
 slow: $(VENV)/.ready-test
-	$(BIN)/$(PYTEST) -q -m slow -n $(WORKERS) --dist worksteal $(ARGS)
+	$(BIN)/pytest -q -m slow -n $(WORKERS) --dist worksteal $(ARGS)
 
-# The tests take about half as long again. tests/COVERAGE.md lists the lines that no test runs, and the reasons.
+# tests/helpers/probes counts the lines. tests/COVERAGE.md lists those that no test runs, and the reasons.
 coverage: $(VENV)/.ready-dev
-	$(BIN)/coverage erase
-	$(MAKE) test slow PYTEST="coverage run -m pytest"
-	$(BIN)/coverage combine -q
-	mkdir -p build
+	rm -rf build/lines
+	PYTHONPATH="$(CURDIR)/tests/helpers/probes$${PYTHONPATH:+:$$PYTHONPATH}" $(MAKE) test slow
+	$(BIN)/python -m tests.helpers.line_counts
 	$(BIN)/coverage json -q -o build/coverage.json --fail-under=0
 	$(BIN)/python -m tests.helpers.uncovered build/coverage.json
 	$(BIN)/coverage report

@@ -46,7 +46,7 @@ class EngineCore(EngineState):
 
     def _admit(self) -> list[StepEvent]:
         """End cancelled jobs and those without a grammar, and give rows to queued requests."""
-        events = list[StepEvent]()
+        events: list[StepEvent] = []
         if isinstance(self._scheduler, PreemptingScheduler):
             events = self._scheduler.make_room(self._in_flight, self._uploader, self._collect)
         events += [self._end(job, request, reason) for job, request, reason in self._scheduler.begin_step()]
@@ -89,7 +89,7 @@ class EngineCore(EngineState):
 
     def _collect(self, limit: int) -> list[StepEvent]:
         """Read the oldest rounds until fewer than `limit` are in flight."""
-        events = list[StepEvent]()
+        events: list[StepEvent] = []
         for results in self._in_flight.read(limit):
             for request, result in results:
                 events.append(event := self._scheduler.record(request, result))

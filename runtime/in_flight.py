@@ -178,7 +178,7 @@ class InFlight:
         lines = self._results_ring[slot, : len(batch.requests)]
         lines[:, [layout.columns[name].start for name in self._unwritten]] = 0
         all_pairs = self._logprobs_ring[slot].tolist() if batch.reads_logprobs else itertools.repeat([])
-        results = list[tuple[ActiveRequest, ResultRecord]]()
+        results: list[tuple[ActiveRequest, ResultRecord]] = []
         for index, (request, line, pairs) in enumerate(zip(batch.requests, lines.tolist(), all_pairs, strict=False)):
             if not request.job.finished:  # if it ended after this round was launched, the row was inert
                 if top_n := request.job.sampling.top_logprobs:

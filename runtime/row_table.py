@@ -120,7 +120,7 @@ class RowTable:
     def grow(self, requests: Collection[ActiveRequest], ahead: bool) -> list[tuple[int, int, int]]:
         """Allocate the missing pages of these requests, and, `ahead` and for loops, those of LOOP_ROUNDS as far as pages are free. Returns
         the row, the index in its block table and the number of each page."""
-        entries = list[tuple[int, int, int]]()
+        entries: list[tuple[int, int, int]] = []
         for written, request in itertools.product(self._written if ahead else self._written[:1], requests):
             count = min(self._num_pages(request.job, written) - len(request.pages), self.page_cache.num_free)
             pages, first = self.page_cache.allocate(max(0, count)), len(request.pages)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import gc
 import logging
 import os
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.helpers.marked import may_have
 from tests.helpers.parts import in_part, parse_part
 from tests.stub_cuda.preload import preload_where_needed
 
@@ -33,6 +36,8 @@ class Loggers(dict[str, Any]):
 
 logging.root.manager.loggerDict = Loggers(logging.root.manager.loggerDict)
 
+MARKERS = ("slow", "soak", "models", "replicas", "clients", "browser")  # tests/stub_cuda has a folder of its own
+
 # Files with a test that takes longer than all that remains for the other processes when it starts late.
 LONGEST = ("tools/gpu/test_gpu_check.py", "sampling/kernels/test_kernels.py", "parallel/test_tensor_parallel.py")
 
@@ -43,8 +48,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-@pytest.hookimpl(trylast=True)  # after the deselection by marker
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Of a run with one marker, such as `-m slow`: the files without such tests, whose imports take longer than some of these tests."""
+    wanted = config.option.markexpr
+    is_left_out = wanted in MARKERS and collection_path.is_file() and not may_have(collection_path, wanted)
+    return True if is_left_out else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    marks = {(item.path, mark.name) for item in items for mark in item.iter_markers() if mark.name in MARKERS}
+    if unnamed := [f"{path} has tests marked {marker}" for path, marker in marks if not may_have(path, marker)]:
+        raise pytest.UsageError(f"{', '.join(unnamed)}, but does not name the marker, by which `pytest -m` finds the file")
+    yield  # the deselection by marker
     part = config.getoption("part")
     config.hook.pytest_deselected(items=[item for item in items if not in_part(item.nodeid, part)])
     items[:] = [item for item in items if in_part(item.nodeid, part)]

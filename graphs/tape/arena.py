@@ -34,7 +34,7 @@ class Arena:
 
     def move(self, tensors: Iterable[Tensor]) -> None:
         """Move tensors, and with them their storages, into the arena."""
-        moved = dict[int, torch.UntypedStorage]()
+        moved: dict[int, torch.UntypedStorage] = {}
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if size := storage.nbytes():

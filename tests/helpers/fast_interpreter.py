@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import inspect
 import math
+import sys
 from types import FunctionType
 from typing import Any
 
@@ -92,6 +93,19 @@ def _reduce_xor(self: Any, inputs: Any) -> Any:
     return self.to_tensor(np.bitwise_xor.reduce(one.handle.data, axis=self.axis, keepdims=self.keep_dims), one.dtype)
 
 
+_transform = interpreter.FunctionRewriter._transform_ast
+
+
+def _transform_counted(self: Any, source: str) -> Any:
+    """`FunctionRewriter._transform_ast`, with probes in programs of the core: the interpreter compiles them again, from their files."""
+    tree, probes = _transform(self, source), sys.modules["sitecustomize"]
+    if probes.in_core(self.filename):
+        probes.add_probes(tree, self.filename)
+    return tree
+
+
+if hasattr(sys.modules.get("sitecustomize"), "add_probes"):  # make coverage
+    interpreter.FunctionRewriter._transform_ast = _transform_counted
 interpreter._patch_lang = _patch_once
 interpreter.ReduceOps.apply_impl = _reduce_xor
 interpreter._get_np_dtype = _numpy_of

@@ -181,7 +181,8 @@ class LinkPair:
         if not all(matcher.accept_token(token) for token in [*request.history, *request.drafts[:drafts]]):
             return []
         matcher.fill_next_token_bitmask(mask, 0)
-        return [token for token in range(self.vocabulary.logits_width) if int(mask[0, token // 32]) >> (token % 32) & 1]
+        words = mask[0].tolist()
+        return [token for token in range(self.vocabulary.logits_width) if words[token // 32] >> (token % 32) & 1]
 
     def draft(self, request: Request, count: int, guided: bool = False) -> None:
         """Extend the drafts to `count`: some forced, most legal, and all kinds of illegal ones."""

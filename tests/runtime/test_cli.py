@@ -318,8 +318,8 @@ QUOTING = {
     "generate, the schema": ["generate", "MODEL", "hi", "--schema", "SCHEMA"],
     "inspect": ["inspect", "BROKEN"],
     "check-schema": ["check-schema", "SCHEMA"],
-    "serve": ["serve", "BROKEN"],
-    "serve, an adapter": ["serve", "MODEL", "--eager", "--lora-modules", "a=BROKEN"],
+    "serve": ["serve", "BROKEN", "--port", "0"],
+    "serve, an adapter": ["serve", "MODEL", "--port", "0", "--eager", "--lora-modules", "a=BROKEN"],
     "serve, a flag": ["serve", "toy", "--HOSTILE"],
 }
 

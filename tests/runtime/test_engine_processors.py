@@ -54,7 +54,8 @@ def logprobs_are_correct(job: Job, constraint: Constraint | None) -> bool:
         left = processed(logits, sampling, job.prompt_ids, job.tokens[:index], job.stop_ids)
         if matcher:
             matcher.fill_next_token_bitmask(masks, 0)
-            left = [value if int(masks[0, i // 32]) >> (i % 32) & 1 else -math.inf for i, value in enumerate(left)]
+            words = masks[0].tolist()
+            left = [value if words[i // 32] >> (i % 32) & 1 else -math.inf for i, value in enumerate(left)]
             assert matcher.accept_token(token)
         drawn = filtered(left, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
         logs = [math.log(share) if share else -math.inf for share in drawn]

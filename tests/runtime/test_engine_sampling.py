@@ -67,7 +67,8 @@ def law(sampling: SamplingParams, grammar: Constraint = GRAMMAR) -> dict[tuple[i
             return
         logits = prefix_logits(TARGET, [*PROMPT, *tokens])[: len(VOCABULARY.tokens)]
         logits = processed(logits, sampling, PROMPT, tokens, [STOP])
-        legal = [int(masks[0, token // 32]) >> (token % 32) & 1 for token in range(len(logits))]
+        words = masks[0].tolist()
+        legal = [words[token // 32] >> (token % 32) & 1 for token in range(len(logits))]
         masked = [value if ok else -math.inf for value, ok in zip(logits, legal, strict=True)]
         for token, share in enumerate(filtered(masked, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)):
             if share:

@@ -28,7 +28,8 @@ def departures(job: Job, top_n: int, delta: float) -> int:
         left = processed(logits, job.sampling, job.prompt_ids, job.tokens[:index], job.stop_ids)
         if matcher:
             matcher.fill_next_token_bitmask(masks, 0)
-            left = [value if int(masks[0, i // 32]) >> (i % 32) & 1 else -torch.inf for i, value in enumerate(left)]
+            words = masks[0].tolist()
+            left = [value if words[i // 32] >> (i % 32) & 1 else -torch.inf for i, value in enumerate(left)]
             assert matcher.accept_token(token)
         shares = torch.tensor(left, dtype=torch.float64).softmax(0)
         if left[token] == max(left):

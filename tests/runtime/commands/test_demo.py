@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matplotlib.image import imread
 
 from stepgraph import Constraint, FinishReason, Job, SamplingParams, Vocabulary
 from stepgraph.runtime import cli
@@ -101,6 +100,8 @@ def test_a_browser_shows_the_report(report: Path, scheme: str, tmp_path: Path) -
         pytest.skip("no chromium, chromium-browser or google-chrome: set CHROMIUM to the path of one")
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=1100,1500", f"--user-data-dir={tmp_path / 'profile'}"]
     flags += ["--force-dark-mode"] * (scheme == "dark")
+    from matplotlib.image import imread  # a second, which the other tests do not need
+
     picture = tmp_path / "page.png"
     subprocess.run([browser, *flags, f"--screenshot={picture}", report.as_uri()], check=True, capture_output=True, timeout=120)
     colours = {tuple(colour) for colour in (imread(picture)[..., :3] * 255).round().astype(int).reshape(-1, 3).tolist()}

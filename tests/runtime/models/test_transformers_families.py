@@ -108,7 +108,8 @@ def chosen(family: str, vocabulary: Vocabulary, prompt: list[int], tokens: list[
         matcher, masks = GrammarCompiler(vocabulary).compile(constraint).matcher(), torch.zeros(1, vocabulary.mask_words, dtype=torch.int32)
         for position, token in enumerate(tokens):
             assert matcher.fill_next_token_bitmask(masks, 0) == MaskStatus.OK
-            legal = [bool(int(masks[0, index // 32]) >> (index % 32) & 1) for index in range(logits.shape[1])]
+            words = masks[0].tolist()
+            legal = [words[index // 32] >> (index % 32) & 1 == 1 for index in range(logits.shape[1])]
             logits[position, ~torch.tensor(legal)] = -torch.inf
             assert matcher.accept_token(token)
     return [int(choice) for choice in logits.argmax(-1)]

@@ -56,7 +56,8 @@ def compare(grammars: Pair, marker: Marker, draw: Random, texts: int, length: in
             status = ours.fill_next_token_bitmask(rows, 0)
             assert status == expected.fill_next_token_bitmask(rows, 1) and torch.equal(rows[0], rows[1])
             assert ours.forced_bytes() == expected.forced_bytes()
-            legal = [token for token in ids[1:-1] if rows[0, token // BITS_PER_WORD] >> token % BITS_PER_WORD & 1]
+            words = rows[0].tolist()
+            legal = [token for token in ids[1:-1] if words[token // BITS_PER_WORD] >> token % BITS_PER_WORD & 1]
             for token in draw.sample(ids, min(40, len(ids))):
                 accepted = ours.accept_token(token)
                 assert accepted == (token in legal)
