@@ -100,7 +100,7 @@ class NativeRow:
             llguidance, stop_words = library.llguidance, self.struct.stop_words
             assert llguidance is not None
             self.struct.library = llguidance.address
-            self.struct.matcher = llguidance.open_matcher(self, inner.native_grammar, inner.accepted_tokens, stop_words)
+            self.struct.matcher = llguidance.open_matcher(self, inner.native_grammar, inner.library_matcher.accepted_tokens, stop_words)
 
     def _set_marker(self, matcher: MarkerMatcher, room: int) -> None:
         """A rollback removes at most as many tokens as a round has drafts; the ring has one state more."""

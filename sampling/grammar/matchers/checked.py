@@ -6,7 +6,6 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from stepgraph.sampling.grammar.matchers.forced import forced_bytes
 from stepgraph.sampling.grammar.matchers.protocol import Matcher
 from stepgraph.sampling.grammar.status import BITS_PER_WORD, MaskStatus
 
@@ -52,7 +51,7 @@ class CheckedMatcher:
         self._masks = {position: mask for position, mask in self._masks.items() if position <= self._num_accepted}
 
     def forced_bytes(self) -> bytes:
-        return b"" if self._disagreement else forced_bytes(self._inner)
+        return b"" if self._disagreement else self._inner.forced_bytes()
 
     def _compare(self, mask: npt.NDArray[np.int32], token_id: int, accepted: bool) -> None:
         in_range = 0 <= token_id < len(mask) * BITS_PER_WORD

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from stepgraph.sampling.grammar.matchers.protocol import Matcher
 from stepgraph.sampling.grammar.status import BITS_PER_WORD
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
@@ -29,12 +30,6 @@ KEY_FACTOR = 0x9E3779B97F4A7C15  # for the keys of texts; must be odd
 
 Int32s = npt.NDArray[np.int32]
 _tables: weakref.WeakKeyDictionary[Vocabulary, TokenLookup] = weakref.WeakKeyDictionary()
-
-
-def forced_bytes(matcher: object) -> bytes:
-    """The bytes that must come next; none from a matcher without a method of this name. Leaves the matcher unchanged."""
-    found: bytes = getattr(matcher, "forced_bytes", bytes)()
-    return found
 
 
 class TokenLookup:
@@ -151,7 +146,7 @@ class ForcedText:
         if index < 0 or (index < len(self.tokens) and self.tokens[index] != token):
             del self.tokens[max(index, 0) :]
 
-    def propose(self, position: int, mask: Int32s, table: TokenLookup, matcher: object) -> int:
+    def propose(self, position: int, mask: Int32s, table: TokenLookup, matcher: Matcher) -> int:
         """The token that is forced at `position`, given its mask [words]; -1 if none is."""
         legal = _legal_tokens(mask)
         if not legal or len(legal) > MAX_LEGAL or max(legal) >= table.num_tokens:
@@ -173,10 +168,10 @@ class ForcedText:
         token = self.tokens[index] if self.tokens else -1
         return token if token in legal else -1
 
-    def _search(self, position: int, matcher: object) -> None:
+    def _search(self, position: int, matcher: Matcher) -> None:
         self.looks += 1
         self.start, self.text, self.tokens, self.ends = position, b"", [], []
-        self.text = bytes(forced_bytes(matcher)[:FORCED_BYTES])  # may raise: the state is consistent until then
+        self.text = matcher.forced_bytes()[:FORCED_BYTES]  # may raise: the state is consistent until then
 
     def _split(self, table: TokenLookup) -> None:
         limit = len(self.text) if len(self.text) < FORCED_BYTES else FORCED_BYTES - TAIL_BYTES

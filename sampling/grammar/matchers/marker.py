@@ -11,7 +11,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from stepgraph.sampling.fields import clip_repr
-from stepgraph.sampling.grammar.matchers.forced import FORCED_BYTES, forced_bytes
+from stepgraph.sampling.grammar.matchers.forced import FORCED_BYTES
 from stepgraph.sampling.grammar.matchers.protocol import Matcher
 from stepgraph.sampling.grammar.status import BITS_PER_WORD, MaskStatus
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
@@ -158,10 +158,10 @@ class MarkerMatcher:
 
     def forced_bytes(self) -> bytes:
         if self.past_marker:
-            return forced_bytes(self.inner)
+            return self.inner.forced_bytes()
         at_limit = self.marker.limit is not None and self.num_free >= self.marker.limit
         rest = self.marker.text[self.state :] if at_limit else b""
-        return (rest + forced_bytes(self.inner))[:FORCED_BYTES] if rest else b""
+        return (rest + self.inner.forced_bytes())[:FORCED_BYTES] if rest else b""
 
     def rollback(self, num_tokens: int) -> None:
         """Roll back the latest tokens, including tokens of the marker."""

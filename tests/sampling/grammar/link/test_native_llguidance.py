@@ -127,6 +127,9 @@ class NativeMatcher:
     def rollback(self, num_tokens: int) -> None:
         self._call("rollback", num_tokens)
 
+    def forced_bytes(self) -> bytes:
+        return b""
+
 
 def test_a_mask_after_a_rollback_is_that_of_the_new_path() -> None:
     """The negative control: it differs if no mask is computed at the point where the paths diverge."""

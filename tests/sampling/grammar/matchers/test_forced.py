@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, MaskStatus, Matcher, Vocabulary
+from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, MaskStatus, Vocabulary
 from stepgraph.sampling.grammar.matchers import forced as module
-from stepgraph.sampling.grammar.matchers.forced import FORCED_BYTES, MAX_LEGAL, ForcedText, TokenLookup, forced_bytes, token_lookup
+from stepgraph.sampling.grammar.matchers.forced import FORCED_BYTES, MAX_LEGAL, ForcedText, TokenLookup, token_lookup
 from tests.helpers.toy_engines import COMPILER, CONSTRAINTS, VOCABULARY
 
 NAMES = ["name", "email_address", "HTTPStatusCode", "isActive", "postal_code", "übersetzung", "created_at", "x1"]
@@ -113,7 +113,7 @@ def test_nothing_is_proposed_if_a_longer_token_is_legal() -> None:
     """`alpha` is forced, but the text may be `alphabet`, which is a token."""
     choice = Constraint.choice(["alpha", "alphabet"])
     walk = Walk(compiler_with("alpha", "alphabet").compile(choice))
-    assert walk.fill() and forced_bytes(walk.matcher) == b"alpha" and walk.forced() == -1
+    assert walk.fill() and walk.matcher.forced_bytes() == b"alpha" and walk.forced() == -1
     without = Walk(compiler_with("alpha", "bet").compile(choice))
     assert words(without.follow(), without.grammar.vocabulary) == [b"alpha"], "no token extends beyond it"
     illegal = Walk(compiler_with("alpha", "alphabet").compile(Constraint.choice(["alpha1", "alpha2"])))
@@ -159,7 +159,7 @@ def test_too_many_legal_tokens_force_nothing() -> None:
     runs = compiler_with(*(" " * length for length in range(2, MAX_LEGAL + 2)))
     blanks = Walk(runs.compile(Constraint.regex(f" {{{MAX_LEGAL + 30}}}")))
     assert len(blanks.fill()) > MAX_LEGAL and blanks.forced() == -1
-    assert forced_bytes(blanks.matcher) == b" " * (MAX_LEGAL + 30)
+    assert blanks.matcher.forced_bytes() == b" " * (MAX_LEGAL + 30)
 
 
 # searches
@@ -217,7 +217,7 @@ def test_forced_bytes_leaves_the_matcher_unchanged(constraint: Constraint) -> No
     masks, count = torch.zeros(2, VOCABULARY.mask_words, dtype=torch.int32), 0
     for _ in range(150):
         statuses = [matcher.fill_next_token_bitmask(masks, row) for row, matcher in enumerate((queried, reference))]
-        forced_bytes(queried)
+        queried.forced_bytes()
         assert statuses[0] == statuses[1] and torch.equal(masks[0], masks[1])
         legal = module._legal_tokens(masks[1].numpy())
         if legal and random.random() < 0.75:
@@ -237,33 +237,21 @@ def test_forced_bytes_leaves_the_matcher_unchanged(constraint: Constraint) -> No
 def test_a_part_of_a_character_can_be_forced() -> None:
     vocabulary = Vocabulary([*(bytes([code]) for code in range(256)), b"<end>"], [256])
     walk = Walk(GrammarCompiler(vocabulary).compile(Constraint.choice(["é!", "è!"])))
-    assert forced_bytes(walk.matcher) == "é".encode()[:1] and words(walk.follow(), vocabulary) == ["é".encode()[:1]]
+    assert walk.matcher.forced_bytes() == "é".encode()[:1] and words(walk.follow(), vocabulary) == ["é".encode()[:1]]
 
 
-def test_a_matcher_without_forced_bytes_forces_nothing() -> None:
-    class Bare:
-        fault = ""
-
-        def accept_token(self, token_id: int) -> bool:
-            return True
-
-        def fill_next_token_bitmask(self, masks: torch.Tensor, index: int) -> MaskStatus:
-            return MaskStatus.OK
-
-        def rollback(self, num_tokens: int) -> None:
-            pass
-
-    bare: Matcher = Bare()
-    assert forced_bytes(bare) == b""
+def test_llguidance_forces_nothing() -> None:
+    """Its library reports forced text only as tokens of its own tokenizer."""
+    assert COMPILER.compile(Constraint.choice(["name"], "llguidance")).matcher().forced_bytes() == b""
 
 
 def test_marker_and_check_use_the_inner_matcher() -> None:
     grammar = Constraint.choice(["name"])
     after = COMPILER.compile(grammar.after("|")).matcher()
-    assert forced_bytes(after) == b""
-    assert after.accept_token(VOCABULARY.tokens.index(b"|")) and forced_bytes(after) == b"name"
+    assert after.forced_bytes() == b""
+    assert after.accept_token(VOCABULARY.tokens.index(b"|")) and after.forced_bytes() == b"name"
     checked = GrammarCompiler(VOCABULARY, check_masks=True).compile(grammar).matcher()
-    assert forced_bytes(checked) == b"name"
+    assert checked.forced_bytes() == b"name"
 
 
 def test_a_matcher_out_of_fuel_forces_nothing() -> None:
