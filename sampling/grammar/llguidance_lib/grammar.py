@@ -44,6 +44,7 @@ class LLGuidanceText:
     def __init__(self, grammar: LLGuidanceGrammar) -> None:
         self._grammar, self._start_matcher = grammar, grammar.start
         self._matcher = self._start_matcher.deep_copy()
+        self.native_grammar = grammar.native  # for the native host link, whose accepted tokens do not change this matcher
         self._stop_token_ids = grammar.vocabulary.stop_token_ids
         self._scratch: npt.NDArray[np.int32] = np.zeros(grammar.vocabulary.mask_words, dtype=np.int32)
         self._history = list[int]()  # text tokens that the library has accepted
@@ -136,8 +137,7 @@ class LLGuidanceText:
 
 class LLGuidanceMatcher(LibraryMatcher):
     def __init__(self, grammar: LLGuidanceGrammar) -> None:
-        super().__init__(LLGuidanceText(grammar), grammar.vocabulary, grammar.vocabulary.non_text_ids, grammar.fuel_seconds)
-        self.native_grammar = grammar.native  # for the native host link, whose accepted tokens do not change this matcher
+        super().__init__(LLGuidanceText(grammar), grammar.vocabulary, grammar.vocabulary.text_words, grammar.fuel_seconds)
 
 
 class LLGuidanceGrammar:

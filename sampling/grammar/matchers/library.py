@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Set
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from stepgraph.sampling.grammar.compile.worker_process import without_source
 from stepgraph.sampling.grammar.status import MaskStatus
-from stepgraph.sampling.grammar.vocabulary import Vocabulary
+from stepgraph.sampling.grammar.vocabulary import Vocabulary, allows
 
 
 class LibraryMatcher:
     """`accept_token` never raises; `fill_next_token_bitmask` fails closed: after any failure the row is zero.
 
-    library_matcher: an object with the methods of xgrammar's matcher. hidden_ids: ids that are never passed to it, besides stop tokens.
+    library_matcher: an object with the methods of xgrammar's matcher. text_words: one bit per id that may be passed to it, as stop tokens.
     `fuel_seconds` is the processor time that one call may take. Some patterns cost more with every token ("(a+a+)+b"); a call
     that takes longer is the last call of the matcher, so that the grammar of one request does not delay the rounds of others.
     """
 
-    def __init__(self, library_matcher: Any, vocabulary: Vocabulary, hidden_ids: Set[int], fuel_seconds: float) -> None:
+    def __init__(self, library_matcher: Any, vocabulary: Vocabulary, text_words: npt.NDArray[np.int32], fuel_seconds: float) -> None:
         self.library_matcher, self.vocabulary, self.fuel_seconds = library_matcher, vocabulary, fuel_seconds
+        self.text_words, self._valid_words = text_words, text_words | vocabulary.stop_words
         self.fault = ""  # why this matcher can no longer be used; empty while it works
-        self._hidden_ids = hidden_ids - frozenset(vocabulary.stop_token_ids)
 
     def accept_token(self, token_id: int) -> bool:
         # Ids are checked here: xgrammar truncates them to 32 bits (2**32 + 5 is read as 5) and logs invalid ids to stderr.
-        is_valid = 0 <= token_id < len(self.vocabulary.tokens) and token_id not in self._hidden_ids
-        if not is_valid or self.fault or self.library_matcher.is_terminated():
+        if not allows(self._valid_words, token_id) or self.fault or self.library_matcher.is_terminated():
             return False
         return bool(self._call_library("accept_token", token_id))
 

@@ -14,7 +14,7 @@ from stepgraph.sampling.fields import clip_repr
 from stepgraph.sampling.grammar.matchers.forced import FORCED_BYTES
 from stepgraph.sampling.grammar.matchers.protocol import Matcher
 from stepgraph.sampling.grammar.status import BITS_PER_WORD, MaskStatus
-from stepgraph.sampling.grammar.vocabulary import Vocabulary
+from stepgraph.sampling.grammar.vocabulary import Vocabulary, allows
 
 Int32s = npt.NDArray[np.int32]
 
@@ -141,10 +141,7 @@ class MarkerMatcher:
             accepted = self.inner.accept_token(token_id)
             self._num_inner += accepted
             return accepted
-        legal = 0 <= token_id < len(self.marker.vocabulary.tokens) and not self.fault
-        if legal:
-            mask = self.marker.mask(self.state, self.num_free)
-            legal = bool(mask[token_id // BITS_PER_WORD] >> token_id % BITS_PER_WORD & 1)
+        legal = not self.fault and allows(self.marker.mask(self.state, self.num_free), token_id)
         if legal:
             self._states.append(self.marker.next_state(self.state, token_id))
         return legal

@@ -27,8 +27,7 @@ class XGrammarMatcher(LibraryMatcher):
     def __init__(self, grammar: xgrammar.CompiledGrammar, vocabulary: Vocabulary, fuel_seconds: float) -> None:
         import xgrammar
 
-        hidden_ids = vocabulary.non_text_ids | vocabulary.xgrammar_unsafe_ids
-        super().__init__(xgrammar.GrammarMatcher(grammar), vocabulary, hidden_ids, fuel_seconds)
+        super().__init__(xgrammar.GrammarMatcher(grammar), vocabulary, vocabulary.xgrammar_words, fuel_seconds)
 
 
 @dataclass(frozen=True, eq=False)
