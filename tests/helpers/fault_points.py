@@ -25,7 +25,7 @@ from tests.helpers.planted import fail, innermost, plant
 
 CAUSE = "planted fault"
 DRAFT_NONSENSE = (float("nan"), float("inf"), float("-inf"))
-CALLS = {"accept": "accept_token", "fill": "fill_next_token_bitmask", "rollback": "rollback"}  # the library methods that a matcher calls
+CALLS = {"accept": "accept_token", "fill": "fill_next_token_bitmask", "rollback": "rollback"}  # by function of a native row
 
 
 class Fault:

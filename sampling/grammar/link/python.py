@@ -172,11 +172,12 @@ class PythonLink:
         """Write the token that is forced after mask `index`."""
         if self._forcing is None or index == len(self._forcing.forced_host):
             return
-        looks, mask = row.forced.looks, self._masks[index, slot].numpy()
-        try:
-            self._forcing.forced_host[index, slot] = row.forced.propose(row.committed + index, mask, self._forcing.table, row.matcher)
-        finally:
-            self._looks += row.forced.looks - looks
+        mask, find = self._masks[index, slot].numpy(), functools.partial(self._find_forced, row)
+        self._forcing.forced_host[index, slot] = row.forced.propose(row.committed + index, mask, self._forcing.table, find)
+
+    def _find_forced(self, row: PythonRow) -> bytes:
+        self._looks += 1
+        return row.matcher.forced_bytes()
 
 
 def _guarded(row: PythonRow, work: Callable[[], None]) -> None:

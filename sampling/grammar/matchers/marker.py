@@ -161,7 +161,6 @@ class MarkerMatcher:
         return (rest + self.inner.forced_bytes())[:FORCED_BYTES] if rest else b""
 
     def rollback(self, num_tokens: int) -> None:
-        """Roll back the latest tokens, including tokens of the marker."""
         assert 0 <= num_tokens <= self._num_inner + self.num_free
         inner = min(num_tokens, self._num_inner)
         self.inner.rollback(inner)

@@ -71,9 +71,6 @@ class WrongMask:
         self._inner.rollback(num_tokens)
         self._num_accepted -= num_tokens
 
-    def forced_bytes(self) -> bytes:
-        return self._inner.forced_bytes()
-
 
 @pytest.mark.parametrize("backend", EACH_BACKEND)
 @pytest.mark.parametrize("marker", [None, "b", "ab"])
@@ -84,7 +81,8 @@ def test_a_wrong_bit_is_found_along_a_random_walk_with_rollbacks(token: int, mar
     constraint = Constraint.regex("[a-c]+")
     grammar = compiler.compile(constraint.after(marker) if marker else constraint)
     for position in range(5):
-        matcher = CheckedMatcher(WrongMask(grammar.matcher(), position, token), backend)
+        wrong: Any = WrongMask(grammar.matcher(), position, token)
+        matcher = CheckedMatcher(wrong, backend)
         reference, history = grammar.matcher(), list[int]()
         while True:
             fill_mask(matcher)

@@ -50,7 +50,11 @@ class Walk:
     def __init__(self, grammar: CompiledConstraint) -> None:
         self.grammar, self.matcher = grammar, grammar.matcher()
         self.table, self.text, self.history = token_lookup(grammar.vocabulary), ForcedText(), list[int]()
-        self.masks = torch.zeros(1, grammar.vocabulary.mask_words, dtype=torch.int32)
+        self.masks, self.looks = torch.zeros(1, grammar.vocabulary.mask_words, dtype=torch.int32), 0
+
+    def find(self) -> bytes:
+        self.looks += 1
+        return self.matcher.forced_bytes()
 
     def fill(self) -> list[int]:
         status = self.matcher.fill_next_token_bitmask(self.masks, 0)
@@ -58,7 +62,7 @@ class Walk:
 
     def forced(self, fresh: bool = False) -> int:
         text = ForcedText() if fresh else self.text
-        return text.propose(len(self.history), self.masks[0].numpy(), self.table, self.matcher)
+        return text.propose(len(self.history), self.masks[0].numpy(), self.table, self.find)
 
     def accept(self, token: int) -> None:
         assert self.matcher.accept_token(token)
@@ -143,16 +147,16 @@ def test_the_only_legal_token_is_forced_without_calling_the_matcher() -> None:
     """Also a token without text, such as the control token of a marker."""
     table, masks = token_lookup(VOCABULARY), torch.zeros(1, VOCABULARY.mask_words, dtype=torch.int32)
     text = ForcedText()
-    no_matcher: Any = None
+    not_called: Any = None
     for token in (0, 31, 112):
         masks.zero_()
         masks.numpy().view("uint32")[0, token // 32] = 1 << token % 32
-        assert text.propose(3, masks[0].numpy(), table, no_matcher) == token
+        assert text.propose(3, masks[0].numpy(), table, not_called) == token
     masks.zero_()
     masks[0, 4] = 1 << 3  # padding of the logits
-    assert text.propose(3, masks[0].numpy(), table, no_matcher) == -1
+    assert text.propose(3, masks[0].numpy(), table, not_called) == -1
     masks[0, 4], masks[0, 0] = 0, -1
-    assert text.propose(3, masks[0].numpy(), table, no_matcher) == -1 and text.looks == 0
+    assert text.propose(3, masks[0].numpy(), table, not_called) == -1
 
 
 def test_too_many_legal_tokens_force_nothing() -> None:
@@ -168,7 +172,7 @@ def test_too_many_legal_tokens_force_nothing() -> None:
 def test_a_text_that_is_followed_is_searched_once() -> None:
     walk = Walk(COMPILER.compile(Constraint.json_schema(schema_of(["first_name", "last_name"]))))
     assert b"".join(words(walk.follow())) == b'{"first_name": ' and len(walk.history) > 8
-    assert walk.text.looks == 1
+    assert walk.looks == 1
 
 
 def test_a_long_text_is_searched_in_parts() -> None:
@@ -178,7 +182,7 @@ def test_a_long_text_is_searched_in_parts() -> None:
     walk = Walk(COMPILER.compile(Constraint.choice([text])))
     proposed = walk.follow()
     assert walk.table.split(text.encode()) == proposed
-    assert walk.text.looks <= len(text) // (FORCED_BYTES - module.TAIL_BYTES - 4) + 1
+    assert walk.looks <= len(text) // (FORCED_BYTES - module.TAIL_BYTES - 4) + 1
 
 
 @settings(max_examples=60)
@@ -241,7 +245,6 @@ def test_a_part_of_a_character_can_be_forced() -> None:
 
 
 def test_llguidance_forces_nothing() -> None:
-    """Its library reports forced text only as tokens of its own tokenizer."""
     assert COMPILER.compile(Constraint.choice(["name"], "llguidance")).matcher().forced_bytes() == b""
 
 
