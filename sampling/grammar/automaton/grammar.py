@@ -17,13 +17,14 @@ from torch import Tensor
 
 from stepgraph.sampling.c_declarations import constants, function_types
 from stepgraph.sampling.grammar.automaton.library import AutomatonVocabulary, Field, Image, functions, limits_of, next_entries
+from stepgraph.sampling.grammar.compile.limits import GrammarLimits
 from stepgraph.sampling.grammar.compile.worker_process import CompileWorker, library_errors
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
 from stepgraph.sampling.grammar.matchers import forced
 from stepgraph.sampling.grammar.matchers.marker import Marker
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.vocabulary import MASK_DTYPE, Vocabulary
-from stepgraph.sampling.grammar.xgrammar_lib.grammar import EbnfBuilder, parse
+from stepgraph.sampling.grammar.xgrammar_lib.grammar import check_payload, parse
 
 STATUSES = tuple(MaskStatus)
 
@@ -117,8 +118,16 @@ def automaton_vocabulary(vocabulary: Vocabulary) -> AutomatonVocabulary:
     return table
 
 
-class AutomatonBuilder(EbnfBuilder):
+class AutomatonBuilder:
     """Builds automata over one vocabulary; safe to call from any thread. Grammars are written and parsed as for xgrammar."""
+
+    def __init__(self, vocabulary: Vocabulary, limits: GrammarLimits) -> None:
+        self._vocabulary, self._limits = vocabulary, limits
+
+    def check(self, constraint: Constraint) -> None:
+        """ValueError for what would not be enforced, an UnsupportedError if the part is known; does not compile."""
+        if constraint.kind in ("regex", "ebnf", "lark"):
+            check_payload(constraint, self._limits)
 
     def build(self, constraint: Constraint, worker: CompileWorker | None = None) -> AutomatonGrammar:
         """UnfitError if the automaton exceeds the limits or does not exist; other errors as in `XGrammarBuilder.build`."""

@@ -112,7 +112,7 @@ def make_builder(name: str, vocabulary: Vocabulary, limits: GrammarLimits, max_t
     if name == "automaton" and name not in available_backends():
         raise ValueError(f"there is no C library: {why_not()}")
     if name in ("automaton", "xgrammar"):
-        return (AutomatonBuilder if name == "automaton" else XGrammarBuilder)(vocabulary, limits, max_threads)
+        return AutomatonBuilder(vocabulary, limits) if name == "automaton" else XGrammarBuilder(vocabulary, limits, max_threads)
     if not is_installed(name):
         raise ValueError(f"{name} is not installed; pip install 'stepgraph[{name}]'")
     from stepgraph.sampling.grammar.llguidance_lib.grammar import LLGuidanceBuilder  # an optional library

@@ -52,23 +52,23 @@ def parse(constraint: Constraint, limits: GrammarLimits) -> ParsedGrammar:
     return parsed_grammar(bindings, constraint.kind, constraint.payload, constraint.schema_options, limits.least_bytes)
 
 
-class EbnfBuilder:
-    """Builds grammars that are written in xgrammar's notation."""
+def check_payload(constraint: Constraint, limits: GrammarLimits) -> None:
+    """ValueError for a notation of another library, a malformed pattern, and a malformed grammar of at most MAX_PARSED_CHARS characters."""
+    kind, payload = constraint.kind, constraint.payload
+    if kind == "lark" or (kind == "regex" and not takes_seconds(payload)):
+        ebnf_text(None, kind, payload, constraint.schema_options)
+    elif kind == "ebnf" and len(payload) <= MAX_PARSED_CHARS:
+        with library_errors():
+            parse(constraint, limits)
 
-    def __init__(self, vocabulary: Vocabulary, limits: GrammarLimits, max_threads: int = 1) -> None:
+
+class XGrammarBuilder:
+    def __init__(self, vocabulary: Vocabulary, limits: GrammarLimits, max_threads: int) -> None:
         self._vocabulary, self._limits, self._max_threads = vocabulary, limits, max_threads
 
     def check(self, constraint: Constraint) -> None:
-        """ValueError for another library's notation, a malformed pattern, and a malformed grammar of up to MAX_PARSED_CHARS characters."""
-        kind, payload = constraint.kind, constraint.payload
-        if kind == "lark" or (kind == "regex" and not takes_seconds(payload)):
-            ebnf_text(None, kind, payload, constraint.schema_options)
-        elif kind == "ebnf" and len(payload) <= MAX_PARSED_CHARS:
-            with library_errors():
-                parse(constraint, self._limits)
+        check_payload(constraint, self._limits)
 
-
-class XGrammarBuilder(EbnfBuilder):
     def build(self, constraint: Constraint, worker: CompileWorker | None = None) -> XGrammar:
         with library_errors():
             kind, payload, options = constraint.kind, constraint.payload, constraint.schema_options
