@@ -154,8 +154,3 @@ def to_units(weights: Tensor) -> Tensor:
 def from_units(total: Tensor) -> Tensor:
     """A sum of units as float32, rounded once."""
     return total.to(torch.float32) * 2.0**-UNIT_BITS
-
-
-def race(weights: Tensor, noise: Tensor, columns: VocabColumns = ALL_COLUMNS) -> Tensor:
-    """Draw by exponential race: token t with probability weights[t] / weights.sum(). [..., V] each -> [...] int64."""
-    return columns.best(weights / noise)[1].squeeze(-1)

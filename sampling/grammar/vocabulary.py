@@ -26,6 +26,11 @@ MASK_DTYPE = torch.int32
 _DEMO_TOKENS = (b'{"', b'": ', b'": "', b'", "', b'"}', b"}]", b", ", b"[]", b"true", b"false", b"null", b"10", b"name", b"the ")
 
 
+def allows(mask: npt.NDArray[np.int32], token_id: int) -> bool:
+    """Whether the bit of any id is set in a mask [words]."""
+    return 0 <= token_id < len(mask) * BITS_PER_WORD and bool(int(mask[token_id // BITS_PER_WORD]) >> token_id % BITS_PER_WORD & 1)
+
+
 @dataclass(frozen=True, eq=False)
 class Vocabulary:
     """`tokens[i]` are the bytes of id i; ids from `len(tokens)` to `logits_width` are padding of the logits and never legal.

@@ -131,9 +131,10 @@ def _with_index(device: torch.device) -> torch.device:
 
 
 def race(weights: Tensor, seed: Tensor, position: Tensor, purpose: int, columns: VocabColumns = sampler.ALL_COLUMNS) -> Tensor:
-    """sampler.race of weights [N, V] with the noise rng.exponential(seed, position, purpose, token) of seed, position [N]: tokens [N]."""
+    """Tokens [N] drawn by exponential race: token t with probability weights[t] / weights.sum(), of weights [N, V]. The noise is
+    rng.exponential(seed, position, purpose, token) of seed, position [N]."""
     noise = rng.exponential(seed[:, None], position[:, None], rng.Purpose(purpose), columns.ids(weights))
-    return sampler.race(weights, noise, columns)
+    return columns.best(weights / noise)[1].squeeze(-1)
 
 
 def _check_params(logits: Tensor, params: Tensor) -> None:

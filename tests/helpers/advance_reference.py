@@ -95,7 +95,7 @@ class ForcedRow:
     def propose(self, index: int, position: int, row: Row) -> None:
         if self.tokens is not None and index < len(self.tokens):
             text = self.text
-            self.tokens[index] = text.propose(position, row.masks[index], self.table, PlaceMatcher(row, row._load(position)))
+            self.tokens[index] = text.propose(position, row.masks[index], self.table, PlaceMatcher(row, row._load(position)).forced_bytes)
             self.text = text
 
 

@@ -25,10 +25,7 @@ from tests.helpers.planted import fail, innermost, plant
 
 CAUSE = "planted fault"
 DRAFT_NONSENSE = (float("nan"), float("inf"), float("-inf"))
-CALLS = {  # the library methods that a Python matcher calls
-    "xgrammar": {"accept": "accept_token", "fill": "fill_next_token_bitmask", "rollback": "rollback"},
-    "llguidance": {"accept": "try_consume_tokens", "fill": "unsafe_compute_mask_ptr", "rollback": "rollback"},
-}
+CALLS = {"accept": "accept_token", "fill": "fill_next_token_bitmask", "rollback": "rollback"}  # by function of a native row
 
 
 class Fault:
@@ -96,7 +93,7 @@ def matcher_call(library: str, operation: str) -> Point:
                 if isinstance(row_of_link, NativeRow):
                     plant(row_of_link, operation, lambda entry, *rest: fail(rest[-1], CAUSE.encode()) if fault.due() else entry(*rest))
                 else:
-                    inner.library_matcher = Failing(inner.library_matcher, CALLS[library][operation], fault)  # type: ignore[attr-defined]
+                    inner.library_matcher = Failing(inner.library_matcher, CALLS[operation], fault)  # type: ignore[attr-defined]
             return row_of_link
 
         with replaced(engine._parts.host_link, "row", lambda _: row):

@@ -19,7 +19,7 @@ import torch
 
 from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, GrammarLimits, MaskStatus, Matcher, Vocabulary
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
-from stepgraph.sampling.grammar.llguidance_lib.grammar import LLGuidanceMatcher
+from stepgraph.sampling.grammar.llguidance_lib.grammar import LLGuidanceText
 from tests.helpers.c_library import EACH_BACKEND
 from tests.helpers.grammar_texts import TAGS
 from tests.helpers.vocabularies import VOCABULARIES, vocabulary
@@ -174,8 +174,8 @@ def test_twenty_thousand_masks_equal_those_of_a_fresh_matcher(name: str, backend
 
 
 def test_the_comparison_detects_a_mask_that_is_cached_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = LLGuidanceMatcher._compute
-    monkeypatch.setattr(LLGuidanceMatcher, "_compute", lambda self, row: None if row is self._scratch else real(self, row))
+    real = LLGuidanceText._compute
+    monkeypatch.setattr(LLGuidanceText, "_compute", lambda self, row: None if row is self._scratch else real(self, row))
     (brackets,) = (grammar for grammar in compiled("synthetic", "llguidance") if grammar.constraint == BRACKETS["llguidance"])
     walker = ChainWalker(brackets, Random(1))
     walker.walk(400)

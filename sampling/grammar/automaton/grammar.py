@@ -26,7 +26,6 @@ from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.vocabulary import MASK_DTYPE, Vocabulary
 from stepgraph.sampling.grammar.xgrammar_lib.grammar import check_payload, parse
 
-MAX_FORCED = 128
 STATUSES = tuple(MaskStatus)
 
 
@@ -77,9 +76,8 @@ class AutomatonMatcher:
         assert not failed, self._error.value
 
     def forced_bytes(self) -> bytes:
-        """The bytes that must come next; the last character may be incomplete."""
-        text = (c_char * MAX_FORCED)()
-        size = 0 if self.fault else self._checked(self.functions.forced(None, self.handle, text, MAX_FORCED, self._error))
+        text = (c_char * forced.FORCED_BYTES)()
+        size = 0 if self.fault else self._checked(self.functions.forced(None, self.handle, text, forced.FORCED_BYTES, self._error))
         return text.raw[: max(0, size)]
 
 

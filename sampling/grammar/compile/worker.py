@@ -81,7 +81,6 @@ class Libraries:
         return parsed_grammar(self._core, kind, payload, Options(**options), self._options["limits"]["least_bytes"])
 
     def automaton(self, kind: str, payload: str, options: dict[str, Any]) -> bytes:
-        """The image of the automaton of a constraint."""
         from stepgraph.sampling.grammar.automaton.library import limits_of
 
         _, *parsed = self._parse(kind, payload, options)

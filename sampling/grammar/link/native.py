@@ -31,10 +31,10 @@ from stepgraph.sampling.grammar.link.protocol import NODE_BOUNDS_NS, HostAction,
 from stepgraph.sampling.grammar.link.python import PythonLink
 from stepgraph.sampling.grammar.link.xgrammar_binding import XGrammarBinding, check_versions, versions_are_tested
 from stepgraph.sampling.grammar.matchers.forced import Forcing
+from stepgraph.sampling.grammar.matchers.library import LibraryMatcher
 from stepgraph.sampling.grammar.matchers.marker import MarkerMatcher
 from stepgraph.sampling.grammar.matchers.protocol import Matcher
 from stepgraph.sampling.grammar.status import CONTENT_FIELDS, TAG_FIELDS, HostColumn
-from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammarMatcher
 from stepgraph.sampling.lifetimes import call_after_fork
 from stepgraph.sampling.native import Unavailable, find_library, open_library
@@ -85,22 +85,13 @@ class NativeRow:
         if isinstance(matcher, MarkerMatcher):
             self._set_marker(matcher, room=len(masks_host))
             matcher = matcher.inner
-        inner: Any = matcher  # the module of LLGuidanceMatcher may be missing
-        assert inner.vocabulary.mask_words == masks_host.shape[-1]
-        if isinstance(matcher, AutomatonMatcher):
+        assert isinstance(matcher, (AutomatonMatcher, LibraryMatcher)) and matcher.vocabulary.mask_words == masks_host.shape[-1]
+        if isinstance(matcher, LibraryMatcher):
+            self._set_library(matcher)
+        else:
             self.struct.library, self.struct.matcher = addressof(matcher.functions), matcher.handle
             self.struct.grammar = matcher.grammar.image_id
             self.struct.fuel_seconds = math.inf  # a step is a look-up, so no limit is needed
-        elif isinstance(matcher, XGrammarMatcher):
-            self._set_vocabulary(matcher, matcher.vocabulary.xgrammar_words)
-            xgrammar = library.xgrammar
-            self.struct.library, self.struct.matcher = addressof(xgrammar.struct), int(matcher.library_matcher._handle.__chandle__())
-        else:  # an LLGuidanceMatcher, which has no pointer to the library's matcher
-            self._set_vocabulary(inner, inner.vocabulary.text_words)
-            llguidance, stop_words = library.llguidance, self.struct.stop_words
-            assert llguidance is not None
-            self.struct.library = llguidance.address
-            self.struct.matcher = llguidance.open_matcher(self, inner.native_grammar, inner.accepted_tokens, stop_words)
 
     def _set_marker(self, matcher: MarkerMatcher, room: int) -> None:
         """A rollback removes at most as many tokens as a round has drafts; the ring has one state more."""
@@ -114,13 +105,20 @@ class NativeRow:
         self.struct.marker = structs.marker_progress(table=addressof(self._table), states=self._states.ctypes.data, room=room)
         self.struct.marker.num_free = matcher.num_free
 
-    def _set_vocabulary(self, matcher: Any, text_words: npt.NDArray[np.int32]) -> None:
-        vocabulary: Vocabulary = matcher.vocabulary
-        struct = self.struct
+    def _set_library(self, matcher: LibraryMatcher) -> None:
+        vocabulary, text_words, struct = matcher.vocabulary, matcher.text_words, self.struct
         self._words = text_words, vocabulary.stop_words, np.flatnonzero(text_words != -1).astype(np.int32)
         struct.text_words, struct.stop_words, struct.partial_words = (words.ctypes.data for words in self._words)
         struct.num_partial = len(self._words[2])
         struct.num_tokens, struct.fuel_seconds = len(vocabulary.tokens), matcher.fuel_seconds
+        if isinstance(matcher, XGrammarMatcher):
+            struct.library = addressof(self._library.xgrammar.struct)
+            struct.matcher = int(matcher.library_matcher._handle.__chandle__())
+        else:  # an LLGuidanceMatcher, which has no pointer to the library's matcher; its module may be missing
+            llguidance, text = self._library.llguidance, matcher.library_matcher
+            assert llguidance is not None
+            struct.library = llguidance.address
+            struct.matcher = llguidance.open_matcher(self, text.native_grammar, text.accepted_tokens, struct.stop_words)
 
     @property
     def fault(self) -> str:

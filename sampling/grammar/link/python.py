@@ -112,19 +112,14 @@ class PythonLink:
                     _guarded(row, functools.partial(self._run_row, step, slot, row))
 
     def _run_row(self, step: HostStep, slot: int, row: PythonRow) -> None:
-        if step.action == HostAction.NEXT:
-            self._next_row(slot, row, step.stage)
-        elif step.action == HostAction.COMMIT:
-            self._commit_row(slot, row, 0)
-        else:
-            forced = int(self._forcing.forced_host[step.stage - 1, slot]) if step.action == HostAction.FOLLOW and self._forcing else -1
-            self._advance_row(slot, row, self._draft(slot, step.stage) if forced < 0 else forced, step.stage, step.stage)
-
-    def _next_row(self, slot: int, row: PythonRow, stage: int) -> None:
-        if row.last_mask_status == MaskStatus.NONE or row.committed != self._state_np[slot, HostColumn.GENERATED]:
+        action, stage = step
+        is_behind = row.last_mask_status == MaskStatus.NONE or row.committed != self._state_np[slot, HostColumn.GENERATED]
+        if action == HostAction.COMMIT or (action == HostAction.NEXT and is_behind):
             self._commit_row(slot, row, stage)
-        else:
-            self._advance_row(slot, row, self._draft(slot, stage), row.next_mask, stage)
+            return
+        forced = int(self._forcing.forced_host[stage - 1, slot]) if action == HostAction.FOLLOW and self._forcing else -1
+        token = int(self._drafts_np[stage - 1, slot]) if forced < 0 else forced
+        self._advance_row(slot, row, token, row.next_mask if action == HostAction.NEXT else stage, stage)
 
     def _commit_row(self, slot: int, row: PythonRow, stage: int) -> None:
         state = self._state_np[slot]
@@ -149,9 +144,6 @@ class PythonLink:
             row.forced.accepted(generated - 1, token)
             row.committed = generated
         self._fill(slot, row, 0, stage)
-
-    def _draft(self, slot: int, stage: int) -> int:
-        return int(self._drafts_np[stage - 1, slot])
 
     def _advance_row(self, slot: int, row: PythonRow, token: int, index: int, stage: int) -> None:
         row.next_mask = index + 1
@@ -180,11 +172,12 @@ class PythonLink:
         """Write the token that is forced after mask `index`."""
         if self._forcing is None or index == len(self._forcing.forced_host):
             return
-        looks, mask = row.forced.looks, self._masks[index, slot].numpy()
-        try:
-            self._forcing.forced_host[index, slot] = row.forced.propose(row.committed + index, mask, self._forcing.table, row.matcher)
-        finally:
-            self._looks += row.forced.looks - looks
+        mask, find = self._masks[index, slot].numpy(), functools.partial(self._find_forced, row)
+        self._forcing.forced_host[index, slot] = row.forced.propose(row.committed + index, mask, self._forcing.table, find)
+
+    def _find_forced(self, row: PythonRow) -> bytes:
+        self._looks += 1
+        return row.matcher.forced_bytes()
 
 
 def _guarded(row: PythonRow, work: Callable[[], None]) -> None:

@@ -26,18 +26,30 @@ class XGrammarBinding:
     """The bound methods. Keeps the function objects alive that the struct points to."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        tvm = _loaded_tvm_ffi()
-        info = _matcher_type()
+        version = (ctypes.c_uint32 * 3)()
+        try:
+            from tvm_ffi import libinfo
+            from xgrammar.tvm_ffi_binding import _ffi_api
+
+            # only the copy that xgrammar has loaded
+            tvm = ctypes.CDLL(libinfo.find_libtvm_ffi(), mode=getattr(os, "RTLD_NOLOAD", 0) | ctypes.DEFAULT_MODE)
+            tvm.TVMFFIGetVersion(version)
+            addresses = {field: ctypes.cast(tvm[symbol], ctypes.c_void_p).value for field, symbol in SYMBOLS.items()}
+            matcher_class: Any = _ffi_api.GrammarMatcher
+            info = matcher_class.__tvm_ffi_type_info__
+        except Exception as error:
+            raise Unavailable(f"xgrammar's functions were not found: {error}") from error
+        if tuple(version[:2]) != TVM_VERSION:
+            raise Unavailable(f"tvm-ffi: got {'.'.join(map(str, version))}, expected {'.'.join(map(str, TVM_VERSION))}")
+        if info.type_key != MATCHER_TYPE_KEY:
+            raise Unavailable(f"xgrammar's matcher type: got {info.type_key!r}, expected {MATCHER_TYPE_KEY!r}")
         found = {method.name: method.func for method in info.methods}
         if missing := [name for name in METHODS if name not in found]:
             raise Unavailable(f"xgrammar's matcher has no method {missing[0]!r}")
         self._functions = {name: found[name] for name in METHODS}
-        self.struct = structs.xgrammar_library(matcher_type=int(info.type_index))
+        handles = {name: function.__chandle__() for name, function in self._functions.items()}
+        self.struct = structs.xgrammar_library(matcher_type=int(info.type_index), **addresses, **handles)
         library.stepgraph_bind_xgrammar(ctypes.byref(self.struct))
-        for field, symbol in SYMBOLS.items():
-            setattr(self.struct, field, _address(tvm, symbol))
-        for name, function in self._functions.items():
-            setattr(self.struct, name, function.__chandle__())
 
 
 def versions_are_tested() -> bool:
@@ -49,38 +61,3 @@ def check_versions() -> None:
     version = importlib.metadata.version("xgrammar")
     if not re.match(r"0\.2\.[89](?!\d)", version):
         raise Unavailable(f"xgrammar: got {version}, expected 0.2.8 or 0.2.9")
-
-
-def _loaded_tvm_ffi() -> ctypes.CDLL:
-    try:
-        from tvm_ffi import libinfo
-
-        path = libinfo.find_libtvm_ffi()
-        library = ctypes.CDLL(path, mode=getattr(os, "RTLD_NOLOAD", 0) | ctypes.DEFAULT_MODE)  # only the copy that xgrammar has loaded
-    except Exception as error:
-        raise Unavailable(f"tvm-ffi's library is not loaded: {error}") from error
-    version = (ctypes.c_uint32 * 3)()
-    library.TVMFFIGetVersion(version)
-    if tuple(version[:2]) != TVM_VERSION:
-        raise Unavailable(f"tvm-ffi: got {'.'.join(map(str, version))}, expected {'.'.join(map(str, TVM_VERSION))}")
-    return library
-
-
-def _matcher_type() -> Any:
-    try:
-        from xgrammar.tvm_ffi_binding import _ffi_api
-
-        matcher_class: Any = _ffi_api.GrammarMatcher
-        info = matcher_class.__tvm_ffi_type_info__
-    except Exception as error:
-        raise Unavailable(f"xgrammar's matcher is not in tvm-ffi's type table: {error}") from error
-    if info.type_key != MATCHER_TYPE_KEY:
-        raise Unavailable(f"xgrammar's matcher type: got {info.type_key!r}, expected {MATCHER_TYPE_KEY!r}")
-    return info
-
-
-def _address(library: ctypes.CDLL, symbol: str) -> int:
-    try:
-        return int(ctypes.cast(library[symbol], ctypes.c_void_p).value or 0)
-    except AttributeError as error:
-        raise Unavailable(f"tvm-ffi has no {symbol}") from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 
@@ -20,10 +19,10 @@ from stepgraph.sampling.grammar.constraints.unsupported import reject
 from stepgraph.sampling.grammar.link.llguidance_binding import LLGuidanceNativeGrammar, LLGuidanceTokenizer, llguidance_api
 from stepgraph.sampling.grammar.llguidance_lib.lark import checked_lark, lark_text
 from stepgraph.sampling.grammar.llguidance_lib.library import LLGuidance, library_limits
+from stepgraph.sampling.grammar.matchers.library import LibraryMatcher
 from stepgraph.sampling.grammar.schema.options import Options
 from stepgraph.sampling.grammar.schema.patterns import takes_seconds
 from stepgraph.sampling.grammar.schema.reader import check_schema
-from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.native import Unavailable
 
@@ -36,20 +35,18 @@ _NOISE = re.compile(rf"^{_POSITION.pattern}(failed to compile JSON schema: )?|\n
 LEXER_FULL = "too many states"
 
 
-class LLGuidanceMatcher:
-    """`accept_token` never raises; `fill_next_token_bitmask` fails closed: after any failure the row is zero.
+class LLGuidanceText:
+    """The library's matcher with the methods of xgrammar's, which raise its errors.
 
     Stop tokens are not passed to the library, whose rollback miscounts them. The shared start matcher is copied, never advanced.
     """
 
     def __init__(self, grammar: LLGuidanceGrammar) -> None:
         self._grammar, self._start_matcher = grammar, grammar.start
-        self.library_matcher = self._start_matcher.deep_copy()
+        self._matcher = self._start_matcher.deep_copy()
         self.native_grammar = grammar.native  # for the native host link, whose accepted tokens do not change this matcher
-        self.vocabulary, self.fuel_seconds = grammar.vocabulary, grammar.fuel_seconds
-        self.fault = ""  # why this matcher can no longer be used; empty while it works
-        self._stop_ids = frozenset(self.vocabulary.stop_token_ids)
-        self._scratch: npt.NDArray[np.int32] = np.zeros(self.vocabulary.mask_words, dtype=np.int32)
+        self._stop_token_ids = grammar.vocabulary.stop_token_ids
+        self._scratch: npt.NDArray[np.int32] = np.zeros(grammar.vocabulary.mask_words, dtype=np.int32)
         self._history = list[int]()  # text tokens that the library has accepted
         self._mask_position = 0  # length of the history when a mask was last computed
         self._ended = self._dead_end = False
@@ -57,82 +54,68 @@ class LLGuidanceMatcher:
     @property
     def accepted_tokens(self) -> tuple[int, ...]:
         """Tokens accepted and not rolled back. Any accepted stop token is reported as the first stop token of the vocabulary."""
-        return (*self._history, *self.vocabulary.stop_token_ids[: self._ended])
+        return (*self._history, *self._stop_token_ids[: self._ended])
 
-    @property
-    def num_accepted(self) -> int:
-        """Number of tokens accepted and not rolled back, including a stop token."""
-        return len(self._history) + self._ended
+    def is_terminated(self) -> bool:
+        return self._ended
 
     def accept_token(self, token_id: int) -> bool:
-        vocabulary = self.vocabulary
-        if not 0 <= token_id < len(vocabulary.tokens) or self._ended or self._dead_end or self.fault:
+        if self._dead_end:
             return False
-        if token_id in self._stop_ids:
-            self._ended = bool(self.library_matcher.is_accepting())
+        if token_id in self._stop_token_ids:
+            self._ended = bool(self._matcher.is_accepting())
             return self._ended
-        if token_id in vocabulary.non_text_ids:
-            return False
-        start = time.thread_time()
         accepted = self._consume(token_id)
         if not accepted and self._replaced_full_lexer(token_id):
             accepted = self._consume(token_id)
         if accepted:
             self._history.append(token_id)
-        self._check_call(start, "accept_token")
+        self._raise_error()
         return accepted
 
-    def fill_next_token_bitmask(self, masks: Tensor, index: int) -> MaskStatus:
-        row = self.vocabulary.mask_row(masks, index)
-        row.fill(0)
-        if self.fault:
-            return MaskStatus.FAULT
-        if self._ended:
-            return MaskStatus.TERMINATED
+    def fill_next_token_bitmask(self, masks: Tensor, index: int) -> None:
+        row = self._grammar.vocabulary.mask_row(masks, index)
         if not self._dead_end:
-            start = time.thread_time()
             self._compute(row)
-            self._check_call(start, "fill_next_token_bitmask")
-        if self.fault or self._dead_end:
+        if self._dead_end:
             row.fill(0)  # after an error the library leaves the bits of stop tokens set
-            return MaskStatus.FAULT if self.fault else MaskStatus.DEAD_END
-        return self.vocabulary.classify(row)
+        self._raise_error()
 
     def rollback(self, num_tokens: int) -> None:
-        assert 0 <= num_tokens <= self.num_accepted
-        count = num_tokens - self._ended if num_tokens else 0
-        self._ended = self._ended and num_tokens == 0
-        if count == 0 or self.fault:
-            return
+        count = num_tokens - self._ended
+        self._ended = False
         del self._history[len(self._history) - count :]
-        if self._dead_end:
+        if count and self._dead_end:
             self._restart()
-            return
-        start = time.thread_time()
-        self.library_matcher.rollback(count)
-        if not self._replaced_full_lexer() and len(self._history) < self._mask_position:
-            # The library caches its latest mask by the number of items and the lexer state. Another path may reach the same pair with
-            # other items. Computing a mask here, where the paths diverge, replaces the cached one.
-            self._compute(self._scratch)
-        self._check_call(start, "rollback")
+        elif count:
+            self._matcher.rollback(count)
+            if not self._replaced_full_lexer() and len(self._history) < self._mask_position:
+                # The library caches its latest mask by the number of items and the lexer state. Another path may reach the same pair with
+                # other items. Computing a mask here, where the paths diverge, replaces the cached one.
+                self._compute(self._scratch)
+            self._raise_error()
+
+    def find_jump_forward_string(self) -> str:
+        """None is known: the library reports forced text only as tokens of its own tokenizer."""
+        return ""
 
     def _compute(self, row: npt.NDArray[np.int32]) -> None:
-        self.library_matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         if self._replaced_full_lexer():
-            self.library_matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+            self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         self._mask_position = len(self._history)
         # The library reports a dead end as a permanent error; here it only ends one draft.
-        self._dead_end = self.library_matcher.is_error() and self.library_matcher.get_error().startswith("NoExtensionBias")
+        self._dead_end = self._matcher.is_error() and self._matcher.get_error().startswith("NoExtensionBias")
 
     def _consume(self, token_id: int) -> bool:
-        return self.library_matcher.try_consume_tokens([token_id]) == 1
+        return self._matcher.try_consume_tokens([token_id]) == 1
 
     def _replaced_full_lexer(self, rejected: int = -1) -> bool:
         """Whether the lexer was full and a new lexer has accepted the text so far. A text that still fails exceeds the limit by itself.
 
         A full lexer rejects tokens without an error. Only a copy that must consume the rejected token reports one.
         """
-        probe = self.library_matcher
+        probe = self._matcher
         if rejected >= 0 and not probe.is_error():
             probe = probe.deep_copy()
             probe.consume_token(rejected)
@@ -140,19 +123,21 @@ class LLGuidanceMatcher:
             return False
         self._start_matcher = self._grammar.start = self._grammar.new_matcher()
         self._restart()
-        return not self.fault
+        return True
 
     def _restart(self) -> None:
-        self.library_matcher, self._dead_end, self._mask_position = self._start_matcher.deep_copy(), False, 0
-        if self.library_matcher.try_consume_tokens(self._history) != len(self._history):
-            self.fault = "rollback: the accepted tokens are not accepted again"
+        self._matcher, self._dead_end, self._mask_position = self._start_matcher.deep_copy(), False, 0
+        if self._matcher.try_consume_tokens(self._history) != len(self._history):
+            raise RuntimeError("the accepted tokens are not accepted again")
 
-    def _check_call(self, start: float, call: str) -> None:
-        seconds = time.thread_time() - start
-        if self.library_matcher.is_error() and not self._dead_end:
-            self.fault = f"{call}: {self.library_matcher.get_error().splitlines()[0]}"
-        elif seconds > self.fuel_seconds:
-            self.fault = f"one step of the grammar took {seconds:.3f} s, more than the {self.fuel_seconds:g} s that it may take"
+    def _raise_error(self) -> None:
+        if self._matcher.is_error() and not self._dead_end:
+            raise RuntimeError(self._matcher.get_error().splitlines()[0])
+
+
+class LLGuidanceMatcher(LibraryMatcher):
+    def __init__(self, grammar: LLGuidanceGrammar) -> None:
+        super().__init__(LLGuidanceText(grammar), grammar.vocabulary, grammar.vocabulary.text_words, grammar.fuel_seconds)
 
 
 class LLGuidanceGrammar:

@@ -41,8 +41,6 @@ MAX_TOKEN_BYTES = 1024  # of a token: with longer ones the library panics
 
 
 class LLGuidance:
-    """Makes matchers over one vocabulary."""
-
     def __init__(self, tokens: list[bytes], stop_token_ids: Sequence[int], non_text_ids: Sequence[int], fuel: Mapping[str, int]) -> None:
         if (longest := max(map(len, tokens))) > MAX_TOKEN_BYTES:
             raise ValueError(f"Vocabulary.tokens: got a token of {longest} bytes, expected at most {MAX_TOKEN_BYTES} for llguidance")

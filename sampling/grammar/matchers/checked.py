@@ -6,9 +6,9 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from stepgraph.sampling.grammar.matchers.forced import forced_bytes
 from stepgraph.sampling.grammar.matchers.protocol import Matcher
-from stepgraph.sampling.grammar.status import BITS_PER_WORD, MaskStatus
+from stepgraph.sampling.grammar.status import MaskStatus
+from stepgraph.sampling.grammar.vocabulary import allows
 
 MAX_KEPT_MASKS = 16  # more than the drafts of a round: after a rollback a token is compared with the mask of an earlier position
 
@@ -52,12 +52,10 @@ class CheckedMatcher:
         self._masks = {position: mask for position, mask in self._masks.items() if position <= self._num_accepted}
 
     def forced_bytes(self) -> bytes:
-        return b"" if self._disagreement else forced_bytes(self._inner)
+        return b"" if self._disagreement else self._inner.forced_bytes()
 
     def _compare(self, mask: npt.NDArray[np.int32], token_id: int, accepted: bool) -> None:
-        in_range = 0 <= token_id < len(mask) * BITS_PER_WORD
-        allowed = in_range and bool(int(mask[token_id // BITS_PER_WORD]) >> token_id % BITS_PER_WORD & 1)
-        if allowed != accepted:
-            verdicts = ("allows", "rejects") if allowed else ("forbids", "accepts")
+        if accepted != allows(mask, token_id):
+            verdicts = ("forbids", "accepts") if accepted else ("allows", "rejects")
             where = f"token {token_id} after {self._num_accepted} tokens"
             self._disagreement = f"check_masks: the mask of {self._backend} {verdicts[0]} {where}, accept_token {verdicts[1]} it"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -29,12 +29,6 @@ KEY_FACTOR = 0x9E3779B97F4A7C15  # for the keys of texts; must be odd
 
 Int32s = npt.NDArray[np.int32]
 _tables: weakref.WeakKeyDictionary[Vocabulary, TokenLookup] = weakref.WeakKeyDictionary()
-
-
-def forced_bytes(matcher: object) -> bytes:
-    """The bytes that must come next; none from a matcher without a method of this name. Leaves the matcher unchanged."""
-    found: bytes = getattr(matcher, "forced_bytes", bytes)()
-    return found
 
 
 class TokenLookup:
@@ -143,7 +137,6 @@ class ForcedText:
     text: bytes = b""
     tokens: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)  # end of each token in the text
-    looks: int = 0  # number of searches
 
     def accepted(self, position: int, token: int) -> None:
         """Record that `token` was accepted at `position` of the history."""
@@ -151,8 +144,8 @@ class ForcedText:
         if index < 0 or (index < len(self.tokens) and self.tokens[index] != token):
             del self.tokens[max(index, 0) :]
 
-    def propose(self, position: int, mask: Int32s, table: TokenLookup, matcher: object) -> int:
-        """The token that is forced at `position`, given its mask [words]; -1 if none is."""
+    def propose(self, position: int, mask: Int32s, table: TokenLookup, find: Callable[[], bytes]) -> int:
+        """The token that is forced at `position`, given its mask [words]; -1 if none is. find: Matcher.forced_bytes, called if needed."""
         legal = _legal_tokens(mask)
         if not legal or len(legal) > MAX_LEGAL or max(legal) >= table.num_tokens:
             return -1
@@ -163,7 +156,7 @@ class ForcedText:
             return -1
         index = position - self.start
         if not 0 <= index < len(self.tokens):
-            self._search(position, matcher)
+            self._search(position, find)
             index = 0
         rest = self.text[self.ends[index - 1] if index else 0 :]
         if not all(rest.startswith(text) for text in texts):
@@ -173,10 +166,9 @@ class ForcedText:
         token = self.tokens[index] if self.tokens else -1
         return token if token in legal else -1
 
-    def _search(self, position: int, matcher: object) -> None:
-        self.looks += 1
+    def _search(self, position: int, find: Callable[[], bytes]) -> None:
         self.start, self.text, self.tokens, self.ends = position, b"", [], []
-        self.text = bytes(forced_bytes(matcher)[:FORCED_BYTES])  # may raise: the state is consistent until then
+        self.text = find()[:FORCED_BYTES]  # may raise: the state is consistent until then
 
     def _split(self, table: TokenLookup) -> None:
         limit = len(self.text) if len(self.text) < FORCED_BYTES else FORCED_BYTES - TAIL_BYTES

@@ -11,10 +11,10 @@ import numpy.typing as npt
 from torch import Tensor
 
 from stepgraph.sampling.fields import clip_repr
-from stepgraph.sampling.grammar.matchers.forced import FORCED_BYTES, forced_bytes
+from stepgraph.sampling.grammar.matchers.forced import FORCED_BYTES
 from stepgraph.sampling.grammar.matchers.protocol import Matcher
 from stepgraph.sampling.grammar.status import BITS_PER_WORD, MaskStatus
-from stepgraph.sampling.grammar.vocabulary import Vocabulary
+from stepgraph.sampling.grammar.vocabulary import Vocabulary, allows
 
 Int32s = npt.NDArray[np.int32]
 
@@ -47,18 +47,11 @@ class Marker:
     def nbytes(self) -> int:
         return self.masks.nbytes + self.mask_index.nbytes + self.fallback.nbytes + self.symbols.nbytes
 
-    def next_state(self, state: int, token_id: int) -> int | None:
-        """The state after one more token; None if the token is not legal, for example a stop token before the end of the marker."""
+    def next_state(self, state: int, token_id: int) -> int:
+        """The state after one more token, which the mask of the state allows."""
         if self._ids:
-            legal = token_id not in self.vocabulary.non_text_ids or token_id in (self._ids[state], self._ids[0])
-            return _prefix_length((*self._ids[:state], token_id), self._ids) if legal else None
-        if token_id in self.vocabulary.non_text_ids:
-            return None
-        text = self.text[:state] + self.vocabulary.tokens[token_id]
-        found = text.find(self.text)
-        if found < 0:
-            return _prefix_length(text, self.text)
-        return self.complete if found + len(self.text) == len(text) else None
+            return _prefix_length((*self._ids[:state], token_id), self._ids)
+        return _prefix_length(self.text[:state] + self.vocabulary.tokens[token_id], self.text)
 
     def mask(self, state: int, tokens: int) -> Int32s:
         """[mask_words] the legal tokens in a state after this number of tokens."""
@@ -148,13 +141,10 @@ class MarkerMatcher:
             accepted = self.inner.accept_token(token_id)
             self._num_inner += accepted
             return accepted
-        in_range = 0 <= token_id < len(self.marker.vocabulary.tokens)
-        may_continue = in_range and not self.fault and (not self._at_limit or self._continues_marker(token_id))
-        state = self.marker.next_state(self.state, token_id) if may_continue else None
-        if state is None:
-            return False
-        self._states.append(state)
-        return True
+        legal = not self.fault and allows(self.marker.mask(self.state, self.num_free), token_id)
+        if legal:
+            self._states.append(self.marker.next_state(self.state, token_id))
+        return legal
 
     def fill_next_token_bitmask(self, masks: Tensor, index: int) -> MaskStatus:
         if self.past_marker:
@@ -165,20 +155,12 @@ class MarkerMatcher:
 
     def forced_bytes(self) -> bytes:
         if self.past_marker:
-            return forced_bytes(self.inner)
-        rest = self.marker.text[self.state :] if self._at_limit else b""
-        return (rest + forced_bytes(self.inner))[:FORCED_BYTES] if rest else b""
-
-    @property
-    def _at_limit(self) -> bool:
-        return self.marker.limit is not None and self.num_free >= self.marker.limit
-
-    def _continues_marker(self, token_id: int) -> bool:
-        mask = self.marker.mask(self.state, self.num_free)
-        return bool(mask[token_id // BITS_PER_WORD] >> token_id % BITS_PER_WORD & 1)
+            return self.inner.forced_bytes()
+        at_limit = self.marker.limit is not None and self.num_free >= self.marker.limit
+        rest = self.marker.text[self.state :] if at_limit else b""
+        return (rest + self.inner.forced_bytes())[:FORCED_BYTES] if rest else b""
 
     def rollback(self, num_tokens: int) -> None:
-        """Roll back the latest tokens, including tokens of the marker."""
         assert 0 <= num_tokens <= self._num_inner + self.num_free
         inner = min(num_tokens, self._num_inner)
         self.inner.rollback(inner)

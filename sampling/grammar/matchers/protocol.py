@@ -24,6 +24,9 @@ class Matcher(Protocol):
     def rollback(self, num_tokens: int) -> None:
         """Remove the last `num_tokens` accepted tokens, including a stop token."""
 
+    def forced_bytes(self) -> bytes:
+        """The bytes that must come next, as far as they are known; the last character may be incomplete. Leaves the matcher unchanged."""
+
     @property
     def fault(self) -> str:
         """Why the matcher can no longer be used; empty while it works."""

@@ -21,8 +21,6 @@ _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6  # token types
 
 
 class GgufTensor(NamedTuple):
-    """One line of the tensor table."""
-
     shape: tuple[int, ...]  # outermost dimension first
     kind: int  # ggml tensor type
     offset: int  # in bytes from the start of the file

@@ -74,7 +74,6 @@ def decode_byte_escape(text: str) -> bytes:
 
 
 def decode_piece(piece: str, is_byte: bool) -> bytes:
-    """The bytes of a sentencepiece piece."""
     return decode_byte_escape(piece) if is_byte else piece.replace(SPACE_MARK, " ").encode()
 
 

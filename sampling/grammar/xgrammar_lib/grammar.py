@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import importlib
-import time
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from stepgraph.sampling.grammar.compile.limits import GrammarLimits
-from stepgraph.sampling.grammar.compile.worker_process import CompileWorker, library_errors, without_source
+from stepgraph.sampling.grammar.compile.worker_process import CompileWorker, library_errors
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
+from stepgraph.sampling.grammar.matchers.library import LibraryMatcher
 from stepgraph.sampling.grammar.schema.patterns import takes_seconds
-from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.grammar.xgrammar_lib.ebnf import ParsedGrammar, ebnf_text, parsed_grammar
 
@@ -24,70 +21,13 @@ if TYPE_CHECKING:
 MAX_PARSED_CHARS = 8_000  # characters of an EBNF grammar that `check` parses: at most about 50 ms
 
 
-class XGrammarMatcher:
-    """`accept_token` never raises; `fill_next_token_bitmask` fails closed: after any failure the row is zero.
-
-    `fuel_seconds` is the processor time that one call may take. Some patterns cost more with every token ("(a+a+)+b"); a call
-    that takes longer is the last call of the matcher, so that the grammar of one request does not delay the rounds of others.
-    """
+class XGrammarMatcher(LibraryMatcher):
+    """The native host link uses the library's matcher too, without this object."""
 
     def __init__(self, grammar: xgrammar.CompiledGrammar, vocabulary: Vocabulary, fuel_seconds: float) -> None:
-        # The number of tokens to roll back is unlimited. The native host link uses the library's matcher too, without this object.
         import xgrammar
 
-        self.library_matcher = xgrammar.GrammarMatcher(grammar)
-        self.vocabulary, self.fuel_seconds = vocabulary, fuel_seconds
-        self.num_accepted = 0  # tokens accepted and not rolled back, including a stop token
-        self.fault = ""  # why this matcher can no longer be used; empty while it works
-        self._hidden_ids = (vocabulary.non_text_ids | vocabulary.xgrammar_unsafe_ids) - set(vocabulary.stop_token_ids)
-
-    def accept_token(self, token_id: int) -> bool:
-        # Ids are checked here: the library truncates them to 32 bits (2**32 + 5 is read as 5) and logs invalid ids to stderr.
-        if not 0 <= token_id < len(self.vocabulary.tokens) or token_id in self._hidden_ids or self.fault or self.is_terminated():
-            return False
-        accepted = bool(self._call_library("accept_token", token_id))
-        self.num_accepted += accepted
-        return accepted
-
-    def fill_next_token_bitmask(self, masks: Tensor, index: int) -> MaskStatus:
-        row = self.vocabulary.mask_row(masks, index)
-        if not self.fault and self.is_terminated():
-            row.fill(0)
-            return MaskStatus.TERMINATED
-        if not self.fault:
-            self._call_library("fill_next_token_bitmask", masks, index)
-        if self.fault:
-            row.fill(0)
-            return MaskStatus.FAULT
-        return self.vocabulary.classify(row)  # the library also sets bits beyond the vocabulary in the last word
-
-    def rollback(self, num_tokens: int) -> None:
-        assert 0 <= num_tokens <= self.num_accepted
-        if num_tokens:
-            self._call_library("rollback", num_tokens)
-            self.num_accepted -= num_tokens
-
-    def forced_bytes(self) -> bytes:
-        found: str | bytes | None = None if self.fault or self.is_terminated() else self._call_library("find_jump_forward_string")
-        return b"" if self.fault or found is None else found.encode() if isinstance(found, str) else found
-
-    def is_terminated(self) -> bool:
-        return bool(self.library_matcher.is_terminated())
-
-    def _call_library(self, name: str, *arguments: Any) -> Any:
-        """The result of a call of the library. If it raises an error: None, and a fault, which ends only this request."""
-        start = time.thread_time()
-        try:
-            result = getattr(self.library_matcher, name)(*arguments)
-        except UnicodeDecodeError as error:  # the forced text need not be UTF-8
-            result = bytes(error.object)
-        except Exception as error:
-            self.fault = f"{name}: {without_source(str(error))}"
-            return None
-        seconds = time.thread_time() - start
-        if seconds > self.fuel_seconds:
-            self.fault = f"one step of the grammar took {seconds:.3f} s, more than the {self.fuel_seconds:g} s that it may take"
-        return result
+        super().__init__(xgrammar.GrammarMatcher(grammar), vocabulary, vocabulary.xgrammar_words, fuel_seconds)
 
 
 @dataclass(frozen=True, eq=False)

@@ -244,14 +244,11 @@ def advance_rows(
                     row,
                     image,
                     vocabulary,
-                    token_slots,
-                    slot_bits,
+                    (token_slots, slot_bits),
                     tokens,
-                    mask,
-                    words,
+                    (mask, words),
                     place,
-                    stack,
-                    row_stacks + (row * ring + (tokens + 1) % ring) * room,  # scratch: the stack of a place that is not in use
+                    (stack, row_stacks + (row * ring + (tokens + 1) % ring) * room),  # scratch: the stack of a place that is not in use
                     MERGES,
                     LEGAL_WORDS,
                 )

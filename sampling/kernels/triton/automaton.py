@@ -226,20 +226,8 @@ def _crossing_tokens(cross_of, token_starts, at, last):
 
 
 @triton.jit
-def fill(
-    image,
-    offset,  # offset of the image in the arena
-    arena,
-    crossing,  # the tables _CROSS_START and _CROSS
-    plain_rows,
-    vocabulary,
-    mask,  # [words], written
-    words,
-    place,
-    WORDS: tl.constexpr,
-    LANES: tl.constexpr,
-):
-    """Write the mask row of a place and return its status."""
+def fill(image, offset, arena, crossing, plain_rows, vocabulary, mask, words, place, WORDS: tl.constexpr, LANES: tl.constexpr):
+    """Write the mask row [words] of a place and return its status. offset: of the image in the arena. crossing: `crossing_of` the image."""
     text, token_starts, state, counters, stack = vocabulary[0], vocabulary[1], place[0], place[1], place[2]
     has_state, nests, lane = state >= 0, tl.load(image + _SYMBOLS) > 0, tl.arange(0, LANES)
     row = table(image, _ROW_OF) + state * _ROW_INTS

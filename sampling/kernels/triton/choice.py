@@ -56,14 +56,12 @@ def best_of_narrow(values, index, first):
 
 @triton.jit
 def value_of(candidate):
-    """The value of a candidate."""
     rising = (candidate >> 32).to(tl.int32)
     return (rising ^ ((rising >> 31) & _LAST_ID)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def table_row_of(row, rows):
-    """The table row of a batch row."""
     if rows is not None:
         row = tl.load(rows + row)
     return row

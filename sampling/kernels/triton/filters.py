@@ -43,14 +43,12 @@ _SUMS = tl.constexpr(256)  # per line: of both kinds of buckets, and a counter
 
 @triton.jit
 def _line_maximum(maxima, TILES: tl.constexpr):
-    """The greatest candidate of this program's line."""
     tiles = tl.num_programs(1)
     return tl.max(tl.load(maxima + tl.program_id(0).to(tl.int64) * tiles + tl.minimum(tl.arange(0, TILES), tiles - 1)), 0)
 
 
 @triton.jit
 def _weight(logit, temperature, best):
-    """The weight's bits."""
     return portable_exp(tl.math.div_rn(logit - best, temperature)).to(tl.int32, bitcast=True)
 
 
@@ -121,13 +119,15 @@ def _listed_range(row, sums, width):
 
 
 @triton.jit
-def _sums_from(listed, last, max_listed, edges, COUNTS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, WINDOW: tl.constexpr):
-    """The units, or if COUNTS the number, of the listed weights of a line that are at least each edge."""
+def _sums_from(listed, edges, COUNTS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, WINDOW: tl.constexpr):
+    """The units, or if COUNTS the number, of the weights of a line that are at least each edge. listed: where the lists of its tiles begin,
+    the length of each list, and of the longest."""
+    weights, last, max_listed = listed
     tile, first = tl.arange(0, TILES)[:, None], 0
     sums = tl.zeros([edges.shape[0]], tl.int64)
     while first < max_listed:
         at = first + tl.arange(0, WINDOW)[None, :]
-        bits = tl.reshape(tl.load(listed + tile * TILE + at, mask=at < last, other=-1), [TILES * WINDOW])
+        bits = tl.reshape(tl.load(weights + tile * TILE + at, mask=at < last, other=-1), [TILES * WINDOW])
         amounts = tl.full([TILES * WINDOW], 1, tl.int64) if COUNTS else _units(bits)
         sums += tl.sum(tl.where(bits[:, None] >= edges[None, :], amounts[:, None], 0), 0)
         first += WINDOW
@@ -136,23 +136,14 @@ def _sums_from(listed, last, max_listed, edges, COUNTS: tl.constexpr, TILE: tl.c
 
 @triton.jit
 def _least_enough(
-    listed,
-    last,
-    max_listed,
-    above,
-    target,
-    COUNTS: tl.constexpr,
-    BITS: tl.constexpr,
-    TILE: tl.constexpr,
-    TILES: tl.constexpr,
-    WINDOW: tl.constexpr,
+    listed, above, target, COUNTS: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, WINDOW: tl.constexpr
 ):
     """The greatest bits from which on the sum of listed weights, and those above, is enough; 0 if it never is."""
     low = tl.zeros([], tl.int32)
     for step in range((_WEIGHT_BITS + BITS - 1) // BITS):
         shift = tl.maximum(_WEIGHT_BITS - BITS * (step + 1), 0)
         edges = low + (tl.arange(0, 1 << BITS) << shift)
-        low += _last_enough(above + _sums_from(listed, last, max_listed, edges, COUNTS, TILE, TILES, WINDOW), target) << shift
+        low += _last_enough(above + _sums_from(listed, edges, COUNTS, TILE, TILES, WINDOW), target) << shift
     return low
 
 
@@ -255,17 +246,17 @@ def find_least(
             _, _, above = _listed_range(row, sums, width)
             tile = tl.arange(0, TILES)[:, None]
             last = tl.load(listed_counts + tile, mask=tile < tiles, other=0)
-            max_listed = tl.max(tl.max(last, 1), 0)
+            lists = listed, last, tl.max(tl.max(last, 1), 0)
             low = tl.maximum(tl.load(row + _MIN_P), 0.0).to(tl.int32, bitcast=True)
             if _has_top_k(row, width):
                 top_k = tl.load(row + _TOP_K).to(tl.float64)
-                low = tl.maximum(low, _least_enough(listed, last, max_listed, above, top_k, True, BITS, TILE, TILES, WINDOW))
+                low = tl.maximum(low, _least_enough(lists, above, top_k, True, BITS, TILE, TILES, WINDOW))
             if limits_head:
-                kept_units = tl.max(_sums_from(listed, last, max_listed, low + tl.arange(0, 1), False, TILE, TILES, WINDOW), 0)
+                kept_units = tl.max(_sums_from(lists, low + tl.arange(0, 1), False, TILE, TILES, WINDOW), 0)
             if top_p < 1:
                 target = tl.maximum(top_p.to(tl.float64) * kept_units.to(tl.float64), 1.0)  # top_p may be 0 in float32
-                low = tl.maximum(low, _least_enough(listed, last, max_listed, above, target, False, BITS, TILE, TILES, WINDOW))
-                kept_units = above + tl.max(_sums_from(listed, last, max_listed, low + tl.arange(0, 1), False, TILE, TILES, WINDOW), 0)
+                low = tl.maximum(low, _least_enough(lists, above, target, False, BITS, TILE, TILES, WINDOW))
+                kept_units = above + tl.max(_sums_from(lists, low + tl.arange(0, 1), False, TILE, TILES, WINDOW), 0)
         tl.store(found + line * 2, low.to(tl.int64))
         tl.store(found + line * 2 + 1, kept_units)
 

@@ -116,7 +116,6 @@ def _find(token_slots, bits, key, active):
 
 @triton.jit
 def _at(vector, lane, index):
-    """The element `index` of a vector, 0 outside of it."""
     return tl.sum(tl.where(lane == index, vector, 0), 0)
 
 
@@ -219,21 +218,7 @@ def _are_prefixes(mask, words, vocabulary, rest, size, WORDS: tl.constexpr):
 
 
 @triton.jit
-def _next_token(
-    text_fields,
-    image,
-    vocabulary,
-    token_slots,
-    slot_bits,
-    position,
-    mask,
-    words,
-    place,
-    stack,
-    scratch,
-    MERGES: tl.constexpr,
-    WORDS: tl.constexpr,
-):
+def _next_token(text_fields, image, vocabulary, lookup, position, masked, place, stacks, MERGES: tl.constexpr, WORDS: tl.constexpr):
     """The next token of the forced text, -1 where a token of the mask is no prefix of the text."""
     state, counters, symbols = place
     depth = symbols[1] + symbols[2]
@@ -243,7 +228,7 @@ def _next_token(
     size, begin = tl.load(text_fields + 1), depth * 0
     if (index < 0) | (index >= num_tokens):
         tl.debug_barrier()  # all threads have read the row's text fields
-        size = _find_text(image, text, state, counters, depth, stack, scratch)
+        size = _find_text(image, text, state, counters, depth, stacks[0], stacks[1])
         tl.store(text_fields, position)
         tl.store(text_fields + 1, size)
         tl.store(text_fields + 2, 0)
@@ -251,53 +236,40 @@ def _next_token(
         tl.debug_barrier()
     else:
         begin = tl.load(token_ends + index - 1, mask=index > 0, other=0).to(tl.int32)
-    if _are_prefixes(mask, words, vocabulary, text + begin, size - begin, WORDS):
+    if _are_prefixes(masked[0], masked[1], vocabulary, text + begin, size - begin, WORDS):
         if num_tokens == 0:
-            _split(text_fields, text, size, token_slots, slot_bits, MERGES)
+            _split(text_fields, text, size, lookup[0], lookup[1], MERGES)
         has_tokens = tl.load(text_fields + 2) > 0
         token = tl.load(text_fields + _TOKENS + index, mask=has_tokens, other=-1)
-        allowed = (tl.load(mask + (token >> 5), mask=token >= 0, other=0) >> (token & 31)) & 1
+        allowed = (tl.load(masked[0] + (token >> 5), mask=token >= 0, other=0) >> (token & 31)) & 1
         token = tl.where(allowed != 0, token, -1)
     return token
 
 
 @triton.jit
 def write_forced_token(
-    column,  # element `out` is set to the token that is forced at `position`; -1 before. `mask` is the mask of the place
-    out,
-    active,
-    texts,  # row_forced_text
-    row,
-    image,
-    vocabulary,
-    token_slots,
-    slot_bits,
-    position,
-    mask,
-    words,
-    place,
-    stack,  # where the stack of the place was written
-    scratch,
-    MERGES: tl.constexpr,
-    WORDS: tl.constexpr,
+    column, out, active, texts, row, image, vocabulary, lookup, position, masked, place, stacks, MERGES: tl.constexpr, WORDS: tl.constexpr
 ):
-    """Does nothing if the column is None, or if not `active`."""
+    """Set element `out` of the column, which is -1 before, to the token that is forced at `position`. Does nothing without a column, or if
+    not `active`.
+
+    texts: row_forced_text. lookup: token_slots and the bits of a slot. masked: the mask of the place and its words. stacks: where the stack
+    of the place was written, and scratch.
+    """
     if column is not None:
         tl.debug_barrier()  # mask and place are written
         if active:
             count, first, start = position * 0, position * 0 - 1, 0
-            while start < words:
+            while start < masked[1]:
                 word = start + tl.arange(0, WORDS)
-                bits = tl.load(mask + word, mask=word < words, other=0)
+                bits = tl.load(masked[0] + word, mask=word < masked[1], other=0)
                 count += tl.sum(_count_bits(bits), 0)
                 first = tl.maximum(first, tl.max(tl.where(bits != 0, word * 32 + _count_bits((bits & -bits) - 1), -1), 0))
                 start += WORDS
             token = tl.where((count == 1) & (first < vocabulary[2]), first, -1)
             if (count > 1) & (count <= _MAX_LEGAL):
                 text_fields = texts + row * _TEXT_INTS
-                token = _next_token(
-                    text_fields, image, vocabulary, token_slots, slot_bits, position, mask, words, place, stack, scratch, MERGES, WORDS
-                )
+                token = _next_token(text_fields, image, vocabulary, lookup, position, masked, place, stacks, MERGES, WORDS)
             tl.store(column + out, token.to(tl.int64))
 
 

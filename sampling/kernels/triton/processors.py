@@ -64,7 +64,6 @@ def _add_biases(values, tokens, ids, amounts, count, BIASES: tl.constexpr):
 
 @triton.jit
 def _ban_stop_tokens(values, tokens, stops, count):
-    """Values, minus infinity for a stop token."""
     for column in range(count):
         values = tl.where(tokens == tl.load(stops + column).to(tl.int32), float("-inf"), values)
     return values
@@ -72,7 +71,6 @@ def _ban_stop_tokens(values, tokens, stops, count):
 
 @triton.jit
 def _count_drafts(counts, tokens, drafts, count, step):
-    """Counts plus one for every draft that is the token."""
     for draft in range(count):
         counts += (tokens == tl.load(drafts + draft * step).to(tl.int32)).to(tl.float32)
     return counts

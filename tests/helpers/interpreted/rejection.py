@@ -61,7 +61,7 @@ def make_case(batch: int, k: int, width: int, seed: int, *, closeness: float = 0
     noise = torch.empty_like(draft_distributions).exponential_(generator=rng)
     draft_count = torch.randint(0, k + 1, (batch,), generator=rng)
     draft_count = torch.where(torch.rand(batch, generator=rng) < 0.6, k, draft_count)
-    drafts = torch.where(torch.arange(k) < draft_count[:, None], sampler.race(draft_distributions, noise), -1)
+    drafts = torch.where(torch.arange(k) < draft_count[:, None], (draft_distributions / noise).argmax(-1), -1)
     drafts = torch.where(torch.rand(batch, k, generator=rng) < (2 if sound else 0.9), drafts, -1)
     finite = torch.rand(batch, k + 1, generator=rng) < (2 if sound else 0.95)
     status = STATUSES[torch.randint(0, len(STATUSES), (batch, k + 1), generator=rng)]

@@ -207,7 +207,7 @@ def reject_sample(device: torch.device, batch: int, k: int, width: int) -> Call:
     logits = torch.randn(batch, k + 1, width, **options) * 3
     target = sampler.distribution(logits, settings)
     offered = sampler.distribution(logits[:, :k] + torch.randn(batch, k, width, **options), settings)
-    drafts = sampler.race(offered, torch.empty_like(offered).exponential_(generator=options["generator"]))
+    drafts = (offered / torch.empty_like(offered).exponential_(generator=options["generator"])).argmax(-1)
     rows = torch.randperm(batch, **options)
     chance = torch.rand(batch, k + 1, **options)
     status = torch.where(chance < 0.96, int(MaskStatus.OK), torch.where(chance < 0.98, int(MaskStatus.ILLEGAL), int(MaskStatus.FAULT)))

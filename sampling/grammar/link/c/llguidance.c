@@ -1,4 +1,4 @@
-/* llguidance's matcher through the C API of its wheel. LLGuidanceMatcher in Python is the reference, including its faults.
+/* llguidance's matcher through the C API of its wheel. LLGuidanceText in Python is the reference, including its faults.
 
    An error of the library is permanent, and the library treats a dead end as an error, while for a round a dead end only ends one
    draft. So the accepted tokens are kept here. When a dead end is rolled back, a clone of the unused start matcher accepts them

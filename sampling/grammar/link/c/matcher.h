@@ -1,4 +1,4 @@
-/* The matcher of one row: accepts tokens, rolls them back and fills masks within its fuel. XGrammarMatcher is the reference. */
+/* The matcher of one row: accepts tokens, rolls them back and fills masks within its fuel. LibraryMatcher is the reference. */
 
 #pragma once
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from stepgraph import Constraint, Vocabulary
 from stepgraph.sampling.c_declarations import constants, structs
-from stepgraph.sampling.grammar import CompiledConstraint, GrammarCompiler, GrammarLimits, MaskStatus, Matcher
+from stepgraph.sampling.grammar import CompiledConstraint, GrammarCompiler, GrammarLimits, MaskStatus
 from stepgraph.sampling.grammar.link import llguidance_binding, native
 from stepgraph.sampling.grammar.link.llguidance_binding import MAX_LEXER_UPDATES, LLGuidanceApi
 from stepgraph.sampling.grammar.link.native import NativeLibrary, NativeLink, NativeRow
@@ -132,7 +132,7 @@ def test_a_mask_after_a_rollback_is_that_of_the_new_path() -> None:
     """The negative control: it differs if no mask is computed at the point where the paths diverge."""
     bug = False
 
-    def native_matcher(compiled: CompiledConstraint) -> Matcher:
+    def native_matcher(compiled: CompiledConstraint) -> Any:
         row = open_link(Memory.make(1, 0, compiled.vocabulary.mask_words)).row(1, compiled.matcher())
         if bug:
             replace_function(row, "compute_mask", ZERO)

@@ -17,7 +17,7 @@ import torch
 from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, GrammarLimits, MaskStatus, Matcher, Vocabulary
 from stepgraph.sampling.grammar.link.llguidance_binding import LLGuidanceNativeGrammar, LLGuidanceTokenizer, llguidance_api
 from stepgraph.sampling.grammar.llguidance_lib import schema as lark_schema
-from stepgraph.sampling.grammar.llguidance_lib.grammar import LLGuidanceMatcher
+from stepgraph.sampling.grammar.llguidance_lib.grammar import LLGuidanceMatcher, LLGuidanceText
 from stepgraph.sampling.grammar.llguidance_lib.library import LLGuidance, TokenizerWrapper
 from tests.helpers.c_library import needs_c
 from tests.helpers.grammar_texts import PRINTABLE, fill_mask, random_text
@@ -59,7 +59,7 @@ def test_random_texts_satisfy_their_schemas(part: int) -> None:
             continue
         validator = jsonschema.Draft202012Validator(json.loads(json.dumps(schema), parse_float=Decimal))
         for _ in range(4):
-            matcher.rollback(matcher.num_accepted)
+            matcher.rollback(len(matcher.library_matcher.accepted_tokens))
             text = random_text(matcher, random, BYTES)
             if text is not None and not re.search(rb"[eE][+-]?\d{5}", text):  # Decimal has no larger exponents
                 validator.validate(json.loads(text, parse_float=Decimal))
@@ -167,9 +167,9 @@ PIECES = [b"(", b"[", b")", b"]", b"a", b"b", b"(a", b"[a", b"]]", b"))"]
 
 def test_mask_after_a_rollback_is_that_of_the_new_path(monkeypatch: pytest.MonkeyPatch) -> None:
     assert differences(Random(1), 300) == 0
-    real = LLGuidanceMatcher._compute
+    real = LLGuidanceText._compute
     # As in the library: where paths diverge, the last computed mask is kept.
-    monkeypatch.setattr(LLGuidanceMatcher, "_compute", lambda self, row: None if row is self._scratch else real(self, row))
+    monkeypatch.setattr(LLGuidanceText, "_compute", lambda self, row: None if row is self._scratch else real(self, row))
     assert differences(Random(1), 100) > 0
 
 
@@ -203,7 +203,7 @@ def test_step_over_the_fuel_is_a_fault() -> None:
     matcher.accept_token(ord("x"))
     assert fill_mask(matcher, BYTES.mask_words) == (MaskStatus.FAULT, [])
     assert "items" in matcher.fault
-    matcher.rollback(matcher.num_accepted)
+    matcher.rollback(len(matcher.library_matcher.accepted_tokens))
     assert fill_mask(matcher, BYTES.mask_words) == (MaskStatus.FAULT, []) and not matcher.accept_token(ord("x"))
 
 

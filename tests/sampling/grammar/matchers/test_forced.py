@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, MaskStatus, Matcher, Vocabulary
+from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, MaskStatus, Vocabulary
 from stepgraph.sampling.grammar.matchers import forced as module
-from stepgraph.sampling.grammar.matchers.forced import FORCED_BYTES, MAX_LEGAL, ForcedText, TokenLookup, forced_bytes, token_lookup
+from stepgraph.sampling.grammar.matchers.forced import FORCED_BYTES, MAX_LEGAL, ForcedText, TokenLookup, token_lookup
 from tests.helpers.toy_engines import COMPILER, CONSTRAINTS, VOCABULARY
 
 NAMES = ["name", "email_address", "HTTPStatusCode", "isActive", "postal_code", "übersetzung", "created_at", "x1"]
@@ -50,7 +50,11 @@ class Walk:
     def __init__(self, grammar: CompiledConstraint) -> None:
         self.grammar, self.matcher = grammar, grammar.matcher()
         self.table, self.text, self.history = token_lookup(grammar.vocabulary), ForcedText(), list[int]()
-        self.masks = torch.zeros(1, grammar.vocabulary.mask_words, dtype=torch.int32)
+        self.masks, self.looks = torch.zeros(1, grammar.vocabulary.mask_words, dtype=torch.int32), 0
+
+    def find(self) -> bytes:
+        self.looks += 1
+        return self.matcher.forced_bytes()
 
     def fill(self) -> list[int]:
         status = self.matcher.fill_next_token_bitmask(self.masks, 0)
@@ -58,7 +62,7 @@ class Walk:
 
     def forced(self, fresh: bool = False) -> int:
         text = ForcedText() if fresh else self.text
-        return text.propose(len(self.history), self.masks[0].numpy(), self.table, self.matcher)
+        return text.propose(len(self.history), self.masks[0].numpy(), self.table, self.find)
 
     def accept(self, token: int) -> None:
         assert self.matcher.accept_token(token)
@@ -113,7 +117,7 @@ def test_nothing_is_proposed_if_a_longer_token_is_legal() -> None:
     """`alpha` is forced, but the text may be `alphabet`, which is a token."""
     choice = Constraint.choice(["alpha", "alphabet"])
     walk = Walk(compiler_with("alpha", "alphabet").compile(choice))
-    assert walk.fill() and forced_bytes(walk.matcher) == b"alpha" and walk.forced() == -1
+    assert walk.fill() and walk.matcher.forced_bytes() == b"alpha" and walk.forced() == -1
     without = Walk(compiler_with("alpha", "bet").compile(choice))
     assert words(without.follow(), without.grammar.vocabulary) == [b"alpha"], "no token extends beyond it"
     illegal = Walk(compiler_with("alpha", "alphabet").compile(Constraint.choice(["alpha1", "alpha2"])))
@@ -143,23 +147,23 @@ def test_the_only_legal_token_is_forced_without_calling_the_matcher() -> None:
     """Also a token without text, such as the control token of a marker."""
     table, masks = token_lookup(VOCABULARY), torch.zeros(1, VOCABULARY.mask_words, dtype=torch.int32)
     text = ForcedText()
-    no_matcher: Any = None
+    not_called: Any = None
     for token in (0, 31, 112):
         masks.zero_()
         masks.numpy().view("uint32")[0, token // 32] = 1 << token % 32
-        assert text.propose(3, masks[0].numpy(), table, no_matcher) == token
+        assert text.propose(3, masks[0].numpy(), table, not_called) == token
     masks.zero_()
     masks[0, 4] = 1 << 3  # padding of the logits
-    assert text.propose(3, masks[0].numpy(), table, no_matcher) == -1
+    assert text.propose(3, masks[0].numpy(), table, not_called) == -1
     masks[0, 4], masks[0, 0] = 0, -1
-    assert text.propose(3, masks[0].numpy(), table, no_matcher) == -1 and text.looks == 0
+    assert text.propose(3, masks[0].numpy(), table, not_called) == -1
 
 
 def test_too_many_legal_tokens_force_nothing() -> None:
     runs = compiler_with(*(" " * length for length in range(2, MAX_LEGAL + 2)))
     blanks = Walk(runs.compile(Constraint.regex(f" {{{MAX_LEGAL + 30}}}")))
     assert len(blanks.fill()) > MAX_LEGAL and blanks.forced() == -1
-    assert forced_bytes(blanks.matcher) == b" " * (MAX_LEGAL + 30)
+    assert blanks.matcher.forced_bytes() == b" " * (MAX_LEGAL + 30)
 
 
 # searches
@@ -168,7 +172,7 @@ def test_too_many_legal_tokens_force_nothing() -> None:
 def test_a_text_that_is_followed_is_searched_once() -> None:
     walk = Walk(COMPILER.compile(Constraint.json_schema(schema_of(["first_name", "last_name"]))))
     assert b"".join(words(walk.follow())) == b'{"first_name": ' and len(walk.history) > 8
-    assert walk.text.looks == 1
+    assert walk.looks == 1
 
 
 def test_a_long_text_is_searched_in_parts() -> None:
@@ -178,7 +182,7 @@ def test_a_long_text_is_searched_in_parts() -> None:
     walk = Walk(COMPILER.compile(Constraint.choice([text])))
     proposed = walk.follow()
     assert walk.table.split(text.encode()) == proposed
-    assert walk.text.looks <= len(text) // (FORCED_BYTES - module.TAIL_BYTES - 4) + 1
+    assert walk.looks <= len(text) // (FORCED_BYTES - module.TAIL_BYTES - 4) + 1
 
 
 @settings(max_examples=60)
@@ -217,7 +221,7 @@ def test_forced_bytes_leaves_the_matcher_unchanged(constraint: Constraint) -> No
     masks, count = torch.zeros(2, VOCABULARY.mask_words, dtype=torch.int32), 0
     for _ in range(150):
         statuses = [matcher.fill_next_token_bitmask(masks, row) for row, matcher in enumerate((queried, reference))]
-        forced_bytes(queried)
+        queried.forced_bytes()
         assert statuses[0] == statuses[1] and torch.equal(masks[0], masks[1])
         legal = module._legal_tokens(masks[1].numpy())
         if legal and random.random() < 0.75:
@@ -237,33 +241,20 @@ def test_forced_bytes_leaves_the_matcher_unchanged(constraint: Constraint) -> No
 def test_a_part_of_a_character_can_be_forced() -> None:
     vocabulary = Vocabulary([*(bytes([code]) for code in range(256)), b"<end>"], [256])
     walk = Walk(GrammarCompiler(vocabulary).compile(Constraint.choice(["é!", "è!"])))
-    assert forced_bytes(walk.matcher) == "é".encode()[:1] and words(walk.follow(), vocabulary) == ["é".encode()[:1]]
+    assert walk.matcher.forced_bytes() == "é".encode()[:1] and words(walk.follow(), vocabulary) == ["é".encode()[:1]]
 
 
-def test_a_matcher_without_forced_bytes_forces_nothing() -> None:
-    class Bare:
-        fault = ""
-
-        def accept_token(self, token_id: int) -> bool:
-            return True
-
-        def fill_next_token_bitmask(self, masks: torch.Tensor, index: int) -> MaskStatus:
-            return MaskStatus.OK
-
-        def rollback(self, num_tokens: int) -> None:
-            pass
-
-    bare: Matcher = Bare()
-    assert forced_bytes(bare) == b""
+def test_llguidance_forces_nothing() -> None:
+    assert COMPILER.compile(Constraint.choice(["name"], "llguidance")).matcher().forced_bytes() == b""
 
 
 def test_marker_and_check_use_the_inner_matcher() -> None:
     grammar = Constraint.choice(["name"])
     after = COMPILER.compile(grammar.after("|")).matcher()
-    assert forced_bytes(after) == b""
-    assert after.accept_token(VOCABULARY.tokens.index(b"|")) and forced_bytes(after) == b"name"
+    assert after.forced_bytes() == b""
+    assert after.accept_token(VOCABULARY.tokens.index(b"|")) and after.forced_bytes() == b"name"
     checked = GrammarCompiler(VOCABULARY, check_masks=True).compile(grammar).matcher()
-    assert forced_bytes(checked) == b"name"
+    assert checked.forced_bytes() == b"name"
 
 
 def test_a_matcher_out_of_fuel_forces_nothing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -40,6 +41,13 @@ def test_before_the_marker_all_text_is_legal_and_after_it_the_grammar_applies(ba
 def legal_by_definition(text: bytes, marker: bytes) -> list[int]:
     """The legal tokens after a text without the marker: those that do not extend beyond its end."""
     return [i for i in TEXT if marker not in (text + TOKENS[i])[:-1]]
+
+
+def legal_in_state(marker: str | Sequence[int], state: int) -> list[int]:
+    """The legal tokens where the text ends with so many bytes or ids of the marker."""
+    if isinstance(marker, str):
+        return legal_by_definition(marker.encode()[:state], marker.encode())
+    return sorted({*TEXT, marker[0], marker[state]})
 
 
 @pytest.mark.parametrize("marker", ["a", "ab", "aab", "abab", "aaba", "bb"])
@@ -226,11 +234,16 @@ def test_states_with_equal_masks_share_one() -> None:
 @pytest.mark.parametrize(
     "marker", ["a", "b", "ab", "ba", "aba", "abab", "xabx", "aabaab", (OPEN, A, CLOSE), (A, B), (A, OPEN, A, A)], ids=str
 )
-def test_masks_equal_the_transition_function(marker: str | tuple[int, ...]) -> None:
+def test_masks_and_next_states_of_each_state(marker: str | tuple[int, ...]) -> None:
     made = Marker(marker, SMALL)
     for state in range(made.complete):
-        bits = [int(made.mask(state, 0)[token_id // 32]) >> (token_id % 32) & 1 for token_id in range(40)]
-        assert bits == [token_id < len(TOKENS) and made.next_state(state, token_id) is not None for token_id in range(40)]
+        legal = legal_in_state(marker, state)
+        assert legal == [token_id for token_id in range(40) if int(made.mask(state, 0)[token_id // 32]) >> (token_id % 32) & 1]
+        for token_id in legal:
+            whole: Any = marker.encode() if isinstance(marker, str) else marker
+            text = whole[:state] + (TOKENS[token_id] if isinstance(marker, str) else (token_id,))
+            held = [count for count in range(min(len(whole), len(text)) + 1) if text[len(text) - count :] == whole[:count]]
+            assert made.next_state(state, token_id) == max(held)
 
 
 def test_a_marker_that_is_too_long_or_not_unicode_is_rejected() -> None:

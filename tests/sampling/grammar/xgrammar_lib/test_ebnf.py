@@ -8,7 +8,6 @@ from typing import Any, Literal
 import pytest
 
 from stepgraph.sampling.grammar import Constraint, GrammarCompiler, GrammarLimits, Vocabulary
-from stepgraph.sampling.grammar.matchers.forced import forced_bytes
 from stepgraph.sampling.grammar.matchers.protocol import Matcher
 from stepgraph.sampling.grammar.xgrammar_lib import ebnf
 
@@ -133,7 +132,7 @@ def raised(token_id: int) -> bool:
 @pytest.mark.parametrize("rule", ["endless", "tag", "marked"])
 def test_first_mask_does_not_reveal_an_endless_rule(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     unguarded(monkeypatch)
-    assert forced_bytes(compiler().compile(ENDLESS[rule]).matcher()) == b""
+    assert compiler().compile(ENDLESS[rule]).matcher().forced_bytes() == b""
 
 
 def test_forced_text_of_a_later_state_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +140,7 @@ def test_forced_text_of_a_later_state_is_bounded(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ValueError, match=r"GrammarLimits.least_bytes: got 1,024 bytes that rule r2 leads to, expected at most 1,000$"):
         compiler(least_bytes=1000).compile(shorter)
     unguarded(monkeypatch)
-    assert forced_bytes(after(compiler(least_bytes=1000), shorter, "b")) == b"a" * 4096
+    assert after(compiler(least_bytes=1000), shorter, "b").forced_bytes() == b"a" * 4096
 
 
 @pytest.mark.parametrize(("constraint", "text"), SERVED)
