@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from stepgraph.sampling.grammar.constraints.charset import CharSet
@@ -65,30 +65,40 @@ def split_length(term: Term) -> tuple[Term | None, Term]:
     return bounds, term if bounds is None else both(*(part for part in term.parts if part is not bounds))
 
 
-def _of_length(source: Automaton, low: int, high: int | None) -> Automaton:
-    """The texts of these lengths. A state is a state of the given automaton and the number of characters so far; without an upper bound
-    they are counted up to the lower one."""
-    if not source.edges:
-        return source
-    last = low if high is None else high
-    num_counted, reached = 0, {0}
-    for _ in range(last + 1):
-        num_counted += len(reached)
+def _layers(source: Automaton, low: int, high: int | None) -> list[set[int]]:
+    """The states after each number of characters. Without an upper bound, characters are counted up to the lower one."""
+    found, num_counted = [{0}], 0
+    while found[-1] and len(found) <= (low if high is None else high) + 1:
+        num_counted += len(found[-1])
         if num_counted > MAX_LENGTH_STATES:
             raise TooComplexError(f"takes more than {MAX_LENGTH_STATES} states with its length; write smaller bounds")
-        if not (reached := {target for state in reached for _, target in source.edges[state]}):
-            break
-    numbers, order = {(0, 0): 0}, [(0, 0)]
-    following = list[list[tuple[CharSet, tuple[int, int]]]]()
-    for state, length in order:  # grows
-        leads = source.edges[state] if high is None or length < high else []
-        following.append([(members, (target, min(length + 1, last))) for members, target in leads])
-        for _, after in following[-1]:
-            if after not in numbers:
-                numbers[after] = len(order)
-                order.append((after[0], length + 1))
-    edges = [sorted((first, end, numbers[after]) for members, after in leads for first, end in members) for leads in following]
-    return _minimal(edges, [source.accepts[state] and length >= low for state, length in order])
+        found.append({target for state in found[-1] for _, target in source.edges[state]})
+    return found[:-1]
+
+
+def _of_length(source: Automaton, low: int, high: int | None) -> Automaton:
+    """The texts of these lengths. A state is a state of the given automaton and the number of characters so far. Counts ascend, so states
+    are merged from the last count backwards: equal edges lead to the same states."""
+    if not source.edges:
+        return source
+    flat = [sorted((first, end, target) for members, target in leads for first, end in members) for leads in source.edges]
+    layers, numbers = _layers(source, low, high), dict[tuple[bool, tuple[tuple[int, int, int], ...]], int]()
+    after = [-1] * len(flat)  # the number of each state after one more character; -1: no text is accepted from it
+    if high is None and len(layers) > low:  # the last states count no more
+        after = list(range(len(flat)))
+        numbers = {(source.accepts[state], tuple(ranges)): state for state, ranges in enumerate(flat)}
+        layers.pop()
+    for length, layer in reversed([*enumerate(layers)]):
+        now = [-1] * len(flat)
+        for state in layer:
+            key = source.accepts[state] and length >= low, tuple(_merged_ranges(flat[state], after))
+            if any(key):
+                now[state] = numbers.setdefault(key, len(numbers))
+        after = now
+    if after[0] < 0:
+        return Automaton([], [])
+    cases = list(numbers)
+    return _numbered(after[0], lambda state: cases[state][0], lambda state: cases[state][1])
 
 
 def _minimal(edges: list[_Ranges], accepts: list[bool]) -> Automaton:
@@ -101,16 +111,22 @@ def _minimal(edges: list[_Ranges], accepts: list[bool]) -> Automaton:
         return Automaton([], [])
     members, leads_to = _blocks(edges, before, distance)
     start = next(number for number, states in members.items() if 0 in states)
-    found, numbers, order = Automaton([], []), {start: 0}, [0]
+    one = {number: next(iter(states)) for number, states in members.items()}
+    return _numbered(start, lambda number: accepts[one[number]], lambda number: leads_to[one[number]])
+
+
+def _numbered(start: int, accepts: Callable[[int], bool], leads_to: Callable[[int], Sequence[tuple[int, int, int]]]) -> Automaton:
+    """The automaton with states numbered in the order in which they are reached."""
+    found, numbers, order = Automaton([], []), {start: 0}, [start]
     for state in order:  # grows
         leads = defaultdict[int, list[tuple[int, int]]](list)
-        for first, last, target in leads_to[state]:
+        for first, last, target in leads_to(state):
             if target not in numbers:
                 numbers[target] = len(order)
-                order.append(next(iter(members[target])))
+                order.append(target)
             leads[numbers[target]].append((first, last))
         found.edges.append([(tuple(pairs), target) for target, pairs in leads.items()])
-        found.accepts.append(accepts[state])
+        found.accepts.append(accepts(state))
     return found
 
 
@@ -189,9 +205,18 @@ def list_texts(term: Term, limit: int) -> list[str] | None:
     return found
 
 
+@functools.lru_cache(maxsize=512)
 def is_empty(term: Term) -> bool:
+    """Whether the language has no text; TooComplexError where its automaton is too large."""
     if term.is_regex or term.kind == "named":
         return term is NOTHING
     if term.kind == "alt":
         return all(map(is_empty, term.parts))
-    return not (term.kind == "not" and term.parts[0].kind == "words") and not automaton(term).accepts
+    if term.kind == "not" and term.parts[0].kind == "words":
+        return False
+    bounds, rest = split_length(term)
+    if bounds is None or not (source := automaton(rest)).edges:
+        return not automaton(rest if bounds else term).accepts
+    low, high = repeat_bounds(bounds)
+    ends = _layers(source, low, high)[low:]
+    return not any(high is None or source.accepts[state] for layer in ends for state in layer)
