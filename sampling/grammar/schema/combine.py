@@ -26,7 +26,7 @@ _NO_OBJECT = Object(others=(KeyClass(ANY_TEXT, NEVER),), low=1)
 
 def meet(left: Form, right: Form, simplify: Simplify, where: str, for_unevaluated: bool = False) -> Form:
     """The values that are in both forms; UnsupportedError if that takes too many alternatives."""
-    if left == ANY_VALUE or right == ANY_VALUE:
+    if ANY_VALUE in (left, right):
         return left if right == ANY_VALUE else right
     for items in (len(left.arrays) * len(right.arrays), len(left.objects) * len(right.objects)):
         if items > MAX_ALTERNATIVES:
@@ -61,6 +61,8 @@ def _meet_pairs(
     left: tuple[Item, ...], right: tuple[Item, ...], meet_pair: Callable[[Item, Item], Item | None], is_kept: Callable[[Item, Item], bool]
 ) -> tuple[Item, ...]:
     """The intersections of all pairs. An intersection inside an alternative that is itself one is left out unless `is_kept`."""
+    if not left or not right:
+        return ()
     found, included = dict[Item, None](), set[Item]()  # included: alternatives on the right that an alternative on the left includes
     intersections_inside = dict[Item, list[Item]]()  # for each alternative on the right, the intersections that it includes
     for one in left:

@@ -5,6 +5,7 @@ Arrays and objects are lists of alternatives; the values inside them are describ
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -56,10 +57,14 @@ class Strings(NamedTuple):
     superset: Term
 
     def meet(self, other: Strings) -> Strings:
-        return Strings(both(self.exact, other.exact), both(self.anchored, other.anchored), both(self.superset, other.superset))
+        exact = both(self.exact, other.exact)
+        if self.is_exact and other.is_exact:
+            return exactly(exact)
+        return Strings(exact, both(self.anchored, other.anchored), both(self.superset, other.superset))
 
-    def join(self, other: Strings) -> Strings:
-        return Strings(either(self.exact, other.exact), either(self.anchored, other.anchored), either(self.superset, other.superset))
+    @property
+    def is_exact(self) -> bool:
+        return self.exact is self.anchored is self.superset
 
     def complement(self) -> Strings:
         others = complement(self.superset)
@@ -147,14 +152,14 @@ class Form:
 _NO_STRINGS, _ANY_STRINGS = exactly(NOTHING), exactly(ANY_TEXT)
 NO_VALUE = Form(False, frozenset(), (), _NO_STRINGS, (), ())
 ANY_VALUE = Form(True, frozenset([False, True]), (Numbers(),), _ANY_STRINGS, (Array(),), (Object(),))
+_EVERYTHING = {field.name: getattr(ANY_VALUE, field.name) for field in fields(Form)}
 
 
 def of_one_type(form: Form) -> Form:
     """If a form restricts exactly one type: its values of this type. Otherwise the form itself."""
-    names = [field.name for field in fields(Form)]
-    others = {name: getattr(NO_VALUE, name) for name in names if getattr(form, name) == getattr(ANY_VALUE, name)}
-    found = replace(form, **others)
-    return found if len(others) == len(names) - 1 and found != NO_VALUE else form
+    restricted = [name for name, everything in _EVERYTHING.items() if getattr(form, name) != everything]
+    found = replace(NO_VALUE, **{restricted[0]: getattr(form, restricted[0])}) if len(restricted) == 1 else form
+    return form if found == NO_VALUE else found
 
 
 def superset_of(form: Form) -> Form:
@@ -165,22 +170,26 @@ def superset_of(form: Form) -> Form:
 
 def join(*forms: Form, for_unevaluated: bool = False) -> Form:
     """The values of any of the forms. for_unevaluated: with alternatives that only describe more of a value than others."""
-    found = NO_VALUE
-    for form in forms:
-        found = Form(
-            found.null or form.null,
-            found.booleans | form.booleans,
-            _absorbed((*found.numbers, *form.numbers), Numbers()),
-            found.strings.join(form.strings),
-            _absorbed((*found.arrays, *form.arrays), Array(), lambda one: for_unevaluated and (one.evaluated != 0 or bool(one.contains))),
-            _absorbed(
-                (*found.objects, *form.objects), Object(), lambda one: one.closable or (for_unevaluated and one.evaluated is not NOTHING)
-            ),
-        )
-    return found
+    forms = (NO_VALUE, *forms)
+    return Form(
+        any(form.null for form in forms),
+        frozenset[bool]().union(*(form.booleans for form in forms)),
+        _absorbed((form.numbers for form in forms), _EVERYTHING["numbers"], lambda _: False),
+        Strings(*(either(*terms) for terms in zip(*(form.strings for form in forms), strict=True))),
+        _absorbed(
+            (form.arrays for form in forms),
+            _EVERYTHING["arrays"],
+            lambda one: for_unevaluated and (one.evaluated != 0 or bool(one.contains)),
+        ),
+        _absorbed(
+            (form.objects for form in forms),
+            _EVERYTHING["objects"],
+            lambda one: one.closable or (for_unevaluated and one.evaluated is not NOTHING),
+        ),
+    )
 
 
-def _absorbed(items: Iterable[Item], everything: Item, is_kept: Callable[[Item], bool] = lambda _: False) -> tuple[Item, ...]:
+def _absorbed(parts: Iterable[tuple[Item, ...]], everything: tuple[Item], is_kept: Callable[[Item], bool]) -> tuple[Item, ...]:
     """The items; if one of them is `everything`, only that and those with `is_kept`, which may become narrower later."""
-    found = tuple(dict.fromkeys(items))
-    return tuple(item for item in found if item == everything or is_kept(item)) if everything in found else found
+    found = tuple(dict.fromkeys(itertools.chain.from_iterable(parts)))
+    return tuple(item for item in found if item == everything[0] or is_kept(item)) if everything[0] in found else found

@@ -46,8 +46,8 @@ from stepgraph.sampling.grammar.schema.reader import NUMBER_KEYWORDS, Document, 
 MAX_FORMS = 20_000  # forms of schemas and conjunctions of schemas
 MAX_PAIRS = 30_000  # intersections of alternatives
 
-_ARRAY_KEYWORDS = ("items", "prefixItems", "minItems", "maxItems", "uniqueItems", "contains")
-_OBJECT_KEYWORDS = ("properties", "patternProperties", "additionalProperties", "required", "minProperties", "maxProperties")
+_ARRAY_KEYWORDS = frozenset("items prefixItems minItems maxItems uniqueItems contains".split())
+_OBJECT_KEYWORDS = frozenset("properties patternProperties additionalProperties required minProperties maxProperties".split())
 _TEXT_KEYWORDS = ("pattern", "patternProperties", "propertyNames", "format")
 _OLDER_NAMES = {"host-name": "hostname", "ip-address": "ipv4"}
 _IN_PLACE_KEYWORDS = frozenset("$ref $dynamicRef $recursiveRef allOf anyOf oneOf not if dependencies dependentSchemas extends".split())
@@ -121,8 +121,8 @@ class Normaliser:
 
     def _meet_all(self, forms: list[Form], at: str, part: Expr = ()) -> Form:
         """The intersection of the forms at a place, or of the literals of an expression. Contradictions are recorded."""
-        found = ANY_VALUE
-        for index, form in enumerate(forms):
+        found = forms[0] if forms else ANY_VALUE
+        for index, form in enumerate(forms[1:], 1):
             met = self.meet(found, form, at)
             if met.is_nothing and not found.is_nothing and not form.is_nothing:
                 conflicting = (part[index - 1], part[index]) if part else ()
@@ -210,10 +210,10 @@ class Normaliser:
             yield "pattern", replace(ANY_VALUE, strings=self._pattern(node, "pattern", keywords["pattern"]))
         if "format" in keywords and (texts := self._format(node, keywords["format"])):
             yield "format", replace(ANY_VALUE, strings=texts)
-        if any(word in keywords for word in _ARRAY_KEYWORDS):
+        if not _ARRAY_KEYWORDS.isdisjoint(keywords):
             array = possible_array(self._array(node), self.simplify)
             yield "items", replace(ANY_VALUE, arrays=(array,) if array else ())
-        if any(word in keywords for word in _OBJECT_KEYWORDS) or self._required_children(node):
+        if not _OBJECT_KEYWORDS.isdisjoint(keywords) or self._required_children(node):
             item = possible_object(self._object(node), self.simplify)
             yield "properties", replace(ANY_VALUE, objects=(item,) if item else ())
         if "propertyNames" in keywords:
@@ -222,13 +222,14 @@ class Normaliser:
             yield "propertyNames", replace(ANY_VALUE, objects=(item,))
 
     def _types(self, node: Node, keyword: str) -> Form:
-        value, found, child = node.schema[keyword], NO_VALUE, self.document.child
+        value, found, child = node.schema[keyword], list[Form](), self.document.child
         for index, name in enumerate(self.document.types(node, keyword)):
             if isinstance(name, dict):
-                found = join(found, self.form(expr(child(node, keyword, index) if isinstance(value, list) else child(node, keyword))))
+                found.append(self.form(expr(child(node, keyword, index) if isinstance(value, list) else child(node, keyword))))
             else:
-                found = ANY_VALUE if name == "any" else join(found, _FORM_OF_TYPE[name])
-        return replace(found, null=True) if node.schema.get("nullable") is True and keyword == "type" else found
+                found = [ANY_VALUE] if name == "any" else [*found, _FORM_OF_TYPE[name]]
+        form = found[0] if len(found) == 1 else join(*found)
+        return replace(form, null=True) if node.schema.get("nullable") is True and keyword == "type" else form
 
     def _values(self, values: list[Any], at: str, keyword: str) -> Form:
         """Exactly these values."""

@@ -200,12 +200,9 @@ class _Alternative:
     """One alternative of a rule: its own bytes, and the rules that it contains."""
 
     rule: int
-    num_bytes: int = 0
-    parts: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))  # rule -> required number of occurrences
+    num_bytes: int = 0  # with those of the parts whose shortest texts are known
+    parts: dict[int, int] = field(default_factory=dict)  # rule -> required number of occurrences
     optional: tuple[int, ...] = ()  # rules that may follow but need not
-
-    def total(self, shortest: dict[int, int]) -> int:
-        return self.num_bytes + sum(count * shortest[rule] for rule, count in self.parts.items())
 
 
 class _SerialisedGrammar:
@@ -260,9 +257,9 @@ class _SerialisedGrammar:
             negated, *ends = content
             alternative.num_bytes += 1 if negated else len(chr(min(ends, default=0)).encode(errors="surrogatepass"))
         elif kind == _RULE:
-            alternative.parts[content[0]] += 1
+            alternative.parts[content[0]] = alternative.parts.get(content[0], 0) + 1
         elif kind == _REPEAT and content[1]:
-            alternative.parts[content[0]] += content[1]
+            alternative.parts[content[0]] = alternative.parts.get(content[0], 0) + content[1]
         elif kind == _REPEAT:
             alternative.optional += (content[0],) if content[2] else ()  # none of at most 0
         elif kind == _TAGS:
@@ -287,8 +284,7 @@ def shortest_texts(parts: Mapping[str, Any], least_bytes: int) -> dict[int, int]
     if endless:
         named = min(endless - {grammar.root} or endless)  # the root rule is also endless if it leads to an endless rule
         raise CompileAbortedError(f"rule {grammar.names[named]}: no text of finite length satisfies it")
-    totals = [(alternative.total(shortest), alternative.rule) for alternative in alternatives if alternative.rule in reached]
-    too_long = [found for found in totals if found[0] > least_bytes]
+    too_long = [(found.num_bytes, found.rule) for found in alternatives if found.num_bytes > least_bytes and found.rule in reached]
     if too_long:
         size, rule = min(too_long)
         got = f"{size:,}" if size < 10**18 else "more than 10^18"
@@ -297,12 +293,12 @@ def shortest_texts(parts: Mapping[str, Any], least_bytes: int) -> dict[int, int]
 
 
 def _shortest(alternatives: Sequence[_Alternative]) -> dict[int, int]:
-    """The bytes of the shortest text of each rule that has a finite text, in ascending order as in Dijkstra's algorithm."""
-    used_by = defaultdict[int, list[int]](list)
+    """The bytes of the shortest text of each rule that has a finite text, in ascending order as in Dijkstra's algorithm. They are added to
+    those of the alternatives that contain it."""
+    used_by, missing = defaultdict[int, list[int]](list), [len(alternative.parts) for alternative in alternatives]
     for index, alternative in enumerate(alternatives):
         for part in alternative.parts:
             used_by[part].append(index)
-    missing = [len(alternative.parts) for alternative in alternatives]
     heap = [(alternative.num_bytes, alternative.rule) for alternative in alternatives if not alternative.parts]
     heapq.heapify(heap)
     shortest = dict[int, int]()
@@ -311,20 +307,23 @@ def _shortest(alternatives: Sequence[_Alternative]) -> dict[int, int]:
         if rule in shortest:
             continue
         shortest[rule] = size
-        for index in used_by[rule]:
+        for index in used_by.get(rule, ()):
+            alternative = alternatives[index]
+            alternative.num_bytes += alternative.parts[rule] * size
             missing[index] -= 1
             if not missing[index]:
-                heapq.heappush(heap, (alternatives[index].total(shortest), alternatives[index].rule))
+                heapq.heappush(heap, (alternative.num_bytes, alternative.rule))
     return shortest
 
 
 def _reached(root: int, alternatives: Sequence[_Alternative]) -> set[int]:
-    leads_to = defaultdict[int, set[int]](set)
+    leads_to = defaultdict[int, list[int]](list)
     for alternative in alternatives:
-        leads_to[alternative.rule].update(alternative.parts, alternative.optional)
+        leads_to[alternative.rule] += (*alternative.parts, *alternative.optional)
     reached, waiting = {root}, [root]
     while waiting:
-        new = leads_to[waiting.pop()] - reached
-        reached |= new
-        waiting += new
+        for rule in leads_to[waiting.pop()]:
+            if rule not in reached:
+                reached.add(rule)
+                waiting.append(rule)
     return reached
