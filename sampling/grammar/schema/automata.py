@@ -35,26 +35,31 @@ def automaton(term: Term) -> Automaton:
     bounds, rest = split_length(term)
     if bounds is not None:
         return _of_length(automaton(rest), *repeat_bounds(bounds))
+    return _minimal(*_explored(term))
+
+
+def _explored(term: Term) -> tuple[list[_Ranges], list[bool]]:
+    """The edges of the states, each the texts that may follow, and whether they accept; TooComplexError."""
     states, order, edges = {term: 0}, [term], list[_Ranges]()
     for state in order:  # grows
         starts, terms = state.transitions()
         found: _Ranges = []
         for index, target in enumerate(terms):
-            if target is NOTHING:
+            first, last = starts[index], min(starts[index + 1] - 1, START - 1)
+            if target is NOTHING or first > last or SURROGATES[0] <= first <= last <= SURROGATES[1]:
                 continue
             if target not in states:
                 if len(states) >= MAX_STATES:
                     raise TooComplexError(f"takes more than {MAX_STATES} states; write a simpler pattern")
                 states[target] = len(order)
                 order.append(target)
-            first, last = starts[index], min(starts[index + 1] - 1, START - 1)
-            if first < SURROGATES[0] <= last:
-                found.append((first, SURROGATES[0] - 1, states[target]))
-            if not SURROGATES[0] <= first <= SURROGATES[1] or last > SURROGATES[1]:
-                first = max(first, SURROGATES[1] + 1) if last >= SURROGATES[0] else first
-                found += [(first, last, states[target])] if first <= last else []
+            if last < SURROGATES[0] or first > SURROGATES[1]:
+                found.append((first, last, states[target]))
+            else:
+                pieces = (first, SURROGATES[0] - 1), (SURROGATES[1] + 1, last)
+                found += [(start, end, states[target]) for start, end in pieces if start <= end]
         edges.append(found)
-    return _minimal(edges, [state.nullable for state in order])
+    return edges, [state.nullable for state in order]
 
 
 def split_length(term: Term) -> tuple[Term | None, Term]:
@@ -67,12 +72,13 @@ def split_length(term: Term) -> tuple[Term | None, Term]:
 
 def _layers(source: Automaton, low: int, high: int | None) -> list[set[int]]:
     """The states after each number of characters. Without an upper bound, characters are counted up to the lower one."""
-    found, num_counted = [{0}], 0
+    found, num_counted, following = [{0}], 0, [{target for _, target in leads} for leads in source.edges]
     while found[-1] and len(found) <= (low if high is None else high) + 1:
         num_counted += len(found[-1])
         if num_counted > MAX_LENGTH_STATES:
             raise TooComplexError(f"takes more than {MAX_LENGTH_STATES} states with its length; write smaller bounds")
-        found.append({target for state in found[-1] for _, target in source.edges[state]})
+        is_last = len(found) > 1 and found[-1] == found[-2]  # and so are all later ones
+        found.append(found[-1] if is_last else set[int]().union(*(following[state] for state in found[-1])))
     return found[:-1]
 
 
@@ -215,8 +221,8 @@ def is_empty(term: Term) -> bool:
     if term.kind == "not" and term.parts[0].kind == "words":
         return False
     bounds, rest = split_length(term)
-    if bounds is None or not (source := automaton(rest)).edges:
-        return not automaton(rest if bounds else term).accepts
-    low, high = repeat_bounds(bounds)
-    ends = _layers(source, low, high)[low:]
+    if bounds is None:
+        return not any(_explored(term)[1])
+    source, (low, high) = automaton(rest), repeat_bounds(bounds)
+    ends = _layers(source, low, high)[low:] if source.edges else []
     return not any(high is None or source.accepts[state] for layer in ends for state in layer)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, TypeVar
 
@@ -84,8 +84,7 @@ class Contains(NamedTuple):
     start: int = 0
 
 
-@dataclass(frozen=True)
-class Array:
+class Array(NamedTuple):
     prefix: tuple[Expr, ...] = ()
     rest: Expr = TRUE  # the items after the prefix
     low: int = 0
@@ -135,8 +134,7 @@ class Object:
         return next((keys.value for keys in self.others if len(self.others) == 1 or matches(keys.names, name)), NEVER)
 
 
-@dataclass(frozen=True)
-class Form:
+class Form(NamedTuple):
     null: bool
     booleans: frozenset[bool]
     numbers: tuple[Numbers, ...]
@@ -152,20 +150,21 @@ class Form:
 _NO_STRINGS, _ANY_STRINGS = exactly(NOTHING), exactly(ANY_TEXT)
 NO_VALUE = Form(False, frozenset(), (), _NO_STRINGS, (), ())
 ANY_VALUE = Form(True, frozenset([False, True]), (Numbers(),), _ANY_STRINGS, (Array(),), (Object(),))
-_EVERYTHING = {field.name: getattr(ANY_VALUE, field.name) for field in fields(Form)}
 
 
 def of_one_type(form: Form) -> Form:
     """If a form restricts exactly one type: its values of this type. Otherwise the form itself."""
-    restricted = [name for name, everything in _EVERYTHING.items() if getattr(form, name) != everything]
-    found = replace(NO_VALUE, **{restricted[0]: getattr(form, restricted[0])}) if len(restricted) == 1 else form
+    restricted = [index for index, part in enumerate(form) if part != ANY_VALUE[index]]
+    if len(restricted) != 1:
+        return form
+    found = Form._make(form[index] if index in restricted else nothing for index, nothing in enumerate(NO_VALUE))
     return form if found == NO_VALUE else found
 
 
 def superset_of(form: Form) -> Form:
     """All values that a schema may accept, where its form has only a part of them."""
     arrays, objects = tuple(item.superset or item for item in form.arrays), tuple(item.superset or item for item in form.objects)
-    return replace(form, strings=exactly(form.strings.superset), arrays=arrays, objects=objects)
+    return form._replace(strings=exactly(form.strings.superset), arrays=arrays, objects=objects)
 
 
 def join(*forms: Form, for_unevaluated: bool = False) -> Form:
@@ -174,22 +173,22 @@ def join(*forms: Form, for_unevaluated: bool = False) -> Form:
     return Form(
         any(form.null for form in forms),
         frozenset[bool]().union(*(form.booleans for form in forms)),
-        _absorbed((form.numbers for form in forms), _EVERYTHING["numbers"], lambda _: False),
+        _absorbed((form.numbers for form in forms), ANY_VALUE.numbers, lambda _: False),
         Strings(*(either(*terms) for terms in zip(*(form.strings for form in forms), strict=True))),
         _absorbed(
             (form.arrays for form in forms),
-            _EVERYTHING["arrays"],
+            ANY_VALUE.arrays,
             lambda one: for_unevaluated and (one.evaluated != 0 or bool(one.contains)),
         ),
         _absorbed(
             (form.objects for form in forms),
-            _EVERYTHING["objects"],
+            ANY_VALUE.objects,
             lambda one: one.closable or (for_unevaluated and one.evaluated is not NOTHING),
         ),
     )
 
 
-def _absorbed(parts: Iterable[tuple[Item, ...]], everything: tuple[Item], is_kept: Callable[[Item], bool]) -> tuple[Item, ...]:
-    """The items; if one of them is `everything`, only that and those with `is_kept`, which may become narrower later."""
-    found = tuple(dict.fromkeys(itertools.chain.from_iterable(parts)))
-    return tuple(item for item in found if item == everything[0] or is_kept(item)) if everything[0] in found else found
+def _absorbed(parts: Iterable[tuple[Item, ...]], all_of_type: tuple[Item, ...], is_kept: Callable[[Item], bool]) -> tuple[Item, ...]:
+    """The items; if one of them includes all, only that and those with `is_kept`, which may become narrower later."""
+    found, (everything,) = tuple(dict.fromkeys(itertools.chain.from_iterable(parts))), all_of_type
+    return tuple(item for item in found if item == everything or is_kept(item)) if everything in found else found

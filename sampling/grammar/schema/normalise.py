@@ -51,14 +51,15 @@ _OBJECT_KEYWORDS = frozenset("properties patternProperties additionalProperties 
 _TEXT_KEYWORDS = ("pattern", "patternProperties", "propertyNames", "format")
 _OLDER_NAMES = {"host-name": "hostname", "ip-address": "ipv4"}
 _IN_PLACE_KEYWORDS = frozenset("$ref $dynamicRef $recursiveRef allOf anyOf oneOf not if dependencies dependentSchemas extends".split())
+_APPLICATORS = _IN_PLACE_KEYWORDS | {"dependentRequired", "disallow"}
 _FORM_OF_TYPE = {
-    "null": replace(NO_VALUE, null=True),
-    "boolean": replace(NO_VALUE, booleans=ANY_VALUE.booleans),
-    "number": replace(NO_VALUE, numbers=ANY_VALUE.numbers),
-    "integer": replace(NO_VALUE, numbers=(Numbers(multiple=Fraction(1)),)),
-    "string": replace(NO_VALUE, strings=ANY_VALUE.strings),
-    "array": replace(NO_VALUE, arrays=ANY_VALUE.arrays),
-    "object": replace(NO_VALUE, objects=ANY_VALUE.objects),
+    "null": NO_VALUE._replace(null=True),
+    "boolean": NO_VALUE._replace(booleans=ANY_VALUE.booleans),
+    "number": NO_VALUE._replace(numbers=ANY_VALUE.numbers),
+    "integer": NO_VALUE._replace(numbers=(Numbers(multiple=Fraction(1)),)),
+    "string": NO_VALUE._replace(strings=ANY_VALUE.strings),
+    "array": NO_VALUE._replace(arrays=ANY_VALUE.arrays),
+    "object": NO_VALUE._replace(objects=ANY_VALUE.objects),
 }
 
 
@@ -133,35 +134,43 @@ class Normaliser:
     def _form_of_node(self, node: Node) -> Form:
         if isinstance(node.schema, bool):
             return ANY_VALUE if node.schema else NO_VALUE
-        keywords, child = node.keywords, self.document.child
-        where = node.where
+        keywords, where = node.keywords, node.where
+        if not keywords or keywords.keys() == {"type"}:  # the most frequent
+            return self._types(node, "type") if keywords else ANY_VALUE
         parts = list(self._type_keywords(node))  # (keyword, form)
-        for keyword in ("$ref", "$dynamicRef", "$recursiveRef"):
-            if keyword in keywords:
-                parts.append((keyword, self.form(expr(self.document.target(node, keyword)))))
-        for keyword in ("allOf", "extends"):
-            value = keywords.get(keyword, [])
-            schemas = [child(node, keyword, index) for index in range(len(value))] if isinstance(value, list) else [child(node, keyword)]
-            parts += [(keyword, self.form(expr(part))) for part in schemas]
-        if "not" in keywords:
-            parts.append(("not", self.form(expr(child(node, "not"), False))))
-        if "disallow" in keywords:
-            parts.append(("disallow", complement_of(self._types(node, "disallow"), self.simplify, where)))
-        parts += self._dependent(node)
-        if "anyOf" in keywords:
-            parts.append(("anyOf", self._any_of([expr(child(node, "anyOf", index)) for index in range(len(keywords["anyOf"]))])))
-        if "oneOf" in keywords:
-            parts.append(("oneOf", self._exactly_one([child(node, "oneOf", index) for index in range(len(keywords["oneOf"]))])))
-        if "if" in keywords and ({"then", "else"} & keywords.keys() or self.document.has_unevaluated):
-            parts.append(("if", self._conditional(node)))
-        order = {keyword: index for index, keyword in enumerate(node.schema)}  # also determines the order of properties
-        parts.sort(key=lambda part: order.get(part[0], 0))
-        parts.sort(key=lambda part: not any(item.closable for item in part[1].objects))  # names that are only required come last
+        if not _APPLICATORS.isdisjoint(keywords):
+            parts += self._applicators(node)
+        if len(parts) > 1:
+            order = {keyword: index for index, keyword in enumerate(node.schema)}  # also determines the order of properties
+            parts.sort(key=lambda part: order.get(part[0], 0))
+            parts.sort(key=lambda part: not any(item.closable for item in part[1].objects))  # names that are only required come last
         found = self._meet_all([form for _, form in parts], where)
         for keyword in ("unevaluatedProperties", "unevaluatedItems"):
             if keyword in keywords:
                 found = self._restrict_unevaluated(found, node, keyword)
         return found
+
+    def _applicators(self, node: Node) -> Iterator[tuple[str, Form]]:
+        """The keywords with schemas for the same value."""
+        keywords, child = node.keywords, self.document.child
+        for keyword in ("$ref", "$dynamicRef", "$recursiveRef"):
+            if keyword in keywords:
+                yield keyword, self.form(expr(self.document.target(node, keyword)))
+        for keyword in ("allOf", "extends"):
+            value = keywords.get(keyword, [])
+            schemas = [child(node, keyword, index) for index in range(len(value))] if isinstance(value, list) else [child(node, keyword)]
+            yield from [(keyword, self.form(expr(part))) for part in schemas]  # all of them are read before the first form
+        if "not" in keywords:
+            yield "not", self.form(expr(child(node, "not"), False))
+        if "disallow" in keywords:
+            yield "disallow", complement_of(self._types(node, "disallow"), self.simplify, node.where)
+        yield from self._dependent(node)
+        if "anyOf" in keywords:
+            yield "anyOf", self._any_of([expr(child(node, "anyOf", index)) for index in range(len(keywords["anyOf"]))])
+        if "oneOf" in keywords:
+            yield "oneOf", self._exactly_one([child(node, "oneOf", index) for index in range(len(keywords["oneOf"]))])
+        if "if" in keywords and ({"then", "else"} & keywords.keys() or self.document.has_unevaluated):
+            yield "if", self._conditional(node)
 
     def _any_of(self, parts: list[Expr], num_conflicts: int | None = None) -> Form:
         """The union of these expressions. If it has values, the contradictions that were found in single expressions are dropped."""
@@ -200,26 +209,26 @@ class Normaliser:
             if keyword in keywords:
                 values = keywords["enum"] if keyword == "enum" else [keywords["const"]]
                 yield keyword, self._values(values, node.where, keyword)
-        if any(word in keywords for word in NUMBER_KEYWORDS):
+        if not keywords.keys().isdisjoint(NUMBER_KEYWORDS):
             yield "minimum", self._numbers(node)
         strings = [keywords[word] for word in ("minLength", "maxLength") if word in keywords]
         if strings:
             term = repeat(ANY_CHAR, keywords.get("minLength", 0), keywords.get("maxLength"))
-            yield "minLength", replace(ANY_VALUE, strings=exactly(term))
+            yield "minLength", ANY_VALUE._replace(strings=exactly(term))
         if "pattern" in keywords:
-            yield "pattern", replace(ANY_VALUE, strings=self._pattern(node, "pattern", keywords["pattern"]))
+            yield "pattern", ANY_VALUE._replace(strings=self._pattern(node, "pattern", keywords["pattern"]))
         if "format" in keywords and (texts := self._format(node, keywords["format"])):
-            yield "format", replace(ANY_VALUE, strings=texts)
+            yield "format", ANY_VALUE._replace(strings=texts)
         if not _ARRAY_KEYWORDS.isdisjoint(keywords):
             array = possible_array(self._array(node), self.simplify)
-            yield "items", replace(ANY_VALUE, arrays=(array,) if array else ())
+            yield "items", ANY_VALUE._replace(arrays=(array,) if array else ())
         if not _OBJECT_KEYWORDS.isdisjoint(keywords) or self._required_children(node):
             item = possible_object(self._object(node), self.simplify)
-            yield "properties", replace(ANY_VALUE, objects=(item,) if item else ())
+            yield "properties", ANY_VALUE._replace(objects=(item,) if item else ())
         if "propertyNames" in keywords:
             names, _, most = self.form(expr(self.document.child(node, "propertyNames"))).strings
             item = replace(_object_of_names(names), superset=None if most is names else _object_of_names(most))
-            yield "propertyNames", replace(ANY_VALUE, objects=(item,))
+            yield "propertyNames", ANY_VALUE._replace(objects=(item,))
 
     def _types(self, node: Node, keyword: str) -> Form:
         value, found, child = node.schema[keyword], list[Form](), self.document.child
@@ -229,7 +238,7 @@ class Normaliser:
             else:
                 found = [ANY_VALUE] if name == "any" else [*found, _FORM_OF_TYPE[name]]
         form = found[0] if len(found) == 1 else join(*found)
-        return replace(form, null=True) if node.schema.get("nullable") is True and keyword == "type" else form
+        return form._replace(null=True) if node.schema.get("nullable") is True and keyword == "type" else form
 
     def _values(self, values: list[Any], at: str, keyword: str) -> Form:
         """Exactly these values."""
@@ -258,7 +267,7 @@ class Normaliser:
             Numbers(keywords.get("exclusiveMinimum"), keywords.get("exclusiveMaximum"), low_open=True, high_open=True),
         ):
             found = found.meet(bound) if found else None
-        return replace(ANY_VALUE, numbers=(found,) if found else ())
+        return ANY_VALUE._replace(numbers=(found,) if found else ())
 
     def _format(self, node: Node, name: str) -> Strings | None:
         """The texts of a format; None if the format is only an annotation."""
@@ -335,15 +344,15 @@ class Normaliser:
         """Properties that require others, or a schema of the whole object."""
         for keyword in ("dependencies", "dependentRequired", "dependentSchemas"):
             for name, value in node.keywords.get(keyword, {}).items():
-                absent = replace(ANY_VALUE, objects=(Object.single(name, NEVER, required=False),))
+                absent = ANY_VALUE._replace(objects=(Object.single(name, NEVER, required=False),))
                 names = [value] if isinstance(value, str) else value
                 if isinstance(names, list):
                     if not all(isinstance(other, str) for other in names):
                         reject(node.where, keyword, f"got {clip_json(value)}, expected a list of strings")
-                    present = replace(NO_VALUE, objects=(_object_requiring([name, *names]),))
+                    present = NO_VALUE._replace(objects=(_object_requiring([name, *names]),))
                 else:
                     below = self.form(expr(self.document.child(node, keyword, name)))
-                    present = self.meet(replace(NO_VALUE, objects=(_object_requiring([name]),)), below, node.where)
+                    present = self.meet(NO_VALUE._replace(objects=(_object_requiring([name]),)), below, node.where)
                 yield keyword, join(absent, present)
 
     def _restrict_unevaluated(self, form: Form, node: Node, keyword: str) -> Form:
@@ -363,15 +372,15 @@ class Normaliser:
                 others = tuple(keys for keys in (rest, KeyClass(item.evaluated, TRUE, True)) if not is_empty(keys.names))
                 met = meet_objects(item, Object(others=others, superset=Object() if several else None), self.simplify)
                 alternatives += [replace(met, evaluated=ANY_TEXT)] if met else []
-            return replace(form, objects=tuple(alternatives))
+            return form._replace(objects=tuple(alternatives))
         for array in form.arrays:
             if array.evaluated is not None:
                 limit = Array(tuple(TRUE for _ in range(array.evaluated)), value, superset=Array() if several else None)
                 met_array = meet_arrays(array, limit, self.simplify)
-                alternatives += [replace(met_array, evaluated=None)] if met_array else []
+                alternatives += [met_array._replace(evaluated=None)] if met_array else []
             else:
                 alternatives.append(array)
-        return replace(form, arrays=tuple(alternatives))
+        return form._replace(arrays=tuple(alternatives))
 
 
 def _object_of_names(names: Term) -> Object:
