@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from stepgraph.sampling.grammar.constraints.charset import CharSet
@@ -27,6 +27,7 @@ class Automaton:
 
 
 _Ranges = list[tuple[int, int, int]]  # first and last character of a range, and the state that it leads to; ascending
+_Case = tuple[bool, tuple[tuple[int, int, int], ...]]  # whether a state accepts, and its ranges
 
 
 @functools.lru_cache(maxsize=512)
@@ -46,18 +47,16 @@ def _explored(term: Term) -> tuple[list[_Ranges], list[bool]]:
         found: _Ranges = []
         for index, target in enumerate(terms):
             first, last = starts[index], min(starts[index + 1] - 1, START - 1)
-            if target is NOTHING or first > last or SURROGATES[0] <= first <= last <= SURROGATES[1]:
+            parts = (first, min(last, SURROGATES[0] - 1)), (max(first, SURROGATES[1] + 1), last)
+            pieces = [piece for piece in parts if piece[0] <= piece[1]]
+            if target is NOTHING or not pieces:
                 continue
             if target not in states:
                 if len(states) >= MAX_STATES:
                     raise TooComplexError(f"takes more than {MAX_STATES} states; write a simpler pattern")
                 states[target] = len(order)
                 order.append(target)
-            if last < SURROGATES[0] or first > SURROGATES[1]:
-                found.append((first, last, states[target]))
-            else:
-                pieces = (first, SURROGATES[0] - 1), (SURROGATES[1] + 1, last)
-                found += [(start, end, states[target]) for start, end in pieces if start <= end]
+            found += [(*piece, states[target]) for piece in pieces]
         edges.append(found)
     return edges, [state.nullable for state in order]
 
@@ -72,23 +71,20 @@ def split_length(term: Term) -> tuple[Term | None, Term]:
 
 def _layers(source: Automaton, low: int, high: int | None) -> list[set[int]]:
     """The states after each number of characters. Without an upper bound, characters are counted up to the lower one."""
-    found, num_counted, following = [{0}], 0, [{target for _, target in leads} for leads in source.edges]
+    found, num_counted, following = [{0} if source.edges else set[int]()], 0, [{target for _, target in leads} for leads in source.edges]
     while found[-1] and len(found) <= (low if high is None else high) + 1:
         num_counted += len(found[-1])
         if num_counted > MAX_LENGTH_STATES:
             raise TooComplexError(f"takes more than {MAX_LENGTH_STATES} states with its length; write smaller bounds")
-        is_last = len(found) > 1 and found[-1] == found[-2]  # and so are all later ones
-        found.append(found[-1] if is_last else set[int]().union(*(following[state] for state in found[-1])))
+        found.append(set[int]().union(*(following[state] for state in found[-1])))
     return found[:-1]
 
 
 def _of_length(source: Automaton, low: int, high: int | None) -> Automaton:
     """The texts of these lengths. A state is a state of the given automaton and the number of characters so far. Counts ascend, so states
     are merged from the last count backwards: equal edges lead to the same states."""
-    if not source.edges:
-        return source
     flat = [sorted((first, end, target) for members, target in leads for first, end in members) for leads in source.edges]
-    layers, numbers = _layers(source, low, high), dict[tuple[bool, tuple[tuple[int, int, int], ...]], int]()
+    layers, numbers = _layers(source, low, high), dict[_Case, int]()
     after = [-1] * len(flat)  # the number of each state after one more character; -1: no text is accepted from it
     if high is None and len(layers) > low:  # the last states count no more
         after = list(range(len(flat)))
@@ -101,10 +97,9 @@ def _of_length(source: Automaton, low: int, high: int | None) -> Automaton:
             if any(key):
                 now[state] = numbers.setdefault(key, len(numbers))
         after = now
-    if after[0] < 0:
+    if not after or after[0] < 0:
         return Automaton([], [])
-    cases = list(numbers)
-    return _numbered(after[0], lambda state: cases[state][0], lambda state: cases[state][1])
+    return _numbered(after[0], dict(enumerate(numbers)))
 
 
 def _minimal(edges: list[_Ranges], accepts: list[bool]) -> Automaton:
@@ -117,22 +112,23 @@ def _minimal(edges: list[_Ranges], accepts: list[bool]) -> Automaton:
         return Automaton([], [])
     members, leads_to = _blocks(edges, before, distance)
     start = next(number for number, states in members.items() if 0 in states)
-    one = {number: next(iter(states)) for number, states in members.items()}
-    return _numbered(start, lambda number: accepts[one[number]], lambda number: leads_to[one[number]])
+    ones = {number: next(iter(states)) for number, states in members.items()}
+    return _numbered(start, {number: (accepts[state], tuple(leads_to[state])) for number, state in ones.items()})
 
 
-def _numbered(start: int, accepts: Callable[[int], bool], leads_to: Callable[[int], Sequence[tuple[int, int, int]]]) -> Automaton:
+def _numbered(start: int, cases: Mapping[int, _Case]) -> Automaton:
     """The automaton with states numbered in the order in which they are reached."""
     found, numbers, order = Automaton([], []), {start: 0}, [start]
     for state in order:  # grows
         leads = defaultdict[int, list[tuple[int, int]]](list)
-        for first, last, target in leads_to(state):
+        accepts, ranges = cases[state]
+        for first, last, target in ranges:
             if target not in numbers:
                 numbers[target] = len(order)
                 order.append(target)
             leads[numbers[target]].append((first, last))
         found.edges.append([(tuple(pairs), target) for target, pairs in leads.items()])
-        found.accepts.append(accepts(state))
+        found.accepts.append(accepts)
     return found
 
 
@@ -224,5 +220,4 @@ def is_empty(term: Term) -> bool:
     if bounds is None:
         return not any(_explored(term)[1])
     source, (low, high) = automaton(rest), repeat_bounds(bounds)
-    ends = _layers(source, low, high)[low:] if source.edges else []
-    return not any(high is None or source.accepts[state] for layer in ends for state in layer)
+    return not any(high is None or source.accepts[state] for layer in _layers(source, low, high)[low:] for state in layer)

@@ -62,8 +62,6 @@ def _meet_pairs(
     left: tuple[Item, ...], right: tuple[Item, ...], meet_pair: Callable[[Item, Item], Item | None], is_kept: Callable[[Item, Item], bool]
 ) -> tuple[Item, ...]:
     """The intersections of all pairs. An intersection inside an alternative that is itself one is left out unless `is_kept`."""
-    if not left or not right:
-        return ()
     found, included = dict[Item, None](), set[Item]()  # included: alternatives on the right that an alternative on the left includes
     intersections_inside = dict[Item, list[Item]]()  # for each alternative on the right, the intersections that it includes
     for one in left:

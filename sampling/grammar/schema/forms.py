@@ -57,14 +57,9 @@ class Strings(NamedTuple):
     superset: Term
 
     def meet(self, other: Strings) -> Strings:
-        exact = both(self.exact, other.exact)
-        if self.is_exact and other.is_exact:
-            return exactly(exact)
-        return Strings(exact, both(self.anchored, other.anchored), both(self.superset, other.superset))
-
-    @property
-    def is_exact(self) -> bool:
-        return self.exact is self.anchored is self.superset
+        if self.exact is self.anchored is self.superset and other.exact is other.anchored is other.superset:
+            return exactly(both(self.exact, other.exact))
+        return Strings(both(self.exact, other.exact), both(self.anchored, other.anchored), both(self.superset, other.superset))
 
     def complement(self) -> Strings:
         others = complement(self.superset)
@@ -155,9 +150,7 @@ ANY_VALUE = Form(True, frozenset([False, True]), (Numbers(),), _ANY_STRINGS, (Ar
 def of_one_type(form: Form) -> Form:
     """If a form restricts exactly one type: its values of this type. Otherwise the form itself."""
     restricted = [index for index, part in enumerate(form) if part != ANY_VALUE[index]]
-    if len(restricted) != 1:
-        return form
-    found = Form._make(form[index] if index in restricted else nothing for index, nothing in enumerate(NO_VALUE))
+    found = Form._make(form[index] if [index] == restricted else nothing for index, nothing in enumerate(NO_VALUE))
     return form if found == NO_VALUE else found
 
 
@@ -173,22 +166,16 @@ def join(*forms: Form, for_unevaluated: bool = False) -> Form:
     return Form(
         any(form.null for form in forms),
         frozenset[bool]().union(*(form.booleans for form in forms)),
-        _absorbed((form.numbers for form in forms), ANY_VALUE.numbers, lambda _: False),
+        _absorbed((form.numbers for form in forms), Numbers(), lambda _: False),
         Strings(*(either(*terms) for terms in zip(*(form.strings for form in forms), strict=True))),
+        _absorbed((form.arrays for form in forms), Array(), lambda one: for_unevaluated and (one.evaluated != 0 or bool(one.contains))),
         _absorbed(
-            (form.arrays for form in forms),
-            ANY_VALUE.arrays,
-            lambda one: for_unevaluated and (one.evaluated != 0 or bool(one.contains)),
-        ),
-        _absorbed(
-            (form.objects for form in forms),
-            ANY_VALUE.objects,
-            lambda one: one.closable or (for_unevaluated and one.evaluated is not NOTHING),
+            (form.objects for form in forms), Object(), lambda one: one.closable or (for_unevaluated and one.evaluated is not NOTHING)
         ),
     )
 
 
-def _absorbed(parts: Iterable[tuple[Item, ...]], all_of_type: tuple[Item, ...], is_kept: Callable[[Item], bool]) -> tuple[Item, ...]:
-    """The items; if one of them includes all, only that and those with `is_kept`, which may become narrower later."""
-    found, (everything,) = tuple(dict.fromkeys(itertools.chain.from_iterable(parts))), all_of_type
+def _absorbed(parts: Iterable[tuple[Item, ...]], everything: Item, is_kept: Callable[[Item], bool]) -> tuple[Item, ...]:
+    """The items; if one of them is `everything`, only that and those with `is_kept`, which may become narrower later."""
+    found = tuple(dict.fromkeys(itertools.chain.from_iterable(parts)))
     return tuple(item for item in found if item == everything or is_kept(item)) if everything in found else found

@@ -182,12 +182,8 @@ def cat(first: Term, *rest: Term) -> Term:
 
 def either(*terms: Term) -> Term:
     """The union of the languages."""
-    different = dict.fromkeys(terms)
-    different.pop(NOTHING, None)
-    if len(different) < 2:
-        return next(iter(different), NOTHING)
     found, finite = dict[Term, None](), set[str]()
-    for term in different:
+    for term in terms:
         for part in term.parts if term.kind == "alt" else (term,):
             if part.kind == "words":
                 finite.update(texts_of(part))
@@ -198,7 +194,7 @@ def either(*terms: Term) -> Term:
     parts = tuple(found)
     if finite:
         parts = (*parts, words(finite))
-    return parts[0] if len(parts) == 1 else _term("alt", parts, ())
+    return parts[0] if len(parts) == 1 else _term("alt", parts, ()) if parts else NOTHING
 
 
 def both(*terms: Term) -> Term:
@@ -207,8 +203,6 @@ def both(*terms: Term) -> Term:
     found.pop(ANY_TEXT, None)
     if NOTHING in found or any(term.kind == "not" and term.parts[0] in found for term in found):
         return NOTHING
-    if len(found) < 2:
-        return next(iter(found), ANY_TEXT)
     finite = next((term for term in found if term.kind == "words"), None)
     if finite is not None:
         return words(text for text in texts_of(finite) if all(matches(term, text) for term in found if term is not finite))

@@ -51,7 +51,6 @@ _OBJECT_KEYWORDS = frozenset("properties patternProperties additionalProperties 
 _TEXT_KEYWORDS = ("pattern", "patternProperties", "propertyNames", "format")
 _OLDER_NAMES = {"host-name": "hostname", "ip-address": "ipv4"}
 _IN_PLACE_KEYWORDS = frozenset("$ref $dynamicRef $recursiveRef allOf anyOf oneOf not if dependencies dependentSchemas extends".split())
-_APPLICATORS = _IN_PLACE_KEYWORDS | {"dependentRequired", "disallow"}
 _FORM_OF_TYPE = {
     "null": NO_VALUE._replace(null=True),
     "boolean": NO_VALUE._replace(booleans=ANY_VALUE.booleans),
@@ -91,7 +90,7 @@ class Normaliser:
             if len(part) > 1:
                 found = self._meet_all([self.form((literal,)) for literal in part], node.where, part)
             elif part[0].positive:
-                found = self._form_of_node(node)
+                found = self._types(node, "type") if node.keywords.keys() == {"type"} else self._form_of_node(node)
             else:
                 found = complement_of(self.form(expr(node)), self.simplify, node.where)
         except TooComplexError as error:
@@ -132,45 +131,36 @@ class Normaliser:
         return found
 
     def _form_of_node(self, node: Node) -> Form:
-        if isinstance(node.schema, bool):
-            return ANY_VALUE if node.schema else NO_VALUE
-        keywords, where = node.keywords, node.where
-        if not keywords or keywords.keys() == {"type"}:  # the most frequent
-            return self._types(node, "type") if keywords else ANY_VALUE
+        keywords, child, where = node.keywords, self.document.child, node.where
+        if not keywords:
+            return NO_VALUE if node.schema is False else ANY_VALUE
         parts = list(self._type_keywords(node))  # (keyword, form)
-        if not _APPLICATORS.isdisjoint(keywords):
-            parts += self._applicators(node)
-        if len(parts) > 1:
-            order = {keyword: index for index, keyword in enumerate(node.schema)}  # also determines the order of properties
-            parts.sort(key=lambda part: order.get(part[0], 0))
-            parts.sort(key=lambda part: not any(item.closable for item in part[1].objects))  # names that are only required come last
+        for keyword in ("$ref", "$dynamicRef", "$recursiveRef"):
+            if keyword in keywords:
+                parts.append((keyword, self.form(expr(self.document.target(node, keyword)))))
+        for keyword in ("allOf", "extends"):
+            value = keywords.get(keyword, [])
+            schemas = [child(node, keyword, index) for index in range(len(value))] if isinstance(value, list) else [child(node, keyword)]
+            parts += [(keyword, self.form(expr(part))) for part in schemas]
+        if "not" in keywords:
+            parts.append(("not", self.form(expr(child(node, "not"), False))))
+        if "disallow" in keywords:
+            parts.append(("disallow", complement_of(self._types(node, "disallow"), self.simplify, where)))
+        parts += self._dependent(node)
+        if "anyOf" in keywords:
+            parts.append(("anyOf", self._any_of([expr(child(node, "anyOf", index)) for index in range(len(keywords["anyOf"]))])))
+        if "oneOf" in keywords:
+            parts.append(("oneOf", self._exactly_one([child(node, "oneOf", index) for index in range(len(keywords["oneOf"]))])))
+        if "if" in keywords and ({"then", "else"} & keywords.keys() or self.document.has_unevaluated):
+            parts.append(("if", self._conditional(node)))
+        order = {keyword: index for index, keyword in enumerate(node.schema)}  # also determines the order of properties
+        parts.sort(key=lambda part: order.get(part[0], 0))
+        parts.sort(key=lambda part: not any(item.closable for item in part[1].objects))  # names that are only required come last
         found = self._meet_all([form for _, form in parts], where)
         for keyword in ("unevaluatedProperties", "unevaluatedItems"):
             if keyword in keywords:
                 found = self._restrict_unevaluated(found, node, keyword)
         return found
-
-    def _applicators(self, node: Node) -> Iterator[tuple[str, Form]]:
-        """The keywords with schemas for the same value."""
-        keywords, child = node.keywords, self.document.child
-        for keyword in ("$ref", "$dynamicRef", "$recursiveRef"):
-            if keyword in keywords:
-                yield keyword, self.form(expr(self.document.target(node, keyword)))
-        for keyword in ("allOf", "extends"):
-            value = keywords.get(keyword, [])
-            schemas = [child(node, keyword, index) for index in range(len(value))] if isinstance(value, list) else [child(node, keyword)]
-            yield from [(keyword, self.form(expr(part))) for part in schemas]  # all of them are read before the first form
-        if "not" in keywords:
-            yield "not", self.form(expr(child(node, "not"), False))
-        if "disallow" in keywords:
-            yield "disallow", complement_of(self._types(node, "disallow"), self.simplify, node.where)
-        yield from self._dependent(node)
-        if "anyOf" in keywords:
-            yield "anyOf", self._any_of([expr(child(node, "anyOf", index)) for index in range(len(keywords["anyOf"]))])
-        if "oneOf" in keywords:
-            yield "oneOf", self._exactly_one([child(node, "oneOf", index) for index in range(len(keywords["oneOf"]))])
-        if "if" in keywords and ({"then", "else"} & keywords.keys() or self.document.has_unevaluated):
-            yield "if", self._conditional(node)
 
     def _any_of(self, parts: list[Expr], num_conflicts: int | None = None) -> Form:
         """The union of these expressions. If it has values, the contradictions that were found in single expressions are dropped."""

@@ -132,10 +132,10 @@ class Document:
         if node is None:
             value = functools.reduce(operator.getitem, names, above.schema) if above else value_at(self.root, where)
             place = where
-            while place not in self._bases and not (above and place == above.where):
+            while place not in self._bases:  # that of a node above is in it
                 place = place.rpartition("/")[0]
-            base = above.base if above and place not in self._bases else self._bases[place]
-            node = Node(value, where, base, len(self._nodes))
+            self._bases[where] = self._bases[place]
+            node = Node(value, where, self._bases[where], len(self._nodes))
             if not isinstance(value, (dict, bool)):
                 reject(where, "schema", f"got {clip_json(value)}, expected an object, true or false")
             if isinstance(value, dict):
