@@ -81,8 +81,7 @@ def _layers(source: Automaton, low: int, high: int | None) -> list[set[int]]:
 
 
 def _of_length(source: Automaton, low: int, high: int | None) -> Automaton:
-    """The texts of these lengths. A state is a state of the given automaton and the number of characters so far. Counts ascend, so states
-    are merged from the last count backwards: equal edges lead to the same states."""
+    """The texts of these lengths. States, each of the source and with a number of characters, are merged from the largest number down."""
     flat = [sorted((first, end, target) for members, target in leads for first, end in members) for leads in source.edges]
     layers, numbers = _layers(source, low, high), dict[_Case, int]()
     after = [-1] * len(flat)  # the number of each state after one more character; -1: no text is accepted from it
@@ -207,17 +206,19 @@ def list_texts(term: Term, limit: int) -> list[str] | None:
     return found
 
 
-@functools.lru_cache(maxsize=512)
 def is_empty(term: Term) -> bool:
     """Whether the language has no text; TooComplexError where its automaton is too large."""
     if term.is_regex or term.kind == "named":
         return term is NOTHING
     if term.kind == "alt":
         return all(map(is_empty, term.parts))
-    if term.kind == "not" and term.parts[0].kind == "words":
-        return False
+    return not (term.kind == "not" and term.parts[0].kind == "words") and not _has_text(term)
+
+
+@functools.lru_cache(maxsize=512)
+def _has_text(term: Term) -> bool:
     bounds, rest = split_length(term)
     if bounds is None:
-        return not any(_explored(term)[1])
+        return any(_explored(term)[1])
     source, (low, high) = automaton(rest), repeat_bounds(bounds)
-    return not any(high is None or source.accepts[state] for layer in _layers(source, low, high)[low:] for state in layer)
+    return any(high is None or source.accepts[state] for layer in _layers(source, low, high)[low:] for state in layer)

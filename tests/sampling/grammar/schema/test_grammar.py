@@ -107,7 +107,7 @@ def test_random_texts_are_valid(objects: Any, walks: int, positions: int) -> Non
 def refusal(entry: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> UnsupportedError:
     for limit, value in entry.get("limits", {}).items():
         automata.automaton.cache_clear()
-        automata.is_empty.cache_clear()
+        automata._has_text.cache_clear()
         monkeypatch.setattr(f"stepgraph.sampling.grammar.schema.{limit}", value)
     options = Options(objects="standard", **entry.get("options", {}))
     try:
