@@ -43,7 +43,16 @@ def complement(chars: CharSet) -> CharSet:
 
 
 def intersection(left: CharSet, right: CharSet) -> CharSet:
-    return complement(union((*complement(left), *complement(right))))
+    found, index, other = list[tuple[int, int]](), 0, 0
+    while index < len(left) and other < len(right):
+        first, last = max(left[index][0], right[other][0]), min(left[index][1], right[other][1])
+        if first <= last:
+            found.append((first, last))
+        if left[index][1] <= right[other][1]:
+            index += 1
+        else:
+            other += 1
+    return tuple(found)
 
 
 def ebnf_class(chars: CharSet) -> str:

@@ -27,6 +27,7 @@ class Automaton:
 
 
 _Ranges = list[tuple[int, int, int]]  # first and last character of a range, and the state that it leads to; ascending
+_Case = tuple[bool, tuple[tuple[int, int, int], ...]]  # whether a state accepts, and its ranges
 
 
 @functools.lru_cache(maxsize=512)
@@ -35,26 +36,29 @@ def automaton(term: Term) -> Automaton:
     bounds, rest = split_length(term)
     if bounds is not None:
         return _of_length(automaton(rest), *repeat_bounds(bounds))
+    return _minimal(*_explored(term))
+
+
+def _explored(term: Term) -> tuple[list[_Ranges], list[bool]]:
+    """The edges of the states, each the texts that may follow, and whether they accept; TooComplexError."""
     states, order, edges = {term: 0}, [term], list[_Ranges]()
     for state in order:  # grows
         starts, terms = state.transitions()
         found: _Ranges = []
         for index, target in enumerate(terms):
-            if target is NOTHING:
+            first, last = starts[index], min(starts[index + 1] - 1, START - 1)
+            parts = (first, min(last, SURROGATES[0] - 1)), (max(first, SURROGATES[1] + 1), last)
+            pieces = [piece for piece in parts if piece[0] <= piece[1]]
+            if target is NOTHING or not pieces:
                 continue
             if target not in states:
                 if len(states) >= MAX_STATES:
                     raise TooComplexError(f"takes more than {MAX_STATES} states; write a simpler pattern")
                 states[target] = len(order)
                 order.append(target)
-            first, last = starts[index], min(starts[index + 1] - 1, START - 1)
-            if first < SURROGATES[0] <= last:
-                found.append((first, SURROGATES[0] - 1, states[target]))
-            if not SURROGATES[0] <= first <= SURROGATES[1] or last > SURROGATES[1]:
-                first = max(first, SURROGATES[1] + 1) if last >= SURROGATES[0] else first
-                found += [(first, last, states[target])] if first <= last else []
+            found += [(*piece, states[target]) for piece in pieces]
         edges.append(found)
-    return _minimal(edges, [state.nullable for state in order])
+    return edges, [state.nullable for state in order]
 
 
 def split_length(term: Term) -> tuple[Term | None, Term]:
@@ -65,30 +69,36 @@ def split_length(term: Term) -> tuple[Term | None, Term]:
     return bounds, term if bounds is None else both(*(part for part in term.parts if part is not bounds))
 
 
-def _of_length(source: Automaton, low: int, high: int | None) -> Automaton:
-    """The texts of these lengths. A state is a state of the given automaton and the number of characters so far; without an upper bound
-    they are counted up to the lower one."""
-    if not source.edges:
-        return source
-    last = low if high is None else high
-    num_counted, reached = 0, {0}
-    for _ in range(last + 1):
-        num_counted += len(reached)
+def _layers(source: Automaton, low: int, high: int | None) -> list[set[int]]:
+    """The states after each number of characters. Without an upper bound, characters are counted up to the lower one."""
+    found, num_counted, following = [{0} if source.edges else set[int]()], 0, [{target for _, target in leads} for leads in source.edges]
+    while found[-1] and len(found) <= (low if high is None else high) + 1:
+        num_counted += len(found[-1])
         if num_counted > MAX_LENGTH_STATES:
             raise TooComplexError(f"takes more than {MAX_LENGTH_STATES} states with its length; write smaller bounds")
-        if not (reached := {target for state in reached for _, target in source.edges[state]}):
-            break
-    numbers, order = {(0, 0): 0}, [(0, 0)]
-    following = list[list[tuple[CharSet, tuple[int, int]]]]()
-    for state, length in order:  # grows
-        leads = source.edges[state] if high is None or length < high else []
-        following.append([(members, (target, min(length + 1, last))) for members, target in leads])
-        for _, after in following[-1]:
-            if after not in numbers:
-                numbers[after] = len(order)
-                order.append((after[0], length + 1))
-    edges = [sorted((first, end, numbers[after]) for members, after in leads for first, end in members) for leads in following]
-    return _minimal(edges, [source.accepts[state] and length >= low for state, length in order])
+        found.append(set[int]().union(*(following[state] for state in found[-1])))
+    return found[:-1]
+
+
+def _of_length(source: Automaton, low: int, high: int | None) -> Automaton:
+    """The texts of these lengths. States, each of the source and with a number of characters, are merged from the largest number down."""
+    flat = [sorted((first, end, target) for members, target in leads for first, end in members) for leads in source.edges]
+    layers, numbers = _layers(source, low, high), dict[_Case, int]()
+    after = [-1] * len(flat)  # the number of each state after one more character; -1: no text is accepted from it
+    if high is None and len(layers) > low:  # the last states count no more
+        after = list(range(len(flat)))
+        numbers = {(source.accepts[state], tuple(ranges)): state for state, ranges in enumerate(flat)}
+        layers.pop()
+    for length, layer in reversed([*enumerate(layers)]):
+        now = [-1] * len(flat)
+        for state in layer:
+            key = source.accepts[state] and length >= low, tuple(_merged_ranges(flat[state], after))
+            if any(key):
+                now[state] = numbers.setdefault(key, len(numbers))
+        after = now
+    if not after or after[0] < 0:
+        return Automaton([], [])
+    return _numbered(after[0], dict(enumerate(numbers)))
 
 
 def _minimal(edges: list[_Ranges], accepts: list[bool]) -> Automaton:
@@ -101,16 +111,23 @@ def _minimal(edges: list[_Ranges], accepts: list[bool]) -> Automaton:
         return Automaton([], [])
     members, leads_to = _blocks(edges, before, distance)
     start = next(number for number, states in members.items() if 0 in states)
-    found, numbers, order = Automaton([], []), {start: 0}, [0]
+    ones = {number: next(iter(states)) for number, states in members.items()}
+    return _numbered(start, {number: (accepts[state], tuple(leads_to[state])) for number, state in ones.items()})
+
+
+def _numbered(start: int, cases: Mapping[int, _Case]) -> Automaton:
+    """The automaton with states numbered in the order in which they are reached."""
+    found, numbers, order = Automaton([], []), {start: 0}, [start]
     for state in order:  # grows
         leads = defaultdict[int, list[tuple[int, int]]](list)
-        for first, last, target in leads_to[state]:
+        accepts, ranges = cases[state]
+        for first, last, target in ranges:
             if target not in numbers:
                 numbers[target] = len(order)
-                order.append(next(iter(members[target])))
+                order.append(target)
             leads[numbers[target]].append((first, last))
         found.edges.append([(tuple(pairs), target) for target, pairs in leads.items()])
-        found.accepts.append(accepts[state])
+        found.accepts.append(accepts)
     return found
 
 
@@ -190,8 +207,18 @@ def list_texts(term: Term, limit: int) -> list[str] | None:
 
 
 def is_empty(term: Term) -> bool:
+    """Whether the language has no text; TooComplexError where its automaton is too large."""
     if term.is_regex or term.kind == "named":
         return term is NOTHING
     if term.kind == "alt":
         return all(map(is_empty, term.parts))
-    return not (term.kind == "not" and term.parts[0].kind == "words") and not automaton(term).accepts
+    return not (term.kind == "not" and term.parts[0].kind == "words") and not _has_text(term)
+
+
+@functools.lru_cache(maxsize=512)
+def _has_text(term: Term) -> bool:
+    bounds, rest = split_length(term)
+    if bounds is None:
+        return any(_explored(term)[1])
+    source, (low, high) = automaton(rest), repeat_bounds(bounds)
+    return any(high is None or source.accepts[state] for layer in _layers(source, low, high)[low:] for state in layer)

@@ -5,8 +5,9 @@ Arrays and objects are lists of alternatives; the values inside them are describ
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, TypeVar
 
@@ -56,10 +57,9 @@ class Strings(NamedTuple):
     superset: Term
 
     def meet(self, other: Strings) -> Strings:
+        if self.exact is self.anchored is self.superset and other.exact is other.anchored is other.superset:
+            return exactly(both(self.exact, other.exact))
         return Strings(both(self.exact, other.exact), both(self.anchored, other.anchored), both(self.superset, other.superset))
-
-    def join(self, other: Strings) -> Strings:
-        return Strings(either(self.exact, other.exact), either(self.anchored, other.anchored), either(self.superset, other.superset))
 
     def complement(self) -> Strings:
         others = complement(self.superset)
@@ -79,8 +79,7 @@ class Contains(NamedTuple):
     start: int = 0
 
 
-@dataclass(frozen=True)
-class Array:
+class Array(NamedTuple):
     prefix: tuple[Expr, ...] = ()
     rest: Expr = TRUE  # the items after the prefix
     low: int = 0
@@ -130,8 +129,7 @@ class Object:
         return next((keys.value for keys in self.others if len(self.others) == 1 or matches(keys.names, name)), NEVER)
 
 
-@dataclass(frozen=True)
-class Form:
+class Form(NamedTuple):
     null: bool
     booleans: frozenset[bool]
     numbers: tuple[Numbers, ...]
@@ -151,36 +149,33 @@ ANY_VALUE = Form(True, frozenset([False, True]), (Numbers(),), _ANY_STRINGS, (Ar
 
 def of_one_type(form: Form) -> Form:
     """If a form restricts exactly one type: its values of this type. Otherwise the form itself."""
-    names = [field.name for field in fields(Form)]
-    others = {name: getattr(NO_VALUE, name) for name in names if getattr(form, name) == getattr(ANY_VALUE, name)}
-    found = replace(form, **others)
-    return found if len(others) == len(names) - 1 and found != NO_VALUE else form
+    restricted = [index for index, part in enumerate(form) if part != ANY_VALUE[index]]
+    found = Form._make(form[index] if [index] == restricted else nothing for index, nothing in enumerate(NO_VALUE))
+    return form if found == NO_VALUE else found
 
 
 def superset_of(form: Form) -> Form:
     """All values that a schema may accept, where its form has only a part of them."""
     arrays, objects = tuple(item.superset or item for item in form.arrays), tuple(item.superset or item for item in form.objects)
-    return replace(form, strings=exactly(form.strings.superset), arrays=arrays, objects=objects)
+    return form._replace(strings=exactly(form.strings.superset), arrays=arrays, objects=objects)
 
 
 def join(*forms: Form, for_unevaluated: bool = False) -> Form:
     """The values of any of the forms. for_unevaluated: with alternatives that only describe more of a value than others."""
-    found = NO_VALUE
-    for form in forms:
-        found = Form(
-            found.null or form.null,
-            found.booleans | form.booleans,
-            _absorbed((*found.numbers, *form.numbers), Numbers()),
-            found.strings.join(form.strings),
-            _absorbed((*found.arrays, *form.arrays), Array(), lambda one: for_unevaluated and (one.evaluated != 0 or bool(one.contains))),
-            _absorbed(
-                (*found.objects, *form.objects), Object(), lambda one: one.closable or (for_unevaluated and one.evaluated is not NOTHING)
-            ),
-        )
-    return found
+    forms = (NO_VALUE, *forms)
+    return Form(
+        any(form.null for form in forms),
+        frozenset[bool]().union(*(form.booleans for form in forms)),
+        _absorbed((form.numbers for form in forms), Numbers(), lambda _: False),
+        Strings(*(either(*terms) for terms in zip(*(form.strings for form in forms), strict=True))),
+        _absorbed((form.arrays for form in forms), Array(), lambda one: for_unevaluated and (one.evaluated != 0 or bool(one.contains))),
+        _absorbed(
+            (form.objects for form in forms), Object(), lambda one: one.closable or (for_unevaluated and one.evaluated is not NOTHING)
+        ),
+    )
 
 
-def _absorbed(items: Iterable[Item], everything: Item, is_kept: Callable[[Item], bool] = lambda _: False) -> tuple[Item, ...]:
+def _absorbed(parts: Iterable[tuple[Item, ...]], everything: Item, is_kept: Callable[[Item], bool]) -> tuple[Item, ...]:
     """The items; if one of them is `everything`, only that and those with `is_kept`, which may become narrower later."""
-    found = tuple(dict.fromkeys(items))
+    found = tuple(dict.fromkeys(itertools.chain.from_iterable(parts)))
     return tuple(item for item in found if item == everything or is_kept(item)) if everything in found else found

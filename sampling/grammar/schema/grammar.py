@@ -127,7 +127,7 @@ class GrammarWriter:
         self._strings = dict[str, str]()  # text of a rule -> name
         self._waiting = deque[tuple[str, Form, str]]()
         self.where = "#"  # place of the schema that is being written
-        self._nonempty = dict[Expr, bool]()
+        self._forms, self._nonempty = dict[Expr, Form](), dict[Expr, bool]()
         self._is_superset = False  # whether forms include values that are never written
 
     def write(self, root: Expr) -> None:
@@ -149,21 +149,21 @@ class GrammarWriter:
     # Which expressions have values: the least fixed point, so that no rule leads to an endless text.
 
     def _find_satisfiable(self, root: Expr) -> None:
-        forms, waiting = dict[Expr, Form](), [root]
+        found, waiting = list[Expr](), [root]
         used_by = dict[Expr, list[Expr]]()
         while waiting:
             part = waiting.pop()
-            if part in forms or part in self._nonempty:
+            if part in self._nonempty:
                 continue
-            forms[part] = form = self.form(part)
-            for child in self._children(form):
+            self._nonempty[part] = False
+            found.append(part)
+            for child in self._children(self.form(part)):
                 used_by.setdefault(child, []).append(part)
                 waiting.append(child)
-        self._nonempty |= dict.fromkeys(forms, False)
-        pending = dict.fromkeys(forms)  # the latest first: the values inside an object before it, which is slow to examine
+        pending = dict.fromkeys(found)  # the latest first: the values inside an object before it, which is slow to examine
         while pending:
             part, _ = pending.popitem()
-            if not self._nonempty[part] and self._form_has_value(part, forms[part]):
+            if not self._nonempty[part] and self._form_has_value(part, self.form(part)):
                 self._nonempty[part] = True
                 pending.update(dict.fromkeys(used_by.get(part, ())))
 
@@ -292,10 +292,12 @@ class GrammarWriter:
 
     def form(self, part: Expr) -> Form:
         """The form of an expression. If types are implied, a form that restricts only one type, not by `not`, has only that type."""
-        form = self._normaliser.form(part)
-        negated = all(not one.positive or one.node.keywords.keys() == {"not"} for one in part)
-        form = of_one_type(form) if self._implies_types and not negated else form
-        return superset_of(form) if self._is_superset else form
+        if part not in self._forms:
+            form = self._normaliser.form(part)
+            negated = all(not one.positive or one.node.keywords.keys() == {"not"} for one in part)
+            form = of_one_type(form) if self._implies_types and not negated else form
+            self._forms[part] = superset_of(form) if self._is_superset else form
+        return self._forms[part]
 
     def is_satisfiable(self, part: Expr) -> bool:
         if part not in self._nonempty:
@@ -304,7 +306,7 @@ class GrammarWriter:
 
     def is_possible(self, part: Expr) -> bool:
         other = copy.copy(self)
-        other._nonempty, other._is_superset = {}, True
+        other._forms, other._nonempty, other._is_superset = {}, {}, True
         return other.is_satisfiable(part)
 
     def narrow(self, keyword: str, reason: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from stepgraph.sampling.grammar.constraints.unsupported import reject
@@ -62,7 +61,7 @@ class Writer(Protocol):
 def items_text(writer: Writer, array: Array) -> str | None:
     """The text between the brackets; None if no array is possible."""
     if array.unique and (array.high is None or array.high > 1):
-        return items_text(writer, replace(array, unique=False)) if _items_differ(writer, array) else _unique_text(writer, array)
+        return items_text(writer, array._replace(unique=False)) if _items_differ(writer, array) else _unique_text(writer, array)
     if array.contains:
         return _contains_text(writer, array)
     high, size = array.high, len(array.prefix)

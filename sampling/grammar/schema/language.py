@@ -70,7 +70,9 @@ class Term:
 
     def transitions(self) -> tuple[Sequence[int], Sequence[Term]]:
         """The first characters of ranges that cover all characters, START and END; and for each range, what follows its characters."""
-        if self._transitions is None:
+        if self._transitions is None and self.kind == "words":
+            self._transitions = _word_transitions(texts_of(self))
+        elif self._transitions is None:
             starts = sorted({0, END + 1, *self._bounds()})
             self._transitions = starts, [self._derivative(start) for start in starts[:-1]]
         return self._transitions
@@ -79,8 +81,6 @@ class Term:
         match self.kind:
             case "chars":
                 return (bound for first, last in _ranges(self) for bound in (first, last + 1))
-            case "words":
-                return (bound for char in _tails(self) for bound in (ord(char), ord(char) + 1))
             case "multiple":
                 return (*range(ord("0"), ord("9") + 2), ord("."), ord(".") + 1)
             case "cat" if not self.parts[0].nullable:
@@ -91,8 +91,6 @@ class Term:
         match self.kind:
             case "chars":
                 return EPSILON if any(first <= char <= last for first, last in _ranges(self)) else NOTHING
-            case "words":
-                return words(_tails(self).get(chr(char), ())) if char < START else NOTHING
             case "cat":
                 head, tail = self.parts
                 derived = cat(head.after(char), tail)
@@ -137,13 +135,18 @@ def texts_of(term: Term) -> tuple[str, ...]:
     return term.values  # type: ignore[return-value]
 
 
-@functools.lru_cache(maxsize=64)
-def _tails(term: Term) -> dict[str, list[str]]:
-    tails = defaultdict[str, list[str]](list)
-    for text in texts_of(term):
+def _word_transitions(texts: Sequence[str]) -> tuple[list[int], list[Term]]:
+    tails = defaultdict[int, list[str]](list)  # in order, like the texts
+    for text in texts:
         if text:
-            tails[text[0]].append(text[1:])
-    return tails
+            tails[ord(text[0])].append(text[1:])
+    starts, terms = [0], [NOTHING]
+    for char, rest in tails.items():
+        if starts[-1] == char:  # no gap after the last one
+            del starts[-1], terms[-1]
+        starts += char, char + 1
+        terms += _term("words", (), tuple(rest)), NOTHING
+    return [*starts, END + 1], terms
 
 
 def chars(members: CharSet) -> Term:
@@ -198,7 +201,7 @@ def both(*terms: Term) -> Term:
     """The intersection of the languages."""
     found = dict.fromkeys(part for term in terms for part in (term.parts if term.kind == "and" else (term,)))
     found.pop(ANY_TEXT, None)
-    if any(complement(term) in found for term in found):
+    if NOTHING in found or any(term.kind == "not" and term.parts[0] in found for term in found):
         return NOTHING
     finite = next((term for term in found if term.kind == "words"), None)
     if finite is not None:

@@ -46,19 +46,19 @@ from stepgraph.sampling.grammar.schema.reader import NUMBER_KEYWORDS, Document, 
 MAX_FORMS = 20_000  # forms of schemas and conjunctions of schemas
 MAX_PAIRS = 30_000  # intersections of alternatives
 
-_ARRAY_KEYWORDS = ("items", "prefixItems", "minItems", "maxItems", "uniqueItems", "contains")
-_OBJECT_KEYWORDS = ("properties", "patternProperties", "additionalProperties", "required", "minProperties", "maxProperties")
+_ARRAY_KEYWORDS = frozenset("items prefixItems minItems maxItems uniqueItems contains".split())
+_OBJECT_KEYWORDS = frozenset("properties patternProperties additionalProperties required minProperties maxProperties".split())
 _TEXT_KEYWORDS = ("pattern", "patternProperties", "propertyNames", "format")
 _OLDER_NAMES = {"host-name": "hostname", "ip-address": "ipv4"}
 _IN_PLACE_KEYWORDS = frozenset("$ref $dynamicRef $recursiveRef allOf anyOf oneOf not if dependencies dependentSchemas extends".split())
 _FORM_OF_TYPE = {
-    "null": replace(NO_VALUE, null=True),
-    "boolean": replace(NO_VALUE, booleans=ANY_VALUE.booleans),
-    "number": replace(NO_VALUE, numbers=ANY_VALUE.numbers),
-    "integer": replace(NO_VALUE, numbers=(Numbers(multiple=Fraction(1)),)),
-    "string": replace(NO_VALUE, strings=ANY_VALUE.strings),
-    "array": replace(NO_VALUE, arrays=ANY_VALUE.arrays),
-    "object": replace(NO_VALUE, objects=ANY_VALUE.objects),
+    "null": NO_VALUE._replace(null=True),
+    "boolean": NO_VALUE._replace(booleans=ANY_VALUE.booleans),
+    "number": NO_VALUE._replace(numbers=ANY_VALUE.numbers),
+    "integer": NO_VALUE._replace(numbers=(Numbers(multiple=Fraction(1)),)),
+    "string": NO_VALUE._replace(strings=ANY_VALUE.strings),
+    "array": NO_VALUE._replace(arrays=ANY_VALUE.arrays),
+    "object": NO_VALUE._replace(objects=ANY_VALUE.objects),
 }
 
 
@@ -90,7 +90,7 @@ class Normaliser:
             if len(part) > 1:
                 found = self._meet_all([self.form((literal,)) for literal in part], node.where, part)
             elif part[0].positive:
-                found = self._form_of_node(node)
+                found = self._types(node, "type") if node.keywords.keys() == {"type"} else self._form_of_node(node)
             else:
                 found = complement_of(self.form(expr(node)), self.simplify, node.where)
         except TooComplexError as error:
@@ -121,8 +121,8 @@ class Normaliser:
 
     def _meet_all(self, forms: list[Form], at: str, part: Expr = ()) -> Form:
         """The intersection of the forms at a place, or of the literals of an expression. Contradictions are recorded."""
-        found = ANY_VALUE
-        for index, form in enumerate(forms):
+        found = forms[0] if forms else ANY_VALUE
+        for index, form in enumerate(forms[1:], 1):
             met = self.meet(found, form, at)
             if met.is_nothing and not found.is_nothing and not form.is_nothing:
                 conflicting = (part[index - 1], part[index]) if part else ()
@@ -131,10 +131,9 @@ class Normaliser:
         return found
 
     def _form_of_node(self, node: Node) -> Form:
-        if isinstance(node.schema, bool):
-            return ANY_VALUE if node.schema else NO_VALUE
-        keywords, child = node.keywords, self.document.child
-        where = node.where
+        keywords, child, where = node.keywords, self.document.child, node.where
+        if not keywords:
+            return NO_VALUE if node.schema is False else ANY_VALUE
         parts = list(self._type_keywords(node))  # (keyword, form)
         for keyword in ("$ref", "$dynamicRef", "$recursiveRef"):
             if keyword in keywords:
@@ -200,35 +199,36 @@ class Normaliser:
             if keyword in keywords:
                 values = keywords["enum"] if keyword == "enum" else [keywords["const"]]
                 yield keyword, self._values(values, node.where, keyword)
-        if any(word in keywords for word in NUMBER_KEYWORDS):
+        if not keywords.keys().isdisjoint(NUMBER_KEYWORDS):
             yield "minimum", self._numbers(node)
         strings = [keywords[word] for word in ("minLength", "maxLength") if word in keywords]
         if strings:
             term = repeat(ANY_CHAR, keywords.get("minLength", 0), keywords.get("maxLength"))
-            yield "minLength", replace(ANY_VALUE, strings=exactly(term))
+            yield "minLength", ANY_VALUE._replace(strings=exactly(term))
         if "pattern" in keywords:
-            yield "pattern", replace(ANY_VALUE, strings=self._pattern(node, "pattern", keywords["pattern"]))
+            yield "pattern", ANY_VALUE._replace(strings=self._pattern(node, "pattern", keywords["pattern"]))
         if "format" in keywords and (texts := self._format(node, keywords["format"])):
-            yield "format", replace(ANY_VALUE, strings=texts)
-        if any(word in keywords for word in _ARRAY_KEYWORDS):
+            yield "format", ANY_VALUE._replace(strings=texts)
+        if not _ARRAY_KEYWORDS.isdisjoint(keywords):
             array = possible_array(self._array(node), self.simplify)
-            yield "items", replace(ANY_VALUE, arrays=(array,) if array else ())
-        if any(word in keywords for word in _OBJECT_KEYWORDS) or self._required_children(node):
+            yield "items", ANY_VALUE._replace(arrays=(array,) if array else ())
+        if not _OBJECT_KEYWORDS.isdisjoint(keywords) or self._required_children(node):
             item = possible_object(self._object(node), self.simplify)
-            yield "properties", replace(ANY_VALUE, objects=(item,) if item else ())
+            yield "properties", ANY_VALUE._replace(objects=(item,) if item else ())
         if "propertyNames" in keywords:
             names, _, most = self.form(expr(self.document.child(node, "propertyNames"))).strings
             item = replace(_object_of_names(names), superset=None if most is names else _object_of_names(most))
-            yield "propertyNames", replace(ANY_VALUE, objects=(item,))
+            yield "propertyNames", ANY_VALUE._replace(objects=(item,))
 
     def _types(self, node: Node, keyword: str) -> Form:
-        value, found, child = node.schema[keyword], NO_VALUE, self.document.child
+        value, found, child = node.schema[keyword], list[Form](), self.document.child
         for index, name in enumerate(self.document.types(node, keyword)):
             if isinstance(name, dict):
-                found = join(found, self.form(expr(child(node, keyword, index) if isinstance(value, list) else child(node, keyword))))
+                found.append(self.form(expr(child(node, keyword, index) if isinstance(value, list) else child(node, keyword))))
             else:
-                found = ANY_VALUE if name == "any" else join(found, _FORM_OF_TYPE[name])
-        return replace(found, null=True) if node.schema.get("nullable") is True and keyword == "type" else found
+                found = [ANY_VALUE] if name == "any" else [*found, _FORM_OF_TYPE[name]]
+        form = found[0] if len(found) == 1 else join(*found)
+        return form._replace(null=True) if node.schema.get("nullable") is True and keyword == "type" else form
 
     def _values(self, values: list[Any], at: str, keyword: str) -> Form:
         """Exactly these values."""
@@ -257,7 +257,7 @@ class Normaliser:
             Numbers(keywords.get("exclusiveMinimum"), keywords.get("exclusiveMaximum"), low_open=True, high_open=True),
         ):
             found = found.meet(bound) if found else None
-        return replace(ANY_VALUE, numbers=(found,) if found else ())
+        return ANY_VALUE._replace(numbers=(found,) if found else ())
 
     def _format(self, node: Node, name: str) -> Strings | None:
         """The texts of a format; None if the format is only an annotation."""
@@ -334,15 +334,15 @@ class Normaliser:
         """Properties that require others, or a schema of the whole object."""
         for keyword in ("dependencies", "dependentRequired", "dependentSchemas"):
             for name, value in node.keywords.get(keyword, {}).items():
-                absent = replace(ANY_VALUE, objects=(Object.single(name, NEVER, required=False),))
+                absent = ANY_VALUE._replace(objects=(Object.single(name, NEVER, required=False),))
                 names = [value] if isinstance(value, str) else value
                 if isinstance(names, list):
                     if not all(isinstance(other, str) for other in names):
                         reject(node.where, keyword, f"got {clip_json(value)}, expected a list of strings")
-                    present = replace(NO_VALUE, objects=(_object_requiring([name, *names]),))
+                    present = NO_VALUE._replace(objects=(_object_requiring([name, *names]),))
                 else:
                     below = self.form(expr(self.document.child(node, keyword, name)))
-                    present = self.meet(replace(NO_VALUE, objects=(_object_requiring([name]),)), below, node.where)
+                    present = self.meet(NO_VALUE._replace(objects=(_object_requiring([name]),)), below, node.where)
                 yield keyword, join(absent, present)
 
     def _restrict_unevaluated(self, form: Form, node: Node, keyword: str) -> Form:
@@ -362,15 +362,15 @@ class Normaliser:
                 others = tuple(keys for keys in (rest, KeyClass(item.evaluated, TRUE, True)) if not is_empty(keys.names))
                 met = meet_objects(item, Object(others=others, superset=Object() if several else None), self.simplify)
                 alternatives += [replace(met, evaluated=ANY_TEXT)] if met else []
-            return replace(form, objects=tuple(alternatives))
+            return form._replace(objects=tuple(alternatives))
         for array in form.arrays:
             if array.evaluated is not None:
                 limit = Array(tuple(TRUE for _ in range(array.evaluated)), value, superset=Array() if several else None)
                 met_array = meet_arrays(array, limit, self.simplify)
-                alternatives += [replace(met_array, evaluated=None)] if met_array else []
+                alternatives += [met_array._replace(evaluated=None)] if met_array else []
             else:
                 alternatives.append(array)
-        return replace(form, arrays=tuple(alternatives))
+        return form._replace(arrays=tuple(alternatives))
 
 
 def _object_of_names(names: Term) -> Object:

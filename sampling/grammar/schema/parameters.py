@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from typing import Any
 
 from stepgraph.sampling.grammar.constraints.unsupported import reject
@@ -57,7 +56,7 @@ class _ParameterWriter(GrammarWriter):
                 reason = f"has the name {name!r:.60}, which cannot be written as a parameter; write one without <, > and line breaks"
                 reject("#", "properties", reason)
             form = self.form(value)
-            is_text = form == replace(NO_VALUE, strings=form.strings) and not is_empty(form.strings.exact)
+            is_text = form == NO_VALUE._replace(strings=form.strings) and not is_empty(form.strings.exact)
             if self.is_text_by_name.setdefault(name, is_text) != is_text:
                 reject("#", "properties", f"has {name!r:.60}, a string in some cases only, which parameters cannot express; write one case")
             value_text = self._unquoted_text(form) if is_text else self.value(value)

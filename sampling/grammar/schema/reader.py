@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import operator
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from fractions import Fraction
@@ -125,14 +126,16 @@ class Document:
                 self._pointers.setdefault(f"{base.partition('#')[0]}#{value[name]}", where)
         return base
 
-    def node(self, where: str) -> Node:
-        """The schema at a JSON pointer that exists in this document."""
+    def node(self, where: str, above: Node | None = None, names: Sequence[str | int] = ()) -> Node:
+        """The schema at a JSON pointer that exists in this document, which these names lead to from the schema `above`."""
         node = self._nodes.get(where)
         if node is None:
-            value, above = value_at(self.root, where), where
-            while above not in self._bases:
-                above = above.rpartition("/")[0]
-            node = Node(value, where, self._bases[above], len(self._nodes))
+            value = functools.reduce(operator.getitem, names, above.schema) if above else value_at(self.root, where)
+            place = where
+            while place not in self._bases:  # that of a node above is in it
+                place = place.rpartition("/")[0]
+            self._bases[where] = self._bases[place]
+            node = Node(value, where, self._bases[where], len(self._nodes))
             if not isinstance(value, (dict, bool)):
                 reject(where, "schema", f"got {clip_json(value)}, expected an object, true or false")
             if isinstance(value, dict):
@@ -149,7 +152,7 @@ class Document:
         return self._nodes[key]
 
     def child(self, node: Node, *names: str | int) -> Node:
-        return self.node(pointer(node.where, *names))
+        return self.node(pointer(node.where, *names), node, names)
 
     def target(self, node: Node, keyword: str) -> Node:
         """The schema that a reference leads to."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 
@@ -24,6 +25,7 @@ def json_literal(text: str) -> str:
     return literal(json.dumps(text, ensure_ascii=False))
 
 
+@functools.lru_cache(maxsize=1024)
 def json_class(chars: CharSet, write_class: Callable[[CharSet], str] = xgrammar_safe_class) -> str:
     """One of these characters inside a JSON string."""
     alternatives = []

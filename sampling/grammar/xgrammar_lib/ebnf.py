@@ -14,7 +14,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from stepgraph.sampling.fields import clip_repr
@@ -200,46 +200,50 @@ class _Alternative:
     """One alternative of a rule: its own bytes, and the rules that it contains."""
 
     rule: int
-    num_bytes: int = 0
-    parts: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))  # rule -> required number of occurrences
+    num_bytes: int  # with those of the parts whose shortest texts are known
+    parts: dict[int, int]  # rule -> required number of occurrences
     optional: tuple[int, ...] = ()  # rules that may follow but need not
-
-    def total(self, shortest: dict[int, int]) -> int:
-        return self.num_bytes + sum(count * shortest[rule] for rule, count in self.parts.items())
 
 
 class _SerialisedGrammar:
     """A parsed grammar as the library serialises it."""
 
     def __init__(self, grammar: Mapping[str, Any]) -> None:
-        data: list[int] = grammar["grammar_expr_data"]
-        starts: list[int] = grammar["grammar_expr_indptr"]
-        self._expressions = [(data[start], data[start + 2 : start + 2 + data[start + 1]]) for start in starts]  # kind and content
+        self._data: list[int] = grammar["grammar_expr_data"]  # of each expression: kind, size of the content, content
+        self._starts: list[int] = grammar["grammar_expr_indptr"]
         # The library renames the root rule to "root", and another rule of that name to "root_0".
         self.names = ["root" if rule[0] == "root_0" else str(rule[0]) for rule in grammar["rules"]]
         self._bodies = [int(rule[1]) for rule in grammar["rules"]]
         self.root = int(grammar["root_rule_id"])
 
     def alternatives(self) -> Iterator[_Alternative]:
+        data, starts = self._data, self._starts
         for rule, body in enumerate(self._bodies):
-            for expression in self._inside(body, _CHOICES):
-                alternative = _Alternative(rule)
-                for element in self._inside(expression, _SEQUENCE):
-                    self._add(element, alternative)
-                yield alternative
+            kind, content = self._expression(body)
+            for expression in content if kind == _CHOICES else [body]:
+                kind, content = self._expression(expression)
+                found = _Alternative(rule, 0, {})
+                for start in [starts[index] for index in content] if kind == _SEQUENCE else [starts[expression]]:
+                    if data[start] == _BYTES:
+                        found.num_bytes += data[start + 1]
+                    elif data[start] == _RULE:
+                        part = data[start + 2]
+                        found.parts[part] = found.parts.get(part, 0) + 1
+                    else:
+                        self._add(data[start], data[start + 2 : start + 2 + data[start + 1]], found)
+                yield found
 
-    def _inside(self, index: int, kind: int) -> list[int]:
-        """The parts of an expression of this kind; any other expression is the only part."""
-        found, content = self._expressions[index]
-        return content if found == kind else [index]
+    def _expression(self, index: int) -> tuple[int, list[int]]:
+        start = self._starts[index]
+        return self._data[start], self._data[start + 2 : start + 2 + self._data[start + 1]]
 
     def repetitions_of_themselves(self) -> Iterator[int]:
         """Rules that are only a repetition of a rule, which leads back to them in the same way. The library recurses into them for ever."""
         only = dict[int, tuple[int, bool]]()  # of rules that are one reference: the rule, and whether it is repeated
         for rule, body in enumerate(self._bodies):
-            kind, content = self._expressions[body]
+            kind, content = self._expression(body)
             while kind in (_CHOICES, _SEQUENCE) and len(content) == 1:
-                kind, content = self._expressions[content[0]]
+                kind, content = self._expression(content[0])
             if kind in (_RULE, _REPEAT):
                 only[rule] = content[0], kind == _REPEAT
         known = set[int]()
@@ -252,17 +256,11 @@ class _SerialisedGrammar:
             cycle = path[path.index(rule) :] if rule in path else []
             yield from [each for each in cycle if only[each][1]]
 
-    def _add(self, index: int, alternative: _Alternative) -> None:
-        kind, content = self._expressions[index]
-        if kind == _BYTES:
-            alternative.num_bytes += len(content)
-        elif kind == _CLASS:
-            negated, *ends = content
-            alternative.num_bytes += 1 if negated else len(chr(min(ends, default=0)).encode(errors="surrogatepass"))
-        elif kind == _RULE:
-            alternative.parts[content[0]] += 1
+    def _add(self, kind: int, content: list[int], alternative: _Alternative) -> None:
+        if kind == _CLASS:
+            alternative.num_bytes += 1 if content[0] else len(chr(min(content[1:], default=0)).encode(errors="surrogatepass"))
         elif kind == _REPEAT and content[1]:
-            alternative.parts[content[0]] += content[1]
+            alternative.parts[content[0]] = alternative.parts.get(content[0], 0) + content[1]
         elif kind == _REPEAT:
             alternative.optional += (content[0],) if content[2] else ()  # none of at most 0
         elif kind == _TAGS:
@@ -287,8 +285,7 @@ def shortest_texts(parts: Mapping[str, Any], least_bytes: int) -> dict[int, int]
     if endless:
         named = min(endless - {grammar.root} or endless)  # the root rule is also endless if it leads to an endless rule
         raise CompileAbortedError(f"rule {grammar.names[named]}: no text of finite length satisfies it")
-    totals = [(alternative.total(shortest), alternative.rule) for alternative in alternatives if alternative.rule in reached]
-    too_long = [found for found in totals if found[0] > least_bytes]
+    too_long = [(found.num_bytes, found.rule) for found in alternatives if found.num_bytes > least_bytes and found.rule in reached]
     if too_long:
         size, rule = min(too_long)
         got = f"{size:,}" if size < 10**18 else "more than 10^18"
@@ -297,12 +294,12 @@ def shortest_texts(parts: Mapping[str, Any], least_bytes: int) -> dict[int, int]
 
 
 def _shortest(alternatives: Sequence[_Alternative]) -> dict[int, int]:
-    """The bytes of the shortest text of each rule that has a finite text, in ascending order as in Dijkstra's algorithm."""
-    used_by = defaultdict[int, list[int]](list)
+    """The bytes of the shortest text of each rule that has a finite text, in ascending order as in Dijkstra's algorithm. They are added to
+    those of the alternatives that contain it."""
+    used_by, missing = defaultdict[int, list[int]](list), [len(alternative.parts) for alternative in alternatives]
     for index, alternative in enumerate(alternatives):
         for part in alternative.parts:
             used_by[part].append(index)
-    missing = [len(alternative.parts) for alternative in alternatives]
     heap = [(alternative.num_bytes, alternative.rule) for alternative in alternatives if not alternative.parts]
     heapq.heapify(heap)
     shortest = dict[int, int]()
@@ -311,20 +308,23 @@ def _shortest(alternatives: Sequence[_Alternative]) -> dict[int, int]:
         if rule in shortest:
             continue
         shortest[rule] = size
-        for index in used_by[rule]:
+        for index in used_by.get(rule, ()):
+            alternative = alternatives[index]
+            alternative.num_bytes += alternative.parts[rule] * size
             missing[index] -= 1
-            if not missing[index]:
-                heapq.heappush(heap, (alternatives[index].total(shortest), alternatives[index].rule))
+            if not missing[index] and alternative.rule not in shortest:
+                heapq.heappush(heap, (alternative.num_bytes, alternative.rule))
     return shortest
 
 
 def _reached(root: int, alternatives: Sequence[_Alternative]) -> set[int]:
-    leads_to = defaultdict[int, set[int]](set)
+    leads_to = defaultdict[int, list[int]](list)
     for alternative in alternatives:
-        leads_to[alternative.rule].update(alternative.parts, alternative.optional)
+        leads_to[alternative.rule] += (*alternative.parts, *alternative.optional)
     reached, waiting = {root}, [root]
     while waiting:
-        new = leads_to[waiting.pop()] - reached
-        reached |= new
-        waiting += new
+        for rule in leads_to[waiting.pop()]:
+            if rule not in reached:
+                reached.add(rule)
+                waiting.append(rule)
     return reached

@@ -8,6 +8,7 @@ import json
 import random
 import re
 import traceback
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCo
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
 from stepgraph.sampling.grammar.constraints.unsupported import UnsupportedError
 from stepgraph.sampling.grammar.schema import automata, reader
-from stepgraph.sampling.grammar.schema.forms import Form
+from stepgraph.sampling.grammar.schema.forms import Form, Object
 from stepgraph.sampling.grammar.schema.grammar import GrammarWriter, schema_grammar
 from stepgraph.sampling.grammar.schema.options import Options
 from stepgraph.sampling.grammar.schema.parameters import parameters_grammar
@@ -106,6 +107,7 @@ def test_random_texts_are_valid(objects: Any, walks: int, positions: int) -> Non
 def refusal(entry: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> UnsupportedError:
     for limit, value in entry.get("limits", {}).items():
         automata.automaton.cache_clear()
+        automata._has_text.cache_clear()
         monkeypatch.setattr(f"stepgraph.sampling.grammar.schema.{limit}", value)
     options = Options(objects="standard", **entry.get("options", {}))
     try:
@@ -460,3 +462,39 @@ def test_an_object_is_examined_after_its_properties(monkeypatch: pytest.MonkeyPa
     names = [f"p{index}" for index in range(100)]
     schema_grammar({"properties": {name: {"items": {"type": "string"}} for name in names}, "required": names}, Options())
     assert 200 < len(examined) < 210
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, write: Callable[[int], object], sizes: Sequence[int]) -> list[int]:
+    """The number of calls of a function in each run."""
+    calls, function = [0], getattr(owner, name)
+
+    def count(*arguments: Any) -> Any:
+        calls[-1] += 1
+        return function(*arguments)
+
+    monkeypatch.setattr(owner, name, count)
+    for size in sizes:
+        write(size)
+        calls.append(0)
+    return calls[:-1]
+
+
+def test_schemas_are_found_from_the_schema_around_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the root, a schema below n others takes n steps to find."""
+
+    def write(depth: int) -> str:
+        schema: dict[str, Any] = {}
+        for _ in range(depth):
+            schema = {"properties": {"a": schema}}
+        return schema_grammar(schema, Options())
+
+    (steps,) = counted(monkeypatch, reader, "_child_at", write, [50])
+    assert steps < 50, "2,500 from the root"
+
+
+def test_alternatives_are_compared_a_constant_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(count: int) -> str:
+        return schema_grammar({"anyOf": [{"type": "object", "required": [f"p{index}"]} for index in range(count)]}, Options())
+
+    few, many = counted(monkeypatch, Object, "__hash__", write, [20, 80])
+    assert few < many < 6 * few, "4 if linear, 16 if quadratic"

@@ -29,6 +29,7 @@ from stepgraph.sampling.grammar.schema.language import (
     words,
 )
 from stepgraph.sampling.grammar.schema.numbers import Numbers, decimal
+from tests.helpers.growth import growth
 
 TEXTS = ["".join(letters) for size in range(5) for letters in itertools.product("ab1", repeat=size)]
 
@@ -160,6 +161,31 @@ def test_too_large_automaton_is_an_error(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(TooComplexError, match="more than 50 states"):
         automaton(both(patterns.search("a.{7}b"), repeat(ANY_CHAR, 0, 99)))
     assert MAX_STATES > 50
+
+
+def test_automata_of_bounded_lengths_take_time_linear_in_the_length() -> None:
+    """Each state of the pattern is another state after each number of characters: states of different lengths are not compared."""
+    pattern = patterns.search("^(?:ab|c)*d*$")
+
+    def build(length: int) -> None:
+        term = both(pattern, repeat(ANY_CHAR, 0, length))
+        assert not is_empty(term)
+        assert 2 * length < len(automaton(term).edges) < 4 * length
+
+    assert growth(build, 150, 1_200) < 24, "8 if linear, 64 if quadratic"
+
+
+def test_emptiness_of_a_bounded_length_takes_the_automaton_without_it() -> None:
+    term = both(patterns.search("^(?:ab|c)*e*$"), repeat(ANY_CHAR, 3, 1_000))
+    automaton.cache_clear()
+    assert not is_empty(term)
+    assert automaton.cache_info().misses == 1 and len(automaton(term).edges) > 2_000
+
+
+def test_states_that_only_surrogates_or_marks_reach_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a character that no text has, all texts are outside the language: one more state."""
+    monkeypatch.setattr(automata, "MAX_STATES", 1)
+    assert automaton(complement(repeat(ANY_CHAR, 1, None))).accepts == [True]
 
 
 BOUNDS = [
