@@ -1,7 +1,8 @@
 """Counts the lines of the core that each process runs, for `make coverage`, which puts this folder on PYTHONPATH.
 
-A module of the core gets a call before each statement when it is imported. A trace function, as `coverage run` sets it on Python below
-3.12, makes the interpreter 2 to 3.5 times as slow, in tests and libraries too and even if no file is measured.
+A module of the core gets an assignment before each statement when it is imported. A call would be seen by profile functions, and at one
+Ctrl-C can interrupt. A trace function, as `coverage run` sets it on Python below 3.12, makes the interpreter 2 to 3.5 times as slow, in
+tests and libraries too and even if no file is measured.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ COUNTS = os.path.join(ROOT, "build", "lines")  # one file per process
 _COMPILED = os.path.join(ROOT, "build", "probed")  # modules with probes, as a __pycache__
 LINES_PER_FILE = 1 << 16
 _VERSION = f"{os.stat(__file__).st_mtime_ns}-{sys.implementation.cache_tag}"  # of the probes
-_reached = set[int]()
+_reached = dict[int, None]()
 
 
 def number_of(file: str) -> int:
@@ -46,14 +47,14 @@ def _from_root(file: str) -> str:
 
 
 def add_probes(tree: ast.AST, file: str) -> None:
-    """Put a call with the number of its line before each statement, and into each branch of an `except` or `case`."""
+    """Put an assignment with the number of its line before each statement, and into each branch of an `except` or `case`."""
     import ast
 
     base = number_of(file)
 
     def probe(line: int, at: ast.AST) -> ast.stmt:
-        call = ast.Expr(ast.Call(ast.Name("__reached__", ast.Load()), [ast.Constant(base + line)], []))
-        return ast.fix_missing_locations(ast.copy_location(call, at))
+        entry = ast.Subscript(ast.Name("__reached__", ast.Load()), ast.Constant(base + line), ast.Store())
+        return ast.fix_missing_locations(ast.copy_location(ast.Assign([entry], ast.Constant(None)), at))
 
     def probed(body: Sequence[ast.stmt], first: Sequence[ast.stmt] = ()) -> list[ast.stmt]:
         statements = list(first)
@@ -61,7 +62,7 @@ def add_probes(tree: ast.AST, file: str) -> None:
             is_text = isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant) and place == 0  # a docstring has to stay first
             lines = {each.lineno, *(decorator.lineno for decorator in getattr(each, "decorator_list", ()))} if not is_text else ()
             probes = [probe(line, each) for line in sorted(lines)]
-            is_first = isinstance(each, ast.ImportFrom) and each.module == "__future__"  # a call before it would be an error
+            is_first = isinstance(each, ast.ImportFrom) and each.module == "__future__"  # nothing may be before it
             statements += [each, *probes] if is_first else [*probes, each]
             within(each)
         return statements
@@ -113,13 +114,13 @@ class _Finder:
 
 
 def _write() -> None:
-    if _reached:
+    if _reached:  # other threads may still add lines
         os.makedirs(COUNTS, exist_ok=True)
         with open(os.path.join(COUNTS, f"{os.getpid()}-{time.time_ns()}"), "wb") as file:
-            array("Q", _reached).tofile(file)
+            array("Q", list(_reached)).tofile(file)
 
 
 if __name__ == "sitecustomize":  # imported by the interpreter at its start
-    builtins.__reached__ = _reached.add  # type: ignore[attr-defined]
+    builtins.__reached__ = _reached  # type: ignore[attr-defined]
     sys.meta_path.insert(0, _Finder)
     atexit.register(_write)
