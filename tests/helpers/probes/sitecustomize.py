@@ -18,11 +18,11 @@ import time
 import zlib
 from array import array
 from types import CodeType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     import ast
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 CORE = ("graphs", "runtime", "sampling")
@@ -80,6 +80,10 @@ def add_probes(tree: ast.AST, file: str) -> None:
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
+    def exec_module(self, module: ModuleType) -> None:
+        module.__dict__["__reached__"] = _reached  # until the module is cleared, at the exit of the interpreter after the built-in names
+        super().exec_module(module)
+
     def get_code(self, fullname: str) -> CodeType:
         status = os.stat(self.path)
         version = f"{status.st_mtime_ns}-{status.st_size}-{_VERSION}"
@@ -120,7 +124,14 @@ def _write() -> None:
             array("Q", list(_reached)).tofile(file)
 
 
+def _write_and_exit(status: int, exit: Callable[[int], NoReturn] = os._exit) -> NoReturn:
+    """Instead of `os._exit`, with which ranks and forked processes end."""
+    _write()
+    exit(status)
+
+
 if __name__ == "sitecustomize":  # imported by the interpreter at its start
-    builtins.__reached__ = _reached  # type: ignore[attr-defined]
+    builtins.__reached__ = _reached  # type: ignore[attr-defined] # for `python -m`, which has a namespace of its own
     sys.meta_path.insert(0, _Finder)
     atexit.register(_write)
+    os._exit = _write_and_exit
