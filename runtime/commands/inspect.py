@@ -15,8 +15,9 @@ from stepgraph.runtime.check_models import AUTO, DRAFTER_NAMES, FORCED, NGRAM
 from stepgraph.runtime.commands import terminal
 from stepgraph.runtime.demo.pair import DEMO, head_path, model_path
 from stepgraph.runtime.models.files.checkpoint import DEQUANTISED, QUANTISED, Checkpoint
-from stepgraph.runtime.models.files.draft import OWN_MTP, DraftCheckpoint, open_draft
+from stepgraph.runtime.models.files.draft import OWN_MTP, open_draft
 from stepgraph.runtime.models.files.gguf import GgufSource
+from stepgraph.runtime.models.files.loading import own_parameters
 from stepgraph.runtime.models.files.transformers_folder import NATIVE, TRANSFORMERS, Target, open_target
 from stepgraph.runtime.models.files.weights import FLOATS, read_json
 from stepgraph.sampling.fields import clip_repr
@@ -61,8 +62,9 @@ def _inspected(path: str | Path, draft: str | None) -> dict[str, Any]:
     for name in [OWN_MTP] * bool(first.mtp_modules) + ([] if draft is None else [draft]):
         try:
             found = open_draft(name, first)
-            own = f"; {_format_sizes(_bytes_by_kind(found.unshared_weights()))}" if isinstance(found, DraftCheckpoint) else ""
-            drafters.insert(0, f"{name} ({getattr(found, 'kind', 'draft')}, up to {found.max_drafts} drafts{own})")
+            outline = first.outline(found.feature_layers)
+            own = _format_sizes(_bytes_by_kind(own_parameters(found.outline(outline), outline)))
+            drafters.insert(0, f"{name} ({found.kind}, up to {found.max_drafts} drafts; {own})")
         except ValueError as error:
             refused[DRAFT if name == draft else OWN_MTP] = str(error)
     config = first.config

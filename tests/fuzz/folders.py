@@ -24,6 +24,7 @@ from stepgraph.graphs.model_call import ModelInput
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.models.files.checkpoint import Checkpoint, open_checkpoint
 from stepgraph.runtime.models.files.draft import open_draft
+from stepgraph.runtime.models.files.loading import memory_need
 from tests.fuzz.loop import Door
 from tests.fuzz.values import Value, blob, bytes_of, written
 from tests.helpers.draft_engines import DRAFTERS
@@ -110,8 +111,8 @@ class ConfigDoor(FolderDoor):
 
     def enter(self, given: Value) -> None:
         checkpoint = open_checkpoint(self._opened)
-        memory = checkpoint.memory(LIMITS.limits(checkpoint.config.vocab_size, len(checkpoint.vocabulary.tokens), 0))
-        assert len(memory) < 500
+        limits = LIMITS.limits(checkpoint.config.vocab_size, len(checkpoint.vocabulary.tokens), 0)
+        assert len(memory_need("", checkpoint.outline(), limits).note) < 500
         if chosen(given, self.share):
             computed(checkpoint)
 
@@ -159,7 +160,8 @@ class DraftDoor(FolderDoor):
         target = self._targets[self._kind]
         opened = open_draft(self.folder / self._kind, target)
         limits = LIMITS.limits(target.config.vocab_size, len(target.vocabulary.tokens), 0)
-        assert len(opened.memory(limits)) < 500 and opened.max_drafts >= 1
+        outline = target.outline(opened.feature_layers)
+        assert len(memory_need(opened.kind, opened.outline(outline), limits, outline).note) < 500 and opened.max_drafts >= 1
         if chosen(given, self.share):
             opened.load(target.load("cpu", opened.feature_layers), "cpu")
 

@@ -6,13 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import torch
-from torch import nn
 
-from stepgraph.graphs.layers.quantised import KINDS, TILE, QuantKind, count_weights
-from stepgraph.graphs.limits import Limits
+from stepgraph.graphs.layers.quantised import KINDS, TILE, QuantKind
 from stepgraph.runtime.models.files.config_fields import DTYPES, read_config
 from stepgraph.runtime.models.files.draft_layouts import count_mtp_modules
 from stepgraph.runtime.models.files.gguf import GgufSource
@@ -54,31 +52,11 @@ class Checkpoint(StoredModel):
         prefixes = tuple(f"model.layers.{self.config.num_layers + index}." for index in range(self.mtp_modules))
         return frozenset(name for name in self.source.tensors if name.startswith(prefixes))
 
-    def memory(self, limits: Limits) -> MemoryNeed:
-        return memory_need(self.path.name, self.outline(), limits)
-
     def load(self, device: str | torch.device, feature_layers: Sequence[int] = (), progress: bool = False) -> Llama:
         model = self.allocate_packed(self.make(device, feature_layers)).to(device)
         self.fill(model, progress)
         model.origin = self.path.name
         return model
-
-
-class MemoryNeed(NamedTuple):
-    weights: int  # bytes
-    cache: int
-    note: str  # one line for the user
-
-
-def memory_need(name: str, outline: Any, limits: Limits, shared: nn.Module | None = None) -> MemoryNeed:
-    """outline: the model on the meta device, counted without the parameters that it shares with the module `shared`."""
-    counted = set() if shared is None else set(shared.parameters())
-    own = [parameter for parameter in outline.parameters() if parameter not in counted]
-    weights, cache = sum(parameter.nbytes for parameter in own), sum(spec.nbytes for spec in outline.cache_specs(limits))
-    kinds, unit = {str(parameter.dtype).removeprefix("torch.") for parameter in own}, 2**30
-    types = " and ".join(sorted("quantised numbers" if kind == "uint8" else kind for kind in kinds))
-    parameters = f"{sum(map(count_weights, own)) / 1e6:.1f}M weights of {types}, {weights / unit:.2f} GiB"
-    return MemoryNeed(weights, cache, f"{name}: {parameters}; cache for {limits.cache_slots} tokens, {cache / unit:.2f} GiB")
 
 
 def open_checkpoint(path: str | Path, dtype: torch.dtype | None = None, weights: WeightsMode = DEQUANTISED) -> Checkpoint:

@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
-from stepgraph.graphs.limits import Limits
 from stepgraph.runtime.models.draft_llama import DraftLlama, TokenMap, map_tokens
 from stepgraph.runtime.models.eagle3 import Eagle3
 from stepgraph.runtime.models.files import draft_layouts as layouts
-from stepgraph.runtime.models.files.checkpoint import DEQUANTISED, Checkpoint, MemoryNeed, WeightsMode, memory_need
+from stepgraph.runtime.models.files.checkpoint import DEQUANTISED, Checkpoint, WeightsMode
 from stepgraph.runtime.models.files.config_fields import MTP_COUNT, UnsupportedConfigError
 from stepgraph.runtime.models.files.quantised_folder import quantised_source
 from stepgraph.runtime.models.files.transformers_folder import (
@@ -54,22 +52,13 @@ class DraftCheckpoint(StoredModel):
 
     def check_shapes(self, other_tensors: Iterable[str] = ()) -> DraftCheckpoint:
         """Check names, shapes and types of all tensors but the `other_tensors`. Raises ValueError that names the tensor. Returns self."""
-        self.check_header(self._outline()[1], {"d2t", "t2d", *self.target_copies, *other_tensors})
+        outline = self.outline(self.target.outline(self.feature_layers))
+        self.check_header(outline, {"d2t", "t2d", *self.target_copies, *other_tensors})
         return self
 
-    def memory(self, limits: Limits) -> MemoryNeed:
-        target, draft = self._outline()
-        return memory_need(f"{self.path.name}: {self.kind}", draft, limits, shared=target)
-
-    def unshared_weights(self) -> list[nn.Parameter]:
-        """The parameters, on the meta device, that the draft does not share with the target."""
-        target, draft = self._outline()
-        shared = set(target.parameters())
-        return [parameter for parameter in draft.parameters() if parameter not in shared]
-
-    def _outline(self) -> tuple[Llama | TransformersModel, Draft]:
-        target = self.target.outline(self.feature_layers)
-        return target, self.allocate_packed(self.make(target, "meta"))
+    def outline(self, target: Llama | TransformersModel) -> Draft:
+        """The draft on the meta device. target: the outline of the target."""
+        return self.allocate_packed(self.make(target, "meta"))
 
     def load(self, target: Llama | TransformersModel, device: Device, progress: bool = False) -> Draft:
         """target: the loaded target."""
@@ -88,8 +77,10 @@ class DraftCheckpoint(StoredModel):
 class TransformersDraft:
     """A smaller model that `transformers` implements; its weights are not in memory yet."""
 
+    path: Path
     stored: TransformersCheckpoint
     token_map: TokenMap | None
+    kind: str = "draft"
     feature_layers: tuple[int, ...] = ()
     max_drafts: int = layouts.MAX_DRAFTS
 
@@ -97,8 +88,8 @@ class TransformersDraft:
     def max_positions(self) -> int:
         return self.stored.config.max_positions
 
-    def memory(self, limits: Limits) -> MemoryNeed:
-        return memory_need(f"{self.stored.path.name}: draft", self._wrapped(self.stored.meta_model), limits)
+    def outline(self, target: object) -> DraftTransformers:
+        return self._wrapped(self.stored.meta_model)
 
     def load(self, target: object, device: Device, progress: bool = False) -> DraftTransformers:
         return self._wrapped(self.stored.load_model(device, progress))
@@ -205,7 +196,7 @@ def _open_model(path: Path, target: Target, dtype: torch.dtype | None, weights: 
     stored = open_target(path, dtype, weights)
     token_map = map_tokens(stored.vocabulary, target.vocabulary)
     if isinstance(stored, TransformersCheckpoint):
-        return TransformersDraft(stored, token_map)
+        return TransformersDraft(path, stored, token_map)
 
     def make(target_model: Llama | TransformersModel, device: Device) -> DraftLlama:
         return DraftLlama(stored.config, token_map, device=device)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
+from torch import nn
 
 from stepgraph.graphs.errors import MEMORY_SETTINGS
+from stepgraph.graphs.layers.quantised import count_weights
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.memory import available_bytes, check_memory
 from stepgraph.graphs.model import TargetModel
@@ -83,8 +85,10 @@ def load_models(
         drafter = checked_drafter(drafter, config)
     outline = checkpoint.outline(feature_layers)
     limits = config.limits(outline.vocab_size, len(checkpoint.vocabulary.tokens), outline.feature_size)
-    parts: list[Target | StoredDraft] = [checkpoint, *([draft_checkpoint] if draft_checkpoint else [])]
-    needs = [part.memory(limits) for part in parts]  # raises ValueError if a model does not support these limits
+    needs = [memory_need(checkpoint.path.name, outline, limits)]  # raises ValueError if a model does not support these limits
+    if draft_checkpoint is not None:
+        name = f"{draft_checkpoint.path.name}: {draft_checkpoint.kind}"
+        needs.append(memory_need(name, draft_checkpoint.outline(outline), limits, shared=outline))
     if progress:
         print_error("\n".join(need.note for need in needs))
     device = torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0) if on_cuda else torch.device("cpu")
@@ -93,6 +97,28 @@ def load_models(
     if draft_checkpoint is not None:
         drafter = draft_checkpoint.load(target, device, progress)
     return Loaded(target, drafter, vocabulary(checkpoint.vocabulary), config)
+
+
+class MemoryNeed(NamedTuple):
+    weights: int  # bytes
+    cache: int
+    note: str  # one line for the user
+
+
+def memory_need(name: str, outline: Any, limits: Limits, shared: nn.Module | None = None) -> MemoryNeed:
+    """outline: the model on the meta device, counted without the parameters that it shares with the module `shared`."""
+    own = own_parameters(outline, shared)
+    weights, cache = sum(parameter.nbytes for parameter in own), sum(spec.nbytes for spec in outline.cache_specs(limits))
+    kinds, unit = {str(parameter.dtype).removeprefix("torch.") for parameter in own}, 2**30
+    types = " and ".join(sorted("quantised numbers" if kind == "uint8" else kind for kind in kinds))
+    parameters = f"{sum(map(count_weights, own)) / 1e6:.1f}M weights of {types}, {weights / unit:.2f} GiB"
+    return MemoryNeed(weights, cache, f"{name}: {parameters}; cache for {limits.cache_slots} tokens, {cache / unit:.2f} GiB")
+
+
+def own_parameters(model: nn.Module, shared: nn.Module | None = None) -> list[nn.Parameter]:
+    """The parameters that a model does not share with the module `shared`."""
+    others = set() if shared is None else set(shared.parameters())
+    return [parameter for parameter in model.parameters() if parameter not in others]
 
 
 def _check_memory(config: EngineConfig, limits: Limits, weights: int, cache: int, device: torch.device) -> None:

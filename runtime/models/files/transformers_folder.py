@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
-from stepgraph.graphs.limits import Limits
-from stepgraph.runtime.models.files.checkpoint import DEQUANTISED, Checkpoint, MemoryNeed, WeightsMode, memory_need, open_checkpoint
+from stepgraph.runtime.models.files.checkpoint import DEQUANTISED, Checkpoint, WeightsMode, open_checkpoint
 from stepgraph.runtime.models.files.config_fields import DTYPES, LAYER_TYPES, UnsupportedConfigError
 from stepgraph.runtime.models.files.draft_layouts import MAX_DRAFTS, count_mtp_modules, mtp_layers
 from stepgraph.runtime.models.files.weights import SafetensorsSource, check_stored, read_finite, read_json, require_finite
@@ -51,9 +50,6 @@ class TransformersCheckpoint:
 
     def outline(self, feature_layers: Sequence[int] = ()) -> TransformersModel:
         return self._wrapped(self.meta_model, feature_layers)
-
-    def memory(self, limits: Limits) -> MemoryNeed:
-        return memory_need(self.path.name, self.outline(), limits)
 
     def load(self, device: str | torch.device, feature_layers: Sequence[int] = (), progress: bool = False) -> TransformersModel:
         """ValueError names a tensor that is missing, does not fit, or holds NaN or infinity."""
@@ -223,9 +219,8 @@ class MtpCheckpoint:
     def max_drafts(self) -> int:
         return MAX_DRAFTS if len(self.layers) == 1 else len(self.layers)
 
-    def memory(self, limits: Limits) -> MemoryNeed:
-        target = self.target.outline()
-        return memory_need(f"{self.path.name}: MTP", self._make(target, lambda layer: self.meta_model), limits, shared=target)
+    def outline(self, target: Llama | TransformersModel) -> TransformersMtp:
+        return self._make(target, lambda layer: copy.deepcopy(self.meta_model))  # each module has weights of its own
 
     def load(self, target: Llama | TransformersModel, device: str | torch.device, progress: bool = False) -> TransformersMtp:
         """ValueError names a tensor that is missing, does not fit, holds NaN or infinity, or differs from the target's."""

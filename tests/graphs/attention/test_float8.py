@@ -17,6 +17,7 @@ from stepgraph.graphs.attention.reference import by_reference
 from stepgraph.graphs.layers.slot_mapping import rope_and_write_kv
 from stepgraph.graphs.limits import KvCacheDtype, Limits
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
+from stepgraph.runtime.models.files.loading import memory_need
 from stepgraph.runtime.models.files.transformers_folder import Implementation, open_target
 from stepgraph.runtime.models.toy import ToyTarget
 from tests.graphs.attention.test_paged import make_case
@@ -110,7 +111,7 @@ def test_caches_take_a_byte_for_each_number(implementation: Implementation, tmp_
         plain, small = (sum(spec.nbytes for spec in target.cache_specs(Limits(*sizes, kv_cache_dtype=each))) for each in DTYPES)
         assert plain == times * small > 0
     checkpoint = open_checkpoint(tmp_path, torch.bfloat16)
-    plain, small = (checkpoint.memory(Limits(*sizes, kv_cache_dtype=each)).cache for each in DTYPES)
+    plain, small = (memory_need("", checkpoint.outline(), Limits(*sizes, kv_cache_dtype=each)).cache for each in DTYPES)
     assert plain - small == sum(spec.nbytes for spec in checkpoint.outline().cache_specs(Limits(*sizes))) // 2
 
 

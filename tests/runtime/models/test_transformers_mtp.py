@@ -126,8 +126,7 @@ def test_inspect_checks_the_modules_of_a_model(implementation: Implementation, t
     for folder in folders:
         change_json(folder / "config.json", pretraining_tp=1 if implementation == NATIVE else 2)
     whole, damaged = ((main(["inspect", str(folder), "--json"]), json.loads(capsys.readouterr().out))[1] for folder in folders)
-    size = "; 0.5 MiB in float32" if implementation == NATIVE else ""  # of native modules only
-    assert whole["drafters"][0] == f"mtp (MTP, up to 2 drafts{size})" and "mtp" not in whole["refused"]
+    assert whole["drafters"][0] == "mtp (MTP, up to 2 drafts; 0.5 MiB in float32)" and "mtp" not in whole["refused"]
     assert whole["runs"][0]["implementation"] == implementation and whole["family"] == "Glm4MoeForCausalLM"
     assert damaged["drafters"] == ["ngram", "forced"] and "model.layers.3.hnorm.weight is missing" in damaged["refused"]["mtp"]
 
