@@ -18,7 +18,6 @@ import secrets
 import tempfile
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -34,6 +33,7 @@ from torch import Tensor
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend, Event
 from stepgraph.graphs.model import TargetModel
+from stepgraph.runtime.printing import warn
 from stepgraph.runtime.request import Job
 from stepgraph.sampling.fields import clip_error, is_int
 from stepgraph.sampling.lifetimes import call_after_fork, close_at_exit
@@ -262,9 +262,7 @@ class HiddenStates:
     def _warn(self) -> None:
         if self.writer.error and not self._warned:
             self._warned = True
-            message = f"EngineConfig.save_hidden_states: {self.writer.error}; nothing more is saved, requests continue"
-            with suppress(Warning):  # raised if warnings are errors
-                warnings.warn(message, RuntimeWarning, stacklevel=3)
+            warn(f"EngineConfig.save_hidden_states: {self.writer.error}; nothing more is saved, requests continue")
 
     def _take_oldest(self) -> None:
         copy = self._pending_copies.popleft()

@@ -1,10 +1,11 @@
-"""Text for a terminal: control characters of model outputs, paths and quoted inputs are escaped."""
+"""Text for a terminal: control characters of model outputs, paths and quoted inputs are escaped. And warnings of running engines."""
 
 from __future__ import annotations
 
 import contextlib
 import re
 import sys
+import warnings
 from typing import TextIO
 
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all control characters except tab and newline
@@ -21,3 +22,9 @@ def printable(text: str, stream: TextIO) -> str:
 def print_error(text: str) -> None:
     with contextlib.suppress(OSError):  # the exit code is the one of the error that is reported
         print(printable(text, sys.stderr), file=sys.stderr)
+
+
+def warn(message: str) -> None:
+    """Warn of a loss with which requests continue, also if warnings are errors."""
+    with contextlib.suppress(Warning):
+        warnings.warn(message, RuntimeWarning, stacklevel=3)

@@ -15,7 +15,6 @@ import json
 import re
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import astuple
@@ -28,6 +27,7 @@ import torch
 from stepgraph.graphs.graph_key import GraphKey
 from stepgraph.runtime.draft_length import Results
 from stepgraph.runtime.in_flight import InFlight
+from stepgraph.runtime.printing import warn
 from stepgraph.runtime.request import ActiveRequest
 
 MAX_ROUNDS = 1_000_000  # of a range: the log of host nodes takes about 200 bytes per round
@@ -124,7 +124,7 @@ class ProfiledInFlight(InFlight):
             try:
                 self._backend.start_trace(self._range.first, self._range.last - self._range.first + 1)
             except RuntimeError as error:  # the script has a trace of its own, and must continue
-                warnings.warn(f"{ROUNDS_VARIABLE}: these rounds are not profiled: {error}", stacklevel=2)
+                warn(f"{ROUNDS_VARIABLE}: these rounds are not profiled: {error}")
                 return
         self._active = True
         self._host_link.log_nodes(self._log)
@@ -164,6 +164,6 @@ class ProfiledInFlight(InFlight):
         }
         try:
             self._range.path.write_text(json.dumps(document), encoding="utf-8")
-        except OSError as error:  # a warning, since requests are running
-            warnings.warn(f"{FILE_VARIABLE}: the profile of the rounds is lost: {error}", stacklevel=2)
+        except OSError as error:
+            warn(f"{FILE_VARIABLE}: the profile of the rounds is lost: {error}")
         self._launched_rounds.clear()

@@ -13,7 +13,6 @@ import json
 import os
 import platform
 import threading
-import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from stepgraph.graphs.capture import Backend
 from stepgraph.graphs.model import Models
 from stepgraph.runtime.config import EngineConfig
+from stepgraph.runtime.printing import warn
 from stepgraph.runtime.request import Job
 from stepgraph.sampling.fields import Check, check_value, clip_repr, is_int, whole
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
@@ -102,8 +102,7 @@ class Recorder:
 
     def _fail(self, why: str) -> None:
         if self.close():
-            with contextlib.suppress(Warning):  # raised if warnings are errors
-                warnings.warn(f"the recording {self._path} ends here: {why}", RuntimeWarning, stacklevel=4)
+            warn(f"the recording {self._path} ends here: {why}")
 
 
 def open_recorder(

@@ -12,13 +12,12 @@ from typing import Any
 
 from stepgraph.runtime.demo.pair import model_path
 from stepgraph.runtime.models.files.tokenizer import ChatTemplate, open_tokenizer
-from stepgraph.sampling.fields import Check, callable_with, check_value, checked_path, instance_of, is_list_like, optional
+from stepgraph.sampling.fields import TOKEN_IDS, Check, callable_with, check_value, checked_path, instance_of, is_list_like, optional
 from stepgraph.sampling.grammar.matchers.forced import token_lookup
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.lifetimes import BoundToProcess
 
 Message = Mapping[str, Any]
-_TOKEN_IDS = Check(is_list_like, "a sequence of token ids")
 
 
 class TextCodec(BoundToProcess):
@@ -130,7 +129,7 @@ class TextCodec(BoundToProcess):
         except UnicodeEncodeError as error:
             raise ValueError(f"{name}: got half of a surrogate pair at position {error.start}, expected valid text") from None
         ids = self._encode(text, begins)
-        check_value("TextCodec.encode()", ids, _TOKEN_IDS)
+        check_value("TextCodec.encode()", ids, TOKEN_IDS)
         return list(ids)
 
 
@@ -157,7 +156,7 @@ class TextStream:
         self.found_stop = ""  # the stop string that was found; nothing after it is returned
 
     def push(self, token_ids: Iterable[int]) -> str:
-        check_value("TextStream.push", token_ids, _TOKEN_IDS)
+        check_value("TextStream.push", token_ids, TOKEN_IDS)
         return self._release(self._decoder.decode(self._vocabulary.decode([token for token in token_ids if token not in self._stop_ids])))
 
     def up_to_stop(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:

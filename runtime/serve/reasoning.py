@@ -49,7 +49,7 @@ def reasoning_of(prompt_ids: Sequence[int], codec: TextCodec, variables: Mapping
         return Reasoning(False, budget, tuple(codec.encode(MESSAGE_END, begins=False)), in_channels=True)
     if not codec.template_mentions(THINK_BEGIN):
         return None
-    end = codec.vocabulary.decode(prompt_ids[-32:]).decode("utf-8", "replace").rstrip()
+    end = codec.decode(prompt_ids[-32:]).rstrip()
     opened = end.endswith(THINK_BEGIN)
     switched_on = codec.template_mentions("enable_thinking") and variables.get("enable_thinking", True) and not end.endswith(THINK_END)
     if not opened and not switched_on:

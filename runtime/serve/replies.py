@@ -101,19 +101,16 @@ class Reply:
                 for token, found in taken
             ]
             return {"content": content, "refusal": None}
-        texts, values = [self._token_text(token) for token, _ in taken], [found.raw for _, found in taken]
+        texts, values = [self._codec.decode([token]) for token, _ in taken], [found.raw for _, found in taken]
         *offsets, self._offset = itertools.accumulate(map(len, texts), initial=self._offset)
         # the token and the most probable ones; among tokens with equal texts, the most probable
         pairs = [((token, found.raw), *reversed(found.top_raw)) for token, found in taken]
-        top = [{self._token_text(other): value for other, value in each} for each in pairs]
+        top = [{self._codec.decode([other]): value for other, value in each} for each in pairs]
         asked = self.request.options["sampling"].top_logprobs
         return {"tokens": texts, "token_logprobs": values, "top_logprobs": top if asked else None, "text_offset": offsets}
 
     def _logprob(self, token: int, value: float) -> dict[str, Any]:
-        return {"token": self._token_text(token), "logprob": value, "bytes": [*self._codec.vocabulary.decode([token])]}
-
-    def _token_text(self, token: int) -> str:
-        return self._codec.vocabulary.decode([token]).decode("utf-8", "replace")
+        return {"token": self._codec.decode([token]), "logprob": value, "bytes": [*self._codec.vocabulary.decode([token])]}
 
     def _deltas(self, text: str, ended: bool = False) -> list[Delta]:
         deltas: list[Delta] = []

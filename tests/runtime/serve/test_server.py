@@ -613,7 +613,7 @@ def test_preemption_is_refused_with_tensor_parallelism(capsys: pytest.CaptureFix
 
 
 def test_pages_of_answers_grow_if_asked(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["serve", "toy", "--eager", "--max-rows", "2", "--max-length", "256", "--num-pages", "16"]
+    flags = ["serve", "toy", "--eager", "--port", "0", "--max-rows", "2", "--max-length", "256", "--num-pages", "16"]
     greedy = SamplingParams(temperature=0, ignore_eos=True)
     for allocation, rows in (("reserve", 1), ("grow", 2)):
         with engine_of([*flags, "--page-allocation", allocation]) as engine:

@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -182,11 +183,20 @@ def test_script_with_its_own_trace_continues_unprofiled(profile_rounds: Callable
     with toy_engine(eager=True) as engine:
         engine.capture()
         engine.backend.start_trace(0, 2)
-        with pytest.warns(UserWarning, match="STEPGRAPH_PROFILE_ROUNDS: these rounds are not profiled: .* a trace is already running"):
+        with pytest.warns(RuntimeWarning, match="STEPGRAPH_PROFILE_ROUNDS: these rounds are not profiled: .* a trace is already running"):
             job = engine.generate([1], max_new_tokens=24, num_speculative_tokens=0)
         assert (len(job.tokens), job.error) == (24, "")
         assert engine.backend.stop_trace(), "the script's own trace is still there"
     assert not file.exists()
+
+
+def test_warnings_that_are_errors_do_not_end_a_profiled_engine(profile_rounds: Callable[[str], Path]) -> None:
+    file = profile_rounds("1-3")
+    with toy_engine(eager=True) as engine, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        file.mkdir()  # so that the profile cannot be written
+        assert not engine.generate([1], max_new_tokens=24, num_speculative_tokens=0).error
+        assert not engine.generate([1], max_new_tokens=24, num_speculative_tokens=0).error
 
 
 def test_report_of_eager_rounds_raises(profile_rounds: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
