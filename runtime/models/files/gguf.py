@@ -77,6 +77,9 @@ class GgufSource:
             raise ValueError(f"{path}: reading GGUF needs the gguf package: pip install 'stepgraph[gguf]'") from None
         parts = _read_parts(path)
         self._path, self.metadata, self.dtype = path, parts[path].metadata, torch.float32
+        self._kind = kind = self.metadata.get("general.architecture")
+        if not isinstance(kind, str) or kind not in ARCHITECTURES:
+            raise ValueError(f"{path}: general.architecture: got {kind!r:.100}, expected one of {', '.join(ARCHITECTURES)}")
         self._rows: dict[str, Bytes] = {}  # [rows, bytes per row]
         self.tensors: dict[str, StoredTensor] = {}
         for part, header in parts.items():
@@ -142,10 +145,7 @@ class GgufSource:
         return tensor
 
     def _read_config(self) -> dict[str, Any]:
-        metadata = self.metadata
-        kind = metadata.get("general.architecture")
-        if not isinstance(kind, str) or kind not in ARCHITECTURES:
-            raise ValueError(f"{self._path}: general.architecture: got {kind!r:.100}, expected one of {', '.join(ARCHITECTURES)}")
+        metadata, kind = self.metadata, self._kind
         start = f"{kind}.rope.scaling."
         stated = {key.removeprefix(start): value for key, value in metadata.items() if key.startswith(start)}
         stated = {"type": "linear", "factor": metadata.get(f"{kind}.rope.scale_linear"), **stated}  # the defaults of llama.cpp
@@ -168,8 +168,7 @@ class GgufSource:
 
     def _renamed(self, stored: str, dimensions: int) -> str:
         """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight; with _EACH_EXPERT for a tensor of all experts."""
-        parts, kind = stored.split("."), self.metadata.get("general.architecture")
-        has_experts, mixtral = bool(self.metadata.get(f"{kind}.expert_count")), kind == "llama"
+        parts, has_experts, mixtral = stored.split("."), bool(self.metadata.get(f"{self._kind}.expert_count")), self._kind == "llama"
         mlp, *experts = ("block_sparse_moe", "w1", "w3", "w2") if mixtral else ("mlp", "gate_proj", "up_proj", "down_proj")
         block = _LAYER_NAMES | ({"ffn_gate_inp": f"{mlp}.gate"} if has_experts else {})
         if dimensions == 3:

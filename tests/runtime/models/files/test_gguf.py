@@ -420,7 +420,8 @@ def test_a_big_endian_file_is_refused(tmp_path: Path) -> None:
 )
 def test_wrong_tensor_tables_are_refused(tmp_path: Path, table: bytes, message: str) -> None:
     path, count = tmp_path / "model.gguf", 2 if "twice" in message else 1
-    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, count, 0) + table * count + bytes(64))
+    architecture = struct.pack("<Q20sIQ5s", 20, b"general.architecture", 8, 5, b"llama")
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, count, 1) + architecture + table * count + bytes(64))
     with pytest.raises(ValueError, match=message):
         open_checkpoint(path)
 
@@ -442,6 +443,8 @@ def test_unsupported_gguf_models_are_refused(tmp_path: Path, kind: Any, entry: t
         writer.add_array("general.architecture", kind)
     if entry:
         (writer.add_string if isinstance(entry[1], str) else writer.add_float32)(*entry)
+    else:
+        writer.add_tensor("blk.0.post_ffw_norm.weight", np.zeros(32, np.float32))  # of Gemma; the error names the architecture
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
