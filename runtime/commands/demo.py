@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -78,7 +79,8 @@ def run(options: argparse.Namespace) -> int:
     engines.set_threads(options)
     with terminal.waiting("opening the models ..."):
         pair = toy_pair() if options.toy else open_pair(options.drafts, terminal.shows_progress() and not options.json)
-    document = Demonstration(pair, options).run()
+    with contextlib.redirect_stdout(io.StringIO()) if options.json else contextlib.nullcontext():
+        document = Demonstration(pair, options).run()
     if options.json:
         terminal.print_json(document)
     failures = {name: answer["failed"] for name, answer in document["answers"].items()}
@@ -105,15 +107,15 @@ class Demonstration:
 
     def decode(self) -> dict[str, Any]:
         threads = f"{self.threads} thread{'s' * (self.threads > 1)}"
-        self._print(f"{self.pair.name}, at most {self.options.drafts} drafts per round, {threads}")
-        if terminal.colour_enabled(sys.stdout) and not self.options.json:
+        terminal.print_text(f"{self.pair.name}, at most {self.options.drafts} drafts per round, {threads}")
+        if terminal.colour_enabled(sys.stdout):
             print(", ".join(terminal.coloured(meaning, origin) for origin, meaning in ORIGINS.items()))
         answers = {scenario.name: self.answer(scenario) for scenario in SCENARIOS}
         with self._progress_bar("race", self.options.repeats * sum(len(self._cases_for(scenario)) for scenario in SCENARIOS)) as bar:
             for scenario in SCENARIOS:
                 self.race(scenario, bar.update)
         head, rows = table(self.cases, self.rates)
-        self._print("\n" + "\n".join(terminal.table(head, rows)))
+        terminal.print_text("\n" + "\n".join(terminal.table(head, rows)))
         document: dict[str, Any] = {"pair": self.pair.name, "drafts": self.options.drafts, "threads": self.threads, "answers": answers}
         document["variants"] = [{**case.figures(), "tokens_per_second": self.rates[case.variant.name]} for case in self.cases]
         if not self.options.no_timeline:
@@ -123,7 +125,7 @@ class Demonstration:
             text = page(self.pair.name, shown, head, rows, self.traced_timeline)
             with writing("--html", self.options.html):
                 self.options.html.write_text(text, encoding="utf-8")
-            self._print(f"{self.options.html}: answers, table and timeline as a page")
+            terminal.print_text(f"{self.options.html}: answers, table and timeline as a page")
         return document
 
     def prepare(self, stack: contextlib.ExitStack) -> None:
@@ -144,12 +146,12 @@ class Demonstration:
 
     def answer(self, scenario: Scenario) -> dict[str, Any]:
         """One answer of every variant; the fastest variant's is printed while it is generated."""
-        self._print(f"\n{scenario.name}: {scenario.user}\n")
+        terminal.print_text(f"\n{scenario.name}: {scenario.user}\n")
         *others, fastest = self._cases_for(scenario)
         stream = self.pair.codec.stream()
         pieces = self.pieces[scenario.name] = []
         job = self._run(fastest, scenario, lambda event: self._show(event, stream.push, pieces))
-        self._print(stream.finish())
+        terminal.print_text(stream.finish())
         tokens: dict[str, list[int]] = {}
         with self._progress_bar("the other variants", len(others)) as bar:
             for case in others:
@@ -183,7 +185,7 @@ class Demonstration:
             with writing("--out", path):
                 trace.timeline.save_perfetto(path)
         self.traced_timeline, summary = trace.timeline, trace.timeline.summary()
-        self._print(f"\n{summary}\n{path}: the timeline, for ui.perfetto.dev")
+        terminal.print_text(f"\n{summary}\n{path}: the timeline, for ui.perfetto.dev")
         return {"trace": str(path), "summary": summary.as_dict()}
 
     def _progress_bar(self, label: str, steps: int) -> Any:
@@ -202,12 +204,7 @@ class Demonstration:
     def _show(self, event: StepEvent, decode: Callable[[tuple[int]], str], pieces: list[tuple[str, str]]) -> None:
         for token, origin in zip(event.tokens, event.origins, strict=True):
             pieces.append((decode((token,)), origin.value))
-            if not self.options.json:
-                terminal.print_text(pieces[-1][0], end="", origin=origin.value)
-
-    def _print(self, text: str) -> None:
-        if not self.options.json:
-            terminal.print_text(text)
+            terminal.print_text(pieces[-1][0], end="", origin=origin.value)
 
 
 def table(cases: list[Case], rates: Mapping[str, Mapping[str, float]]) -> tuple[list[str], list[list[str]]]:

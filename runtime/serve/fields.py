@@ -185,7 +185,7 @@ def request_error(error: ValueError | str, prompt_field: str = "messages", const
 
 
 def _check_known(fields: dict[str, Any], known: set[str]) -> None:
-    for full_name in fields.keys() - known:
+    for full_name in [name for name in fields if name not in known]:
         if full_name in _WITHOUT_EFFECT:
             _checked(fields, full_name, _WITHOUT_EFFECT[full_name])
         else:
@@ -217,7 +217,7 @@ def _message(message: Any, name: str) -> dict[str, Any]:
         refuse(f"{name}.role", message.get("role"), f"one of {', '.join(_ROLES)}")
     # An answer of OpenAI's API has fields such as "annotations": [].
     message = {field: value for field, value in message.items() if value is not None and (value != [] or field in _MESSAGE_FIELDS)}
-    for field in message.keys() - _MESSAGE_FIELDS:
+    for field in [field for field in message if field not in _MESSAGE_FIELDS]:
         raise HttpError(400, f"{name}.{field[:100]}: the field is not supported", f"{name}.{field[:100]}")
     for field in message.keys() & {"name", "tool_call_id", "reasoning_content"}:
         if not isinstance(message[field], str):

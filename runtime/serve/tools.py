@@ -97,7 +97,7 @@ def _check_tool(tool: Any, name: str) -> None:
     if not isinstance(function, dict) or tool["type"] != "function":
         refuse(name, tool, "an object of type function with a function")
     field = f"{name}.function"
-    for unknown in function.keys() - {"name", "description", "parameters", "strict"}:
+    for unknown in [name for name in function if name not in ("name", "description", "parameters", "strict")]:
         raise HttpError(400, f"{field}.{unknown[:100]}: the field is not supported", f"{field}.{unknown[:100]}")
     if not isinstance(function.get("name"), str) or not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", function["name"]):
         refuse(field, function.get("name"), "a name of up to 64 letters, digits, _ or -")

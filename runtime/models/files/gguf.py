@@ -77,9 +77,10 @@ class GgufSource:
             raise ValueError(f"{path}: reading GGUF needs the gguf package: pip install 'stepgraph[gguf]'") from None
         parts = _read_parts(path)
         self._path, self.metadata, self.dtype = path, parts[path].metadata, torch.float32
-        self._kind = kind = self.metadata.get("general.architecture")
+        kind = self.metadata.get("general.architecture")
         if not isinstance(kind, str) or kind not in ARCHITECTURES:
             raise ValueError(f"{path}: general.architecture: got {kind!r:.100}, expected one of {', '.join(ARCHITECTURES)}")
+        self._kind = kind
         self._rows: dict[str, Bytes] = {}  # [rows, bytes per row]
         self.tensors: dict[str, StoredTensor] = {}
         for part, header in parts.items():

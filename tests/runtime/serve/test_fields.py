@@ -143,6 +143,17 @@ def test_fields_without_effect_change_nothing(server: RunningServer, fields: Any
         assert client.chat.completions.create(messages=CHAT, **request).choices[0].message == plain
 
 
+def test_the_first_of_several_unknown_fields_is_named(server: RunningServer) -> None:
+    unknown = {f"field{index}": 1 for index in range(40)}
+    function = {"type": "function", "function": {"name": "f", **unknown}}
+    bodies: Any = ({**unknown}, {"messages": [{**CHAT[0], **unknown}]}, {"tools": [function]})
+    with server.client as client:
+        for body, path in zip(bodies, ("", "messages[0].", "tools[0].function."), strict=True):
+            with pytest.raises(openai.BadRequestError) as refused:
+                client.chat.completions.create(model="toy", messages=CHAT, extra_body=body)
+            assert refused.value.param == f"{path}field0"
+
+
 def test_whole_numbers_may_have_a_point(server: RunningServer) -> None:
     """JSON has one type of numbers; libraries that read every number as a double write 5 as 5.0."""
     counts: Any = {"max_tokens": 5, "n": 2, "seed": 3, "top_k": 4, "min_tokens": 1, "priority": -1, "best_of": 2, "logprobs": 1, "top_p": 1}
