@@ -348,6 +348,11 @@ SPOILED: dict[str, tuple[DraftCase, Callable[[Path], object], str]] = {
         shutil.rmtree,
         "draft: got .*head', expected a local folder with a config.json, a .gguf file, or one of 'mtp', 'ngram'",
     ),
+    "no config": (
+        EAGLE3,
+        lambda folder: (folder / "config.json").unlink(),
+        "draft: got .*head', expected a local folder with a config.json, a .gguf file, or one of 'mtp', 'ngram'",
+    ),
 }
 
 
