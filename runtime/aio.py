@@ -37,7 +37,7 @@ class StepThread:
     def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop, owner: AsyncEngine) -> None:
         self.engine, self.loop, self.process_id = engine, loop, os.getpid()
         self._owner = weakref.ref(owner, lambda _: self.stop(drain=False))
-        self.opened, self.ended = asyncio.Event(), asyncio.Event()
+        self.opened, self.ended, self.submit_lock = asyncio.Event(), asyncio.Event(), asyncio.Lock()
         self.failure: BaseException | None = None
         self.stopping = self._cancel_jobs = False
         # By job id, of jobs that have not ended; used by the event loop only. A stream that is dropped cancels its job
@@ -251,7 +251,6 @@ class AsyncEngine(BoundToProcess):
             raise ValueError("AsyncEngine.engine: got an engine under torchrun, expected one that started its ranks")
         self.engine = engine
         self._stepper: StepThread | None = None
-        self._submit_lock = asyncio.Lock()
 
     def __repr__(self) -> str:
         state = "not open" if self._stepper is None or self._stepper.ended.is_set() else "closing" if self._stepper.stopping else "open"
@@ -267,7 +266,6 @@ class AsyncEngine(BoundToProcess):
                 raise RuntimeError("AsyncEngine.open(): already open")
             await asyncio.sleep(PAUSE_SECONDS)  # until close() is done, or the capture of a cancelled open(), which nothing interrupts
         self._stepper = stepper = StepThread(self.engine, asyncio.get_running_loop(), self)
-        self._submit_lock = asyncio.Lock()  # a used lock is bound to its event loop
         try:
             await stepper.opened.wait()
         except asyncio.CancelledError:
@@ -298,7 +296,7 @@ class AsyncEngine(BoundToProcess):
         """Like generate(), but wait for room in a full queue, in the order of the calls, and check long constraints in a thread."""
         stepper = self.check("AsyncEngine.submit")
         await self.check_long(options.get("constraint"))
-        async with self._submit_lock:
+        async with stepper.submit_lock:
             while True:
                 await stepper.wait_for_room()
                 with contextlib.suppress(QueueFullError):  # another thread took the room

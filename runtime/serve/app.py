@@ -38,7 +38,6 @@ from stepgraph.runtime.serve.http import (
     Server,
     compact_json,
     error_response,
-    http_error,
     json_response,
     parse_body,
     read_body,
@@ -143,7 +142,10 @@ class App:
 
     async def _refuse(self, request: Request, error: Exception) -> Response:
         where = f"{request.method[:20]} {request.scope['path'][:80]}"
-        found = http_error(where, error)
+        found = error if isinstance(error, HttpError) else HttpError(500, f"{type(error).__name__}: {error}")
+        if isinstance(error, HTTPException) and found is not error:  # of the router, for a wrong path or method
+            found = HttpError(error.status_code, f"{where}: {error.detail}")
+            found.headers = error.headers  # Allow
         status = "disconnected" if isinstance(error, ClientDisconnect) else found.status_code
         self.record(status, {"request": where, "param": found.field, "code": found.code})
         return error_response(found)

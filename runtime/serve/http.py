@@ -212,17 +212,6 @@ def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | No
     return Response(compact_json(value), status, headers, "application/json")
 
 
-def http_error(where: str, error: Exception) -> HttpError:
-    """where: method and path of the request."""
-    if isinstance(error, HttpError):
-        return error
-    if not isinstance(error, HTTPException):
-        return HttpError(500, f"{type(error).__name__}: {error}")
-    found = HttpError(error.status_code, f"{where}: {error.detail}")  # of the router, for a wrong path or method
-    found.headers = error.headers  # Allow
-    return found
-
-
 def error_response(error: HttpError) -> Response:
     return json_response(error.body, error.status_code, error.headers)
 
