@@ -152,12 +152,12 @@ def parse_request(
         refuse("thinking_token_budget", budget, "none: the answer has no reasoning between <think> and </think>")
     stops = _stops(fields)  # in a text with calls or reasoning, the runtime would find them there too
     sampling = _sampling(fields, _logprobs(fields, chat), stops if tools is None and reasoning is None else ())
-    options = {"sampling": sampling, "constraint": _constraint(fields, tools), "lora_name": "" if model == models[0] else model}
+    constraint, constraint_field = _constraint(fields, tools)
+    options = {"sampling": sampling, "constraint": constraint, "lora_name": "" if model == models[0] else model}
     options["priority"] = _checked(fields, "priority", _PRIORITY, 0)
     stream, include_usage = _checked(fields, "stream", _BOOL, False), _include_usage(fields)
     _checked(fields, "best_of", whole(n, n)._replace(expected=f"n, which is {n}"))
-    field = "tools" if tools is not None else _constraint_field(fields)
-    return GenerationRequest(chat, model, prompts, options, stops, stream, include_usage, tools, n, field, reasoning)
+    return GenerationRequest(chat, model, prompts, options, stops, stream, include_usage, tools, n, constraint_field, reasoning)
 
 
 def checked_model(name: Any, models: Sequence[str]) -> str:
@@ -320,23 +320,20 @@ def _sampling(fields: Mapping[str, Any], logprobs: tuple[bool, int], stop: Seque
         raise request_error(error) from None
 
 
-def _constraint_field(fields: Mapping[str, Any]) -> str:
-    return "structured_outputs" if "structured_outputs" in fields else "response_format"
-
-
-def _constraint(fields: Mapping[str, Any], tools: ToolUse | None) -> Constraint | None:
-    field, constraint = _constraint_field(fields), None
+def _constraint(fields: Mapping[str, Any], tools: ToolUse | None) -> tuple[Constraint | None, str]:
+    """The constraint, and the field that sets it."""
+    field, constraint = "structured_outputs" if "structured_outputs" in fields else "response_format", None
     if "structured_outputs" in fields and "response_format" in fields:
         refuse(field, fields[field], "none beside response_format")
     try:
         if field in fields:
             constraint = Constraint.response_format(fields[field]) if field == "response_format" else _structured_outputs(fields[field])
         if tools is None:
-            return constraint
+            return constraint, field
         if constraint is not None:
             refuse(field, fields[field], "none beside tools, or tool_choice 'none'")
         try:
-            return tools.constraint()
+            return tools.constraint(), "tools"
         except ValueError as error:
             raise HttpError(400, f"tools: {error}", "tools") from None
     except ValueError as error:
