@@ -98,7 +98,7 @@ class EngineParts:
         pinned = buffers.state_host, buffers.drafts_host, buffers.masks_host, buffers.tags_host
         self.host_link = open_host_link(config.host_link, *pinned, limits.ring_depth, forcing, config.check_masks, buffers.contents_host)
         self.grammars = DeviceGrammars(why_no_tables, config, self.host_link)
-        self.compiler = config.grammar_compiler(vocabulary) if vocabulary is not None else None
+        self.vocabulary, self.compiler = vocabulary, config.grammar_compiler(vocabulary) if vocabulary is not None else None
 
         options = accept_options(config, models, limits, self.backend)
         decode_round = Round(limits, models, self.host_link, config.draft_masks, options, self.attention, tables, split)

@@ -132,9 +132,9 @@ class Engine(EngineCore, BoundToProcess):
     @property
     def vocabulary(self) -> Vocabulary:
         """The token table of text and grammars. ValueError if the engine has none."""
-        if self._parts.compiler is None:
+        if self._parts.vocabulary is None:
             raise ValueError("Engine.vocabulary: got None, expected a Vocabulary for text and constraints: Engine(..., vocabulary=...)")
-        return self._parts.compiler.vocabulary
+        return self._parts.vocabulary
 
     @overload
     def submit(self, prompt: Prompt, *, constraint: type[T], **options: Unpack[UntypedOptions]) -> Job[T]: ...

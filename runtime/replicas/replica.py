@@ -93,17 +93,13 @@ def identity_of(engine: Engine) -> str:
         "native": not native.why_not(),
         "versions": versions(),
         "models": model_fingerprints(engine._parts.models),
-        "vocabulary": vocabulary_fingerprint(vocabulary_of(engine)),
+        "vocabulary": vocabulary_fingerprint(engine._parts.vocabulary),
         "settings": settings,
         "loras": engine.list_loras(),
     }
     # For settings that are not JSON: the repr of a function or an object contains an address, which differs between processes.
     text = json.dumps(properties, sort_keys=True, default=lambda value: re.sub(" at 0x[0-9a-f]+", "", str(value)))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def vocabulary_of(engine: Engine) -> Vocabulary | None:
-    return engine._parts.compiler.vocabulary if engine._parts.compiler else None
 
 
 def _cpu_fields(*fields: str) -> str:
@@ -143,7 +139,7 @@ def info_of(engine: Engine, replica: str) -> EngineInfo:
         max_length=engine.limits.max_length,
         num_tokens=engine.limits.num_tokens,
         page_size=config.page_size,
-        vocabulary=vocabulary_of(engine),
+        vocabulary=engine._parts.vocabulary,
         lora_names=tuple(engine.list_loras()),
         num_drafts=config.num_speculative_tokens,
         exact=exact and engine.backend.device.type == "cpu",
