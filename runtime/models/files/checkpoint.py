@@ -72,7 +72,7 @@ def open_checkpoint(path: str | Path, dtype: torch.dtype | None = None, weights:
     source: Source
     mtp_modules = 0
     if path.suffix == ".gguf" and path.is_file():
-        source = gguf = GgufSource(path)
+        source = gguf = GgufSource(path, dtype or torch.bfloat16)
         config = read_config(gguf.config)
         kind = gguf.metadata["general.architecture"]
         if (rotated := gguf.metadata.get(f"{kind}.rope.dimension_count", config.head_size)) != config.head_size:
@@ -96,8 +96,6 @@ def open_checkpoint(path: str | Path, dtype: torch.dtype | None = None, weights:
     else:
         refuse_path(path, "config.json")
     config = config if dtype is None else replace(config, dtype=dtype)
-    if isinstance(source, GgufSource):
-        source.dtype = config.dtype
     checkpoint = Checkpoint(path, source, llama_slices(config), config, Vocabulary.from_table(table), mtp_modules)
     checkpoint.check_header(checkpoint.outline(), checkpoint.mtp_tensors | ({"lm_head.weight"} if config.tied else set()))
     return checkpoint if weights == DEQUANTISED else replace(checkpoint, packed=quantised_parameters(checkpoint))

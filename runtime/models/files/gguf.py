@@ -70,13 +70,13 @@ class GgufSource:
     """The tensors of one GGUF file under their Hugging Face names, and a `config` with the fields of a config.json of the same model.
     `read` dequantises to `dtype`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, dtype: torch.dtype) -> None:
         try:
             import gguf  # noqa: F401
         except ModuleNotFoundError:
             raise ValueError(f"{path}: reading GGUF needs the gguf package: pip install 'stepgraph[gguf]'") from None
         parts = _read_parts(path)
-        self._path, self.metadata, self.dtype = path, parts[path].metadata, torch.float32
+        self._path, self.metadata, self._dtype = path, parts[path].metadata, dtype
         kind = self.metadata.get("general.architecture")
         if not isinstance(kind, str) or kind not in ARCHITECTURES:
             raise ValueError(f"{path}: general.architecture: got {kind!r:.100}, expected one of {', '.join(ARCHITECTURES)}")
@@ -122,7 +122,7 @@ class GgufSource:
         import gguf
 
         stored, (shape, kind, _) = self._rows[name], self.tensors[name]
-        values = torch.empty(len(stored), shape[-1], dtype=torch.float32 if kind in FLOATS else self.dtype)
+        values = torch.empty(len(stored), shape[-1], dtype=torch.float32 if kind in FLOATS else self._dtype)
         rows = max(_VALUES_AT_ONCE // values.shape[1] // _ROWS_AT_ONCE, 1) * _ROWS_AT_ONCE
         for first, part in enumerate(values.split(rows)):
             blocks = stored[first * rows :][: len(part)]
