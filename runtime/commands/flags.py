@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -212,10 +213,12 @@ def _parse_pages(text: str) -> float:
 
 
 def _parse_replicas(text: str) -> tuple[int, int]:
-    least, dash, most = text.partition("-")
-    if not least.isdecimal() or (dash and not most.isdecimal()):
-        raise argparse.ArgumentTypeError(f"got {clip_repr(text)}, expected a number of replicas, or the least and the most, such as 1-4")
-    return int(least), int(most or least)
+    found = re.fullmatch("([0-9]{1,4})(?:-([0-9]{1,4}))?", text)
+    least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 1 <= least <= most <= 1000:
+        got = clip_repr(text)
+        raise argparse.ArgumentTypeError(f"got {got}, expected a number of replicas from 1 to 1000, or the least and the most, such as 1-4")
+    return least, most
 
 
 def check_serve(options: argparse.Namespace) -> None:
@@ -226,9 +229,6 @@ def check_serve(options: argparse.Namespace) -> None:
         raise ValueError(f"--tensor-parallel: got {options.tensor_parallel} with {TOY}, expected 1: its layers cannot be divided")
     if options.tensor_parallel > 1 and options.preemption:
         raise ValueError(f"--tensor-parallel: got {options.tensor_parallel} with --preemption, expected 1")
-    least, most = options.replicas or (1, 1)
-    if not 1 <= least <= most <= 1000:
-        raise ValueError(f"--replicas: got {least}-{most}, expected numbers from 1 to 1000, the least first")
     options.lora_modules = _parse_lora_modules(options.lora_modules, options.name or Path(options.model).absolute().name)
     text = "" if options.api_keys is None else read_file("--api-keys", options.api_keys, "the path of a file")
     keys = [line.strip() for line in text.split("\n") if line.strip()]

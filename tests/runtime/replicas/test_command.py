@@ -38,9 +38,9 @@ FLAGS = "serve toy --eager -k 2 --draft-length 2 --max-rows 4 --max-length 1024 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--replicas 0", "--replicas: got 0-0, expected numbers from 1 to 1000, the least first"),
-        ("--replicas 4-2", "--replicas: got 4-2, expected numbers from 1 to 1000, the least first"),
-        ("--replicas many", "argument --replicas: got 'many', expected a number of replicas, or the least and the most, such as 1-4"),
+        ("--replicas 0", "argument --replicas: got '0', expected a number of replicas from 1 to 1000, or the least and the most"),
+        ("--replicas 4-2", "argument --replicas: got '4-2', expected a number of replicas from 1 to 1000, or the least and the most"),
+        ("--replicas many", "argument --replicas: got 'many', expected a number of replicas from 1 to 1000"),
         ("--replicas 2 --replica-gpus nan", "--replica-gpus: got nan, expected a number from 0 to 4096"),
         ("--tensor-parallel 2", "--tensor-parallel: got 2 with toy, expected 1: its layers cannot be divided"),
         ("--round-timeout-seconds 0", "--round-timeout-seconds: got 0.0, expected a number from 0.001 to 86400"),
