@@ -118,8 +118,8 @@ class JobBase(Generic[T]):
 
     @property
     def prompt_logprobs(self) -> list[TokenLogprob | None]:
-        """With SamplingParams.prompt_logprobs, None for the first prompt token, and an entry for each other one, without `top_masked`. Empty
-        until the job's first event with a token."""
+        """With SamplingParams.prompt_logprobs: None for the first prompt token, then an entry for each token, without `top_masked`. Empty
+        until the first event of the job."""
         if self.prompt_scores is None or not self.rounds:
             return []
         found, top = list[TokenLogprob | None]([None]), self.prompt_scores.shape[1] // 2

@@ -220,7 +220,7 @@ class Answer:
         choices = []
         for reply in replies:
             message = whole_message(deltas[reply.index])
-            choice = {"index": reply.index, "logprobs": reply.take_logprobs(), "finish_reason": reply.reason}
+            choice = {"index": reply.index, "logprobs": reply.take_logprobs(), "finish_reason": reply.reason, **reply.prompt_logprobs()}
             choices.append(choice | ({"message": message} if self._request.chat else {"text": reply.prompt.echo + message["content"]}))
         await json_response(self._envelope | {"choices": choices, "usage": usage_of(replies)})(scope, receive, send)
 

@@ -185,7 +185,9 @@ def test_sampling_options_give_the_results_of_one_process(size: int, draft: str)
     for job, expected in zip(decode_options(draft, size), options_alone(draft), strict=True):
         assert (job.tokens, job.origins, job.error) == (expected.tokens, expected.origins, "")
         assert len(job.tokens) == 24 or job.constraint
-        for one, other in zip(job.logprobs, expected.logprobs, strict=True):
+        assert job.prompt_logprobs[:1] == expected.prompt_logprobs[:1]
+        both = zip(job.logprobs + job.prompt_logprobs[1:], expected.logprobs + expected.prompt_logprobs[1:], strict=True)
+        for one, other in both:
             assert one[:2] == pytest.approx(other[:2], abs=1e-5)
             for found, ranked in zip(one[2:], other[2:], strict=True):
                 assert [token for token, _ in found] == [token for token, _ in ranked]
