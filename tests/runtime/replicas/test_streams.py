@@ -110,6 +110,7 @@ def test_a_stream_that_is_cut_anywhere_has_the_tokens_of_one_engine(setup: Setup
             continued += found.counts.continued
             resumed = [ask for ask in found.replicas.asks if "resume_from" in ask.options]
             assert len(resumed) == found.counts.continued
+            assert all(ask.options["sampling"].prompt_logprobs is None for ask in resumed), "those that are known are not computed again"
     assert continued > 20
 
 
