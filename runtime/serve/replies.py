@@ -34,6 +34,7 @@ class Reply:
         self.ids: list[int] = []
         self.reasoning_tokens = 0
         self._logprobs: list[tuple[int, TokenLogprob | None]] = []  # of tokens that no delta has reported yet
+        self._echoes_logprobs = request.echo  # before those of the first token
         self._offset = 0  # characters of the tokens that deltas have reported
 
     @property
@@ -42,16 +43,14 @@ class Reply:
 
     def push(self, event: StepEvent) -> list[Delta]:
         deltas: list[Delta] = []
-        limit, sampling = self.request.reasoning_limit, self.request.options["sampling"]
-        if self.request.echo and sampling.logprobs and not self.ids:
-            self._logprobs = [*zip(self.prompt.ids, self.jobs[0].prompt_logprobs, strict=False)]
+        limit, stop_ids = self.request.reasoning_limit, self.request.options["sampling"].stop_token_ids
         for index, token in enumerate(event.tokens):
             if self.over_budget or not self.prompt.max_tokens:
                 break
             self.ids.append(token)
             if event.logprobs:
                 self._logprobs.append((token, event.logprobs[index]))
-            deltas += self._deltas(self._text_stream.push([token] if token not in sampling.stop_token_ids else []))
+            deltas += self._deltas(self._text_stream.push([token] if token not in stop_ids else []))
             self.reasoning_tokens += self._splitter.in_reasoning and (limit is None or self.reasoning_tokens < limit)
             if self.stopped:
                 break
@@ -107,6 +106,8 @@ class Reply:
                 if found is not None
             ]
             return {"content": content, "refusal": None}
+        if self._echoes_logprobs:
+            self._echoes_logprobs, taken = False, [*zip(self.prompt.ids, self.jobs[0].prompt_logprobs, strict=False), *taken]
         texts, asked = [self._token_text(token) for token, _ in taken], self.request.options["sampling"].top_logprobs
         *offsets, self._offset = itertools.accumulate(map(len, texts), initial=self._offset)
         # the token and the most probable ones; among tokens with equal texts, the most probable
