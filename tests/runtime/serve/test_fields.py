@@ -14,7 +14,7 @@ import pytest
 from stepgraph import SamplingParams
 from stepgraph.runtime.request_queue import RequestQueue
 from stepgraph.runtime.serve import app
-from stepgraph.runtime.serve.http import Bounds
+from stepgraph.runtime.serve.http import Bounds, json_response
 from stepgraph.sampling.grammar.compile import backends
 from tests.helpers.running_server import CHAT, FORMAT, ON, RunningServer, engine_of, running
 
@@ -229,8 +229,13 @@ def test_long_bodies_are_read_and_their_constraints_checked_once_outside_the_eve
 
 def test_log_probabilities_of_prompts_are_written_outside_the_event_loop(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of 4,000 tokens, with 20 other tokens each, take a third of a second."""
-    threads, whole = list[str](), app.json_response
-    monkeypatch.setattr(app, "json_response", lambda *given: threads.append(threading.current_thread().name) or whole(*given))
+    threads = list[str]()
+
+    def spy(*given: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return json_response(*given)
+
+    monkeypatch.setattr(app, "json_response", spy)
     with server.client as client:
         for logprobs in (1, None):
             client.completions.create(model="toy", prompt="abc", max_tokens=0, echo=True, logprobs=logprobs, extra_body=ON)
