@@ -34,7 +34,7 @@ class Reply:
         self.ids: list[int] = []
         self.reasoning_tokens = 0
         self._logprobs: list[tuple[int, TokenLogprob | None]] = []  # of tokens that no delta has reported yet
-        self._echoes_logprobs = request.echo  # before those of the first token
+        self._echoes_logprobs = request.echo  # those of the prompt come first
         self._offset = 0  # characters of the tokens that deltas have reported
 
     @property
