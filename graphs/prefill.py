@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.attention.paged import DEFAULT_ATTENTION, AttentionChoice
+from stepgraph.graphs.batch import model_logits
 from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Step
@@ -23,7 +24,9 @@ from stepgraph.graphs.layers.slot_mapping import place_tokens
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import Models, TargetModel
 from stepgraph.graphs.model_call import Attend, Embeddings, ModelInput, check_shape, run_model
+from stepgraph.sampling.sampler import ALL_COLUMNS
 
+MAX_LOGITS = 1 << 23  # of a prompt at once, for its log-probabilities: 32 MiB in float32
 MIN_CHUNK = 32  # tokens; a shorter chunk also reads all weights
 
 
@@ -122,14 +125,21 @@ class Prompts:
         tokens, attend = key.tokens, self.attention.chunk_attend
         return lambda buffers: self._prefill(buffers, tokens, tokens + 1, "prompt_embeddings" in buffers, attend(), attend())
 
-    def run(self, buffers: StaticBuffers, chunk: Chunk, embedded: bool) -> None:
-        """The chunk that `buffers.prompt` holds. embedded: some of its tokens have embeddings."""
+    def run(self, buffers: StaticBuffers, chunk: Chunk, embedded: bool, scores: Tensor | None = None) -> None:
+        """The chunk that `buffers.prompt` holds. embedded: some of its tokens have embeddings. scores: see `_write_scores`."""
         parts = (chunk.start, chunk.count), (chunk.draft_start, chunk.draft_count)
         attend, draft_attend = (self.attention.prompt_attend(first, count) if count else None for first, count in parts)
-        self._prefill(buffers, chunk.count, chunk.draft_count, embedded, attend, draft_attend)
+        self._prefill(buffers, chunk.count, chunk.draft_count, embedded, attend, draft_attend, scores)
 
     def _prefill(
-        self, buffers: StaticBuffers, count: int, draft_count: int, embedded: bool, attend: Attend | None, draft_attend: Attend | None
+        self,
+        buffers: StaticBuffers,
+        count: int,
+        draft_count: int,
+        embedded: bool,
+        attend: Attend | None,
+        draft_attend: Attend | None,
+        scores: Tensor | None = None,
     ) -> None:
         """Fill both caches from one line, with room for `count` tokens of the target and `draft_count` of the draft."""
         (target, draft), limits, window = self.models[:2], self.limits, self.limits.prompt_window
@@ -141,6 +151,8 @@ class Prompts:
             lora_slots = _field(buffers, PromptField.LORA) if limits.max_loras else None
             output = run_model("target", target.forward, inputs._replace(embeddings=chunk_embeddings, lora_slots=lora_slots), buffers)
             check_shape("target features", output.next_features, 1, count, limits.feature_size)
+            if scores is not None:
+                self._write_scores(output.hidden, tokens[1:], scores)
             if "prompt_states" in buffers:
                 states = buffers.prompt_states
                 states[:count].copy_(output.saved_states(states.shape[1])[0])
@@ -156,6 +168,19 @@ class Prompts:
         if embeddings is not None and getattr(draft, "shares_embeddings", False):
             chunk_embeddings = Embeddings(*(each.index_select(1, index) for each in embeddings))
         run_model("draft", draft.forward, inputs._replace(features=features.index_select(1, index), embeddings=chunk_embeddings), buffers)
+
+    def _write_scores(self, hidden: Tensor, tokens: Tensor, scores: Tensor) -> None:
+        """Write log-probabilities after the states hidden [1, >= n, H] to scores [n, 1 + 2 * N] in host memory: of tokens [>= n], of the N
+        most probable tokens, and the ids of these."""
+        target, count = self.models.target, scores.shape[1] // 2
+        columns, size = getattr(target, "shard", None) or ALL_COLUMNS, max(1, MAX_LOGITS // self.limits.vocab_size)
+        for start in range(0, len(scores), size):
+            part = scores[start : start + size]
+            end = start + len(part)
+            logits = model_logits("target", target, hidden[:, start:end], self.limits)[0].to(torch.float32)
+            best, ids = columns.ranked(logits, count) if count else (logits[:, :0],) * 2
+            values = torch.cat([columns.pick(logits, tokens[start:end, None]), best], 1) - columns.logsumexp(logits)
+            part.copy_(torch.cat([values, ids], 1), non_blocking=True)
 
     def _inputs(self, buffers: StaticBuffers, tokens: Tensor, start: PromptField, attend: Attend | None) -> ModelInput:
         """Consecutive positions from the line's `start` on. Those beyond its end, which is the next field, use the scratch page."""

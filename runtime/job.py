@@ -50,7 +50,8 @@ class TokenLogprob(NamedTuple):
     """Natural log-probabilities of an emitted token."""
 
     raw: float  # under the target's unprocessed logits
-    masked: float  # under the distribution it was sampled from, after penalties, temperature and filters; greedy: 0, -inf if relaxed
+    # Under the distribution it was sampled from, after penalties, temperature and filters; greedy: 0, -inf if relaxed; in a prompt: `raw`
+    masked: float
     # With SamplingParams.top_logprobs, the most probable tokens and their log-probabilities, in descending order; fewer if fewer exist
     top_raw: tuple[tuple[int, float], ...] = ()
     top_masked: tuple[tuple[int, float], ...] = ()
@@ -93,6 +94,8 @@ class JobBase(Generic[T]):
     tokens: list[int] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)  # one per token
     logprobs: list[TokenLogprob] = field(default_factory=list)  # one per token, if SamplingParams.logprobs
+    # [len(prompt_ids) - 1, columns] in host memory, if SamplingParams.prompt_logprobs: what the device writes for `prompt_logprobs`
+    prompt_scores: Tensor | None = None
     num_accepted_drafts: int = 0
     rounds: int = 0
     grammar_lane: str = ""  # "device", or "host: " and why; empty without a constraint, and before it has a row
@@ -107,6 +110,23 @@ class JobBase(Generic[T]):
     def deadline(self) -> float:
         """When its `timeout_seconds` have passed, on the clock of `submitted_at`."""
         return math.inf if self.timeout_seconds is None else self.submitted_at + self.timeout_seconds
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether its prefill computes `prompt_scores`. Not after a preemption, if a round was read: the device has written them before."""
+        return self.sampling.prompt_logprobs is not None and not self.rounds
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprob | None]:
+        """With SamplingParams.prompt_logprobs: None for the first prompt token, then an entry for each token, without `top_masked`. Empty
+        until the first event of the job."""
+        if self.prompt_scores is None or not self.rounds:
+            return []
+        found, top = list[TokenLogprob | None]([None]), self.prompt_scores.shape[1] // 2
+        for raw, *ranked in self.prompt_scores.tolist():
+            pairs = zip(map(int, ranked[top:]), ranked[:top], strict=True)
+            found.append(TokenLogprob(raw, raw, tuple(pair for pair in pairs if pair[1] > -math.inf)))
+        return found
 
     @property
     def text(self) -> str:

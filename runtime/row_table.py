@@ -181,7 +181,7 @@ class RowTable:
         """Full published pages before the last given token, which is an input of the first round."""
         sharing = self._sharing
         limit = min(len(job.context_ids) - max(1 + sharing.recompute_tail, sharing.lookahead), self._num_shareable(job))
-        return self.page_cache.find(_cache_key(job), job.context_ids, limit) if not sharing.why_off else []
+        return [] if sharing.why_off or job.scores_prompt else self.page_cache.find(_cache_key(job), job.context_ids, limit)
 
     def _num_shareable(self, job: Job) -> int:
         """The length of the prefix whose cache entries depend on token ids only."""

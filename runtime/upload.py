@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from stepgraph.graphs.buffer_spec import BufferSpec
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend, Event
 from stepgraph.graphs.errors import step_errors
@@ -121,7 +122,9 @@ class Uploader:
         start, reused = request.num_prefilled, request.num_reused
         count = min(request.num_to_prefill, max(budget, reused - start + 1))  # recompute at least one token past the shared prefix
         chunk, spans = Chunk(request.row, start, count, reused, request.job.lora.slot), tuple(_embeddings(request.job, start, count + 1))
-        graph, buffers, prompts = self._graphs.prompt_graph(count), self._buffers, self._prompts
+        buffers, prompts, scores = self._buffers, self._prompts, request.job.prompt_scores if request.job.scores_prompt else None
+        scores = None if scores is None else scores[start : start + count]
+        graph = self._graphs.prompt_graph(count) if scores is None else None  # recorded chunks have no logits
 
         def send(slot: Tensor) -> None:
             buffers.prompt.copy_(slot, non_blocking=True)
@@ -129,7 +132,7 @@ class Uploader:
                 buffers.prompt_embeddings[offset : offset + len(values)].copy_(values, non_blocking=True)
             if graph is None:
                 with step_errors("a chunk of a prompt", buffers.device):
-                    prompts.run(buffers, chunk, bool(spans))
+                    prompts.run(buffers, chunk, bool(spans), scores)
 
         embedded = [(offset, len(values)) for offset, values in spans]
         self._prompt_ring.send(chunk.line(request.job.context_ids[start : start + count + 1], self._limits, embedded), send)
@@ -182,6 +185,9 @@ class Uploader:
                 counts.index_add_(0, tokens, torch.ones_like(tokens, dtype=counts.dtype))
 
         self._send_parts(row, parts, reset)
+        if request.job.scores_prompt:
+            shape = len(request.job.prompt_ids) - 1, 1 + 2 * (request.job.sampling.prompt_logprobs or 0)
+            request.job.prompt_scores = BufferSpec("prompt_scores_host", shape, torch.float32, "pinned").allocate(buffers.device)
         if request.job.sampling.repetition_penalty != 1:  # otherwise the prompt's tokens have no effect
             self._upload_seen(request)
         if self._text_ring is not None:

@@ -157,6 +157,9 @@ class RequestValidator:
         check_value("tenant", tenant := options.get("tenant", ""), _STRING)
         check_value("timeout_seconds", timeout := options.get("timeout_seconds"), _SECONDS)
         embeddings = self._embeddings(options.get("prompt_embeddings"), len(prompt))
+        if embeddings and sampling.prompt_logprobs is not None:
+            got = f"got {len(embeddings)} spans with sampling.prompt_logprobs={sampling.prompt_logprobs}"
+            raise ValueError(f"prompt_embeddings: {got}, expected None: embeddings have no log-probabilities")
         resume_from = options.get("resume_from")
         job = Job(
             next(self._ids),
@@ -247,9 +250,9 @@ class RequestValidator:
             names = " and ".join(name for name in ("logit_bias", "bad_token_ids") if getattr(sampling, name))
             expected = f"at most EngineConfig.max_bias_ids={limits.max_bias_ids}"
             raise ValueError(f"sampling.{names}: got {len(sampling.biases)} tokens, expected {expected}")
-        if sampling.top_logprobs > limits.max_top_logprobs:
-            expected = f"expected at most EngineConfig.max_top_logprobs={limits.max_top_logprobs}"
-            raise ValueError(f"sampling.top_logprobs: got {sampling.top_logprobs}, {expected}")
+        for name in ("top_logprobs", "prompt_logprobs"):
+            if (count := getattr(sampling, name) or 0) > limits.max_top_logprobs:
+                raise ValueError(f"sampling.{name}: got {count}, expected at most EngineConfig.max_top_logprobs={limits.max_top_logprobs}")
         if sampling.min_new_tokens > max_new_tokens:
             raise ValueError(f"sampling.min_new_tokens: got {sampling.min_new_tokens}, expected at most max_new_tokens={max_new_tokens}")
         if sampling.stop and self._vocabulary is None:

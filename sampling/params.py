@@ -34,6 +34,7 @@ CHECKS = {
     "min_new_tokens": whole(0, 2**24),
     "logprobs": BOOL._replace(expected="True or False; top_logprobs is the number of most probable tokens"),
     "top_logprobs": whole(0, MAX_TOP_LOGPROBS),
+    "prompt_logprobs": optional(whole(0, MAX_TOP_LOGPROBS)),
     "relaxed_top_n": whole(0, 2**24),
     "relaxed_delta": number(0.0, 1.0),
 }
@@ -49,9 +50,9 @@ NAMES_ELSEWHERE = {
     **dict.fromkeys(("stop_strings", "stop_sequences", "stop_words"), "stop"),
     **dict.fromkeys(("bad", "bad_words_ids"), "bad_words"),
     **dict.fromkeys(("eos_token_id", "end_id"), "stop_token_ids"),
-    **dict.fromkeys(("output_scores", "return_log_probs"), "logprobs"),
+    **dict.fromkeys(("output_scores", "return_log_probs", "return_logprob"), "logprobs"),
     **dict.fromkeys(("use_beam_search", "beam_width", "num_beams"), "nothing: there is no beam search"),
-    "prompt_logprobs": "nothing: prompts have no log-probabilities",
+    "logprob_start_len": "prompt_logprobs",
     "include_stop_str_in_output": "nothing: Job.text ends before a stop text, and Job.tokens after it",
     "skip_special_tokens": "nothing: control tokens have no text",
     "return_perf_metrics": "nothing: Job has queue_seconds, first_token_seconds and seconds",
@@ -101,6 +102,9 @@ class SamplingParams:
     relaxed_top_n: int = 0
     relaxed_delta: float = 0.0
     top_logprobs: int = 0  # with logprobs: also report this many most probable tokens per position, up to EngineConfig.max_top_logprobs
+    # Report the log-probability of every prompt token after the first, and of this many most probable tokens at its position, up to the
+    # same limit. The whole prompt is then computed: no cached prefix is reused. None: report none
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, CHECKS)

@@ -77,8 +77,12 @@ class VocabColumns:
     def ranked(self, values: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """The largest values over all tokens and their ids, [..., count] each; lower ids first among equals; padded with minus infinity."""
         padded = torch.nn.functional.pad(values, (0, max(0, count - values.shape[-1])), value=float("-inf"))
-        ordered = padded.sort(stable=True, dim=-1, descending=True)
-        return ordered.values[..., :count], ordered.indices[..., :count]
+        least, ids = padded.topk(count).values[..., -1:], torch.arange(padded.shape[-1], dtype=torch.int32, device=values.device)
+        # topk takes any of equal values; a stable sort of all takes several times as long.
+        order = torch.where(padded == least, ids, padded.shape[-1]).masked_fill(padded > least, -1)
+        tokens = order.topk(count, largest=False).indices.sort().values
+        ordered = padded.gather(-1, tokens).sort(stable=True, dim=-1, descending=True)
+        return ordered.values, tokens.gather(-1, ordered.indices)
 
     def pick(self, values: Tensor, tokens: Tensor) -> Tensor:
         """[..., N] values of tokens [..., N]."""

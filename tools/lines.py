@@ -43,7 +43,7 @@ BUDGETS = {  # each was the count when it was frozen; what made it grow, in abou
     # server 290, faults 232, schemas 60; then faults 235, the check of a transformer of one's own 68, replays of threads and help() 104;
     # new weights 310, limits of seconds 200, adapters and types after a marker 110, faults 390, sanitizers 80, hazards
     # between programs of a launch 73, least automata against an oracle 52, growth of times 60;
-    # lines counted without a trace function 342, of which 12 count at the ends of forked processes, files of one marker 60, types and orders of reading schemas 150
+    # lines counted without a trace function 342, files of one marker 60, types and orders of reading schemas 150
     "tests": 61_609,
 }
 # 6,198 at first, with the host link; 7,056 with the files of kernels that follow grammars and of the choice of the draft length. Lowered by

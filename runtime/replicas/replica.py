@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from stepgraph.runtime.aio import AsyncEngine
 from stepgraph.runtime.engine import Engine
@@ -53,6 +54,7 @@ class Tokens(NamedTuple):
     reported: tuple[Any, ...] = ()  # the values of REPORTED; empty: none changed
     replica: str = ""
     identity: str = ""
+    prompt_scores: Tensor | None = None  # of the job, in the first part
 
 
 AnswerPart = Refusal | Tokens
@@ -128,7 +130,7 @@ async def answer(async_engine: AsyncEngine, request: ReplicaRequest, replica: st
                 yield Refusal(replica, "failed", event.error)  # an error of the engine and not of this request
                 return
             reported = tuple(getattr(stream.job, name) for name in REPORTED)
-            yield Tokens(event, reported, **accepted)
+            yield Tokens(event, reported, **accepted, prompt_scores=stream.job.prompt_scores if accepted else None)
             accepted = {}
 
 

@@ -228,7 +228,8 @@ class ResumedStream:
         job, options = self.job, self._request.options
         self._earlier, self._num_known = {name: getattr(job, name) for name in REPORTED}, len(job.tokens)
         if job.tokens:
-            options = options | {"resume_from": (*job.resume_from, *job.tokens)}
+            sampling = replace(job.sampling, prompt_logprobs=None)  # the first replica has reported them
+            options = options | {"resume_from": (*job.resume_from, *job.tokens), "sampling": sampling}
         if job.replicas and job.timeout_seconds is not None:  # what is left of it
             options = options | {"timeout_seconds": max(1e-9, job.deadline - time.perf_counter())}
         identity = self._identity if job.tokens else ""
@@ -244,6 +245,7 @@ class ResumedStream:
             if part.replica:
                 self._identity = part.identity
                 job.replicas.append(part.replica)
+                job.prompt_scores = job.prompt_scores if job.tokens else part.prompt_scores
             for name, value in zip(REPORTED, part.reported, strict=False):
                 if len(job.replicas) == 1 or name not in _OF_THE_FIRST:
                     setattr(job, name, self._earlier[name] + value if name in _SUMMED else value)

@@ -214,17 +214,21 @@ class Answer:
             self._record(status)
 
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        replies = self._replies
-        deltas: list[list[Delta]] = [[] for _ in replies]
+        deltas: list[list[Delta]] = [[] for _ in self._replies]
         async with contextlib.aclosing(self._deltas()) as found:
             async for reply, delta in found:
                 deltas[reply.index] += [delta] if delta is not None else []
+        scored = self._request.options["sampling"].prompt_logprobs is not None  # of 4,000 tokens with 20 others each: 0.3 s
+        response = await asyncio.to_thread(self._whole, deltas) if scored else self._whole(deltas)
+        await response(scope, receive, send)
+
+    def _whole(self, deltas: Sequence[Sequence[Delta]]) -> Response:
         choices = []
-        for reply in replies:
+        for reply in self._replies:
             message = whole_message(deltas[reply.index])
-            choice = {"index": reply.index, "logprobs": reply.take_logprobs(), "finish_reason": reply.reason}
+            choice = {"index": reply.index, "logprobs": reply.take_logprobs(), "finish_reason": reply.reason, **reply.prompt_logprobs()}
             choices.append(choice | ({"message": message} if self._request.chat else {"text": reply.prompt.echo + message["content"]}))
-        await json_response(self._envelope | {"choices": choices, "usage": usage_of(replies)})(scope, receive, send)
+        return json_response(self._envelope | {"choices": choices, "usage": usage_of(self._replies)})
 
     async def _send_stream(self, events: EventStream) -> None:
         begun = set[int]()  # choices that have begun

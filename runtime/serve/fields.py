@@ -41,7 +41,7 @@ _ELSEWHERE = {  # in vLLM, SGLang, llama.cpp's server and older APIs of OpenAI
     **{"repeat_penalty": "repetition_penalty", "min_new_tokens": "min_tokens", "functions": "tools", "function_call": "tool_choice"},
 }
 _CHAT_FIELDS = {*_COMMON, "messages", "max_completion_tokens", "tools", "tool_choice"}
-_COMPLETION_FIELDS = {*_COMMON, "prompt", "best_of", "echo"}
+_COMPLETION_FIELDS = {*_COMMON, "prompt", "best_of", "echo", "prompt_logprobs"}
 _CHAT_FIELDS |= {"top_logprobs", "parallel_tool_calls", "reasoning_effort", "thinking_token_budget", "chat_template_kwargs"}
 _MESSAGE_FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"}
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -91,6 +91,8 @@ class GenerationRequest:
     include_usage: bool  # as the last event of a stream
     tools: ToolUse | None
     n: int  # choices for each prompt
+    echo: bool
+    prompt_logprobs: int | None  # vLLM's field
     constraint_field: str  # the field that sets the constraint
     reasoning: Reasoning | None  # None: the answer has no reasoning
 
@@ -117,7 +119,7 @@ class GenerationRequest:
         sampling: SamplingParams = options["sampling"]
         if sampling.seed is not None:
             options["sampling"] = replace(sampling, seed=(sampling.seed + index % self.n) % 2**63)
-        options["max_new_tokens"] = self.prompt_of(index).max_tokens - written
+        options["max_new_tokens"] = max(1, self.prompt_of(index).max_tokens - written)  # 0: the engine ends no job without a token
         options["sampling"] = replace(options["sampling"], min_new_tokens=max(0, sampling.min_new_tokens - written))
         if self.reasoning is not None and constraint is not None:
             marker = self.reasoning.marker(self.constraint_field == "tools", self.tools is not None and self.tools.required, written > 0)
@@ -151,13 +153,18 @@ def parse_request(
     if budget is not None and reasoning is None:
         refuse("thinking_token_budget", budget, "none: the answer has no reasoning between <think> and </think>")
     stops = _stops(fields)  # in a text with calls or reasoning, the runtime would find them there too
-    sampling = _sampling(fields, _logprobs(fields, chat), stops if tools is None and reasoning is None else ())
+    logprobs, own = _logprobs(fields, chat), _checked(fields, "prompt_logprobs", whole(0, MAX_CHAT_LOGPROBS))
+    echo = _checked(fields, "echo", _BOOL, False)
+    of_prompt = max([count for count in (own, logprobs[1] if echo and logprobs[0] else None) if count is not None], default=None)
+    sampling = _sampling(fields, logprobs, stops if tools is None and reasoning is None else (), of_prompt)
     constraint, constraint_field = _constraint(fields, tools)
     options = {"sampling": sampling, "constraint": constraint, "lora_name": "" if model == models[0] else model}
     options["priority"] = _checked(fields, "priority", _PRIORITY, 0)
     stream, include_usage = _checked(fields, "stream", _BOOL, False), _include_usage(fields)
+    if stream and own is not None:
+        refuse("prompt_logprobs", own, "none with stream: true")
     _checked(fields, "best_of", whole(n, n)._replace(expected=f"n, which is {n}"))
-    return GenerationRequest(chat, model, prompts, options, stops, stream, include_usage, tools, n, constraint_field, reasoning)
+    return GenerationRequest(chat, model, prompts, options, stops, stream, include_usage, tools, n, echo, own, constraint_field, reasoning)
 
 
 def checked_model(name: Any, models: Sequence[str]) -> str:
@@ -266,11 +273,12 @@ def _max_tokens(fields: Mapping[str, Any], field: str, prompt: int, max_length: 
     if room < 1 or prompt < 1:
         message = f"{field}: got {prompt} tokens, expected 1 to {max_length - 1}"
         raise HttpError(400, message + context * (prompt > 0), field, "context_length_exceeded" if prompt else None)
-    expected = f"a whole number from 1 to {room}: {max_length} tokens less {prompt} of {field}"
+    least = int(fields.get("echo") is not True)  # 0: the answer is the prompt
+    expected = f"a whole number from {least} to {room}: {max_length} tokens less {prompt} of {field}"
     value: int = min(default, room)
     for name in ("max_tokens", "max_completion_tokens"):  # the last one counts
         value = fields.get(name, value)
-        if not whole(1, room).accepts(value):
+        if not whole(least, room).accepts(value):
             too_long = is_int(value) and value > room
             refuse(name, value, expected + context * too_long, "context_length_exceeded" if too_long else None)
     return value
@@ -284,10 +292,7 @@ def _given_prompts(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _prompts(fields: Mapping[str, Any], given: Mapping[str, Any], codec: TextCodec, max_length: int) -> list[Prompt]:
-    echo = _checked(fields, "echo", _BOOL, False)
-    if echo and "logprobs" in fields:
-        refuse("echo", echo, "false with logprobs: prompts have no log-probabilities")
-    prompts = []
+    echo, prompts = _checked(fields, "echo", _BOOL, False), []
     for field, prompt in given.items():
         ids = _prompt_ids(prompt, field, codec)
         text = (prompt if isinstance(prompt, str) else codec.decode(ids)) if echo else ""
@@ -305,7 +310,7 @@ def _prompt_ids(prompt: Any, field: str, codec: TextCodec) -> list[int]:
         raise HttpError(400, message if message.startswith(field) else f"{field}: {message}", field) from None
 
 
-def _sampling(fields: Mapping[str, Any], logprobs: tuple[bool, int], stop: Sequence[str]) -> SamplingParams:
+def _sampling(fields: Mapping[str, Any], logprobs: tuple[bool, int], stop: Sequence[str], prompt_logprobs: int | None) -> SamplingParams:
     params = {runtime: fields[field] for field, runtime in _SAMPLING_FIELDS.items() if field in fields}
     biases = fields.get("logit_bias", {})
     if not isinstance(biases, dict) or not all(re.fullmatch("0|[1-9][0-9]{0,8}", token) for token in biases):
@@ -315,7 +320,7 @@ def _sampling(fields: Mapping[str, Any], logprobs: tuple[bool, int], stop: Seque
             refuse(name, fields[name], f"at most {MAX_IDS} token ids")
     try:
         params = {"temperature": 1.0, **params, "logit_bias": {int(token): bias for token, bias in biases.items()}}
-        return SamplingParams(**params, logprobs=logprobs[0], top_logprobs=logprobs[1], stop=stop)
+        return SamplingParams(**params, logprobs=logprobs[0], top_logprobs=logprobs[1], stop=stop, prompt_logprobs=prompt_logprobs)
     except ValueError as error:
         raise request_error(error) from None
 

@@ -13,6 +13,8 @@ from stepgraph.runtime.serve.fields import GenerationRequest
 from stepgraph.runtime.serve.reasoning import ChannelSplitter, ReasoningSplitter
 from stepgraph.runtime.text import TextCodec
 
+LEAST_LOGPROB = -9999.0  # as in vLLM: JSON has no infinity
+
 
 class Reply:
     """One answer: turns step events into deltas."""
@@ -31,7 +33,8 @@ class Reply:
         self._splitter = ChannelSplitter() if in_channels else ReasoningSplitter(request.reasoning, to_marker=enforced)
         self.ids: list[int] = []
         self.reasoning_tokens = 0
-        self._logprobs: list[tuple[int, TokenLogprob]] = []  # of tokens that no delta has reported yet
+        self._logprobs: list[tuple[int, TokenLogprob | None]] = []  # of tokens that no delta has reported yet
+        self._echoes_logprobs = request.echo  # those of the prompt come first
         self._offset = 0  # characters of the tokens that deltas have reported
 
     @property
@@ -42,7 +45,7 @@ class Reply:
         deltas: list[Delta] = []
         limit, stop_ids = self.request.reasoning_limit, self.request.options["sampling"].stop_token_ids
         for index, token in enumerate(event.tokens):
-            if self.over_budget:
+            if self.over_budget or not self.prompt.max_tokens:
                 break
             self.ids.append(token)
             if event.logprobs:
@@ -78,7 +81,8 @@ class Reply:
 
     @property
     def reason(self) -> str:
-        if not self.stopped and (self.over_budget or (self.jobs and self.jobs[-1].finish_reason == FinishReason.LENGTH)):
+        at_limit = not self.prompt.max_tokens or (self.jobs and self.jobs[-1].finish_reason == FinishReason.LENGTH)
+        if not self.stopped and (self.over_budget or at_limit):
             return "length"
         return "tool_calls" if self._call_parser.calls and not self._call_parser.at_stop_text else "stop"
 
@@ -99,15 +103,27 @@ class Reply:
             content = [
                 self._logprob(token, found.raw) | {"top_logprobs": [self._logprob(*each) for each in found.top_raw]}
                 for token, found in taken
+                if found is not None
             ]
             return {"content": content, "refusal": None}
-        texts, values = [self._codec.decode([token]) for token, _ in taken], [found.raw for _, found in taken]
+        if self._echoes_logprobs:
+            self._echoes_logprobs, taken = False, [*zip(self.prompt.ids, self.jobs[0].prompt_logprobs, strict=False), *taken]
+        texts, asked = [self._codec.decode([token]) for token, _ in taken], self.request.options["sampling"].top_logprobs
         *offsets, self._offset = itertools.accumulate(map(len, texts), initial=self._offset)
         # the token and the most probable ones; among tokens with equal texts, the most probable
-        pairs = [((token, found.raw), *reversed(found.top_raw)) for token, found in taken]
-        top = [{self._codec.decode([other]): value for other, value in each} for each in pairs]
-        asked = self.request.options["sampling"].top_logprobs
+        pairs = [found and ((token, max(found.raw, LEAST_LOGPROB)), *reversed(found.top_raw[:asked])) for token, found in taken]
+        values = [each and each[0][1] for each in pairs]
+        top = [each and {self._codec.decode([other]): value for other, value in each} for each in pairs]
         return {"tokens": texts, "token_logprobs": values, "top_logprobs": top if asked else None, "text_offset": offsets}
+
+    def prompt_logprobs(self) -> dict[str, Any]:
+        """vLLM's field, if the request has it: by token id, the prompt's token and the most probable ones."""
+        count, found = self.request.prompt_logprobs, list[dict[int, Any] | None]()
+        for token, entry in zip(self.prompt.ids, [] if count is None else self.jobs[0].prompt_logprobs, strict=False):
+            pairs = ((None, (token, max(entry.raw, LEAST_LOGPROB))), *enumerate(entry.top_raw[:count], 1)) if entry else ()
+            values = {each: {"logprob": value, "rank": rank, "decoded_token": self._codec.decode([each])} for rank, (each, value) in pairs}
+            found.append(values or None)
+        return {} if count is None else {"prompt_logprobs": found}
 
     def _logprob(self, token: int, value: float) -> dict[str, Any]:
         return {"token": self._codec.decode([token]), "logprob": value, "bytes": [*self._codec.vocabulary.decode([token])]}

@@ -48,6 +48,7 @@ SAMPLING: dict[str, Value] = {
     "ignore_eos": True,
     "logprobs": True,
     "top_logprobs": 2,
+    "prompt_logprobs": 1,
     "stop": ["ab", "c"],
     "bad_words": [[4, 5], [6]],
     "logits_processors": {"sharpen": [2.0]},
@@ -236,6 +237,7 @@ class SubmitDoor(Door):
         assert job.finish_reason is not None and tokens == job.tokens, "the events differ from the tokens of the job"
         assert after.submitted == before.submitted + 1 and after.running == after.waiting == 0
         assert len(job.logprobs) == (len(tokens) if job.sampling.logprobs else 0) and len(tokens) <= job.max_new_tokens
+        assert len(job.prompt_logprobs) == (len(job.prompt_ids) if job.rounds and job.sampling.prompt_logprobs is not None else 0)
         if job.finish_reason == FinishReason.ERROR:
             assert (job.constraint is not None and self.named.match(job.error)) or "GrammarLimits." in job.error, f"error {job.error!r}"
 

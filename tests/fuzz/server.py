@@ -41,7 +41,7 @@ class ServerDoor(Door):
         " prompt max_tokens max_completion_tokens temperature top_p top_k min_p seed stop stop_token_ids logit_bias logprobs stream"
         " stream_options include_usage n response_format tools tool_choice function name parameters type auto required none 5 GET POST"
         " HTTP/1.1"
-        " Content-Length: Transfer-Encoding: chunked Expect: 100-continue Connection: close ignore_eos echo best_of"
+        " Content-Length: Transfer-Encoding: chunked Expect: 100-continue Connection: close ignore_eos echo best_of prompt_logprobs"
     ).split()
     refusal, allowed = Refused, WORKER
     named = re.compile(r"(POST \S{1,120}|[^:]{1,120}):+ ")
@@ -69,6 +69,7 @@ class ServerDoor(Door):
             {"path": "/v1/completions", "body": plain},
             *({"path": "/v1/chat/completions", "body": chat | fields} for fields in more),
             {"path": "/v1/completions", "body": plain | {"prompt": ["x", [1, 2]], "n": 2, "echo": True}},
+            {"path": "/v1/completions", "body": {"prompt": "xy", "echo": True, "logprobs": 1, "max_tokens": 0, "prompt_logprobs": 2}},
             {"path": "/v1/completions", "body": plain | {"prompt": [1, 2], "logprobs": 0, "stream": True, "ignore_eos": True}},
             {"raw": blob(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET /metrics?x=1 HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")},
             {"raw": blob(HEAD + b'{"prompt":"x","max_tokens":1}')},

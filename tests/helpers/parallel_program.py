@@ -93,6 +93,7 @@ def option_requests(bad_words: tuple[tuple[int, ...], ...]) -> list[dict[str, An
         {"prompt": repeated, "sampling": SamplingParams(temperature=0, relaxed_top_n=40, relaxed_delta=0.5)},
         {"prompt": [4, 5, 4, 5], "sampling": SamplingParams(temperature=0, relaxed_top_n=200, relaxed_delta=1.0, bad_words=bad_words)},
         {"prompt": [9, 8, 7], "sampling": SamplingParams(temperature=0, logprobs=True, top_logprobs=100)},
+        {"prompt": repeated, "sampling": SamplingParams(temperature=0, prompt_logprobs=100)},
         {
             "prompt": [9, 8, 7],
             "constraint": Constraint.regex("[a-f]{6,20}"),

@@ -200,7 +200,8 @@ class Ask:
             sampling = replace(GREEDY, stop=sampling.stop, stop_token_ids=sampling.stop_token_ids, ignore_eos=sampling.ignore_eos)
         known = {each.name for each in config.logits_processors}
         used = {name: values for name, values in sampling.logits_processors.items() if name in known}
-        found = replace(self, sampling=replace(sampling, logits_processors=used), drafts=drafts)
+        of_prompt = None if self.embedded and world.family else sampling.prompt_logprobs
+        found = replace(self, sampling=replace(sampling, logits_processors=used, prompt_logprobs=of_prompt), drafts=drafts)
         varies = world.switches > 0 or (
             config.draft_length == "auto" and sampling.greedy
         )  # seeded requests have equal lengths in all rounds
@@ -261,7 +262,8 @@ def draw_sampling(rng: random.Random, constrained: bool, new_tokens: int) -> Sam
             min_new_tokens=min(new_tokens, rng.choice((0, 0, 4, 9))),
         )
     if rng.random() < 0.3:
-        sampling = replace(sampling, logprobs=True, top_logprobs=rng.choice((0, 0, 3)))
+        top = rng.choice((0, 0, 3))
+        sampling = replace(sampling, logprobs=True, top_logprobs=top, prompt_logprobs=top or None)
     if rng.random() < 0.2:
         named: dict[str, tuple[float, ...]] = {"add_to_one": (rng.randrange(95), 2.5), "ban_repeats": (), "parity": ()}
         sampling = replace(sampling, logits_processors={name: named[name] for name in rng.sample(sorted(named), rng.randint(1, 2))})
@@ -376,6 +378,7 @@ class Expected(NamedTuple):
     error: str
     text: str
     logprobs: tuple[TokenLogprob, ...]
+    prompt_logprobs: str  # NaN equals NaN there
     drafts: tuple[int, int]  # rounds, accepted drafts
 
 
@@ -397,6 +400,5 @@ def _alone(request: Ask, world: World) -> Expected:
             constraint = replace(constraint, backend="xgrammar")
     job = replace(request, constraint=constraint).submit(engine)
     finish(engine)
-    return Expected(
-        tuple(job.tokens), str(job.finish_reason), job.error, job.text, tuple(job.logprobs), (job.rounds, job.num_accepted_drafts)
-    )
+    reason, drafts = str(job.finish_reason), (job.rounds, job.num_accepted_drafts)
+    return Expected(tuple(job.tokens), reason, job.error, job.text, tuple(job.logprobs), repr(job.prompt_logprobs), drafts)

@@ -385,6 +385,7 @@ def check_job(entry: Submission, expected: Expected) -> None:
         assert job.error == expected.error or entry.fault, message
     logprobs = expected.logprobs[given : given + len(job.tokens)]
     assert tuple(job.logprobs) == logprobs, f"got {job.logprobs}, expected {logprobs}, {message}"
+    assert repr(job.prompt_logprobs) == (expected.prompt_logprobs if job.rounds else "[]"), message
     if job.finish_reason == FinishReason.ERROR:
         assert job.error and (entry.fault or expected.reason == FinishReason.ERROR), message
 

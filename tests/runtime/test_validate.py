@@ -167,6 +167,8 @@ def test_unknown_fields_raise() -> None:
         ({"logprobs": 5}, r"SamplingParams.logprobs: got 5, expected True or False"),
         ({"top_logprobs": 101, "logprobs": True}, r"SamplingParams.top_logprobs: got 101, expected a whole number from 0 to 100"),
         ({"top_logprobs": 5}, r"SamplingParams.top_logprobs: got 5 with logprobs=False, expected logprobs=True, or 0"),
+        ({"prompt_logprobs": 101}, r"SamplingParams.prompt_logprobs: got 101, expected a whole number from 0 to 100, or None"),
+        ({"prompt_logprobs": True}, r"SamplingParams.prompt_logprobs: got True, expected a whole number from 0 to 100, or None"),
         ({"seed": -(2**63) - 1}, r"SamplingParams.seed: got -9223372036854775809, expected a whole number from -9223372036854775808 to"),
         ({"seed": 2**63}, r"SamplingParams.seed: got 9223372036854775808"),
     ],

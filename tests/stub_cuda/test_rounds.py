@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from stepgraph import Engine
+from stepgraph import Engine, SamplingParams
 from stepgraph.graphs.graph_key import FULL, FULL_LENGTH, Drafting, GraphKey
 from stepgraph.graphs.graph_set import graph_keys
 from stepgraph.graphs.prefill import PromptKey
@@ -335,6 +335,29 @@ def test_a_chunk_of_a_prompt_is_a_copy_and_a_replay(name: str) -> None:
         engine.close()
     print(f"{name}: {launches[False]:.3f} launches per prompt token without graphs, {launches[True]:.3f} with them")
     assert launches[True] == 2 / 128 and launches[False] >= 10 * launches[True]
+    assert not counters.take_messages()
+
+
+def test_chunks_whose_log_probabilities_are_reported_wait_for_nothing() -> None:
+    """The stepping thread waits for the results of rounds alone, as it does beside other prompts."""
+    waits = {}
+    for asked in (None, SamplingParams(temperature=0, prompt_logprobs=2)):
+        engine = make("EAGLE-3", prefill_chunk=32, max_length=320, greedy_only=True, max_top_logprobs=2, prompt_graphs=asked is None)
+        engine.capture()
+        engine.buffers.results_ring_host[..., FINISH_COLUMN] = FinishCode.RUNNING
+        engine.submit([1, 2, 3], max_new_tokens=300)
+        while not engine.stats().rounds:
+            engine.step()
+        job = engine.submit([index % 50 for index in range(1 + 4 * 32)], max_new_tokens=9, sampling=asked)
+        engine.step()
+        with counters.counted() as counts:
+            for _ in range(3):
+                engine.step()
+        assert engine.stats().prompt_tokens == 2 + 4 * 32 and (job.prompt_scores is None) == (asked is None)
+        assert job.prompt_scores is None or job.prompt_scores.is_pinned()
+        waits[asked is None] = counts.of(counters.SYNCS)
+        engine.close()
+    assert waits[True] == waits[False] == {"cuEventSynchronize": 3}
     assert not counters.take_messages()
 
 

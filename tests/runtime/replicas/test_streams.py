@@ -27,7 +27,7 @@ from tests.helpers.toy_engines import CONSTRAINTS, STOP, Setup, make_engine, sha
 
 PROMPT, TOKENS = [49, 65, 16, 66, 71, 26, 54, 7, 61, 46, 72], 24
 PLAIN, DRAFTED = (Setup(k=k, greedy_only=False, buckets=(4,), look_up=k) for k in (0, 3))
-SAMPLED = SamplingParams(temperature=1.3, top_p=0.95, seed=11, min_new_tokens=9, repetition_penalty=1.3, logprobs=True)
+SAMPLED = SamplingParams(temperature=1.3, top_p=0.95, seed=11, min_new_tokens=9, repetition_penalty=1.3, logprobs=True, prompt_logprobs=0)
 SAMPLINGS = {"greedy": SamplingParams(min_new_tokens=9, logit_bias={STOP: 2.0}, logprobs=True, temperature=0), "sampled": SAMPLED}
 
 
@@ -106,9 +106,11 @@ def test_a_stream_that_is_cut_anywhere_has_the_tokens_of_one_engine(setup: Setup
             job = found.stream.job
             assert (job.tokens, job.finish_reason, job.error) == (whole.tokens, whole.finish_reason, "")
             assert found.tokens == whole.tokens and [each.raw for each in job.logprobs] == [each.raw for each in whole.logprobs]
+            assert job.prompt_logprobs == whole.prompt_logprobs and bool(job.prompt_logprobs) == (sampling is SAMPLED)
             continued += found.counts.continued
             resumed = [ask for ask in found.replicas.asks if "resume_from" in ask.options]
             assert len(resumed) == found.counts.continued
+            assert all(ask.options["sampling"].prompt_logprobs is None for ask in resumed), "those that are known are not computed again"
     assert continued > 20
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
+from stepgraph import SamplingParams
 from stepgraph.runtime.request_queue import RequestQueue
 from stepgraph.runtime.serve import app
-from stepgraph.runtime.serve.http import Bounds
+from stepgraph.runtime.serve.http import Bounds, json_response
 from stepgraph.sampling.grammar.compile import backends
 from tests.helpers.running_server import CHAT, FORMAT, ON, RunningServer, engine_of, running
 
@@ -92,7 +94,10 @@ def test_each_prompt_has_its_own_room(server: RunningServer) -> None:
         ({"prompt": ["", *["x"] * 8]}, "prompt", "prompt: got 9, expected at most 7 choices"),
         ({"prompt": ["x", "y"], "n": 4}, "prompt", "prompt: got 8, expected at most 7 choices"),
         ({"prompt": ["x", "y"], "n": 2, "best_of": 3}, "best_of", "best_of: got 3, expected n, which is 2"),
-        ({"prompt": "x", "echo": True, "logprobs": 0}, "echo", "prompts have no log-probabilities"),
+        ({"prompt": "x", "max_tokens": 0, "logprobs": 1}, "max_tokens", "max_tokens: got 0, expected a whole number from 1 to 4095"),
+        ({"prompt": "x", "max_tokens": -1, "echo": True}, "max_tokens", "max_tokens: got -1, expected a whole number from 0 to 4095"),
+        ({"prompt": "x", "prompt_logprobs": 21}, "prompt_logprobs", "prompt_logprobs: got 21, expected a whole number from 0 to 20"),
+        ({"prompt": "x", "prompt_logprobs": 0, "stream": True}, "prompt_logprobs", "got 0, expected none with stream: true"),
         ({"prompt": "x", "echo": 1}, "echo", "echo: got 1, expected true or false"),
     ],
 )
@@ -231,3 +236,93 @@ def test_long_bodies_are_read_and_their_constraints_checked_once_outside_the_eve
     (loop,) = set(called["enqueue"])
     assert len(called["parse_body"]) == 4 and called["parse_body"].count(loop) == 1 and loop not in called["check_size"]
     assert len(called["check_size"]) == 6, "of each constraint one call before its request, and one by its compile"
+
+
+def test_log_probabilities_of_prompts_are_written_outside_the_event_loop(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of 4,000 tokens, with 20 other tokens each, take a third of a second."""
+    threads = list[str]()
+
+    def spy(*given: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return json_response(*given)
+
+    monkeypatch.setattr(app, "json_response", spy)
+    with server.client as client:
+        for logprobs in (1, None):
+            client.completions.create(model="toy", prompt="abc", max_tokens=0, echo=True, logprobs=logprobs, extra_body=ON)
+    assert [name.startswith("asyncio") for name in threads] == [True, False]
+
+
+def scores(client: Any, **request: Any) -> list[list[tuple[float, bool]]]:
+    """What the model `local-completions` of lm-evaluation-harness reads of an answer: for each prompt after its context of three tokens,
+    the value of each token, and whether it is the most probable one."""
+    answer = client.completions.create(model="toy", temperature=0, seed=1234, logprobs=1, echo=True, extra_body=ON, **request)
+    read = slice(3, -1 if request["max_tokens"] else None)
+    found = list[list[tuple[float, bool]]]()
+    for choice in sorted(answer.choices, key=lambda choice: choice.index):
+        pairs = zip(choice.logprobs.token_logprobs[read], choice.logprobs.top_logprobs[read], strict=True)
+        found.append([(value, value == max(top.values())) for value, top in pairs])
+    return found
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_an_evaluation_harness_scores_prompts(server: RunningServer, max_tokens: int, as_ids: bool) -> None:
+    """With and without a token after the prompts."""
+    texts = ["abcdef", "abc" + "\0" * 5, "the third one"]
+    prompts: Any = [[*text.encode()] for text in texts] if as_ids else texts
+    expected = list[list[tuple[float, bool]]]()
+    for text in texts:
+        job = server.engine.submit([*text.encode()], sampling=SamplingParams(prompt_logprobs=1), max_new_tokens=1)
+        while not job.finished:
+            time.sleep(0.01)
+        entries = [entry for entry in job.prompt_logprobs[3:] if entry]
+        expected.append([(entry.raw, entry.top_raw[0][1] == entry.raw) for entry in entries])
+    with server.client as client:
+        assert scores(client, prompt=prompts, max_tokens=max_tokens) == expected
+
+
+def test_echoed_log_probabilities_precede_those_of_the_answer(server: RunningServer) -> None:
+    """In whole answers and in streams; the text of each token is at its offset; a greedy answer that is echoed has the same values."""
+    letters: Any = GREEDY | {"logprobs": 2, "extra_body": {"structured_outputs": {"regex": "[a-z]{9}"}}}
+    request = letters | {"echo": True}
+    with server.client as client:
+        (first, second) = client.completions.create(prompt=["abc", "d"], **request).choices
+        chunks = [chunk.choices[0] for chunk in client.completions.create(prompt="abc", stream=True, **request)]
+        plain = client.completions.create(prompt="abc", **letters).choices[0]
+        again = client.completions.create(prompt=first.text, **request | {"max_tokens": 0})
+    found = first.logprobs
+    assert first.text == "abc" + plain.text and (found.token_logprobs[0], found.top_logprobs[0]) == (None, None)
+    assert (found.tokens[3:], found.token_logprobs[3:]) == (plain.logprobs.tokens, plain.logprobs.token_logprobs)
+    assert found.top_logprobs[3:] == plain.logprobs.top_logprobs and all(1 <= len(top) <= 3 for top in found.top_logprobs[1:])
+    assert found.tokens[:3] == ["a", "b", "c"] and found.text_offset == [*range(len(first.text))] and second.logprobs.tokens[0] == "d"
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        pieces = [getattr(chunk.logprobs, name) for chunk in chunks if chunk.logprobs]
+        assert [value for piece in pieces for value in piece] == getattr(found, name), name
+    assert (again.choices[0].text, again.choices[0].finish_reason, again.usage.completion_tokens) == (first.text, "length", 0)
+    assert again.choices[0].logprobs.tokens == found.tokens
+    assert again.choices[0].logprobs.token_logprobs[1:] == pytest.approx(found.token_logprobs[1:], abs=1e-5)
+
+
+def test_prompt_logprobs_are_those_of_vllm(server: RunningServer) -> None:
+    """By id: the token of the prompt, and the most probable ones with their ranks."""
+    with server.client as client:
+        body = ON | {"prompt_logprobs": 2}
+        answer = client.completions.create(model="toy", prompt=["abc", [100]], max_tokens=3, temperature=0, extra_body=body)
+        echoed = client.completions.create(model="toy", prompt="abc", max_tokens=0, logprobs=5, echo=True, extra_body=body).choices[0]
+    first, *found = answer.choices[0].prompt_logprobs
+    assert first is None and len(found) == 2 and answer.choices[1].prompt_logprobs == [None] and answer.choices[0].logprobs is None
+    for entry, token, value, top in zip(found, (98, 99), echoed.logprobs.token_logprobs[1:], echoed.logprobs.top_logprobs[1:], strict=True):
+        assert {rank for rank in (each["rank"] for each in entry.values()) if rank} == {1, 2} and str(token) in entry
+        assert entry[str(token)]["logprob"] == value and entry[str(token)]["decoded_token"] == chr(token)
+        assert {each["logprob"] for each in entry.values()} <= {*top.values()} and 2 <= len(entry) <= 3 < len(top)
+    assert echoed.prompt_logprobs == answer.choices[0].prompt_logprobs
+
+
+def test_a_prompt_token_that_is_excluded_has_the_least_number_of_json() -> None:
+    engine = engine_of()
+    engine._parts.models.target.bias[120] = -float("inf")  # type: ignore[attr-defined]
+    with engine, running(engine, Bounds()) as server, server.client as client:
+        body = ON | {"prompt_logprobs": 0}
+        (choice,) = client.completions.create(model="toy", prompt="xx", max_tokens=0, logprobs=0, echo=True, extra_body=body).choices
+    assert choice.logprobs.token_logprobs == [None, -9999.0] and choice.prompt_logprobs[1]["120"]["logprob"] == -9999.0
