@@ -111,6 +111,17 @@ def test_next_round_is_launched_before_the_previous_is_read() -> None:
     engine.close()
 
 
+def test_jobs_of_an_engine_that_is_dropped_without_close_end() -> None:
+    engine = make_engine(Setup(k=1, max_rows=1))
+    jobs = [engine.submit([1], constraint=CONSTRAINTS[1], max_new_tokens=20) for _ in range(2)]
+    engine.step()
+    dropped = weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert dropped() is None
+    assert [(job.finish_reason, job.error) for job in jobs] == [(FinishReason.CANCELLED, "the engine was dropped without close()")] * 2
+
+
 @pytest.mark.parametrize(("stop", "limit"), [((), 8), (("zq~zq", "END"), 24)], ids=["", "stop strings"])
 def test_each_further_row_adds_few_python_calls_to_a_step(stop: tuple[str, ...], limit: int) -> None:
     """They delay the launch of the next round."""

@@ -169,6 +169,20 @@ def test_close_times_out_like_a_step(hang: Hang, caplog: pytest.LogCaptureFixtur
         engine.step()
 
 
+@pytest.mark.parametrize("call", [Engine.close, lambda engine: engine._parts.watchdog.backend.synchronize()])
+def test_waits_for_all_work_time_out_while_a_copy_hangs(
+    hang: Hang, caplog: pytest.LogCaptureFixture, call: Callable[[Engine], None]
+) -> None:
+    engine = make(None)
+    for _ in range(3):
+        engine.backend.copy_aside(lambda: hang("commit"), after_launched=False)
+    with let_go_later(hang), contextlib.suppress(RoundTimeoutError):
+        call(engine)
+    assert not hang._gone.is_set()
+    engine.close()
+    assert "the device of an engine did not finish within 0.2 s" in caplog.text
+
+
 def test_errors_of_work_in_flight_do_not_end_close_early_when_warnings_are_errors() -> None:
     engine, go = make(None, round_timeout_seconds=None), threading.Event()
     for work in (go.wait, lambda: 1 / 0, lambda: 1 / 0):
