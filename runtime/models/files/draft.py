@@ -126,7 +126,7 @@ def open_draft(draft: str | Path, target: Target, dtype: torch.dtype | None = No
     try:
         if path.suffix == ".gguf" and path.is_file():
             return _open_model(path, target, dtype, weights)
-        if not path.is_dir():
+        if not (path / "config.json").is_file():
             names = "'mtp', 'ngram', 'forced', 'none', 'auto'"
             raise ValueError(f"draft: got {str(draft)!r}, expected a local folder with a config.json, a .gguf file, or one of {names}")
         fields = read_json(path / "config.json")
