@@ -25,13 +25,13 @@ def read_schema(flag: str, value: str) -> dict[str, Any] | bool:
 
 
 def read_file(flag: str, path: str, expected: str) -> str:
+    why: object = "empty"  # Path("") is the current folder
     try:
-        if not path:  # would be the current folder
-            raise ValueError("empty")
-        return Path(path).read_bytes().decode("utf-8-sig")  # some editors start a file with a byte order mark; CRLF stays CRLF
+        if path:
+            return Path(path).read_bytes().decode("utf-8-sig")  # some editors start a file with a byte order mark; CRLF stays CRLF
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
-        raise ValueError(f"{flag}: got {clip_repr(path)} ({why}), expected {expected}") from None
+    raise ValueError(f"{flag}: got {clip_repr(path)} ({why}), expected {expected}")
 
 
 def read_standard_input(flag: str) -> str:
