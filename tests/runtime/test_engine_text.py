@@ -150,9 +150,9 @@ def test_each_prompt_of_a_list_can_have_its_own_settings() -> None:
             engine.generate(["same"] * 3, **{name: wrong})
     with pytest.raises(ValueError, match=r"^sampling: got list, expected SamplingParams"):
         engine.generate("same", sampling=sampling[:1])  # type: ignore[arg-type]
-    for prompts, lengths, message in (([[1], [2, -5]], None, r"prompt\[1\]: got -5"), ([[1], [2]], [1, 0], "max_new_tokens: got 0")):
+    for prompts, wrong, message in (([[1], [2, -5]], None, r"prompt\[1\]: got -5"), ([[1], [2]], [1, 0], "max_new_tokens: got 0")):
         with pytest.raises(ValueError, match=rf"^prompts\[1\]: {message}, expected "):
-            engine.generate(prompts, max_new_tokens=lengths)
+            engine.generate(prompts, max_new_tokens=wrong)
     engine.step()
     assert not engine.has_work
 
