@@ -31,7 +31,7 @@ from tests.helpers.families import BASE, folder_of, random_model, save_tokenizer
 
 LIMITS = EngineConfig(max_rows=1, max_length=32, num_speculative_tokens=1, draft_length=1)
 FAMILIES = ("smollm2", "llama-3.1", "qwen2.5, two layers slide", "qwen3", "mistral")
-NAMED = re.compile(r"(/|Limits\.|config\.|draft: |feature_layers|chat_template|messages)[\w.]*")
+NAMED = re.compile(r"(/|path: |EngineConfig\.|Limits\.|config\.|draft: |feature_layers|chat_template|messages)[\w.]*")
 FIELDS = (
     "architectures vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim rms_norm_eps"
     " rope_theta rope_scaling rope_parameters rope_type factor low_freq_factor high_freq_factor original_max_position_embeddings type"
