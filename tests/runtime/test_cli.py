@@ -30,6 +30,7 @@ from stepgraph.runtime.commands import terminal
 from stepgraph.runtime.commands.flags import COMMANDS
 from tests.helpers.command_models import model_folder
 
+SERVE = ("serve", "toy", "--port", "0", "--num-pages", "0")  # --num-pages is refused last: no test of another flag serves
 # without a C compiler there is a RuntimeWarning, which another test checks
 COMMAND = [sys.executable, "-W", "ignore::RuntimeWarning", "-m", "stepgraph"]
 
@@ -64,11 +65,11 @@ def start(*arguments: str, stderr: int | IO[bytes] = subprocess.PIPE) -> subproc
         (("demo", "--toy", "--html", ""), "argument --html: got '', expected a path"),
         (("demo", "--toy", "--out", "a", "--no-timeline"), "argument --no-timeline: not allowed with argument --out"),
         (("replay", "", "--model", "toy"), "argument FILE: got '', expected a path"),
-        (("serve", "toy", "--name", ""), "--name: got '', expected a name"),
-        (("serve", "toy", "--max-lora-rank", "8"), "--max-lora-rank: got 8 without --lora-modules, expected 16"),
-        (("serve", "toy", "--resume", "never"), "--resume: got 'never' without --replicas, expected 'exact'"),
-        (("serve", "toy", "--replica-cpus", "2"), "--replica-cpus: got 2.0 without --replicas, expected 1.0"),
-        (("serve", "toy", "--replica-gpus", "1"), "--replica-gpus: got 1.0 without --replicas, expected 0.0"),
+        ((*SERVE, "--name", ""), "--name: got '', expected a name"),
+        ((*SERVE, "--max-lora-rank", "8"), "--max-lora-rank: got 8 without --lora-modules, expected 16"),
+        ((*SERVE, "--resume", "never"), "--resume: got 'never' without --replicas, expected 'exact'"),
+        ((*SERVE, "--replica-cpus", "2"), "--replica-cpus: got 2.0 without --replicas, expected 1.0"),
+        ((*SERVE, "--replica-gpus", "1"), "--replica-gpus: got 1.0 without --replicas, expected 0.0"),
         (("serve", str(model_folder()), *"--port 0 --lora-modules a=/".split()), "--lora-modules: a=/: /adapter_config.json: No such file"),
         (("fly",), "invalid choice"),
         ((), "COMMAND"),
