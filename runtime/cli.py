@@ -80,7 +80,8 @@ def flag_hint(argument: str, flags: Mapping[str, str]) -> str:
     name = argument[2:].partition("=")[0].replace("-", "_")
     words = re.findall(r"\w+", {**ENGINE_NAMES, **REQUEST_NAMES}.get(name, ""))
     dests = [_OTHER_NAMES.get(f"constraint {word}", _OTHER_NAMES.get(word, word)) for word in words]
-    close = difflib.get_close_matches(name, flags, 1, 0.8)
+    longer = [dest for dest in flags if dest.startswith(name)]  # of an abbreviation
+    close = longer if len(longer) == 1 else difflib.get_close_matches(name, flags, 1, 0.8)
     return next((flags[dest] for dest in (_OF_SERVERS.get(name, ""), *dests, *close) if dest in flags), "")
 
 

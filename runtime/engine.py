@@ -302,7 +302,12 @@ class Engine(EngineCore, BoundToProcess):
             for one, own in requests:
                 while jobs and self.queue.full:
                     self.step()
-                jobs.append(self.submit(one, **own))
+                try:
+                    jobs.append(self.submit(one, **own))
+                except ValueError as error:
+                    if batch is None:
+                        raise
+                    raise ValueError(f"prompts[{len(jobs)}]: {error}") from None
             for job in jobs:
                 while not job.finished:
                     self.step()

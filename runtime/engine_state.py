@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 from stepgraph.graphs.attention.float8 import FLOAT8
 from stepgraph.graphs.graph_set import CaptureReport
 from stepgraph.runtime.build import EngineParts
@@ -26,6 +28,7 @@ class EngineState:
         self._filters = ""  # the implementation, once it is chosen
         self._graphs, self._scheduler, self._uploader, self._in_flight = parts.graphs, parts.scheduler, parts.uploader, parts.in_flight
         call_after_fork(self._detach)
+        weakref.finalize(self, self.queue.abandon, FinishReason.CANCELLED, "the engine was dropped without close()").atexit = False
 
     def __repr__(self) -> str:
         models, queue, rows = self._parts.models, self.queue, self.config.max_rows

@@ -203,8 +203,12 @@ class RequestQueue:
     def _detach(self) -> None:
         """Called in a fork: all jobs end with an error there."""
         self.lock = threading.RLock()
+        self.abandon(FinishReason.ERROR, FORKED_ERROR)
+
+    def abandon(self, reason: FinishReason, error: str) -> None:
+        """End all jobs of an engine that can no longer step. Takes no lock, as finalisers call it."""
         for queued in self.unfinished.values():
-            queued.job.error, queued.job.finish_reason = FORKED_ERROR, FinishReason.ERROR
+            queued.job.error, queued.job.finish_reason = error, reason
         self.unfinished = {}
 
 

@@ -61,7 +61,7 @@ class Watchdog:
         """Wait for the device, and close the backend and the host link. After a time-out: log the report, and free nothing."""
         with contextlib.suppress(Exception):  # work in flight fails for the reason that already ends the engine
             if self._seconds is not None and not self._expired:
-                self.wait(self._backend.event())
+                self.backend.synchronize()
         if self._expired:
             log.error("%s", self._report(in_flight, host))
             self._backend.close_without_waiting()
@@ -100,6 +100,10 @@ class _TimedBackend:
 
     def copy_aside(self, function: Callable[[], object], *, after_launched: bool) -> Event:
         return self._timed(self._backend.copy_aside(function, after_launched=after_launched))
+
+    def synchronize(self) -> None:
+        self.copy_aside(lambda: None, after_launched=True).wait()  # also for the copies beside rounds
+        self._backend.synchronize()
 
     def wait_for(self, copied: Any) -> None:
         self._backend.wait_for(copied.untimed)

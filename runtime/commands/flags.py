@@ -62,9 +62,16 @@ def add_demo_flags(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "--max-new-tokens", 128, "maximum length of an answer", 2, 4096)
     add_number(parser, "--repeats", 3, "measured answers of each variant", 1, 1000)
     add_threads(parser)
-    add("--out", type=Path, default=Path("stepgraph-demo"), metavar="FOLDER", help="the folder for the timeline (default: %(default)s)")
-    add("--no-timeline", action="store_true", help="do not write a timeline")
-    add("--html", type=Path, metavar="FILE", help="also write answers, table and timeline as one HTML page, without scripts or network")
+    timeline = parser.add_mutually_exclusive_group()
+    help_text = "the folder for the timeline (default: %(default)s)"
+    timeline.add_argument("--out", type=_parse_path, default=Path("stepgraph-demo"), metavar="FOLDER", help=help_text)
+    timeline.add_argument("--no-timeline", action="store_true", help="do not write a timeline")
+    add(
+        "--html",
+        type=_parse_path,
+        metavar="FILE",
+        help="also write answers, table and timeline as one HTML page, without scripts or network",
+    )
     add("--toy", action="store_true", help="use the toy pair: nothing to install, texts without meaning")
 
 
@@ -141,7 +148,7 @@ def check_toy(options: argparse.Namespace) -> None:
     for name, values in accepted.items():
         if options.model == TOY and (value := getattr(options, name)) not in values:
             expected = " or ".join(str(each or "no flag") for each in values)
-            raise ValueError(f"--{name}: got {value} with the toy pair, expected {expected}: it has no files, and a draft of its own")
+            raise ValueError(f"--{name}: got {value!r} with the toy pair, expected {expected}: it has no files, and a draft of its own")
 
 
 def add_capture_check_flags(parser: argparse.ArgumentParser) -> None:
@@ -204,6 +211,12 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     add_loading(parser)
 
 
+def _parse_path(text: str) -> Path:
+    if not text:  # would be the current folder
+        raise argparse.ArgumentTypeError("got '', expected a path")
+    return Path(text)
+
+
 def _parse_pages(text: str) -> float:
     try:
         return float(text) if "." in text else int(text)
@@ -229,6 +242,13 @@ def check_serve(options: argparse.Namespace) -> None:
         raise ValueError(f"--tensor-parallel: got {options.tensor_parallel} with {TOY}, expected 1: its layers cannot be divided")
     if options.tensor_parallel > 1 and options.preemption:
         raise ValueError(f"--tensor-parallel: got {options.tensor_parallel} with --preemption, expected 1")
+    others = {**dict.fromkeys(("resume", "replica_cpus", "replica_gpus"), "replicas"), "max_lora_rank": "lora_modules"}
+    for name, other in others.items():
+        value, default = getattr(options, name), options.parser.get_default(name)
+        if value != default and not getattr(options, other):
+            raise ValueError(f"{options.flags[name]}: got {value!r} without {options.flags[other]}, expected {default!r}")
+    if options.name == "":
+        raise ValueError("--name: got '', expected a name")
     options.lora_modules = _parse_lora_modules(options.lora_modules, options.name or Path(options.model).absolute().name)
     text = "" if options.api_keys is None else read_file("--api-keys", options.api_keys, "the path of a file")
     keys = [line.strip() for line in text.split("\n") if line.strip()]
@@ -255,7 +275,7 @@ def add_inspect_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_replay_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", help="a recording written by Engine(record=FILE)")
+    parser.add_argument("file", type=_parse_path, metavar="FILE", help="a recording written by Engine(record=FILE)")
     add_model(parser, OR_TOY, "--model", required=True)
     add_draft(parser)
     add_loading(parser)

@@ -25,11 +25,13 @@ def read_schema(flag: str, value: str) -> dict[str, Any] | bool:
 
 
 def read_file(flag: str, path: str, expected: str) -> str:
+    why: object = "empty"  # Path("") is the current folder
     try:
-        return Path(path).read_bytes().decode("utf-8-sig")  # some editors start a file with a byte order mark; CRLF stays CRLF
+        if path:
+            return Path(path).read_bytes().decode("utf-8-sig")  # some editors start a file with a byte order mark; CRLF stays CRLF
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
-        raise ValueError(f"{flag}: got {clip_repr(path)} ({why}), expected {expected}") from None
+    raise ValueError(f"{flag}: got {clip_repr(path)} ({why}), expected {expected}")
 
 
 def read_standard_input(flag: str) -> str:
@@ -41,10 +43,12 @@ def read_standard_input(flag: str) -> str:
 
 def parse_token_ids(flag: str, value: str | None) -> list[int] | None:
     """Ids separated by commas or spaces."""
-    try:
-        return None if value is None else [int(word) for word in value.replace(",", " ").split()]
-    except ValueError:
-        raise ValueError(f"{flag}: got {clip_repr(value)}, expected token ids such as 1,2,3") from None
+    if value is None:
+        return None
+    with contextlib.suppress(ValueError):
+        if ids := [int(word) for word in value.replace(",", " ").split()]:
+            return ids
+    raise ValueError(f"{flag}: got {clip_repr(value)}, expected token ids such as 1,2,3")
 
 
 def require_writable(flag: str, path: Path) -> None:

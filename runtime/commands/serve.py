@@ -68,7 +68,10 @@ def ready_engine(options: argparse.Namespace, progress: bool = False) -> Engine:
     engine = open_engine(options)
     try:
         for name, folder in options.lora_modules.items():
-            engine.add_lora(name, folder)
+            try:
+                engine.add_lora(name, folder)
+            except ValueError as error:
+                raise ValueError(f"--lora-modules: {name}={folder}: {error}") from None
         if not options.eager:
             engine.capture(progress=progress)
     except BaseException:

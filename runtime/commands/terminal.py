@@ -14,7 +14,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
-from typing import NoReturn, TextIO, TypeVar
+from typing import Any, NoReturn, TextIO, TypeVar
 
 from stepgraph.runtime.printing import CONTROL, print_error, printable
 
@@ -25,7 +25,10 @@ ORIGIN_COLOURS = {"draft": "\x1b[32m", "look_up": "\x1b[36m", "forced": "\x1b[35
 
 
 class Parser(argparse.ArgumentParser):
-    """Escapes control characters of quoted arguments in error messages."""
+    """Escapes control characters of quoted arguments in error messages. Flags are not abbreviated: --n would be --no-chat."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         super().exit(status, printable(message, sys.stderr) if message else None)

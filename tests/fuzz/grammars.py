@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from stepgraph.sampling.grammar import Constraint, GrammarCompiler, MaskStatus
+from stepgraph.sampling.grammar.compile.backends import available_backends
 from stepgraph.sampling.grammar.compile.limits import with_limit_name as limit_named
 from tests.fuzz.loop import Door
 from tests.fuzz.requests import LIMITS, WORKER
@@ -94,9 +95,10 @@ def walk(compiler: GrammarCompiler, constraint: Constraint, random: Random) -> N
     assert matcher.fill_next_token_bitmask(masks, 0) in (MaskStatus.OK, MaskStatus.COMPLETE), matcher.fault
 
 
-def _either(given: Value) -> str:
+def _library(given: Value) -> str:
     """The library to use, chosen by the hash of the input."""
-    return "llguidance" if zlib.crc32(written(given).encode()) % 2 else "xgrammar"
+    names = available_backends()
+    return names[zlib.crc32(written(given).encode()) % len(names)]
 
 
 class SchemaDoor(GrammarDoor):
@@ -111,7 +113,7 @@ class SchemaDoor(GrammarDoor):
         self.seeds = [PERSON, *Random(1).sample(found, min(60, len(found))), *(random_schema(random) for _ in range(40))]
 
     def constraint(self, given: Value) -> Constraint | None:
-        return Constraint.json_schema(given, zlib.crc32(written(given).encode()) % 3 == 0, _either([given]))  # type: ignore[arg-type]
+        return Constraint.json_schema(given, zlib.crc32(written(given).encode()) % 3 == 0, _library([given]))  # type: ignore[arg-type]
 
 
 class RegexDoor(GrammarDoor):
@@ -136,7 +138,7 @@ class RegexDoor(GrammarDoor):
     )
 
     def constraint(self, given: Value) -> Constraint | None:
-        return Constraint.regex(given, _either(given))  # type: ignore[arg-type]
+        return Constraint.regex(given, _library(given))  # type: ignore[arg-type]
 
 
 class EbnfDoor(GrammarDoor):
@@ -186,7 +188,7 @@ class TagDoor(GrammarDoor):
     )
 
     def constraint(self, given: Value) -> Constraint | None:
-        return Constraint.structural_tag(given, False, _either(given))  # type: ignore[arg-type]
+        return Constraint.structural_tag(given, False, _library(given))  # type: ignore[arg-type]
 
 
 class FormatDoor(GrammarDoor):
@@ -211,4 +213,4 @@ class FormatDoor(GrammarDoor):
     )
 
     def constraint(self, given: Value) -> Constraint | None:
-        return Constraint.response_format(given, False, _either(given))  # type: ignore[arg-type]
+        return Constraint.response_format(given, False, _library(given))  # type: ignore[arg-type]

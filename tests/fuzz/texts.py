@@ -42,7 +42,7 @@ class TokenizerDoor(FolderDoor):
         " {% %} {{ }} for in if endif endfor set loop.index range(9) namespace() messages message.__class__ [0] | ~ * ** + - not is"
         " defined macro endmacro generation endgeneration tojson break continue strftime_now import include extends cycler joiner lipsum()"
     ).split()
-    named = re.compile(r"(/|Vocabulary\.|text: |messages: |tools: |chat_template: )")
+    named = re.compile(r"(/|path: |Vocabulary\.|text: |messages: |tools: |chat_template: )")
     _written = ("tokenizer.json", "config.json", "generation_config.json", "tokenizer_config.json", "chat_template.jinja")
 
     def __init__(self, thorough: bool = False) -> None:

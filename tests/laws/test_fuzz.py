@@ -25,6 +25,7 @@ from stepgraph.sampling import fields, params
 from stepgraph.sampling.grammar.compile import backends
 from stepgraph.sampling.grammar.tokenizers import table
 from tests.fuzz.doors import DOORS
+from tests.fuzz.grammars import GrammarDoor, RegexDoor, SchemaDoor
 from tests.fuzz.loop import Door, Find, attempt, fuzz
 from tests.fuzz.reached import Reached
 from tests.fuzz.requests import FIELDS, FIELDS_OF_SAMPLING
@@ -75,6 +76,13 @@ def test_sample_of_inputs_is_refused_or_works(doors: Callable[[str], Door], name
 def test_every_field_of_a_request_is_mutated() -> None:
     assert {each.name for each in dataclasses.fields(SamplingParams)} == FIELDS_OF_SAMPLING
     assert RequestOptions.__annotations__.keys() | {"prompt"} == {*FIELDS}
+
+
+@pytest.mark.parametrize("door", [SchemaDoor, RegexDoor])
+def test_inputs_are_compiled_by_each_library(door: type[GrammarDoor]) -> None:
+    fuzzed = door()
+    found = (fuzzed.constraint(seed) for seed in fuzzed.seeds)
+    assert {each.backend for each in found if each} == {*backends.available_backends()}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda path: path.stem)

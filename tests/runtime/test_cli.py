@@ -30,6 +30,7 @@ from stepgraph.runtime.commands import terminal
 from stepgraph.runtime.commands.flags import COMMANDS
 from tests.helpers.command_models import model_folder
 
+SERVE = ("serve", "toy", "--port", "0", "--num-pages", "0")  # --num-pages is refused last: no test of another flag serves
 # without a C compiler there is a RuntimeWarning, which another test checks
 COMMAND = [sys.executable, "-W", "ignore::RuntimeWarning", "-m", "stepgraph"]
 
@@ -55,6 +56,21 @@ def start(*arguments: str, stderr: int | IO[bytes] = subprocess.PIPE) -> subproc
         (("generate", "model", "hi", "--choice", ""), "--choice: got '', expected a non-empty string"),
         (("generate", "model", "--regex", "a", "--after", "", "--token-ids", "1"), "--after: got '', expected a text or token ids"),
         (("bench", "toy", "--max-new-tokens", str(10**11)), ", the memory available; lower -k/--drafts, --max-new-tokens"),
+        (("generate", "model", "hi", "--schema", ""), "--schema: got '' (empty), expected a JSON schema"),
+        (("generate", "model", "--prompt-file", ""), "--prompt-file: got '' (empty), expected the path of a text file"),
+        (("generate", "model", "hi", "--stop-token-ids", " "), "--stop-token-ids: got ' ', expected token ids such as 1,2,3"),
+        (("generate", str(model_folder()), "hi", "--draft", "/"), "--draft: got '/', expected a local folder with a config.json"),
+        (("bench", "toy", "--draft", ""), "--draft: got '' with the toy pair, expected auto or none"),
+        (("demo", "--toy", "--out", ""), "argument --out: got '', expected a path"),
+        (("demo", "--toy", "--html", ""), "argument --html: got '', expected a path"),
+        (("demo", "--toy", "--out", "a", "--no-timeline"), "argument --no-timeline: not allowed with argument --out"),
+        (("replay", "", "--model", "toy"), "argument FILE: got '', expected a path"),
+        ((*SERVE, "--name", ""), "--name: got '', expected a name"),
+        ((*SERVE, "--max-lora-rank", "8"), "--max-lora-rank: got 8 without --lora-modules, expected 16"),
+        ((*SERVE, "--resume", "never"), "--resume: got 'never' without --replicas, expected 'exact'"),
+        ((*SERVE, "--replica-cpus", "2"), "--replica-cpus: got 2.0 without --replicas, expected 1.0"),
+        ((*SERVE, "--replica-gpus", "1"), "--replica-gpus: got 1.0 without --replicas, expected 0.0"),
+        (("serve", str(model_folder()), *"--port 0 --lora-modules a=/".split()), "--lora-modules: a=/: /adapter_config.json: No such file"),
         (("fly",), "invalid choice"),
         ((), "COMMAND"),
     ],
@@ -362,6 +378,9 @@ def test_a_host_name_that_cannot_be_encoded_is_bad_input(capsys: pytest.CaptureF
         ("serve model --max-row-s 2", "; expected --max-rows"),
         ("serve model --served-model-name a", "; expected --name"),
         ("serve model --ctx-size 512", "; expected --max-length"),
+        ("serve model --max-len 512", "; expected --max-length"),
+        ("serve model --max 512", ""),
+        ("generate model hi --n", "; expected --seed"),
         ("serve model --tool-call-parser hermes", "; expected --tool-format"),
         ("generate model --alias a", ""),
         ("bench toy --nothing-like-it", ""),

@@ -99,7 +99,7 @@ def test_prompts_keep_no_tensor_and_move_no_buffer() -> None:
 def test_next_round_is_launched_before_the_previous_is_read() -> None:
     """With a slow device, a step returns while the newest rounds are in flight."""
     hold = threading.Event()
-    backend = TapeBackend(asynchronous=True, delay=lambda name: (hold.wait(), None)[1])
+    backend = TapeBackend(asynchronous=True, delay=lambda name: hold.wait(10))
     engine = make_engine(Setup(k=2, rounds_in_flight=3), backend, all_graphs=True)
     job = engine.submit([1, 2], max_new_tokens=20)
     assert engine.step() == [] and engine.step() == [], "two rounds are launched without waiting for either"
@@ -109,6 +109,17 @@ def test_next_round_is_launched_before_the_previous_is_read() -> None:
         engine.step()
     assert job.tokens == plain([1, 2], 20).tokens
     engine.close()
+
+
+def test_jobs_of_an_engine_that_is_dropped_without_close_end() -> None:
+    engine = make_engine(Setup(k=1, max_rows=1))
+    jobs = [engine.submit([1], constraint=CONSTRAINTS[1], max_new_tokens=20) for _ in range(2)]
+    engine.step()
+    dropped = weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert dropped() is None
+    assert [(job.finish_reason, job.error) for job in jobs] == [(FinishReason.CANCELLED, "the engine was dropped without close()")] * 2
 
 
 @pytest.mark.parametrize(("stop", "limit"), [((), 8), (("zq~zq", "END"), 24)], ids=["", "stop strings"])
@@ -135,7 +146,7 @@ def test_each_further_row_adds_few_python_calls_to_a_step(stop: tuple[str, ...],
 def test_a_burst_of_arrivals_does_not_wait_for_the_device() -> None:
     hold = threading.Event()
     engine = make_engine(
-        Setup(k=2, max_rows=8, rounds_in_flight=4), TapeBackend(asynchronous=True, delay=lambda name: hold.wait()), all_graphs=True
+        Setup(k=2, max_rows=8, rounds_in_flight=4), TapeBackend(asynchronous=True, delay=lambda name: hold.wait(10)), all_graphs=True
     )
     waits = engine.stats().event_waits  # of the capture
     engine.submit([1], max_new_tokens=20)
@@ -183,7 +194,7 @@ def test_submit_during_close_raises_or_is_cancelled() -> None:
     client = threading.Thread(target=submit)
     engine._require_open = slowly  # type: ignore[method-assign]
     client.start()
-    entered.wait()
+    assert entered.wait(10)
     engine.close()
     client.join()
     (result,) = outcome
@@ -347,7 +358,7 @@ def test_submit_and_cancel_from_many_threads() -> None:
     lock, go = threading.Lock(), threading.Event()
 
     def client(number: int) -> None:
-        go.wait()
+        go.wait(10)
         for index in range(6):
             job = engine.submit([number, index], constraint=CONSTRAINTS[index % 4], max_new_tokens=12)
             with lock:
@@ -387,7 +398,7 @@ def test_several_rounds_that_fail_are_one_error_and_no_warning(recwarn: pytest.W
     config = EngineConfig(max_rows=1, num_speculative_tokens=0, max_length=32, eager=True, rounds_in_flight=4, backend="tape")
     with Engine(Failing(9), config=config) as engine:
         job, launched = engine.submit([1]), threading.Event()
-        engine.backend.run(launched.wait)
+        engine.backend.run(lambda: launched.wait(10))
         for _ in range(3):
             assert engine.step() == []
         launched.set()

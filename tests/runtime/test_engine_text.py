@@ -148,8 +148,12 @@ def test_each_prompt_of_a_list_can_have_its_own_settings() -> None:
     for name, wrong in (("sampling", sampling[:2]), ("constraint", []), ("max_new_tokens", (1, 2, 3, 4))):
         with pytest.raises(ValueError, match=rf"{name}: got a list of {len(wrong)} for 3 prompts, expected one value, or one for each"):
             engine.generate(["same"] * 3, **{name: wrong})
-    with pytest.raises(ValueError, match="sampling: got list, expected SamplingParams"):
+    with pytest.raises(ValueError, match=r"^sampling: got list, expected SamplingParams"):
         engine.generate("same", sampling=sampling[:1])  # type: ignore[arg-type]
+    for prompts, wrong, message in (([[1], [2, -5]], None, r"prompt\[1\]: got -5"), ([[1], [2]], [1, 0], "max_new_tokens: got 0")):
+        with pytest.raises(ValueError, match=rf"^prompts\[1\]: {message}, expected "):
+            engine.generate(prompts, max_new_tokens=wrong)
+    engine.step()
     assert not engine.has_work
 
 

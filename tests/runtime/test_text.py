@@ -199,6 +199,17 @@ def test_truncation_of_the_tokenizer_file_is_ignored(tmp_path: Path) -> None:
     assert TextCodec.open(folder).decode(TextCodec.open(folder).encode("the cat sat on")) == "the cat sat on"
 
 
+@pytest.mark.parametrize("repeats", [1, 20_000])
+def test_a_text_that_the_tokenizer_cannot_encode_is_refused(tmp_path: Path, repeats: int) -> None:
+    content = json.loads((folder_of(tmp_path, "unigram") / "tokenizer.json").read_text(encoding="utf-8"))
+    content["model"]["unk_id"] = None
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    codec = TextCodec.open(tmp_path)
+    assert codec.encode("ab")
+    with pytest.raises(ValueError, match=r"^text: the tokenizer cannot encode it: .*unk_id"):
+        codec.encode("\u2603" * repeats)
+
+
 def test_stream_agrees_with_decode_and_has_no_partial_characters() -> None:
     vocabulary = Vocabulary([*(bytes([byte]) for byte in range(256)), b"ab", "\u6f22".encode(), b"\x9f\x98\x80", b"<eos>"], [259])
     codec = TextCodec.of_bytes(vocabulary)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import collections
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -277,6 +278,12 @@ def changed(**tensors: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
     return lambda weights: {**weights, **{name.replace("__", "."): value for name, value in tensors.items()}}
 
 
+def failing_pairs(weights: dict[str, Any], error: Exception) -> Iterator[tuple[str, Any]]:
+    """As of a training process that ends while it sends its tensors."""
+    yield from weights.items()
+    raise error
+
+
 K = "model__layers__0__self_attn__k_proj__weight"
 REFUSED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "name": (
@@ -284,6 +291,8 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         r"weights: got 1 tensors that the model does not have, such as 'model.layers.9.x'",
     ),
     "shape": (changed(**{K: torch.zeros(2, 64)}), r"k_proj.weight: got shape \(2, 64\), expected \(32, 64\)"),
+    "shape of the last": (changed(model__norm__weight=torch.zeros(2)), r"norm.weight: got shape \(2,\), expected \(64,\)"),
+    "iterator": (lambda weights: failing_pairs(weights, ValueError("no rank 3")), "^no rank 3$"),
     "type": (changed(**{K: torch.zeros(32, 64, dtype=torch.int8)}), "k_proj.weight: got type torch.int8, which is not supported"),
     "no values": (changed(**{K: torch.zeros(32, 64, device="meta")}), "k_proj.weight: got type Tensor on meta"),
     "no tensor": (changed(**{K: [1.0]}), r"k_proj.weight: got shape \(\), expected"),
@@ -304,6 +313,26 @@ def test_wrong_weights_change_nothing(case: str) -> None:
             engine.update_weights(change(dict(other(FAMILY).named_parameters())))
         assert all(map(torch.equal, before, engine._parts.models.target.parameters()))  # type: ignore[attr-defined]
         assert cached(engine) == 36
+
+
+def test_an_update_from_another_thread_than_the_stepping_one(new_folder: Path) -> None:
+    """Both step; all events are returned by the steps of this thread."""
+    with Engine.from_pretrained(folder_of(FAMILY), "ngram", config=CONFIG) as engine, ThreadPoolExecutor(1) as pool:
+        old = engine.generate(PROMPTS[0], max_new_tokens=20).tokens
+        jobs, events = [engine.submit(PROMPTS[0], max_new_tokens=20)], engine.step()
+        updated = pool.submit(engine.update_weights, new_folder)
+        while not updated.done() or engine.has_work:
+            events += engine.step()
+            if len(jobs) < 50 and not updated.done():
+                jobs.append(engine.submit(PROMPTS[0], max_new_tokens=20))
+        updated.result()
+        new = engine.generate(PROMPTS[0], max_new_tokens=20).tokens
+        changed = [job.tokens for job in jobs].index(new) if jobs[-1].tokens == new else len(jobs)
+        assert [job.tokens for job in jobs] == [old] * changed + [new] * (len(jobs) - changed) and jobs[0].tokens == old != new
+        for job in jobs:
+            assert [token for event in events if event.job_id == job.id for token in event.tokens] == job.tokens
+    with pytest.raises(EngineClosedError, match=r"Engine.update_weights\(\): the engine was closed"):
+        engine.update_weights(new_folder)
 
 
 def test_a_copy_that_fails_closes_the_engine(new_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ JOIN_SECONDS = 30
 
 
 class Hang:
-    """Blocks its callers from the `number`-th matching call on, until `let_go`."""
+    """Blocks its callers from the `number`-th matching call on, until `let_go`; JOIN_SECONDS at most, which ends a step without a limit."""
 
     def __init__(self, name: str = "commit", number: int = 1) -> None:
         self._name, self._left = name, number
@@ -38,7 +38,7 @@ class Hang:
             self._left -= 1
             if self._left <= 0:
                 self.reached.set()
-                self._gone.wait()
+                self._gone.wait(JOIN_SECONDS)
 
     def let_go(self) -> None:
         self._gone.set()
@@ -77,7 +77,7 @@ def test_hanging_host_node_raises_and_logs_a_report(hang: Hang, caplog: pytest.L
     reason = record.getMessage()
     assert "in flight: round 2 (rows=2 constrained greedy), round 3 (rows=2 constrained greedy)" in reason
     assert "stream side: host node commit" in reason and "host nodes, python, under the GIL: 5 ended" in reason
-    assert "thread MainThread:" in reason and "thread stepgraph-side:" in reason and "self._gone.wait()" in reason
+    assert "thread MainThread:" in reason and "thread stepgraph-side:" in reason and "self._gone.wait(JOIN_SECONDS)" in reason
     for job, index in zip(jobs, range(2), strict=True):
         assert job.finish_reason == FinishReason.ERROR and "RoundTimeoutError: the device did not finish" in job.error
         assert job.tokens == plain([index], 20, CONSTRAINTS[index]).tokens[: len(job.tokens)]
@@ -97,17 +97,6 @@ def on_demand(hang: Callable[[str], object] | None, record: Path | None = None, 
     return engine
 
 
-@contextlib.contextmanager
-def let_go_later(hang: Hang) -> Iterator[None]:
-    """Ends a step that does not time out."""
-    timer = threading.Timer(JOIN_SECONDS, hang.let_go)
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
 def test_recording_a_graph_on_demand_times_out_while_a_round_hangs(hang: Hang) -> None:
     engine = on_demand(hang, round_timeout_seconds=LIMIT)
     jobs = [engine.submit([1], constraint=CONSTRAINTS[1], max_new_tokens=20)]
@@ -115,7 +104,7 @@ def test_recording_a_graph_on_demand_times_out_while_a_round_hangs(hang: Hang) -
         engine.step()
     assert hang.reached.wait(JOIN_SECONDS)
     jobs.append(engine.submit([2], max_new_tokens=4))
-    with let_go_later(hang), pytest.raises(RoundTimeoutError, match="host node commit"):
+    with pytest.raises(RoundTimeoutError, match="host node commit"):
         finish(engine)
     assert {job.finish_reason for job in jobs} == {FinishReason.ERROR}
 
@@ -132,7 +121,7 @@ def test_copies_of_grammars_time_out_while_a_round_hangs(tmp_path: Path) -> None
     for constraint in [Constraint.regex(f"[a-c]{{{size}}}") for size in range(2, 2 + count)]:
         engine.compile(constraint)
         jobs.append(engine.submit([2], constraint=constraint, max_new_tokens=4))
-    with let_go_later(hang), pytest.raises(RoundTimeoutError, match="stream main: stage"):
+    with pytest.raises(RoundTimeoutError, match="stream main: stage"):
         engine.step()
     assert {job.finish_reason for job in jobs} == {FinishReason.ERROR}
     hang.let_go()
@@ -150,7 +139,7 @@ def test_an_update_of_weights_times_out_while_the_device_hangs(hang: Hang) -> No
     engine = on_demand(None, round_timeout_seconds=LIMIT)
     for _ in range(3):
         engine.backend.run(lambda: hang("commit"))
-    with let_go_later(hang), pytest.raises(RoundTimeoutError):
+    with pytest.raises(RoundTimeoutError):
         engine.update_weights({})
     with pytest.raises(EngineClosedError, match="did not finish within"):
         engine.step()
@@ -169,9 +158,22 @@ def test_close_times_out_like_a_step(hang: Hang, caplog: pytest.LogCaptureFixtur
         engine.step()
 
 
+@pytest.mark.parametrize("call", [Engine.close, lambda engine: engine._parts.watchdog.backend.synchronize()])
+def test_waits_for_all_work_time_out_while_a_copy_hangs(
+    hang: Hang, caplog: pytest.LogCaptureFixture, call: Callable[[Engine], None]
+) -> None:
+    engine = make(None)
+    for _ in range(3):
+        engine.backend.copy_aside(lambda: hang("commit"), after_launched=False)
+    with contextlib.suppress(RoundTimeoutError):
+        call(engine)
+    engine.close()
+    assert "the device of an engine did not finish within 0.2 s" in caplog.text
+
+
 def test_errors_of_work_in_flight_do_not_end_close_early_when_warnings_are_errors() -> None:
     engine, go = make(None, round_timeout_seconds=None), threading.Event()
-    for work in (go.wait, lambda: 1 / 0, lambda: 1 / 0):
+    for work in (lambda: go.wait(JOIN_SECONDS), lambda: 1 / 0, lambda: 1 / 0):
         engine.backend.run(work)
     go.set()
     with warnings.catch_warnings():
@@ -204,7 +206,7 @@ def test_idle_engine_and_pending_grammar_do_not_time_out() -> None:
 
     def build(*arguments: Any) -> Any:
         building.set()
-        held.wait()
+        held.wait(JOIN_SECONDS)
         return real(*arguments)
 
     with pytest.MonkeyPatch.context() as patch, engine:

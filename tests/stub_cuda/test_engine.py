@@ -209,3 +209,11 @@ def test_a_request_without_memory_on_the_device_ends_alone() -> None:
         engine.step()
     assert first.rounds > rounds and engine.stats().running == 2
     engine.close()
+    assert "out of memory" in counters.take_messages()[0]  # the tests that follow expect none
+
+
+def test_close_with_a_time_limit_leaves_nothing() -> None:
+    """It waits for the stream of copies, which was not used before."""
+    with greedy_engine(round_timeout_seconds=60.0) as engine:
+        engine.capture()
+    assert not counters.take_messages()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -67,6 +67,7 @@ def checked_update(target: object, weights: Any, buffers: StaticBuffers) -> Call
 
 def _given(weights: Any) -> Any:
     """Tensors of the caller as a Source."""
+    weights = list(weights) if isinstance(weights, Iterator) else weights  # outside of `try`: its errors are the caller's
     try:
         named: dict[str, Any] = dict(weights)
     except (TypeError, ValueError):

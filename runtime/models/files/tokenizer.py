@@ -17,7 +17,7 @@ import jinja2.sandbox
 from jinja2 import nodes
 from jinja2.parser import Parser
 
-from stepgraph.sampling.fields import clip_repr
+from stepgraph.sampling.fields import clip_error, clip_repr
 from stepgraph.sampling.grammar.tokenizers.gguf import read_gguf_header, table_of_gguf_metadata
 from stepgraph.sampling.grammar.tokenizers.readers import read_json, refuse_path, stated_tokens
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
@@ -123,7 +123,10 @@ class OpenedTokenizer(NamedTuple):
         options = {"add_special_tokens": add_begin and self.adds_begin_id is not False}
         # encode() holds the GIL, which stops all threads; encode_batch() does not, but it starts a thread per processor.
         long = len(text) > LONG_TEXT
-        encoded = self.tokenizer.encode_batch([text], **options)[0] if long else self.tokenizer.encode(text, **options)
+        try:
+            encoded = self.tokenizer.encode_batch([text], **options)[0] if long else self.tokenizer.encode(text, **options)
+        except Exception as error:  # the library raises plain Exception, e.g. for a character without a token
+            raise ValueError(f"text: the tokenizer cannot encode it: {clip_error(error)}") from None
         ids: list[int] = encoded.ids
         if add_begin and self.adds_begin_id and self.begin_id is not None and ids[:1] != [self.begin_id]:
             return [self.begin_id, *ids]

@@ -126,7 +126,7 @@ class Backends:
     def __init__(self, vocabulary: Vocabulary, choice: BackendChoice, limits: GrammarLimits, max_threads: int) -> None:
         self._vocabulary, self._choice, self._limits, self._max_threads = vocabulary, choice, limits, max_threads
         self._builders: dict[str, Builder] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # reentrant: a signal handler may call Engine.submit()
         available_backends()  # loads the C library before the first constraint
 
     def check(self, constraint: Constraint) -> None:

@@ -910,7 +910,7 @@ def test_close_warns_about_an_error_that_was_not_raised() -> None:
 def test_an_error_in_the_work_launched_after_a_failed_replay_is_raised_once(buffers: StaticBuffers) -> None:
     backend = TapeBackend(asynchronous=True)
     launched = threading.Event()
-    backend.run(launched.wait)
+    backend.run(lambda: launched.wait(10))
     for divisor in (0, 0, 1, 0):
         backend.run(lambda divisor=divisor: 1 / divisor)  # type: ignore[misc]
     launched.set()

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import re
 import sys
+import threading
 import unicodedata
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -217,7 +218,7 @@ def test_brackets_of_comments_are_not_counted() -> None:
 BOMBS = {
     "compile_seconds": (SLOW, GrammarLimits(compile_seconds=0.3)),
     "compile_bytes": (GREEDY, GrammarLimits(compile_bytes=40 * MIB)),
-    "least_bytes": (Constraint.json_schema(SCHEMAS["nested counts"]()), GrammarLimits()),
+    "least_bytes": (Constraint.json_schema(SCHEMAS["nested counts"]()), GrammarLimits(compile_seconds=20)),  # not the kept worker's limits
     "max_nesting": (Constraint.regex(PATTERNS["10,000 groups"]()), GrammarLimits()),
 }
 
@@ -238,6 +239,23 @@ def test_coverage_reports_the_limit_that_a_compile_reaches(field: str) -> None:
     with pytest.raises(ValueError, match=re.escape(f"constraint {bomb.kind}: cannot be compiled: {reason}")):
         compiler.compile(bomb)
     compiler.close()
+
+
+def test_a_submit_within_another_that_opens_a_library_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a signal handler."""
+    compiler, opened, real = GrammarCompiler(BYTES, max_threads=1), list[str](), backends.make_builder
+
+    def interrupted(name: str, *arguments: Any) -> Any:
+        opened.append(name)
+        if len(opened) == 1:
+            compiler.check(Constraint.regex("b"))
+        return real(name, *arguments)
+
+    monkeypatch.setattr(backends, "make_builder", interrupted)
+    thread = threading.Thread(target=compiler.check, args=(Constraint.regex("a"),), daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive() and len(opened) == 2
 
 
 def test_coverage_stops_after_the_time_of_one_compile() -> None:

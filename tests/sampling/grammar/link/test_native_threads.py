@@ -90,7 +90,7 @@ def test_a_forked_process_processes_its_rows_alone() -> None:
 def test_a_matcher_lives_until_the_rounds_that_use_it_have_ended() -> None:
     """Its request is cancelled while rounds are in flight."""
     hold = threading.Event()
-    backend = TapeBackend(asynchronous=True, delay=lambda name: (hold.wait(), None)[1])
+    backend = TapeBackend(asynchronous=True, delay=lambda name: hold.wait(10))
     engine = make_engine(Setup(k=2, rounds_in_flight=3, host_link="native", grammar_lane="host"), backend, all_graphs=True)
     job, other = engine.submit([1], constraint=CONSTRAINTS[1], max_new_tokens=40), engine.submit([2], max_new_tokens=30)
     engine.step()
