@@ -24,7 +24,7 @@ from stepgraph.sampling.grammar.schema.reader import pointer
 MAX_DIGITS = 28  # before and after the point of a Decimal, as in Python's default context
 MAX_EXACT_DIGITS = 15  # of a Decimal whose digits are counted: pydantic reads numbers of JSON as floats
 _REFUSED = "stepgraph: refused"  # the key of a reason in a generated schema
-_BOUNDS = ("gt", "ge", "lt", "le")
+_TIMES, _BOUNDS = ("datetime", "time", "timedelta"), ("gt", "ge", "lt", "le", "now_op")
 
 _BYTE, _NAME, _WORD = FORMATS["ipv4"].rpartition("{3}")[2], "[a-z0-9]{1,30}(?:-[a-z0-9]{1,30}){0,2}", "[A-Za-z0-9._~\\-]{1,50}"
 _HOST = rf"(?:(?:{_NAME}\.){{0,3}}[a-z][a-z0-9]{{0,30}}(?:-[a-z0-9]{{1,30}})?|{FORMATS['ipv4']})"
@@ -80,25 +80,14 @@ def _refused(got: str) -> dict[str, str]:
     return {_REFUSED: f"got {got}"}
 
 
-def _bounds(schema: Any) -> str:
-    """The names of the bounds of a date or time."""
-    return ", ".join(name for name in (*_BOUNDS, "now_op") if schema.get(name) is not None)
-
-
-def _date_patterns(schema: Any) -> list[dict[str, str]]:
-    """The bounds of a date as patterns. The past and the future begin a day later, for any time zone."""
-    day, today = datetime.timedelta(1), datetime.date.today()
-    low, high = [schema["ge"]] if "ge" in schema else [], [schema["le"]] if "le" in schema else []
-    low += [bound + day for bound in ([schema["gt"]] if "gt" in schema else []) + [today + day] * (schema.get("now_op") == "future")]
-    high += [bound - day for bound in ([schema["lt"]] if "lt" in schema else []) + [today - day] * (schema.get("now_op") == "past")]
-    return [{"pattern": _dates_from(bound, "9")} for bound in low] + [{"pattern": _dates_from(bound, "0")} for bound in high]
-
-
-def _dates_from(bound: datetime.date, last: str) -> str:
-    """The dates from this one to the last (9999) or the first year."""
-    text = bound.isoformat()
-    beside = {at: int(digit) + (1 if last == "9" else -1) for at, digit in enumerate(text) if digit not in ("-", last)}
-    cases = [f"{text[:at]}[{'-'.join(sorted((str(digit), last)))}].*" for at, digit in beside.items()]
+def _date_pattern(name: str, bound: Any) -> str:
+    """The dates within a bound. The past and the future begin two days from now, for any time zone."""
+    day, is_low = datetime.timedelta(1), bound == "future" if name == "now_op" else name in ("gt", "ge")
+    if name == "now_op":
+        name, bound = "gt" if is_low else "lt", datetime.date.today() + (day if is_low else -day)
+    text = (bound + (day if name == "gt" else -day if name == "lt" else 0 * day)).isoformat()
+    digits = [(at, int(digit)) for at, digit in enumerate(text) if digit not in ("-", "9" if is_low else "0")]
+    cases = [f"{text[:at]}[{f'{digit + 1}-9' if is_low else f'0-{digit - 1}'}].*" for at, digit in digits]
     return f"^(?:{'|'.join([*cases, text])})$"
 
 
@@ -129,6 +118,8 @@ class SchemaGenerator(GenerateJsonSchema):
             more = {} if is_length else f"{name.removesuffix('_validator')} of a type whose values are not numbers, lists or plain texts"
         elif schema.get("custom_error_type") == "is_hashable" or schema["type"] == "is-subclass":
             more = "a type whose values are no JSON, expected another one"
+        elif schema["type"] in _TIMES and (bounds := [name for name in _BOUNDS if schema.get(name) is not None]):
+            more = f"a {schema['type']} with {' and '.join(bounds)}, expected one without bounds"
         elif "keys_schema" in schema:
             more = self._names(self.generate_inner(schema["keys_schema"]))
         elif isinstance(alias := schema.get("validation_alias"), list):
@@ -148,9 +139,15 @@ class SchemaGenerator(GenerateJsonSchema):
         first, second, _ = _BASE64_ASCII.split("][")
         return {"pattern": f"^(?:{_BASE64_ASCII}{char})*(?:{first}][AQgw]==|{first}][{second}][AEIMQUYcgkosw048]=)?$"}
 
+    def _resolved(self, found: Any) -> Any:
+        """The schema that a reference leads to; empty if it is not generated yet, because it contains the reference."""
+        while "$ref" in found:
+            found = self.get_schema_from_definitions(found["$ref"]) or {}
+        return found
+
     def _names(self, keys: Any) -> Any:
         """The names of the properties of a dict, by the schema of its keys."""
-        keys = {key: value for key, value in self.resolve_ref_schema(keys).items() if key not in ("title", "description")}
+        keys = {key: value for key, value in self._resolved(keys).items() if key not in ("title", "description")}
         if values := keys.get("enum", [keys["const"]] if "const" in keys else []):
             texts = [value for value in values if isinstance(value, str)]
             return {"propertyNames": {"enum": texts}} if texts else "keys that are no texts, expected str"
@@ -208,12 +205,10 @@ class SchemaGenerator(GenerateJsonSchema):
         return found | ({"pattern": pattern} if pattern else {})
 
     def date_schema(self, schema: Any) -> Any:
-        patterns = _date_patterns(schema)
+        patterns = [{"pattern": _date_pattern(name, schema[name])} for name in _BOUNDS if schema.get(name) is not None]
         return super().date_schema(schema) | ({"allOf": patterns} if patterns else {})
 
     def datetime_schema(self, schema: Any) -> Any:
-        if bounds := _bounds(schema):
-            return _refused(f"a datetime with {bounds}, expected one without bounds, or a date")
         if schema.get("tz_constraint") == "naive":
             return {"type": "string", "pattern": rf"^{FORMATS['date']}T{OLDER['time']}(?:\.[0-9]+)?$"}
         if isinstance(schema.get("tz_constraint"), int):
@@ -221,13 +216,9 @@ class SchemaGenerator(GenerateJsonSchema):
         return super().datetime_schema(schema) | {"not": {"pattern": ":60"}}  # leap seconds
 
     def time_schema(self, schema: Any) -> Any:
-        if bounds := _bounds(schema):
-            return _refused(f"a time with {bounds}, expected one without bounds")
         return super().time_schema(schema) | {"not": {"pattern": ":60"}}
 
     def timedelta_schema(self, schema: Any) -> Any:
-        if bounds := _bounds(schema):
-            return _refused(f"a timedelta with {bounds}, expected one without bounds")
         return {"type": "string", "pattern": f"^{FORMATS['duration']}$".replace(r"\d+", r"\d{1,5}")}  # more are too many days
 
     def literal_schema(self, schema: Any) -> Any:
@@ -248,7 +239,7 @@ class SchemaGenerator(GenerateJsonSchema):
 
     def _without_repeats(self, found: Any) -> Any:
         """pydantic drops repeated items, so they are allowed where they are too many to be listed, and their number does not matter."""
-        items = self.resolve_ref_schema(found["items"])
+        items = self._resolved(found["items"])
         is_open = items.get("type") in ("string", "integer", "number") and items.keys().isdisjoint(("enum", "const"))
         return {key: value for key, value in found.items() if not (is_open and found.get("minItems", 0) < 2 and key == "uniqueItems")}
 
