@@ -26,12 +26,9 @@ MAX_EXACT_DIGITS = 15  # of a Decimal whose digits are counted: pydantic reads n
 _REFUSED = "stepgraph: refused"  # the key of a reason in a generated schema
 _TIMES, _BOUNDS = ("datetime", "time", "timedelta"), ("gt", "ge", "lt", "le", "now_op")
 
-_BYTE, _NAME, _WORD = FORMATS["ipv4"].rpartition("{3}")[2], "[a-z0-9]{1,30}(?:-[a-z0-9]{1,30}){0,2}", "[A-Za-z0-9._~\\-]{1,50}"
-_HOST = rf"(?:(?:{_NAME}\.){{0,3}}[a-z][a-z0-9]{{0,30}}(?:-[a-z0-9]{{1,30}})?|{FORMATS['ipv4']})"
-_CHARS = r"(?:[A-Za-z0-9._~!$&'()*+,;=:@/\-]|%[0-9A-Fa-f]{2})"
-_REST = rf"(?:/{_CHARS}{{0,400}})?(?:\?(?:{_CHARS}|\?){{0,100}})?(?:#{_CHARS}{{0,50}})?"
-_AUTHORITY = rf"(?:{_WORD}(?::{_WORD})?@)?{_HOST}(?::[1-9][0-9]{{0,3}})?"
-MAX_URL = 2_083  # characters; the pattern of a URL has fewer
+_BYTE = FORMATS["ipv4"].rpartition("{3}")[2]
+_URL_WORD, _URL_CHAR = r"[A-Za-z0-9._~\-]+", r"(?:[A-Za-z0-9._~!$&'()*+,;=:@/\-]|%[0-9A-Fa-f]{2})"
+MAX_URL = 2_083  # characters, in web browsers
 _BASE64_ENDS = {"base64": r"+/", "base64url": r"\-_"}
 # 24 bits are three characters of ASCII: their first bits are 0.
 _BASE64_ASCII = "[A-Za-f][A-HQ-Xg-nw-z0-3][ABEFIJMNQRUVYZcdghklopstwx014589]"
@@ -91,11 +88,15 @@ def _date_pattern(name: str, bound: Any) -> str:
     return f"^(?:{'|'.join([*cases, text])})$"
 
 
-def _url_pattern(schemes: Iterable[str] | None) -> str:
-    rest = f"//{_AUTHORITY}{_REST}"
-    if schemes is None:  # a URL of a file has no port
-        return f"^(?:(?:[a-eg-z][a-z0-9+.\\-]{{0,20}}|ftp):{rest}|file:///{_CHARS}{{0,400}}|(?:mailto|tel|urn):{_CHARS}{{1,400}})$"
-    return "^(?:" + "|".join(f"file:///{_CHARS}{{0,400}}" if name == "file" else f"{re.escape(name)}:{rest}" for name in schemes) + ")$"
+def _url_pattern(schemes: Iterable[str] | None, is_short: bool) -> str:
+    """URLs that have a host, or no host if they are files. is_short: with counts, and shorter than MAX_URL."""
+    some, more, parts, user = ("{1,20}", "{0,250}", "{0,1}", "") if is_short else ("+", "*", "*", f"(?:{_URL_WORD}(?::{_URL_WORD})?@)?")
+    name = f"[a-z0-9]{some}(?:-[a-z0-9]{some}){parts}"
+    host = rf"(?:(?:{name}\.){'{0,3}' if is_short else '*'}[a-z](?:{name})?|{FORMATS['ipv4']})(?::[1-9][0-9]{{0,3}})?"
+    rest = rf"(?:[/?](?:{_URL_CHAR}|\?){more})?(?:#{_URL_CHAR}{more})?"
+    names = ["[a-eg-z][a-z0-9]{0,9}"] if schemes is None else [re.escape(scheme) for scheme in schemes if scheme != "file"]
+    cases = [f"(?:{'|'.join(names)})://{user}{host}{rest}"] * bool(names)
+    return f"^(?:{'|'.join([*cases, *[f'file:///{_URL_CHAR}{more}'] * ('file' in (schemes or ['file']))])})$"
 
 
 def _function_name(schema: Any) -> str:
@@ -254,9 +255,10 @@ class SchemaGenerator(GenerateJsonSchema):
 
     def _url(self, found: Any, schema: Any) -> Any:
         found.pop("format")
-        if found.get("maxLength", MAX_URL) >= MAX_URL:
-            found.pop("maxLength", None)
-        return found | {"pattern": _url_pattern(schema.get("allowed_schemes"))}
+        if found.get("maxLength") == MAX_URL:
+            del found["maxLength"]
+            return found | {"pattern": _url_pattern(schema.get("allowed_schemes"), True)}
+        return found | {"pattern": _url_pattern(schema.get("allowed_schemes"), False)}
 
     def uuid_schema(self, schema: Any) -> Any:
         version, hexes = schema.get("version"), "[0-9A-Fa-f]"

@@ -32,6 +32,9 @@ COMPILER = GrammarCompiler(BYTES, max_threads=1, isolation="none", backend="xgra
 DRAWS, LONGEST = 15, 300  # texts of each type, and their bytes
 T = TypeVar("T")
 Whole = NewType("Whole", int)
+TUPLE: Any = tuple  # of types that are values for mypy
+LIST: Any = list
+DICT: Any = dict
 
 
 class Level(enum.IntEnum):
@@ -182,12 +185,12 @@ TYPES: dict[str, Any] = {
         {}, {"gt": 0}, {"max_digits": 3}, {"decimal_places": 2}, {"max_digits": 4, "decimal_places": 2},
         {"max_digits": 20, "decimal_places": 4}, {"multiple_of": Decimal("0.1")}, {"le": Decimal("1e3")},
     )},
-    "multiples": tuple[limited(int, multiple_of=3), limited(float, multiple_of=0.5), limited(int, ge=3, lt=5)],
+    "multiples": TUPLE[limited(int, multiple_of=3), limited(float, multiple_of=0.5), limited(int, ge=3, lt=5)],
     "FiniteFloat": pydantic.FiniteFloat,
     "Literal": list[Literal["a", 1, None, True, Level.HIGH, Color.RED]],
     "enums": tuple[list[Level], list[Mixed], Color],
-    "unions": tuple[limited(Cat | Dog, discriminator="kind"), Cat | Dog, int | str | None, Box[int]],
-    "aliases": tuple[TypeAliasType("Numbers", list[int]), Whole],
+    "unions": TUPLE[limited(Cat | Dog, discriminator="kind"), Cat | Dog, int | str | None, Box[int]],
+    "aliases": TUPLE[TypeAliasType("Numbers", list[int]), Whole],
     "times": tuple[datetime.date, datetime.datetime, datetime.time, pydantic.NaiveDatetime, pydantic.AwareDatetime],
     "timedelta": datetime.timedelta,
     **{f"date {limits}": limited(datetime.date, **limits) for limits in (
@@ -205,19 +208,19 @@ TYPES: dict[str, Any] = {
     **{name: getattr(ipaddress, name) for name in ("IPv6Address", "IPv6Network", "IPv6Interface")},
     **{name: getattr(pydantic, name) for name in ("IPvAnyAddress", "IPvAnyNetwork", "IPvAnyInterface", "SecretStr", "SecretBytes")},
     **{name: getattr(pydantic, name) for name in ("Base64Bytes", "Base64Str", "Base64UrlBytes", "Base64UrlStr")},
-    "secrets": tuple[limited(pydantic.SecretStr, min_length=3), pydantic.Secret[int]],
+    "secrets": TUPLE[limited(pydantic.SecretStr, min_length=3), pydantic.Secret[int]],
     "bytes of a length": limited(bytes, min_length=2, max_length=3),
     "ByteSize": pydantic.ByteSize,
-    "sets": tuple[set[int], frozenset[datetime.date], set[bool], limited(set[Literal["a", "b", "c"]], min_length=2), frozenset[Level]],
-    "lists": tuple[limited(list[int], min_length=1, max_length=2), collections.deque[int], tuple[int, ...], Sequence[int], Iterable[int]],
+    "sets": TUPLE[set[int], frozenset[datetime.date], set[bool], limited(set[Literal["a", "b", "c"]], min_length=2), frozenset[Level]],
+    "lists": TUPLE[limited(list[int], min_length=1, max_length=2), collections.deque[int], tuple[int, ...], Sequence[int], Iterable[int]],
     "names": tuple[dict[int, bool], dict[float, int], dict[bool, int], dict[Literal["a", "b"], int], dict[Color, int], dict[Mixed, int]],
     "names of times": tuple[dict[datetime.date, int], dict[datetime.timedelta, int], dict[uuid.UUID, int], dict[pydantic.UUID4, int]],
-    "names of texts": tuple[dict[limited(str, min_length=2, max_length=3), int], dict[limited(str, pattern="^a+$"), int]],
+    "names of texts": TUPLE[DICT[limited(str, min_length=2, max_length=3), int], DICT[limited(str, pattern="^a+$"), int]],
     "Mapping": Mapping[str, int],
     "other dicts": tuple[collections.OrderedDict[int, int], collections.Counter[str], collections.defaultdict[str, list[int]]],
-    "stripped": tuple[pydantic.constr(strip_whitespace=True, min_length=2), pydantic.constr(strip_whitespace=True, max_length=2)],
-    "patterns": list[limited(str, pattern=r"^\d\w\s\D\W\S$")],
-    "negated classes": list[limited(str, pattern=r"^[^\d][^\w][^\s][^\D][^\W][^\S]$")],
+    "stripped": TUPLE[pydantic.constr(strip_whitespace=True, min_length=2), pydantic.constr(strip_whitespace=True, max_length=2)],
+    "patterns": LIST[limited(str, pattern=r"^\d\w\s\D\W\S$")],
+    "negated classes": LIST[limited(str, pattern=r"^[^\d][^\w][^\s][^\D][^\W][^\S]$")],
     "pattern of re": limited(str, pattern=re.compile(r"^[\d.]+$")),
 }  # fmt: skip
 
@@ -296,7 +299,7 @@ def test_texts_that_pydantic_rejects_are_excluded_though_its_schema_allows_them(
         (Hashable, "a type whose values are no JSON"),
         (type[int], "a type whose values are no JSON"),
         (dict[tuple[int, int], int], "keys other than texts, or numbers without bounds, expected str"),
-        (dict[limited(int, ge=3), int], "keys other than texts, or numbers without bounds"),
+        (DICT[limited(int, ge=3), int], "keys other than texts, or numbers without bounds"),
         (dict[Literal[1, 2], int], "keys that are no texts"),
         (limited(pydantic.Base64Bytes, min_length=3), "min_length of a type whose values are not numbers, lists or plain texts"),
         (limited(pydantic.HttpUrl, max_length=20), "max_length of a type whose values are not"),
