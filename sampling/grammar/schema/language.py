@@ -127,10 +127,10 @@ _KINDS = {kind: number for number, kind in enumerate(get_args(Kind))}
 
 
 def _number(value: object) -> object:
-    """A value of a term as integers: hashes of texts differ between processes."""
+    """A value of a term as integers, none of them -1, whose hash is that of -2. Hashes of texts differ between processes."""
     if isinstance(value, str):
         return int.from_bytes(value.encode("utf-8", "surrogatepass"), "little")
-    return -1 if value is None else value
+    return 0 if value is None else value + 3 if isinstance(value, int) else value
 
 
 _TERMS: weakref.WeakValueDictionary[Label, Term] = weakref.WeakValueDictionary()

@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import datetime
 import enum
+import importlib.util
 import ipaddress
 import pathlib
 import re
@@ -211,6 +212,7 @@ TYPES: dict[str, Any] = {
     "secrets": TUPLE[limited(pydantic.SecretStr, min_length=3), pydantic.Secret[int]],
     "bytes of a length": limited(bytes, min_length=2, max_length=3),
     "ByteSize": pydantic.ByteSize,
+    **({"EmailStr": pydantic.EmailStr} if importlib.util.find_spec("email_validator") else {}),
     "sets": TUPLE[set[int], frozenset[datetime.date], set[bool], limited(set[Literal["a", "b", "c"]], min_length=2), frozenset[Level]],
     "lists": TUPLE[limited(list[int], min_length=1, max_length=2), collections.deque[int], tuple[int, ...], Sequence[int], Iterable[int]],
     "names": tuple[dict[int, bool], dict[float, int], dict[bool, int], dict[Literal["a", "b"], int], dict[Color, int], dict[Mixed, int]],
