@@ -7,8 +7,10 @@ import re
 from stepgraph.sampling.grammar.constraints.charset import CharSet, charset, complement, intersection, union
 from stepgraph.sampling.grammar.schema.patterns import CLASS_ESCAPES, PatternError
 
-_COUNT = r"\{(?![0-9]+,?[0-9]*\})(?=[ 0-9]*[0-9,])[ 0-9]*,?[ 0-9]*\}"  # in Python or with blanks; characters in JavaScript
-_PIECE = re.compile(rf"\[(?:\\.|[^\]\\])*\]?|\\.|{_COUNT}|\]", re.DOTALL)
+_PIECE = re.compile(r"\[(?:\\.|[^\]\\])*\]?|\\.|\{[ 0-9]*(?:,[ 0-9]*)?\}|\]", re.DOTALL)
+_COUNT = re.compile(
+    r"\{(?:[0-9]+(?:,[0-9]*)?| *)\}"
+)  # a count, or characters, in all dialects; other pieces with braces are counts in some
 _POSIX_CLASS = re.compile(r"\[:\^?[a-z]+:\]")
 _ESCAPE = re.compile(r"\\.", re.DOTALL)
 _SURROGATE = re.compile(r"(?<!\\)(?:\\\\)*(\\u[dD][89a-fA-F]\w\w)")
@@ -34,7 +36,7 @@ def refuse_ambiguous(pattern: str) -> None:
     any_char = ""  # `[^]`, which begins a class in other dialects
     for piece in _PIECE.finditer(pattern):
         text, at = piece[0], piece.start()
-        if text[0] == "{":
+        if text[0] == "{" and not _COUNT.fullmatch(text):
             raise PatternError(f"has {text!r} at position {at}, expected a count such as {{0,3}}, or \\{{ for the character")
         if text[0] == "[" and _POSIX_CLASS.search(text):
             raise PatternError(f"has {text!r} at position {at}, expected ranges such as A-Z, or \\[ for the character")
@@ -57,7 +59,7 @@ def _rewritten(text: str, is_rust: bool) -> str:
         if is_rust and text[1] in "<>":
             raise PatternError(f"has {text!r}, a boundary of words, expected {text[1]!r}")
         return f"[{_ranges(_LEAST[text[1]])}]" if text[1] in _LEAST else text
-    if text == "]":
+    if text[0] in "{]":
         return text
     if text in ("[]", "[^]"):
         raise PatternError(f"has {text!r}, expected \\] at the start of a class")

@@ -27,6 +27,7 @@ from stepgraph.sampling.grammar import GrammarCompiler
 from stepgraph.sampling.grammar.constraints.dialects import in_all_dialects
 from stepgraph.sampling.native import why_not
 from tests.helpers.grammar_texts import random_text
+from tests.helpers.growth import growth
 from tests.helpers.schema_cases import BYTES, takes
 
 COMPILER = GrammarCompiler(BYTES, max_threads=1, isolation="none", backend="xgrammar" if why_not() else "automaton")
@@ -342,6 +343,14 @@ def test_class_escapes_are_narrowed_to_what_all_dialects_match(escape: str, nega
     text = "".join(map(chr, sorted(codes - listed if negated else codes & listed)))
     assert len(text) > 9 and re.fullmatch(f"{pattern}*", text)
     pydantic.TypeAdapter(limited(str, pattern=f"^{pattern}*$")).validate_python(text)
+
+
+def test_patterns_are_checked_in_linear_time() -> None:
+    def check(size: int) -> None:
+        for text in ("a{" + "1" * size, "[" * size, "{ ," * size):
+            in_all_dialects(text)
+
+    assert growth(check, 5_000, 40_000) < 24, "8 if linear, 64 if quadratic"
 
 
 @pytest.mark.parametrize("pattern", [r"\D\D", r"\s\S", r"[a\W]", r"[^\w][^\d]", r"a{2,5}(?P<b>b|c)", r"[x[]\]"])
