@@ -133,7 +133,7 @@ class RegexDoor(GrammarDoor):
         "(?<year>[0-9]{4})-(?<month>[01][0-9])",
         "",
         "a|",
-        "[^]a]",
+        "[^]a",
         r"[\b]",
     )
 

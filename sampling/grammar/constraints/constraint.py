@@ -176,9 +176,9 @@ class Constraint:
 
     @classmethod
     def regex(cls, pattern: str, backend: BackendChoice = "auto") -> Constraint:
-        """A full match of the pattern, in the syntax of JavaScript without flags: `.` matches any character except a line end; `[^]`
-        matches any character, so `[^]a]` is two items; `\\d` and `\\w` are ASCII, `\\s` is any white space. Anchors are allowed at the
-        ends; look-around, back-references, word boundaries and flags raise an error."""
+        """A full match of the pattern, in the syntax of JavaScript without flags: `.` matches any character except a line end, `[^]` any
+        character; `\\d` and `\\w` are ASCII, `\\s` is any white space. Anchors are allowed at the ends. These are errors: look-around,
+        back-references, word boundaries, flags, and what other dialects read differently, such as `a{,3}` and `[[:alpha:]]`."""
         check_value("Constraint.regex.pattern", pattern, _STRING)
         return cls("regex", pattern, backend=backend)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from stepgraph.sampling.grammar.constraints.charset import ALL_CHARS, CharSet, intersection, regex_class, xgrammar_safe_class
+from stepgraph.sampling.grammar.constraints.dialects import refuse_ambiguous
 from stepgraph.sampling.grammar.schema.language import END, START
 from stepgraph.sampling.grammar.schema.patterns import Group, Item, LookAhead, PatternError, Pieces, Repeat, parse_pattern
 from stepgraph.sampling.grammar.schema.spelling import repeat_suffix
@@ -45,6 +46,7 @@ def _translate(pattern: str, write_class: Callable[[CharSet], str], opening: str
         return classes[item] + suffix
 
     try:
+        refuse_ambiguous(pattern)
         return alternatives([inner[inner[:1] == [START] : len(inner) - (inner[-1:] == [END])] for inner in parse_pattern(pattern)])
     except PatternError as error:
         raise ValueError(f"pattern: got {str(error).removeprefix('has ')}") from None

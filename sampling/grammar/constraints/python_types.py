@@ -18,16 +18,13 @@ from typing_extensions import NotRequired, Required, TypeAliasType, TypedDict
 
 from stepgraph.sampling.fields import clip_repr
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
-from stepgraph.sampling.grammar.schema.patterns import CLASS_ESCAPES
+from stepgraph.sampling.grammar.constraints.dialects import in_all_dialects
+from stepgraph.sampling.grammar.schema.patterns import PatternError
 
 ACCEPTED = (
     "a Constraint (Constraint.json_schema, .regex, .choice, ...), a compiled constraint, a type (pydantic model, dataclass, TypedDict, "
     "enum, Literal, ...), a pattern or a function"
 )
-_CLASS_OR_ESCAPE = re.compile(r"\[(?:\\.|[^\]\\])*\]|\\.", re.DOTALL)
-# A count without its lower bound, a surrogate, and `]` at the start of a class: Python and JavaScript read these differently.
-_SURROGATE = r"(?:\[(?:\\.|[^\]\\])*?)?\\u[dD][89abAB]"
-_READ_DIFFERENTLY = re.compile(rf"(?:{_CLASS_OR_ESCAPE.pattern}|[^\\\[])*?(?:\{{,[0-9]*\}}|{_SURROGATE}|\[\^?\])", re.DOTALL)
 _JSON_KINDS = ("json_schema", "json_object")
 _KEYWORD_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -90,13 +87,11 @@ def _pattern(pattern: re.Pattern[Any]) -> TypedConstraint:
     if not isinstance(pattern.pattern, str) or pattern.flags != re.UNICODE:
         got = "a pattern of bytes" if isinstance(pattern.pattern, bytes) else f"a pattern with {re.RegexFlag(pattern.flags)!s}"
         raise ValueError(f"constraint: got {got}, expected a pattern of text without flags")
-    if _READ_DIFFERENTLY.match(pattern.pattern):
-        raise ValueError(
-            f"constraint: got {clip_repr(pattern.pattern)}, expected counts such as {{0,3}}, no surrogates, and \\] at the start of a class"
-        )
-    as_enforced = re.compile(_CLASS_OR_ESCAPE.sub(_as_in_javascript, pattern.pattern))
-    constraint = Constraint.regex(pattern.pattern)
-    return TypedConstraint(constraint, lambda text: _required(pattern.fullmatch(text) or as_enforced.fullmatch(text), text))
+    try:
+        constraint = Constraint.regex(in_all_dialects(pattern.pattern))
+    except PatternError as error:
+        raise ValueError(f"constraint: got {clip_repr(pattern.pattern)}, which {error}") from None
+    return TypedConstraint(constraint, lambda text: _required(pattern.fullmatch(text), text))
 
 
 def _required(value: Any, text: str) -> Any:
@@ -106,48 +101,15 @@ def _required(value: Any, text: str) -> Any:
     return value
 
 
-def _as_in_javascript(piece: re.Match[str]) -> str:
-    """A class or an escape of a pattern with the characters of \\d, \\D, \\w, \\W, \\s and \\S written out."""
-
-    def ranges(escape: re.Match[str]) -> str:
-        chars = CLASS_ESCAPES.get(escape[0][1], ())
-        return "".join(f"\\U{first:08x}-\\U{last:08x}" for first, last in chars) or escape[0]
-
-    text = piece[0]
-    if text[0] == "[":
-        return re.sub(r"(?s)\\.", ranges, text)
-    return f"[{ranges(piece)}]" if text[1] in CLASS_ESCAPES else text
-
-
 def _json_type(value: Any) -> TypedConstraint:
     import pydantic  # imported here: takes as long to load as all of stepgraph without torch
 
+    from stepgraph.sampling.grammar.constraints.pydantic_schema import schema_of
+
     with _type_errors(value):
         adapter = pydantic.TypeAdapter(_with_extension_typed_dicts(value))
-        schema = adapter.json_schema(schema_generator=_schema_generator())
+        schema = schema_of(adapter)
     return TypedConstraint(Constraint.json_schema(schema), adapter.validate_json)
-
-
-@functools.cache
-def _schema_generator() -> Any:
-    """Generates pydantic's JSON schemas, and with them rules by which pydantic rejects texts that its own schemas allow."""
-    from pydantic.json_schema import GenerateJsonSchema
-
-    class Generator(GenerateJsonSchema):
-        def decimal_schema(self, schema: Any) -> Any:
-            return super().decimal_schema(schema)["anyOf"][0]  # a number; the other, a text, has no bounds
-
-        def dict_schema(self, schema: Any) -> Any:
-            is_int = schema.get("keys_schema", {}).get("type") == "int"
-            return super().dict_schema(schema) | ({"propertyNames": {"pattern": "^(0|-?[1-9][0-9]*)$"}} if is_int else {})
-
-        def datetime_schema(self, schema: Any) -> Any:
-            return super().datetime_schema(schema) | {"not": {"pattern": ":60"}}  # leap seconds
-
-        def time_schema(self, schema: Any) -> Any:
-            return super().time_schema(schema) | {"not": {"pattern": ":60"}}
-
-    return Generator
 
 
 def _with_extension_typed_dicts(value: Any, outer: tuple[Any, ...] = ()) -> Any:
@@ -177,6 +139,8 @@ def _function(function: Callable[..., Any]) -> TypedConstraint:
     """The text is {"name": ..., "arguments": {...}}, arguments by the annotations of the function."""
     import pydantic
 
+    from stepgraph.sampling.grammar.constraints.pydantic_schema import schema_of
+
     name = getattr(function, "__name__", "")
     with _type_errors(function):
         parameters = inspect.signature(function).parameters.values()
@@ -196,7 +160,7 @@ def _function(function: Callable[..., Any]) -> TypedConstraint:
     with _type_errors(function):
         arguments = pydantic.create_model("Arguments", **fields)
         call: Any = pydantic.create_model("Call", name=(literal[name], ...), arguments=(arguments, ...))
-        schema = call.model_json_schema(schema_generator=_schema_generator())
+        schema = schema_of(pydantic.TypeAdapter(call))
 
     def parse(text: str) -> functools.partial[Any]:
         parsed = call.model_validate_json(text).arguments

@@ -1,6 +1,8 @@
 """Regular languages of texts, closed under intersection and complement: terms with derivatives (Brzozowski 1964), and automata of terms.
 
-Equal terms are the same object. A text is a sequence of Unicode characters without surrogates, before JSON escapes are written.
+Equal terms are the same object. The order of the parts of a union or an intersection depends on these parts only, so that the grammar of a
+schema does not depend on what the process read before. A text is a sequence of Unicode characters without surrogates, before JSON escapes
+are written.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import weakref
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 from stepgraph.sampling.grammar.constraints.charset import ALL_CHARS, CharSet, union
 
@@ -29,7 +31,7 @@ class Term:
     end: a number; the texts that are in the part if END is appended that often.
     """
 
-    __slots__ = ("__weakref__", "_transitions", "is_regex", "kind", "nullable", "parts", "values")
+    __slots__ = ("__weakref__", "_order", "_transitions", "is_regex", "kind", "nullable", "parts", "values")
 
     def __init__(self, kind: Kind, parts: tuple[Term, ...], values: Label) -> None:
         self.kind, self.parts, self.values = kind, parts, values
@@ -37,6 +39,9 @@ class Term:
         # Whether it is a regular expression.
         self.is_regex: bool = kind not in ("and", "not", "end", "multiple", "named") and all(part.is_regex for part in parts)
         self._transitions: tuple[Sequence[int], Sequence[Term]] | None = None
+        self._order: int | None = None
+        if kind == "cat":
+            self.order()  # now: later, the second parts of a long pattern would take too deep a recursion
 
     def _is_nullable(self) -> bool:
         nullable = [part.nullable for part in self.parts]
@@ -62,6 +67,12 @@ class Term:
                 assert isinstance(multiple, int) and isinstance(decimals, int) and isinstance(rest, int) and isinstance(seen, int)
                 return seen not in (-2, 0) and rest * 10 ** (decimals - max(seen, 0)) % multiple == 0
         return False
+
+    def order(self) -> int:
+        """The rank of the term in unions and intersections: a hash of integers, which is equal in all processes."""
+        if self._order is None:
+            self._order = hash((_KINDS[self.kind], *[part.order() for part in self.parts], *map(_number, self.values)))
+        return self._order
 
     def after(self, char: int) -> Term:
         """The remainders of the texts that start with this character."""
@@ -112,6 +123,16 @@ class Term:
         return _multiple_after(self, char)
 
 
+_KINDS = {kind: number for number, kind in enumerate(get_args(Kind))}
+
+
+def _number(value: object) -> object:
+    """A value of a term as integers, none of them -1, whose hash is that of -2. Hashes of texts differ between processes."""
+    if isinstance(value, str):
+        return int.from_bytes(value.encode("utf-8", "surrogatepass"), "little")
+    return 0 if value is None else value + 3 if isinstance(value, int) else value
+
+
 _TERMS: weakref.WeakValueDictionary[Label, Term] = weakref.WeakValueDictionary()
 
 
@@ -119,6 +140,8 @@ def _term(kind: Kind, parts: tuple[Term, ...], values: Label) -> Term:
     key = (kind, *map(id, parts), *values) if kind != "alt" and kind != "and" else (kind, frozenset(map(id, parts)))
     found = _TERMS.get(key)
     if found is None:
+        if kind == "alt" or kind == "and":
+            parts = tuple(sorted(parts, key=Term.order))
         found = _TERMS[key] = Term(kind, parts, values)
     return found
 

@@ -140,12 +140,14 @@ def _matches_empty(item: Item) -> bool:
 
 
 def _walk(items: Pieces) -> Iterator[Item]:
-    """The items and those inside them."""
-    for item in items:
-        yield item
-        inner = [[item.item]] if isinstance(item, Repeat) else item.alternatives if isinstance(item, (LookAhead, Group)) else []
-        for each in inner:
-            yield from _walk(each)
+    """The items and those inside them, in no order. A generator for each level would take time by the square of the depth."""
+    waiting = list(items)
+    while waiting:
+        yield (item := waiting.pop())
+        if isinstance(item, Repeat):
+            waiting.append(item.item)
+        elif isinstance(item, (LookAhead, Group)):
+            waiting += itertools.chain(*item.alternatives)
 
 
 def _has_mark(item: Item) -> bool:

@@ -102,6 +102,28 @@ def test_deep_nesting_raises() -> None:
         (Constraint.regex("("), "constraint regex: cannot be compiled: .*a closing parenthesis"),
         (Constraint.regex("a$b"), r"constraint regex: .*got 'a\$b', expected anchors at its ends"),
         (Constraint.regex("a(^b)"), r"constraint regex: .*got 'a\(\^b\)', expected anchors at its ends"),
+        (
+            Constraint.regex("a{,3}b"),
+            r"constraint regex: .*got '\{,3\}' at position 1, expected a count such as \{0,3\}, or \\\{ for the character",
+        ),
+        (Constraint.regex("a{2, 3}"), r"constraint regex: .*got '\{2, 3\}' at position 1, expected a count"),
+        (Constraint.regex("a{,}"), r"constraint regex: .*got '\{,\}' at position 1, expected a count"),
+        (Constraint.regex("[[:alpha:]]"), r"constraint regex: .*got '\[\[:alpha:\]' at position 0, expected ranges such as A-Z, or \\\["),
+        (Constraint.regex("b[^[:digit:]x]"), r"constraint regex: .*got '\[\^\[:digit:\]' at position 1, expected ranges"),
+        (Constraint.regex("[^]a]"), r"constraint regex: .*got '\[\^\]' at position 0 and '\]' at position 4, expected \\\] inside a class"),
+        *(
+            (Constraint.regex(f"a{escape}"), "constraint regex: .*at position 1, expected an escape")
+            for escape in (r"\Z", r"\z", r"\h", r"\1", r"\b")
+        ),
+        *((Constraint.regex(f"a{after}"), "constraint regex: .*expected one repetition only") for after in ("++", "*+", "?+", "{1,2}+")),
+        *(
+            (Constraint.regex(group), "constraint regex: .*no look-behind and no flags")
+            for group in ("(?x) a", "(?i:a)", "(?P=n)", "(?>a)", "(?#a)")
+        ),
+        *(
+            (Constraint.regex(pattern), None)
+            for pattern in ("a{b}", "a{}", "[[a]", "[^]*", r"\[a]", "(?P<n>a)", "(?<n>a)", r"\{,3}", "[{,3}]", "a{1,2}?")
+        ),
         (Constraint.regex("\\Aa"), r"constraint regex: .*got '\\\\Aa' at position 0"),
         (Constraint.regex("a{1,1000000}"), "constraint regex: .*at most 100000 repetitions"),
         (Constraint.regex("(?=a)b"), "constraint regex: .*no look-around"),

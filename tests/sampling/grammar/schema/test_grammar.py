@@ -5,8 +5,11 @@ from __future__ import annotations
 import ast
 import itertools
 import json
+import os
 import random
 import re
+import subprocess
+import sys
 import traceback
 from collections.abc import Callable, Sequence
 from decimal import Decimal
@@ -40,6 +43,13 @@ COMPILER = GrammarCompiler(BYTES, max_threads=1, isolation="none", backend=BACKE
 WRITTEN = [parse_json(line) for line in (DATA / "schemas.jsonl").read_text(encoding="utf-8").splitlines()]
 ENFORCED = {entry["name"]: entry for entry in WRITTEN if "tests" in entry}
 REFUSED = {entry["name"]: entry for entry in WRITTEN if "refused" in entry}
+PRINT_GRAMMARS = """
+import json, sys
+from stepgraph.sampling.grammar.schema.grammar import schema_grammar
+from stepgraph.sampling.grammar.schema.options import Options
+from stepgraph.sampling.grammar.schema.reader import parse_json
+print(json.dumps([schema_grammar(schema, Options()) for schema in parse_json(sys.stdin.read())]))
+"""
 SOURCES = Path(reader.__file__).parent
 
 
@@ -102,6 +112,19 @@ def test_random_texts_are_valid(objects: Any, walks: int, positions: int) -> Non
                 error = next(validator.iter_errors(json.loads(found, parse_float=Decimal)), None)
                 assert error is None, (name, found, error)
     assert walked > positions and finished > 0.8 * walks * len(ENFORCED)
+
+
+def test_grammar_depends_on_its_schema_only() -> None:
+    """Not on the schemas that the process read before, and not on the hashes of its texts."""
+    schemas = [{"pattern": "^(?:a+|b+)c$"}, *(entry["schema"] for entry in ENFORCED.values()), {"pattern": "^(?:b+|a+)c$"}]
+
+    def printed(given: list[Any], seed: str) -> list[str]:
+        program = [sys.executable, "-c", PRINT_GRAMMARS]
+        text, variables = json.dumps(given, default=float), os.environ | {"PYTHONHASHSEED": seed}
+        found: list[str] = json.loads(subprocess.run(program, input=text, env=variables, capture_output=True, text=True, check=True).stdout)
+        return found
+
+    assert printed(schemas, "1") == printed(schemas[::-1], "2")[::-1]
 
 
 def refusal(entry: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> UnsupportedError:

@@ -175,6 +175,13 @@ def test_automata_of_bounded_lengths_take_time_linear_in_the_length() -> None:
     assert growth(build, 150, 1_200) < 24, "8 if linear, 64 if quadratic"
 
 
+def test_groups_inside_each_other_take_time_at_most_quadratic_in_their_depth() -> None:
+    def search(depth: int) -> Term:
+        return patterns.search("(" * depth + "a" + ")+" * depth)
+
+    assert growth(search, 47, 188) < 28, "16 if quadratic, 64 if cubic"
+
+
 def test_emptiness_of_a_bounded_length_takes_the_automaton_without_it() -> None:
     term = both(patterns.search("^(?:ab|c)*e*$"), repeat(ANY_CHAR, 3, 1_000))
     automaton.cache_clear()
