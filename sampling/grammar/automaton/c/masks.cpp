@@ -36,6 +36,8 @@ public:
           walk_states(walk_states_of(automaton)), plain_row(plain_rows(automaton, vocabulary.longest_plain, walk_states)),
           levels(automaton), continuations(automaton), row((size_t)vocabulary.words), large((size_t)vocabulary.words),
           ordered(vocabulary.starts.size() / 32 + 1), pushed((size_t)vocabulary.longest + 1) {
+        auto pop = std::find_if(automaton.pop.begin(), automaton.pop.end(), [](int32_t finish_set) { return finish_set >= 0; });
+        if (pop != automaton.pop.end()) first_pop = (int32_t)(pop - automaton.pop.begin());
         for (size_t part = 0; part < NUM_PARTS; part++) {
             level_of[part] = std::min((size_t)PARTS[part].quotes, levels.size() - 1);
             below_of[part].assign(levels[level_of[part]].first.size(), -1);
@@ -209,7 +211,7 @@ private:
         }
     }
 
-    bool is_plain(int32_t entry) const { return entry < SPECIAL && walk_states[(size_t)entry].pop < 0; }
+    bool is_plain(int32_t entry) const { return entry < first_pop || (entry < SPECIAL && walk_states[(size_t)entry].pop < 0); }
 
     // Adds the tokens at a node and below it; `entry` leads to the node. `size`: number of bytes up to the node.
     void follow(const Trie &trie, int32_t number, int32_t size, int32_t entry, int32_t top) {
@@ -389,6 +391,7 @@ private:
     std::vector<std::vector<uint8_t>> bytes_of; // [classes]
     std::vector<WalkState> walk_states; // [states]
     const Ints plain_row; // [states]
+    int32_t first_pop = SPECIAL; // the first state that is left at once
     Levels levels;
     Ints row_of; // [states]
     std::vector<Ints> crossing; // [states]
