@@ -31,6 +31,7 @@ public:
           entries(nfa.states.size(), NOT_FOUND), symbols_of(nfa.starts.size()) {}
 
     Automaton run() {
+        automaton.spans.reserve(nfa.states.size());
         find_live();
         split_classes();
         if (!live[nfa.starts[0]]) throw Unfit("no text satisfies it");

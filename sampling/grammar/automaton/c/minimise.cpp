@@ -275,6 +275,7 @@ Automaton minimise(Automaton automaton) {
     smaller.finish_sets = automaton.finish_sets;
     smaller.counters = automaton.counters;
     smaller.class_of = automaton.class_of;
+    smaller.spans.reserve(automaton.spans.size());
     Interned moves;
     Ints renamed_moves(automaton.moves.size(), DEAD); // as entries
     auto renamed_move = [&](int32_t entry) {
