@@ -23,8 +23,8 @@ struct SparseRow {
         for (const int32_t *at = pairs.first; at < pairs.last; at += 2) set((uint32_t)at[0], (uint32_t)at[1]);
     }
 
-    // Removes the nonzero words; all numbers are from `first` to before `past_last`. Pairs of word index and bits, in order; valid until the
-    // next call.
+    // Removes the nonzero words; all numbers are from `first` to before `past_last`. Pairs of word index and bits, in order; valid until
+    // the next call.
     Slice<int32_t> take(size_t first, size_t past_last) {
         int32_t *past = pairs.data();
         uint64_t *begin = used.data(), *end = begin + (past_last + 2047) / 2048;
