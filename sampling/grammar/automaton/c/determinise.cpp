@@ -28,9 +28,10 @@ class Determiniser {
 public:
     Determiniser(const Nfa &nfa, const Limits &limits)
         : nfa(nfa), limits(limits), closure_of_state(nfa.states.size(), -1), stamps(nfa.states.size(), 0),
-          entries(nfa.states.size(), NOT_FOUND) {}
+          entries(nfa.states.size(), NOT_FOUND), symbols_of(nfa.starts.size()) {}
 
     Automaton run() {
+        automaton.spans.reserve(nfa.states.size());
         find_live();
         split_classes();
         if (!live[nfa.starts[0]]) throw Unfit("no text satisfies it");
@@ -363,8 +364,13 @@ private:
     // Adds the states after each pair of a finish set and a symbol. Returns whether there are new states.
     bool add_returns() {
         int32_t before = sets.size();
+        for (int32_t symbol = symbols_done; symbol < symbols.size(); symbol++)
+            for (int32_t value : symbols.of(symbol))
+                if (value < 0)
+                    if (Ints &of = symbols_of[(size_t)(-1 - value)]; of.empty() || of.back() != symbol) of.push_back(symbol);
         for (int32_t finish = 0; finish < finish_sets.size(); finish++)
-            for (int32_t symbol = finish < finish_done ? symbols_done : 0; symbol < symbols.size(); symbol++) {
+            for (int32_t symbol : symbols_of[(size_t)*finish_sets.of(finish).begin()]) {
+                if (finish < finish_done && symbol < symbols_done) continue;
                 Ints members;
                 bool all = true;
                 for (int32_t called : finish_sets.of(finish)) {
@@ -402,6 +408,7 @@ private:
     std::vector<Nfa::Edge> ranges, active; // ranges of byte classes
     int32_t past = 0;
     std::vector<Ints> called_starts;
+    std::vector<Ints> symbols_of; // [automata] the symbols with calls of each
     std::map<std::pair<int32_t, int32_t>, int32_t> returns;
     int32_t finish_done = 0, symbols_done = 0;
 };

@@ -64,7 +64,7 @@ private:
     }
 
     void grow() {
-        std::vector<Slot> before(slots.size() * 2);
+        std::vector<Slot> before(slots.size() * 4);
         before.swap(slots);
         for (const Slot &slot : before) {
             if (slot.number < 0) continue;

@@ -41,6 +41,7 @@ void Levels::leave_out_quotes() {
     unquoted.classes = automaton.classes;
     unquoted.accepts.assign((size_t)automaton.states, 0);
     unquoted.pop = automaton.pop;
+    unquoted.spans.reserve(automaton.spans.size());
     Interned moves;
     for (int32_t state = 0; state < automaton.states; state++) {
         for (const Span &span : automaton.spans_of(state)) {

@@ -36,13 +36,17 @@ public:
           walk_states(walk_states_of(automaton)), plain_row(plain_rows(automaton, vocabulary.longest_plain, walk_states)),
           levels(automaton), continuations(automaton), row((size_t)vocabulary.words), large((size_t)vocabulary.words),
           ordered(vocabulary.starts.size() / 32 + 1), pushed((size_t)vocabulary.longest + 1) {
+        auto pop = std::find_if(automaton.pop.begin(), automaton.pop.end(), [](int32_t finish_set) { return finish_set >= 0; });
+        if (pop != automaton.pop.end()) first_pop = (int32_t)(pop - automaton.pop.begin());
         for (size_t part = 0; part < NUM_PARTS; part++) {
             level_of[part] = std::min((size_t)PARTS[part].quotes, levels.size() - 1);
             below_of[part].assign(levels[level_of[part]].first.size(), -1);
-            Ints &before = first_before[part];
-            before.assign((size_t)automaton.classes + 1, 0);
-            for (size_t byte = 0; byte < 256; byte++) before[automaton.class_of[byte] + 1] += vocabulary.tries[part].first_of[byte] > 0;
-            std::partial_sum(before.begin(), before.end(), before.begin());
+            for (const auto &bytes : bytes_of) {
+                first_before[part].push_back((int32_t)first_nodes[part].size());
+                for (uint8_t byte : bytes)
+                    if (int32_t node = vocabulary.tries[part].first_of[byte]) first_nodes[part].push_back(node);
+            }
+            first_before[part].push_back((int32_t)first_nodes[part].size());
         }
     }
 
@@ -97,13 +101,13 @@ private:
             if (!known[bytes].empty() && (found = known[bytes][(size_t)level.coarser[bytes][(size_t)class_id]]) >= 0) return found;
         followed = 1; // also in a state that reads no byte
         const Trie &trie = vocabulary.tries[part];
-        if (!automaton.sum_of(state, first_before[part])) return found = none >= 0 ? none : none = keep_below([] {});
-        found = keep_below([&] {
+        if (!automaton.sum_of(state, first_before[part])) return found = none >= 0 ? none : none = keep_below(0, 0, [] {});
+        found = keep_below(0, trie.tokens.size(), [&] {
             steps += trie.nodes[Trie::ROOT + 1].first_child - 1; // the number of children of the root
+            const Ints &before = first_before[part];
             for (const Span &span : automaton.spans_of(state)) // most states read few bytes
-                for (int32_t c = span.low; c < span.end; c++)
-                    for (uint8_t byte : bytes_of[(size_t)c])
-                        if (trie.first_of[byte] && span.entry >= 0) follow(trie, trie.first_of[byte], 1, span.entry, 0);
+                for (int32_t at = before[(size_t)span.low]; at < before[(size_t)span.end]; at++)
+                    follow(trie, first_nodes[part][(size_t)at], 1, span.entry, 0);
         });
         if (level.coarser.empty() || (followed >= (int32_t)level.coarser.size() && !level.is_final)) return found;
         size_t bytes = std::min((size_t)followed, level.coarser.size() - 1);
@@ -126,7 +130,8 @@ private:
         if (at == known.end()) {
             if (below_bits.total() + below_crossed.size() > MAX_BELOW) return false;
             int32_t before = std::exchange(followed, 0);
-            at = known.emplace(key, keep_below([&] { walk_children(trie, node, size, state, 0); })).first;
+            auto begin = (size_t)trie.nodes[(size_t)node].below_token, end = (size_t)trie.nodes[(size_t)node].end_token;
+            at = known.emplace(key, keep_below(begin, end, [&] { walk_children(trie, node, size, state, 0); })).first;
             followed = before;
         }
         const Below &found = below[(size_t)at->second];
@@ -136,8 +141,8 @@ private:
         return true;
     }
 
-    // Stores the tokens that `walk` finds, without those found so far. Returns their number in `below`.
-    template <class Walk> int32_t keep_below(const Walk &walk) {
+    // Stores the tokens from `first` to before `past_last` that `walk` finds, without those found so far. Returns their number in `below`.
+    template <class Walk> int32_t keep_below(size_t first, size_t past_last, const Walk &walk) {
         if (level == spares.size()) spares.emplace_back(ordered.bits.size());
         SparseRow &spare = spares[level++];
         std::swap(ordered, spare);
@@ -145,7 +150,7 @@ private:
         walk();
         if (steps > limits.steps) exceeded("steps", limits.steps);
         crossed = outer;
-        Slice<int32_t> pairs = ordered.take();
+        Slice<int32_t> pairs = ordered.take(first, past_last);
         size_t begin = below_crossed.size();
         below_crossed.insert(below_crossed.end(), found.begin(), found.end());
         int32_t bits = below_bits.add(pairs.first, pairs.size()).number;
@@ -173,7 +178,8 @@ private:
         Ints &words = large_parts[(uint64_t)part << 32 | (uint32_t)number];
         if (words.empty()) {
             add_to(large);
-            for (int32_t value : large.take()) words.push_back(value);
+            Slice<int32_t> found = large.take(0, 32 * (size_t)vocabulary.words);
+            words.assign(found.begin(), found.end());
         }
         row.set({words.data(), words.data() + words.size()});
     }
@@ -205,7 +211,7 @@ private:
         }
     }
 
-    bool is_plain(int32_t entry) const { return entry < SPECIAL && walk_states[(size_t)entry].pop < 0; }
+    bool is_plain(int32_t entry) const { return entry < first_pop || (entry < SPECIAL && walk_states[(size_t)entry].pop < 0); }
 
     // Adds the tokens at a node and below it; `entry` leads to the node. `size`: number of bytes up to the node.
     void follow(const Trie &trie, int32_t number, int32_t size, int32_t entry, int32_t top) {
@@ -270,7 +276,7 @@ private:
     void add_row(int32_t base) {
         const int32_t *plain = base == -1 ? nullptr : vocabulary.plain.data() + (size_t)(-2 - base) * (size_t)vocabulary.words;
         bool any_text = plain && std::any_of(plain, plain + vocabulary.words, [](int32_t word) { return word != 0; });
-        Slice<int32_t> pairs = row.take();
+        Slice<int32_t> pairs = row.take(0, 32 * (size_t)vocabulary.words);
         size_t words = (size_t)vocabulary.words, begin = change_word.size(), past = begin;
         change_word.resize(begin + pairs.size() / 2), change_value.resize(change_word.size());
         for (const int32_t *at = pairs.first; at < pairs.last; at += 2) {
@@ -321,11 +327,10 @@ private:
     size_t packed_size() const { return narrow ? (automaton.next.size() + 1) / 2 : automaton.next.size(); }
     void pack_entries(int32_t *entries) const { // IMAGE_NEXT
         const Ints &next = automaton.next;
-        auto renumbered = [](int32_t entry) { return (uint32_t)(entry >= SPECIAL ? SPECIAL - 2 - entry : entry); };
-        if (!narrow) std::transform(next.begin(), next.end(), entries, renumbered);
-        for (size_t at = 0; narrow && at < next.size() / 2; at++)
-            entries[at] = (int32_t)((renumbered(next[2 * at]) & 0xFFFF) | renumbered(next[2 * at + 1]) << 16);
-        if (narrow && next.size() % 2) entries[next.size() / 2] = (int32_t)(renumbered(next.back()) & 0xFFFF);
+        auto renumbered = [](int32_t entry) { return entry >= SPECIAL ? SPECIAL - 2 - entry : entry; };
+        if (!narrow) return void(std::transform(next.begin(), next.end(), entries, renumbered));
+        auto past = std::transform(next.begin(), next.end(), (int16_t *)entries, renumbered);
+        if (next.size() % 2) *past = 0;
     }
 
     Image assembled() {
@@ -386,11 +391,12 @@ private:
     std::vector<std::vector<uint8_t>> bytes_of; // [classes]
     std::vector<WalkState> walk_states; // [states]
     const Ints plain_row; // [states]
+    int32_t first_pop = SPECIAL; // the first state that is left at once
     Levels levels;
     Ints row_of; // [states]
     std::vector<Ints> crossing; // [states]
     std::array<size_t, NUM_PARTS> level_of{};
-    std::array<Ints, NUM_PARTS> first_before; // [classes + 1] prefix sums over classes: bytes that begin a token
+    std::array<Ints, NUM_PARTS> first_nodes, first_before; // the children of the root by class; [classes + 1] where those of each begin
     std::array<Ints, NUM_PARTS> below_of; // [classes of the level] number in `below`, or -1
     std::array<std::vector<Ints>, NUM_PARTS> parts_like; // [bytes][class] number in `below` of a part that depends on so many bytes, or -1
     Interned parts_of_rows; // the parts, whether the text may end, and the base

@@ -24,14 +24,19 @@ void merge_classes(Automaton &automaton) {
         }
     std::partial_sum(hashes.begin(), hashes.end(), hashes.begin());
     Ints same(classes), others; // the first class with the hash, and the classes that are not the first
+    Ints shared_before(classes + 1, 0); // prefix sums over classes: 1 for a class with the hash of another
     std::unordered_map<uint64_t, int32_t> first;
     for (size_t at = 0; at < classes; at++) {
         same[at] = first.emplace(hashes[at], (int32_t)at).first->second;
-        if (same[at] != (int32_t)at) others.push_back((int32_t)at);
+        if (same[at] == (int32_t)at) continue;
+        others.push_back((int32_t)at);
+        shared_before[at + 1] = shared_before[(size_t)same[at] + 1] = 1;
     }
     if (others.empty()) return;
+    std::partial_sum(shared_before.begin(), shared_before.end(), shared_before.begin());
     Ints row(classes);
     for (int32_t state = 0; state < automaton.states; state++) {
+        if (!automaton.sum_of(state, shared_before)) continue; // most states read other classes only
         std::fill(row.begin(), row.end(), DEAD);
         for (const Span &span : automaton.spans_of(state)) std::fill(row.begin() + span.low, row.begin() + span.end, span.entry);
         for (int32_t at : others)
@@ -148,8 +153,9 @@ private:
 
     void mark(int32_t node) {
         Block &block = blocks[(size_t)block_of[(size_t)node]];
+        if (block.past - block.first == 1) return;
         int32_t from = place[(size_t)node], to = block.first + block.marked;
-        if (from < to || block.past - block.first == 1) return;
+        if (from < to) return;
         put(from, elements[(size_t)to]);
         put(to, node);
         if (!block.marked++) touched.push_back(block_of[(size_t)node]);
@@ -236,7 +242,6 @@ std::array<Ints, 2> equivalent_states(const Automaton &automaton, const std::fun
 }
 
 Automaton minimise(Automaton automaton) {
-    merge_classes(automaton);
     Blocks blocks(automaton);
     Ints number(blocks.size(), -1), kept;
     auto keep = [&](int32_t state) {
@@ -270,6 +275,7 @@ Automaton minimise(Automaton automaton) {
     smaller.finish_sets = automaton.finish_sets;
     smaller.counters = automaton.counters;
     smaller.class_of = automaton.class_of;
+    smaller.spans.reserve(automaton.spans.size());
     Interned moves;
     Ints renamed_moves(automaton.moves.size(), DEAD); // as entries
     auto renamed_move = [&](int32_t entry) {

@@ -61,8 +61,9 @@ private:
     }
 
     void choose_called() {
+        auto components = graph.recursive_components(called);
         auto each_recursive = [&](const auto &found) { // calls found(alternative, component) for alternatives that recurse in the middle
-            for (auto &component : graph.recursive_components(called)) {
+            for (auto &component : components) {
                 if (graph.linearity(component, called)) continue;
                 for (int32_t rule : component)
                     graph.each_alternative(graph.grammar.bodies[rule], [&](int32_t alternative) {
@@ -75,11 +76,13 @@ private:
         std::set<int32_t> bracketed, parts;
         each_recursive([&](int32_t alternative, auto &) { if (graph.bracket_of(alternative) >= 0) bracketed.insert(alternative); });
         called = bracketed;
+        if (!called.empty()) components = graph.recursive_components(called);
         each_recursive([&](int32_t alternative, auto &component) {
             if (int32_t part = graph.split(alternative, component); part >= 0) parts.insert(part);
         });
         called.insert(parts.begin(), parts.end());
-        for (auto &component : graph.recursive_components(called)) {
+        if (!parts.empty()) components = graph.recursive_components(called);
+        for (auto &component : components) {
             char kind = graph.linearity(component, called);
             if (!kind) throw Unfit("it has a recursion that is not enclosed in literal text");
             if (kind == 'l')

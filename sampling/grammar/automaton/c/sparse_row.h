@@ -23,13 +23,14 @@ struct SparseRow {
         for (const int32_t *at = pairs.first; at < pairs.last; at += 2) set((uint32_t)at[0], (uint32_t)at[1]);
     }
 
-    // Removes the nonzero words. Pairs of word index and bits, in order; valid until the next call.
-    Slice<int32_t> take() {
+    // Removes the nonzero words; all numbers are from `first` to before `past_last`. Pairs of word index and bits, in order; valid until
+    // the next call.
+    Slice<int32_t> take(size_t first, size_t past_last) {
         int32_t *past = pairs.data();
-        uint64_t *begin = used.data(), *end = begin + used.size();
-        for (uint64_t *at = begin; at < end; at++)
-            for (; *at; *at &= *at - 1) {
-                size_t word = (size_t)(at - begin) * 64 + (size_t)__builtin_ctzll(*at);
+        uint64_t *begin = used.data(), *end = begin + (past_last + 2047) / 2048;
+        for (uint64_t *at = begin + first / 2048; at < end; at++)
+            for (uint64_t left = std::exchange(*at, 0); left; left &= left - 1) {
+                size_t word = (size_t)(at - begin) * 64 + (size_t)__builtin_ctzll(left);
                 *past++ = (int32_t)word, *past++ = (int32_t)std::exchange(bits[word], 0);
             }
         return {pairs.data(), past};

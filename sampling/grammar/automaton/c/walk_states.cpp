@@ -29,8 +29,13 @@ std::vector<WalkState> walk_states_of(const Automaton &automaton) {
         auto is_same = [&](int32_t c) { return target_of_class(state, c) == found; };
         return found >= 0 && std::all_of(classes[group].begin() + 1, classes[group].end(), is_same) ? found : DEAD;
     };
+    Ints words((size_t)automaton.classes + 1, 0); // prefix sums over classes: 1 for those of letters and digits
+    for (int word : ByteGroups::WORDS)
+        for (int32_t c : classes[(size_t)word]) words[(size_t)c + 1] = 1;
+    std::partial_sum(words.begin(), words.end(), words.begin());
     Ints next((size_t)automaton.states, DEAD), path; // next: the target of most letters or digits
     for (int32_t state = 0; state < automaton.states; state++) {
+        if (!automaton.sum_of(state, words)) continue;
         int32_t &to = next[(size_t)state];
         for (int word : ByteGroups::WORDS)
             if (to < 0) to = target_of_group(state, (size_t)word);
@@ -108,8 +113,8 @@ Ints plain_rows(const Automaton &automaton, int32_t longest, std::vector<WalkSta
     bool any = true;
     for (int32_t round = 0; any && round < longest; round++) {
         any = false;
-        for (int32_t state : open) {
-            int32_t low = longest, high = 0;
+        for (size_t at = open.size(); at-- > 0;) { // a state mostly leads to later ones
+            int32_t state = open[at], low = longest, high = 0;
             for (int32_t to : after[state]) low = std::min(low, surely[to] + 1), high = std::max(high, maybe[to] + 1);
             high = std::min(longest + 1, high);
             any |= low != surely[state] || high != maybe[state];
