@@ -327,10 +327,11 @@ private:
     size_t packed_size() const { return narrow ? (automaton.next.size() + 1) / 2 : automaton.next.size(); }
     void pack_entries(int32_t *entries) const { // IMAGE_NEXT
         const Ints &next = automaton.next;
-        auto renumbered = [](int32_t entry) { return entry >= SPECIAL ? SPECIAL - 2 - entry : entry; };
-        if (!narrow) return void(std::transform(next.begin(), next.end(), entries, renumbered));
-        auto past = std::transform(next.begin(), next.end(), (int16_t *)entries, renumbered);
-        if (next.size() % 2) *past = 0;
+        auto renumbered = [](int32_t entry) { return (uint32_t)(entry >= SPECIAL ? SPECIAL - 2 - entry : entry); };
+        if (!narrow) std::transform(next.begin(), next.end(), entries, renumbered);
+        for (size_t at = 0; narrow && at < next.size() / 2; at++)
+            entries[at] = (int32_t)((renumbered(next[2 * at]) & 0xFFFF) | renumbered(next[2 * at + 1]) << 16);
+        if (narrow && next.size() % 2) entries[next.size() / 2] = (int32_t)(renumbered(next.back()) & 0xFFFF);
     }
 
     Image assembled() {
