@@ -22,7 +22,7 @@ BUDGETS = {  # each was the count when it was frozen; what made it grow, in abou
     # of seconds 50, adapters that are replaced 20, clients of the server and interrupts of commands 40, names of SGLang's settings 15.
     # Types of parsed values 29, allowed tools 6. Log-probabilities of prompts 58, flags that are refused 33, faults 18, less 31 of what was
     # said twice
-    "runtime": 16_829,
+    "runtime": 16_828,
     # 7,588 at first. Quantised products 900, experts 640, sums over ranks and parts of vocabularies 470, adapters 180, rings inside the
     # graph 180, more rules of the tape and small operations of its replays 600, proposed chains 190, caches in eight bits 130, tags of
     # masks checked on the side stream 16, pages that grow 12. Then 12,240. Processors that change their input and reprs 13,

@@ -147,14 +147,14 @@ def parse_request(
     given = {} if chat else _given_prompts(fields)
     if (choices := n * max(1, len(given))) > max_choices:  # before their prompts are encoded
         refuse("n" if chat else "prompt", choices, f"at most {max_choices} choices, the most that this server holds")
-    prompts = [_chat_prompt(fields, tools, codec, max_length)] if chat else _prompts(fields, given, codec, max_length)
+    echo = _checked(fields, "echo", _BOOL, False)
+    prompts = [_chat_prompt(fields, tools, codec, max_length)] if chat else _prompts(fields, given, codec, max_length, echo)
     budget = _checked(fields, "thinking_token_budget", _BUDGET)
     reasoning = reasoning_of(prompts[0].ids, codec, _template_variables(fields), budget) if chat else None
     if budget is not None and reasoning is None:
         refuse("thinking_token_budget", budget, "none: the answer has no reasoning between <think> and </think>")
     stops = _stops(fields)  # in a text with calls or reasoning, the runtime would find them there too
     logprobs, own = _logprobs(fields, chat), _checked(fields, "prompt_logprobs", whole(0, MAX_CHAT_LOGPROBS))
-    echo = _checked(fields, "echo", _BOOL, False)
     of_prompt = max([count for count in (own, logprobs[1] if echo and logprobs[0] else None) if count is not None], default=None)
     sampling = _sampling(fields, logprobs, stops if tools is None and reasoning is None else (), of_prompt)
     constraint, constraint_field = _constraint(fields, tools)
@@ -267,13 +267,12 @@ def _template_variables(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {"reasoning_effort": effort, **({"enable_thinking": False} if effort == "none" else {}), **variables}
 
 
-def _max_tokens(fields: Mapping[str, Any], field: str, prompt: int, max_length: int, default: int) -> int:
+def _max_tokens(fields: Mapping[str, Any], field: str, prompt: int, max_length: int, default: int, least: int = 1) -> int:
     """Most tokens of the answer. HttpError if the prompt, or the prompt with the answer, is too long. field: of the prompt."""
     room, context = max_length - prompt, f". This model's maximum context length is {max_length} tokens."  # LiteLLM looks for this text
     if room < 1 or prompt < 1:
         message = f"{field}: got {prompt} tokens, expected 1 to {max_length - 1}"
         raise HttpError(400, message + context * (prompt > 0), field, "context_length_exceeded" if prompt else None)
-    least = int(fields.get("echo") is not True)  # 0: the answer is the prompt
     expected = f"a whole number from {least} to {room}: {max_length} tokens less {prompt} of {field}"
     value: int = min(default, room)
     for name in ("max_tokens", "max_completion_tokens"):  # the last one counts
@@ -291,12 +290,12 @@ def _given_prompts(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {f"prompt[{index}]": prompt for index, prompt in enumerate(given)} if several else {"prompt": given}
 
 
-def _prompts(fields: Mapping[str, Any], given: Mapping[str, Any], codec: TextCodec, max_length: int) -> list[Prompt]:
-    echo, prompts = _checked(fields, "echo", _BOOL, False), []
+def _prompts(fields: Mapping[str, Any], given: Mapping[str, Any], codec: TextCodec, max_length: int, echo: bool) -> list[Prompt]:
+    prompts, least = [], int(not echo)  # 0 tokens: the answer is the prompt
     for field, prompt in given.items():
         ids = _prompt_ids(prompt, field, codec)
         text = (prompt if isinstance(prompt, str) else codec.decode(ids)) if echo else ""
-        prompts.append(Prompt(ids, _max_tokens(fields, field, len(ids), max_length, 16), text))
+        prompts.append(Prompt(ids, _max_tokens(fields, field, len(ids), max_length, 16, least), text))
     return prompts
 
 
