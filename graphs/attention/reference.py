@@ -32,6 +32,8 @@ def reference_attention(
 ) -> Tensor:
     """`attention` in float32 and plain torch. A query's result has the same bits in any batch and with any length of the tables."""
     batch, count, heads, size = query.shape
+    if not query.numel():  # no length has a maximum
+        return query.clone()
     kv_heads, device = keys.shape[1], query.device
     last = torch.where(slots >= page_size, positions, -1).amax(1, keepdim=True)  # inert positions do not count
     if device.type == "cpu":  # the only device where reading a length is free: a table is mostly unused

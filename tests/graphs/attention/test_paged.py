@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stepgraph.graphs import BufferSpec, Limits, StaticBuffers, TapeBackend, run_eager
 from stepgraph.graphs.attention.paged import attention, paged_attention
-from stepgraph.graphs.attention.reference import PART, by_reference
+from stepgraph.graphs.attention.reference import PART, by_reference, reference_attention
 from stepgraph.graphs.model import cache_specs
 from stepgraph.graphs.model_call import Attend, ModelInput
 
@@ -145,10 +145,11 @@ def test_arguments_of_wrong_shapes_are_refused() -> None:
         attention(case.query.bfloat16(), case.keys, case.values, case.inputs)
 
 
-def test_no_query() -> None:
+@pytest.mark.parametrize("attend", [paged_attention, reference_attention])
+def test_no_query(attend: Any) -> None:
     none = torch.zeros(1, 0, dtype=torch.int64)
     cache = torch.zeros(8, 1, 16)
-    assert paged_attention(torch.zeros(1, 0, 2, 16), cache, cache, none, none, none, 8, 0, 1.0).shape == (1, 0, 2, 16)
+    assert attend(torch.zeros(1, 0, 2, 16), cache, cache, none, none, none, 8, 0, 1.0).shape == (1, 0, 2, 16)
 
 
 def test_tape_writes_and_reads_the_cache_in_place() -> None:

@@ -16,6 +16,7 @@ from stepgraph.runtime.request_queue import RequestQueue
 from stepgraph.runtime.serve import app
 from stepgraph.runtime.serve.http import Bounds, json_response
 from stepgraph.sampling.grammar.compile import backends
+from tests.helpers.c_library import needs_c
 from tests.helpers.running_server import CHAT, FORMAT, ON, RunningServer, engine_of, running
 
 PROMPTS = ["ab", "the second one", "c"]
@@ -210,6 +211,7 @@ def test_a_body_of_any_depth_is_answered_or_refused(server: RunningServer) -> No
     assert statuses <= {200, 400}
 
 
+@needs_c  # xgrammar takes more memory than a compile may
 def test_long_bodies_are_read_and_their_constraints_checked_once_outside_the_event_loop(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,6 +39,7 @@ from stepgraph.runtime.serve.http import Bounds
 from stepgraph.runtime.serve.serving import EngineServing
 from tests.helpers.adapters import save_adapter
 from tests.helpers.aio_runs import Gate as Steps
+from tests.helpers.c_library import needs_c
 from tests.helpers.command_models import model_folder, tiny_model
 from tests.helpers.running_server import CHAT, FLAGS, FORMAT, ON, SCHEMA, SECONDS, TOOLS, RunningServer, engine_of, running
 from tests.sampling.grammar.compile.test_compiler import waited
@@ -402,6 +403,7 @@ def test_unsupported_fields_are_refused_by_name(server: RunningServer) -> None:
     )
 
 
+@needs_c
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_text_beyond_a_limit_of_its_constraint_is_a_wrong_request(server: RunningServer, stream: bool) -> None:
     opening = {str(server.engine.vocabulary.tokens.index(b"(")): 100}

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, MaskStatus, Vocabulary
 from stepgraph.sampling.grammar.matchers import forced as module
 from stepgraph.sampling.grammar.matchers.forced import FORCED_BYTES, MAX_LEGAL, ForcedText, TokenLookup, token_lookup
+from tests.helpers.c_library import needs_c
 from tests.helpers.toy_engines import COMPILER, CONSTRAINTS, VOCABULARY
 
 NAMES = ["name", "email_address", "HTTPStatusCode", "isActive", "postal_code", "übersetzung", "created_at", "x1"]
@@ -238,6 +239,7 @@ def test_forced_bytes_leaves_the_matcher_unchanged(constraint: Constraint) -> No
 # matchers
 
 
+@needs_c
 def test_a_part_of_a_character_can_be_forced() -> None:
     vocabulary = Vocabulary([*(bytes([code]) for code in range(256)), b"<end>"], [256])
     walk = Walk(GrammarCompiler(vocabulary).compile(Constraint.choice(["é!", "è!"])))
