@@ -75,8 +75,9 @@ def open_checkpoint(path: str | Path, dtype: torch.dtype | None = None, weights:
         source = gguf = GgufSource(path, dtype or torch.bfloat16)
         config = read_config(gguf.config)
         kind = gguf.metadata["general.architecture"]
-        if (rotated := gguf.metadata.get(f"{kind}.rope.dimension_count", config.head_size)) != config.head_size:
-            raise ValueError(f"{path}: {kind}.rope.dimension_count: got {rotated!r:.100}, expected {config.head_size}, the size of a head")
+        size = config.rope.rotated_size or config.head_size
+        if (rotated := gguf.metadata.get(f"{kind}.rope.dimension_count", size)) != size:
+            raise ValueError(f"{path}: {kind}.rope.dimension_count: got {rotated!r:.100}, expected {size}, the size of a head")
         rope, count, divisors = config.rope, config.head_size // 2, gguf.rope_divisors
         if divisors and (rope != RopeConfig(rope.theta) or len(divisors) != count or not all(0 < each < math.inf for each in divisors)):
             raise ValueError(f"{path}: rope_freqs.weight: got {divisors!r:.200}, expected {count} numbers above 0, and no other scaling")

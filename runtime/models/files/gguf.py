@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.layers.quantised import TILE, Grouped
-from stepgraph.runtime.models.files.config_fields import LLAMA, MIXTRAL, QWEN_2, QWEN_3, QWEN_EXPERTS
+from stepgraph.runtime.models.files.config_fields import GEMMA, GPT_OSS, LLAMA, MIXTRAL, PHI, QWEN_2, QWEN_3, QWEN_EXPERTS
 from stepgraph.runtime.models.files.quantised_folder import ConfigFields
 from stepgraph.runtime.models.files.weights import FLOATS, StoredTensor
 from stepgraph.sampling.fields import is_int
 from stepgraph.sampling.grammar.tokenizers.gguf import GgufHeader, GgufTensor, read_gguf_header
 
-ARCHITECTURES = {"llama": LLAMA, "qwen2": QWEN_2, "qwen3": QWEN_3, "qwen3moe": QWEN_EXPERTS}
+_GEMMA, _PHI, _GPT_OSS = "gemma3", "phi3", "gpt-oss"
+ARCHITECTURES = {"llama": LLAMA, "qwen2": QWEN_2, "qwen3": QWEN_3, "qwen3moe": QWEN_EXPERTS, _GEMMA: GEMMA, _PHI: PHI, _GPT_OSS: GPT_OSS}
 _ROTATED_PAIRS = (LLAMA, MIXTRAL)  # a llama with experts is a Mixtral
 _ROWS_AT_ONCE = 32  # the package handles 16 rows per call, which is too little work
 _VALUES_AT_ONCE = 2**18  # float32 values that fit in a cache
@@ -41,9 +42,11 @@ _CONFIG_KEYS = {
     "num_local_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
+    "final_logit_softcapping": "final_logit_softcapping",
 }
 _YARN_OPTIONS = {"yarn_ext_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0, "yarn_log_multiplier": 0.0}
 _TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head", "rope_freqs": "rope_freqs"}
+_TOP_NAMES |= {name: name for name in ("rope_factors_short", "rope_factors_long")}
 _LAYER_NAMES = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -57,7 +60,14 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_ROPE_DIVISORS = "rope_freqs.weight"
+_FAMILY_NAMES = {
+    _GEMMA: {
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
+    _PHI: {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+}
 _EXPERT_TENSORS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")  # [experts, out, in]
 _EACH_EXPERT = "<expert>"
 
@@ -87,12 +97,17 @@ class GgufSource:
             data = np.asarray(np.memmap(part, mode="r"))  # operations on a memmap itself are slow
             for name, tensor in header.tensors.items():
                 self._add(part, data, name, tensor)
+        self.rope_divisors = self._pop_numbers("rope_freqs")  # of Llama 3.1 and later
         self.config = self._read_config()
-        divisors = self.tensors.get(_ROPE_DIVISORS)  # of Llama 3.1 and later
-        if divisors and not divisors.readable:
-            raise ValueError(f"{path}: rope_freqs.weight: got tensor type {divisors.kind}, expected F32, F16 or BF16")
-        self.rope_divisors = self.read(_ROPE_DIVISORS).tolist() if divisors else []
-        self.tensors.pop(_ROPE_DIVISORS, None)
+
+    def _pop_numbers(self, name: str) -> list[float]:
+        """The numbers of a tensor that is no parameter, empty if there is none."""
+        stored = self.tensors.get(f"{name}.weight")
+        if stored and not stored.readable:
+            raise ValueError(f"{self._path}: {name}.weight: got tensor type {stored.kind}, expected F32, F16 or BF16")
+        numbers = self.read(f"{name}.weight").flatten().tolist() if stored else []
+        self.tensors.pop(f"{name}.weight", None)
+        return numbers
 
     def _add(self, path: Path, data: Bytes, stored_name: str, tensor: GgufTensor) -> None:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
@@ -143,29 +158,55 @@ class GgufSource:
             # GGUF stores the two elements of a rotated pair next to each other; in the model they are half a head apart.
             heads = self.config[num_heads] or self.config["num_attention_heads"]
             tensor = tensor.view(heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
-        return tensor
+        return tensor - 1 if self._kind == _GEMMA and name.endswith("norm.weight") else tensor  # the model adds 1 to weights of norms
 
     def _read_config(self) -> dict[str, Any]:
         metadata, kind = self.metadata, self._kind
-        start = f"{kind}.rope.scaling."
-        stated = {key.removeprefix(start): value for key, value in metadata.items() if key.startswith(start)}
-        stated = {"type": "linear", "factor": metadata.get(f"{kind}.rope.scale_linear"), **stated}  # the defaults of llama.cpp
-        scaling = ConfigFields(stated, f"{self._path}: {kind}.rope.scaling")
-        is_yarn = scaling.one_of("type", "none", "linear", "yarn") == "yarn"
-        for name, default in (_YARN_OPTIONS | ({} if is_yarn else {"attn_factor": 1.0})).items():
-            scaling.one_of(name, None, default)
         embedding = self.tensors.get("model.embed_tokens.weight")
         fields = {ours: metadata.get(f"{kind}.{theirs}") for ours, theirs in _CONFIG_KEYS.items()}
+        hidden, heads, rotated = fields["hidden_size"], fields["num_attention_heads"], metadata.get(f"{kind}.rope.dimension_count")
+        head_size = hidden // heads if is_int(hidden) and is_int(heads) and heads else None
+        window = metadata.get(f"{kind}.attention.sliding_window") if kind in (_GEMMA, _PHI) else None
+        if kind == _GEMMA:
+            self._fields("attention").one_of("sliding_window_pattern", None, 6)
+            by_width = fields["num_hidden_layers"] == 62 or fields["head_dim"] is None  # Gemma 3 27B, as in llama.cpp
+            fields["query_pre_attn_scalar"] = head_size if by_width else fields["head_dim"]
         return fields | {
             "architectures": [MIXTRAL if kind == "llama" and fields["num_local_experts"] else ARCHITECTURES[kind]],
             "rope_theta": metadata.get(f"{kind}.rope.freq_base", 10_000.0),  # of all architectures, as in llama.cpp
+            "rope_local_base_freq": metadata.get(f"{kind}.rope.freq_base_swa", 10_000.0),
+            "partial_rotary_factor": rotated / head_size if kind == _PHI and is_int(rotated) and head_size else None,
+            "sliding_window": window or None,
+            "sliding_window_pattern": 6 if window else 1,
             "vocab_size": embedding.shape[0] if embedding else None,
             "tie_word_embeddings": "lm_head.weight" not in self.tensors,
             "norm_topk_prob": True,  # llama.cpp supports no other models of this architecture
-            "rope_scaling": None if stated["type"] == "none" else stated | {"factor": stated["factor"] or 1.0},
-            "original_max_position_embeddings": stated.get("original_context_length"),
+            "rope_scaling": self._read_scaling(),
+            "original_max_position_embeddings": metadata.get(f"{kind}.rope.scaling.original_context_length"),
             "dtype": "bfloat16",
         }
+
+    def _read_scaling(self) -> dict[str, Any]:
+        short, long = (self._pop_numbers(f"rope_factors_{name}") for name in ("short", "long"))
+        linear = {"type": "linear", "factor": self.metadata.get(f"{self._kind}.rope.scale_linear")}  # the defaults of llama.cpp
+        scaling = self._fields("rope.scaling", linear)
+        factors = bool(short or long)
+        kind = scaling.one_of("type", "none", "linear", "longrope" if factors else "yarn")
+        for name, default in (_YARN_OPTIONS | ({} if factors or kind == "yarn" else {"attn_factor": 1.0})).items():
+            scaling.one_of(name, None, default)
+        stated = scaling.config
+        if factors:
+            scaling.one_of("factor", None, 0.0, 1.0)
+            return {"rope_type": "longrope", "short_factor": short, "attention_factor": stated.get("attn_factor", 1.0)}
+        if kind == "none" or (kind == "linear" and stated["factor"] in (None, 0.0, 1.0)):
+            return {"rope_type": "default"}
+        return {**stated, "rope_type": kind, "factor": stated["factor"] or 1.0}
+
+    def _fields(self, section: str, defaults: Mapping[str, Any] | None = None) -> ConfigFields:
+        """The metadata of the architecture in a section."""
+        start = f"{self._kind}.{section}."
+        stated = {key.removeprefix(start): value for key, value in self.metadata.items() if key.startswith(start)}
+        return ConfigFields({**(defaults or {}), **stated}, f"{self._path}: {start[:-1]}")
 
     def _renamed(self, stored: str, dimensions: int) -> str:
         """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight; with _EACH_EXPERT for a tensor of all experts."""
@@ -174,6 +215,7 @@ class GgufSource:
         block = _LAYER_NAMES | ({"ffn_gate_inp": f"{mlp}.gate"} if has_experts else {})
         if dimensions == 3:
             block = {name: f"{mlp}.experts.{_EACH_EXPERT}.{part}" for name, part in zip(_EXPERT_TENSORS, experts, strict=True)}
+        block |= _FAMILY_NAMES.get(self._kind, {})
         if len(parts) == 2 and parts[0] in _TOP_NAMES:
             return f"{_TOP_NAMES[parts[0]]}.{parts[1]}"
         if len(parts) == 4 and parts[0] == "blk" and parts[2] in block:
