@@ -1,24 +1,19 @@
-"""A GGUF file as a source of weights and of a config. The `gguf` package is used to dequantise only.
-
-`gguf.quants.dequantize` is the reference for the block layouts. It returns float32 values only, so weights that stay quantised are read
-here: reading the integers is faster than quantising these values again.
-"""
+"""A GGUF file as a source of weights and of a config. The `gguf` package is used to dequantise only."""
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from stepgraph.graphs.layers.quantised import TILE, Grouped
 from stepgraph.runtime.models.files.config_fields import GEMMA, GPT_OSS, LLAMA, MIXTRAL, PHI, QWEN_2, QWEN_3, QWEN_EXPERTS
+from stepgraph.runtime.models.files.gguf_blocks import Bytes, read_blocks
 from stepgraph.runtime.models.files.quantised_folder import ConfigFields
 from stepgraph.runtime.models.files.weights import FLOATS, StoredTensor
 from stepgraph.sampling.fields import is_int
@@ -45,6 +40,7 @@ _CONFIG_KEYS = {
     "final_logit_softcapping": "final_logit_softcapping",
 }
 _YARN_OPTIONS = {"yarn_ext_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0, "yarn_log_multiplier": 0.0}
+_WINDOW_PERIODS = {_GEMMA: 6, _GPT_OSS: 2}  # the last of so many layers has no window
 _TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head", "rope_freqs": "rope_freqs"}
 _TOP_NAMES |= {name: name for name in ("rope_factors_short", "rope_factors_long")}
 _LAYER_NAMES = {
@@ -67,13 +63,15 @@ _FAMILY_NAMES = {
         "post_ffw_norm": "post_feedforward_layernorm",
     },
     _PHI: {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+    _GPT_OSS: {
+        "post_attention_norm": "post_attention_layernorm",
+        "attn_sinks": "self_attn.sinks",
+        "ffn_gate_inp": "mlp.router",
+        **{f"ffn_{part}_exps": f"mlp.experts.{part}_proj" for part in ("gate", "up", "down")},
+    },
 }
 _EXPERT_TENSORS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")  # [experts, out, in]
 _EACH_EXPERT = "<expert>"
-
-Bytes = npt.NDArray[np.uint8]  # [blocks, bytes]
-Floats = npt.NDArray[np.float32]  # [blocks, scales]
-Parts = tuple[Bytes, Floats, Floats | None]  # integers [blocks, values], modulo 256; scales and minimums
 
 
 class GgufSource:
@@ -92,11 +90,15 @@ class GgufSource:
             raise ValueError(f"{path}: general.architecture: got {kind!r:.100}, expected one of {', '.join(ARCHITECTURES)}")
         self._kind = kind
         self._rows: dict[str, Bytes] = {}  # [rows, bytes per row]
-        self.tensors: dict[str, StoredTensor] = {}
+        self._stored: dict[str, StoredTensor] = {}
         for part, header in parts.items():
             data = np.asarray(np.memmap(part, mode="r"))  # operations on a memmap itself are slow
             for name, tensor in header.tensors.items():
                 self._add(part, data, name, tensor)
+        self.tensors = dict(self._stored)
+        self._parts: dict[str, list[str]] = {}  # of experts of GPT-OSS: the names of gate and up, or that of down
+        if kind == _GPT_OSS:
+            self._join_experts()
         self.rope_divisors = self._pop_numbers("rope_freqs")  # of Llama 3.1 and later
         self.config = self._read_config()
 
@@ -128,15 +130,34 @@ class GgufSource:
         readable = kind.name in FLOATS or hasattr(quants, kind.name)  # the package has a class for each type that it dequantises
         for index, part in enumerate(blocks) if _EACH_EXPERT in name else [(0, blocks)]:
             part_name = name.replace(_EACH_EXPERT, str(index))
-            if part_name in self.tensors:
+            if part_name in self._stored:
                 raise ValueError(f"{path}: got the tensor {stored_name!r} twice")
             self._rows[part_name] = part.reshape(-1, rows[-1])
-            self.tensors[part_name] = StoredTensor(tensor.shape if part is blocks else tensor.shape[1:], kind.name, readable)
+            self._stored[part_name] = StoredTensor(tensor.shape if part is blocks else tensor.shape[1:], kind.name, readable)
+
+    def _join_experts(self) -> None:
+        """As in a folder: the outputs of gate and up alternate in one tensor, and those of weights are the last dimension."""
+        for name in [name for name in self.tensors if ".experts." in name and ".up_proj." not in name]:
+            parts = list(dict.fromkeys((name, name.replace("gate_proj", "up_proj"))))
+            (shape, kind, _), *others = stored = [self._stored.get(part, StoredTensor((), "no tensor", False)) for part in parts]
+            if len(shape) > 1 and all(other.shape == shape for other in others):
+                joined = name.replace("gate_proj", "gate_up_proj").replace(".weight", "").replace(".bias", "_bias")
+                turned = (shape[0], *shape[2:], shape[1] * len(parts))
+                self.tensors[joined] = StoredTensor(turned, kind, all(part.readable for part in stored))
+                self._parts[joined] = parts
+                for part in parts:
+                    del self.tensors[part]
 
     def read(self, name: str) -> Tensor:
+        if name not in self._parts:
+            return self._to_model_order(name, self._dequantise(name))
+        joined = torch.stack([self._dequantise(part) for part in self._parts[name]], 2).flatten(1, 2)
+        return joined.mT if joined.dim() == 3 else joined
+
+    def _dequantise(self, name: str) -> Tensor:
         import gguf
 
-        stored, (shape, kind, _) = self._rows[name], self.tensors[name]
+        stored, (shape, kind, _) = self._rows[name], self._stored[name]
         values = torch.empty(len(stored), shape[-1], dtype=torch.float32 if kind in FLOATS else self._dtype)
         rows = max(_VALUES_AT_ONCE // values.shape[1] // _ROWS_AT_ONCE, 1) * _ROWS_AT_ONCE
         for first, part in enumerate(values.split(rows)):
@@ -144,7 +165,7 @@ class GgufSource:
             joined = blocks.reshape(len(blocks) // math.gcd(len(blocks), _ROWS_AT_ONCE), -1)
             found = gguf.quants.dequantize(joined, gguf.GGMLQuantizationType[kind]).reshape(part.shape)
             part.copy_(torch.from_numpy(np.require(found, requirements=["C", "W"])))  # the mapped file is not writable
-        return self._to_model_order(name, values.view(shape))
+        return values.view(shape)
 
     def read_grouped(self, name: str) -> Iterator[Grouped]:
         kind, (count, inner) = self.tensors[name].kind, self.tensors[name].shape
@@ -166,9 +187,10 @@ class GgufSource:
         fields = {ours: metadata.get(f"{kind}.{theirs}") for ours, theirs in _CONFIG_KEYS.items()}
         hidden, heads, rotated = fields["hidden_size"], fields["num_attention_heads"], metadata.get(f"{kind}.rope.dimension_count")
         head_size = hidden // heads if is_int(hidden) and is_int(heads) and heads else None
-        window = metadata.get(f"{kind}.attention.sliding_window") if kind in (_GEMMA, _PHI) else None
+        window = metadata.get(f"{kind}.attention.sliding_window") if kind in (_GEMMA, _PHI, _GPT_OSS) else None
+        if kind in _WINDOW_PERIODS:
+            self._fields("attention").one_of("sliding_window_pattern", None, _WINDOW_PERIODS[kind])
         if kind == _GEMMA:
-            self._fields("attention").one_of("sliding_window_pattern", None, 6)
             by_width = fields["num_hidden_layers"] == 62 or fields["head_dim"] is None  # Gemma 3 27B, as in llama.cpp
             fields["query_pre_attn_scalar"] = head_size if by_width else fields["head_dim"]
         return fields | {
@@ -177,7 +199,7 @@ class GgufSource:
             "rope_local_base_freq": metadata.get(f"{kind}.rope.freq_base_swa", 10_000.0),
             "partial_rotary_factor": rotated / head_size if kind == _PHI and is_int(rotated) and head_size else None,
             "sliding_window": window or None,
-            "sliding_window_pattern": 6 if window else 1,
+            "sliding_window_pattern": _WINDOW_PERIODS[_GEMMA] if window else 1,
             "vocab_size": embedding.shape[0] if embedding else None,
             "tie_word_embeddings": "lm_head.weight" not in self.tensors,
             "norm_topk_prob": True,  # llama.cpp supports no other models of this architecture
@@ -200,7 +222,8 @@ class GgufSource:
             return {"rope_type": "longrope", "short_factor": short, "attention_factor": stated.get("attn_factor", 1.0)}
         if kind == "none" or (kind == "linear" and stated["factor"] in (None, 0.0, 1.0)):
             return {"rope_type": "default"}
-        return {**stated, "rope_type": kind, "factor": stated["factor"] or 1.0}
+        # llama.cpp rounds the bounds of interpolated frequencies, also for GPT-OSS, whose config has them unrounded.
+        return {**stated, "rope_type": kind, "factor": stated["factor"] or 1.0, "truncate": self._kind != _GPT_OSS}
 
     def _fields(self, section: str, defaults: Mapping[str, Any] | None = None) -> ConfigFields:
         """The metadata of the architecture in a section."""
@@ -219,7 +242,7 @@ class GgufSource:
         if len(parts) == 2 and parts[0] in _TOP_NAMES:
             return f"{_TOP_NAMES[parts[0]]}.{parts[1]}"
         if len(parts) == 4 and parts[0] == "blk" and parts[2] in block:
-            return f"model.layers.{parts[1]}.{block[parts[2]]}.{parts[3]}"
+            return f"model.layers.{parts[1]}.{block[parts[2]]}.{parts[3]}".replace(".sinks.weight", ".sinks")
         raise ValueError(f"{self._path}: got the tensor {stored!r:.100}, which a model of the Llama family does not have")
 
 
@@ -235,72 +258,3 @@ def _read_parts(path: Path) -> dict[Path, GgufHeader]:
     stem = path.name.removesuffix(f"00001{end}")
     others = (path.with_name(f"{stem}{number:05d}{end}") for number in range(2, count + 1))  # one at a time: the file states their number
     return {path: first} | {other: read_gguf_header(other) for other in others}
-
-
-def read_blocks(kind: str, rows: Bytes) -> Grouped:
-    """rows: [out, bytes], all blocks of each."""
-    block_bytes, read = BLOCK_LAYOUTS[kind]
-    parts = read(rows.reshape(-1, block_bytes))
-    numbers, scales, minimums = (None if part is None else torch.from_numpy(part).view(len(rows), -1) for part in parts)
-    assert numbers is not None and scales is not None
-    return Grouped(numbers, scales, minimums)
-
-
-def _floats(halves: Bytes) -> Floats:
-    found: Floats = halves.copy().view(np.float16).astype(np.float32)
-    return found
-
-
-def _nibbles(stored: Bytes, width: int = 16) -> Bytes:
-    """The low halves of each `width` bytes, then their high halves."""
-    whole = np.ascontiguousarray(stored)
-    parts = [each.reshape(len(stored), -1, 1, width) for each in (whole & 15, whole >> 4)]
-    return np.concatenate(parts, 2).reshape(len(stored), -1)
-
-
-def _unpack(stored: Bytes, bits: int) -> Bytes:
-    """The fields of `bits` bits in each 32 bytes, lowest bits first, each shifted to bit 4."""
-    whole = np.ascontiguousarray(stored)
-    parts = [(whole >> shift & (1 << bits) - 1) << 4 for shift in range(0, 8, bits)]
-    return np.stack([part.reshape(len(stored), -1, 32) for part in parts], 2).reshape(len(stored), -1)
-
-
-def _bits(stored: Bytes) -> Bytes:
-    """One bit for each value, shifted to bit 4."""
-    found: Bytes = np.unpackbits(stored, axis=1, bitorder="little") * np.uint8(16)
-    return found
-
-
-def _k_scales(blocks: Bytes) -> tuple[Floats, Floats]:
-    """Eight scales and eight minimums of six bits. The last four of each have their two high bits in the bytes of the first four."""
-    scales, minimums, ends = (blocks[:, start : start + 4] for start in (4, 8, 12))
-    six_bits = [scales & 63, ends & 15 | scales >> 2 & 48], [minimums & 63, ends >> 4 | minimums >> 2 & 48]
-    whole, whole_minimum = (np.concatenate(each, 1).astype(np.float32) for each in six_bits)
-    return _floats(blocks[:, :2]) * whole, -(_floats(blocks[:, 2:4]) * whole_minimum)
-
-
-def _one_scale_blocks(blocks: Bytes, *, fifth_bits: bool, subtracted: int = 0) -> Parts:
-    """Blocks with one scale, and with a minimum if nothing is subtracted from the integers."""
-    start = 2 if subtracted else 4
-    numbers = _nibbles(blocks[:, start + 4 * fifth_bits :])
-    if fifth_bits:
-        numbers |= _bits(blocks[:, start : start + 4])
-    return numbers - np.uint8(subtracted), _floats(blocks[:, :2]), None if subtracted else _floats(blocks[:, 2:4])
-
-
-def _q6_k(blocks: Bytes) -> Parts:
-    numbers = _nibbles(blocks[:, :128], 64) | _unpack(blocks[:, 128:192], 2)
-    scales = blocks[:, 192:208].view(np.int8).astype(np.float32)
-    return numbers - np.uint8(32), _floats(blocks[:, 208:]) * scales, None
-
-
-BLOCK_LAYOUTS: dict[str, tuple[int, Callable[[Bytes], Parts]]] = {  # by type: bytes of a block, and what reads [blocks, bytes]
-    "Q4_0": (18, functools.partial(_one_scale_blocks, fifth_bits=False, subtracted=8)),
-    "Q4_1": (20, functools.partial(_one_scale_blocks, fifth_bits=False)),
-    "Q5_0": (22, functools.partial(_one_scale_blocks, fifth_bits=True, subtracted=16)),
-    "Q5_1": (24, functools.partial(_one_scale_blocks, fifth_bits=True)),
-    "Q8_0": (34, lambda blocks: (np.ascontiguousarray(blocks[:, 2:]), _floats(blocks[:, :2]), None)),
-    "Q4_K": (144, lambda blocks: (_nibbles(blocks[:, 16:], 32), *_k_scales(blocks))),
-    "Q5_K": (176, lambda blocks: (_nibbles(blocks[:, 48:], 32) | _unpack(blocks[:, 16:48], 1), *_k_scales(blocks))),
-    "Q6_K": (210, _q6_k),
-}

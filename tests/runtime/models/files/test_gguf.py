@@ -20,7 +20,7 @@ from torch import Tensor
 from stepgraph import Engine, EngineConfig
 from stepgraph.graphs.layers.quantised import unpack
 from stepgraph.runtime.models.files.checkpoint import WeightsMode, open_checkpoint
-from stepgraph.runtime.models.files.gguf import BLOCK_LAYOUTS, read_blocks
+from stepgraph.runtime.models.files.gguf_blocks import BLOCK_LAYOUTS, read_blocks
 from stepgraph.sampling.grammar.tokenizers.gguf import read_gguf_header
 from tests.helpers.c_library import needs_c
 from tests.helpers.families import BASE, CachedModel, count_refused_damaged, hf_model, random_model
