@@ -17,6 +17,7 @@ import jinja2.sandbox
 from jinja2 import nodes
 from jinja2.parser import Parser
 
+from stepgraph.runtime.models.files.gguf_tokenizer import PRE_TOKENIZERS, build_gguf_tokenizer
 from stepgraph.sampling.fields import clip_error, clip_repr
 from stepgraph.sampling.grammar.tokenizers.gguf import read_gguf_header, table_of_gguf_metadata
 from stepgraph.sampling.grammar.tokenizers.readers import read_json, refuse_path, stated_tokens
@@ -26,11 +27,6 @@ LONG_TEXT = 16 << 10  # characters, which take about 10 ms to encode
 _SPECIAL_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}  # and their names in GGUF
 _SPECIAL_TOKENS |= {"sep_token": "seperator", "cls_token": "cls", "mask_token": "mask"}  # "seperator": the spelling of GGUF
 _TOKEN_OPTIONS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # token types of GGUF
-_WORD_PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-_UPPER, _LOWER = (rf"[{letters}\p{{Lm}}\p{{Lo}}\p{{M}}]" for letters in (r"\p{Lu}\p{Lt}", r"\p{Ll}"))
-_CASE_PATTERN = "|".join(rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}{some}{_LOWER}{more}" for some, more in ("*+", "+*"))
-_REST_PATTERN = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 class _Generation(jinja2.ext.Extension):
@@ -213,87 +209,21 @@ def _token_text(entry: object) -> str | None:
     return text if isinstance(text, str) else None
 
 
-class _PreTokenizer(NamedTuple):
-    """How a family splits a text before byte-pair merges."""
-
-    patterns: tuple[str, ...] = ()  # each splits the pieces of the one before; empty: GPT-2's own
-    single_digits: bool = False
-    ignore_merges: bool = False  # a piece that is a token stays whole
-    nfc: bool = False
-    adds_begin_id: bool = False  # used if the file has no add_bos_token
-
-
-_QWEN_2 = _PreTokenizer((_WORD_PATTERN + r"\p{N}" + _REST_PATTERN,), nfc=True)
-_LLAMA_3 = _PreTokenizer((_WORD_PATTERN + r"\p{N}{1,3}" + _REST_PATTERN,), ignore_merges=True, adds_begin_id=True)
-_PRE_TOKENIZERS = {  # by tokenizer.ggml.pre, as in llama.cpp
-    "gpt-2": _PreTokenizer(),
-    "smollm": _PreTokenizer(single_digits=True),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _QWEN_2),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), _LLAMA_3),
-    "smaug-bpe": _LLAMA_3._replace(ignore_merges=False, adds_begin_id=False),
-    "tekken": _LLAMA_3._replace(patterns=(_CASE_PATTERN + r"|\p{N}" + _REST_PATTERN.replace(r"[\r\n]*", r"[\r\n/]*"),)),
-    "deepseek-coder": _PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", r"\p{N}")),
-}
-
-
 def _open_gguf(path: Path) -> OpenedTokenizer:
     metadata = read_gguf_header(path).metadata
     table, texts = table_of_gguf_metadata(metadata, path, None), metadata["tokenizer.ggml.tokens"]
     ids = {name: metadata.get(f"tokenizer.ggml.{stored}_token_id") for name, stored in _SPECIAL_TOKENS.items()}
     special = {name: texts[index] for name, index in ids.items() if isinstance(index, int) and 0 <= index < len(texts)}
     pre_tokenizer, name = None, metadata.get("tokenizer.ggml.pre")
-    if metadata["tokenizer.ggml.model"] == "gpt2" and (pre_tokenizer := _PRE_TOKENIZERS.get(str(name))) is None:
+    if metadata["tokenizer.ggml.model"] == "gpt2" and (pre_tokenizer := PRE_TOKENIZERS.get(str(name))) is None:
         # Without the family's pattern the tokens of a text would be others than in training.
-        raise ValueError(f"{path}: tokenizer.ggml.pre: got {clip_repr(name)}, expected one of {', '.join(_PRE_TOKENIZERS)}")
+        raise ValueError(f"{path}: tokenizer.ggml.pre: got {clip_repr(name)}, expected one of {', '.join(PRE_TOKENIZERS)}")
     template, with_tools = (metadata.get(f"tokenizer.chat_template{name}") for name in ("", ".tool_use"))
     adds_begin_id = metadata.get("tokenizer.ggml.add_bos_token", True if pre_tokenizer is None else pre_tokenizer.adds_begin_id)
     return OpenedTokenizer(
-        _build(path, metadata, pre_tokenizer),
+        build_gguf_tokenizer(_import_tokenizers(path), path, metadata, pre_tokenizer),
         ids["bos_token"] if "bos_token" in special else None,
         adds_begin_id if isinstance(adds_begin_id, bool) else None,
         ChatTemplate(template, special, with_tools if isinstance(with_tools, str) else None) if isinstance(template, str) else None,
         lambda: Vocabulary.from_table(table),
     )
-
-
-def _build(path: Path, metadata: Mapping[str, Any], pre_tokenizer: _PreTokenizer | None) -> Any:
-    """pre_tokenizer: of byte pairs; None: a SentencePiece tokenizer."""
-    library = _import_tokenizers(path)
-    try:
-        texts, types = (metadata[f"tokenizer.ggml.{name}"] for name in ("tokens", "token_type"))
-        tokenizer = _pieces(library, metadata) if pre_tokenizer is None else _byte_pairs(library, metadata, pre_tokenizer)
-        added = [(texts[token_id], type_) for token_id, type_ in enumerate(types) if type_ in (_CONTROL, _USER_DEFINED)]
-        tokenizer.add_tokens([library.AddedToken(text, special=type_ == _CONTROL, normalized=False) for text, type_ in added])
-    except Exception as error:  # the library raises plain Exception
-        raise ValueError(f"{path}: tokenizer.ggml: the tokenizer cannot be built: {error!r:.200}") from None
-    return tokenizer
-
-
-def _byte_pairs(library: Any, metadata: Mapping[str, Any], pre_tokenizer: _PreTokenizer) -> Any:
-    ids = {text: token_id for token_id, text in enumerate(metadata["tokenizer.ggml.tokens"])}
-    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
-    tokenizer = library.Tokenizer(library.models.BPE(ids, merges, ignore_merges=pre_tokenizer.ignore_merges))
-    pre = library.pre_tokenizers
-    steps = [pre.Digits(individual_digits=True)] if pre_tokenizer.single_digits else []
-    steps += [pre.Split(library.Regex(pattern), "isolated") for pattern in pre_tokenizer.patterns]
-    tokenizer.pre_tokenizer = pre.Sequence([*steps, pre.ByteLevel(add_prefix_space=False, use_regex=not pre_tokenizer.patterns)])
-    if pre_tokenizer.nfc:
-        tokenizer.normalizer = library.normalizers.NFC()
-    return tokenizer
-
-
-def _pieces(library: Any, metadata: Mapping[str, Any]) -> Any:
-    """Merges are all pairs of tokens that together are a token, those of the highest score first."""
-    texts, types, scores = (metadata[f"tokenizer.ggml.{name}"] for name in ("tokens", "token_type", "scores"))
-    ids = {text: token_id for token_id, text in enumerate(texts)}
-    known = {text for text, type_ in zip(texts, types, strict=True) if type_ == _NORMAL}
-    pairs = [(text, place) for text in known for place in range(1, len(text)) if text[:place] in known and text[place:] in known]
-    pairs.sort(key=lambda pair: (-scores[ids[pair[0]]], ids[pair[0]], pair[1]))
-    merges = [(text[:place], text[place:]) for text, place in pairs]
-    unknown = texts[types.index(_UNKNOWN)] if _UNKNOWN in types else None
-    tokenizer = library.Tokenizer(library.models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
-    replace, prepend = library.normalizers.Replace(" ", "\u2581"), library.normalizers.Prepend("\u2581")
-    # As in llama.cpp, a text after a control token starts with a space, too.
-    steps = [prepend, replace] if metadata.get("tokenizer.ggml.add_space_prefix", True) else [replace]
-    tokenizer.normalizer = library.normalizers.Sequence(steps)
-    return tokenizer

@@ -19,6 +19,8 @@ _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING, _ARRAY = 8, 9
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6  # token types
 
+_GPT_OSS_STOPS = ("<|return|>", "<|call|>", "<|endoftext|>")
+
 
 class GgufTensor(NamedTuple):
     shape: tuple[int, ...]  # outermost dimension first
@@ -122,6 +124,9 @@ def table_of_gguf_metadata(metadata: Mapping[str, Any], path: Path, logits_width
             table.add(token_id, text.encode(), text)
         else:
             table.add(token_id, decode_byte_letters(text) if kind == "gpt2" else decode_piece(text, type_ == _BYTE), text)
-    ends = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+    ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    names = table.control_ids_by_name
+    # Files of Phi do not state that <|end|> ends a turn. In those of GPT-OSS it ends a message, after which others may come.
+    ends += map(names.get, _GPT_OSS_STOPS if _GPT_OSS_STOPS[0] in names else ("<|end|>",))
     table.stop_ids = [end for end in ends if end is not None]
     return table
