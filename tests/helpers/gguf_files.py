@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,15 +34,24 @@ NAMES = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
 }
+FAMILY_NAMES = {  # in addition, by architecture
+    "gemma3": {
+        "post_attention_layernorm": "post_attention_norm",
+        "pre_feedforward_layernorm": "ffn_norm",
+        "post_feedforward_layernorm": "post_ffw_norm",
+    },
+    "phi3": {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
+    "gpt-oss": {"post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp", "self_attn.sinks": "attn_sinks"},
+}
 TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
-def stored_name(name: str) -> str:
+def stored_name(name: str, kind: str) -> str:
     stem, end = name.rsplit(".", 1)
     if stem in TOP:
         return f"{TOP[stem]}.{end}"
     _, _, layer, part = stem.split(".", 3)
-    return f"blk.{layer}.{NAMES[part]}.{end}"
+    return f"blk.{layer}.{(NAMES | FAMILY_NAMES.get(kind, {}))[part]}.{end}"
 
 
 def side_by_side(weight: npt.NDArray[np.float32], heads: int) -> npt.NDArray[np.float32]:
@@ -100,32 +110,75 @@ def _add_model(writer: gguf.GGUFWriter, kind: str, model: Any, quantise: Quantis
         writer.add_expert_used_count(config.num_experts_per_tok)
     if kind == "qwen3moe":
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-    writer.add_key_length(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    for name, tensor in _parts(model.state_dict()):
+    _add_positions(writer, kind, config)
+    for name, tensor in _parts(model.state_dict(), kind):
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         values = tensor.numpy()
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
         values = side_by_side(values, heads) if heads and kind == "llama" else values
-        if quantise is not None and values.ndim >= 2 and "mlp.gate." not in name:
+        if quantise is not None and values.ndim >= 2 and "mlp.gate." not in name and "router" not in name and "bias" not in name:
             chosen = quantise if isinstance(quantise, Kind) else quantise(name)
             cannot = chosen.name.endswith("_K") or chosen.name.startswith("IQ")
             blocks = (random_blocks if cannot else gguf.quants.quantize)(values, chosen)
-            writer.add_tensor(stored_name(name), blocks, raw_dtype=chosen)
+            writer.add_tensor(stored_name(name, kind), blocks, raw_dtype=chosen)
         else:
-            writer.add_tensor(stored_name(name), np.ascontiguousarray(values))
+            writer.add_tensor(stored_name(name, kind), np.ascontiguousarray(values))
 
 
-def _parts(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Gate and up of experts as two tensors, as in a file; transformers has one."""
+def _add_positions(writer: gguf.GGUFWriter, kind: str, config: Any) -> None:
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if kind == "phi3":
+        _add_phi(writer, config, head_size)
+    else:
+        writer.add_key_length(head_size)
+    if kind in ("gemma3", "gpt-oss"):
+        writer.add_sliding_window(config.sliding_window)
+        if (base := config.rope_parameters.get("sliding_attention", {}).get("rope_theta", 10_000.0)) != 10_000.0:
+            writer.add_float32(f"{kind}.rope.freq_base_swa", base)  # absent from most files of Gemma 3
+        if rope["rope_type"] != "default":
+            writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+            writer.add_rope_scaling_factor(rope["factor"])
+        if rope["rope_type"] == "yarn":
+            writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+
+
+def _add_phi(writer: gguf.GGUFWriter, config: Any, head_size: int) -> None:
+    rope, original = config.rope_parameters, config.original_max_position_embeddings
+    writer.add_rope_dimension_count(int(head_size * rope.get("partial_rotary_factor", 1.0)))
+    writer.add_rope_scaling_orig_ctx_len(original)
+    writer.add_sliding_window(config.sliding_window or 0)
+    if rope["rope_type"] == "longrope":
+        longer = config.max_position_embeddings / original
+        writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(longer) / math.log(original)))
+        for name in ("long", "short"):
+            writer.add_tensor(f"rope_factors_{name}.weight", np.array(rope[f"{name}_factor"], np.float32))
+
+
+def _parts(tensors: dict[str, Tensor], kind: str) -> Iterator[tuple[str, Tensor]]:
+    """Gate and up of experts as two tensors, as in a file; transformers has one, in which those of GPT-OSS alternate."""
     for name, tensor in tensors.items():
-        if name.endswith("experts.gate_up_proj"):
+        stem, _, bias = name.partition("_proj_")
+        if kind == "gpt-oss" and ".experts." in name:
+            rows = tensor if bias else tensor.mT
+            end = ".bias" if bias else ".weight"
+            stem = stem.removesuffix("_proj")
+            halves = (
+                {stem: rows}
+                if stem.endswith("down")
+                else {stem.replace("gate_up", part): rows[:, at::2] for at, part in enumerate(("gate", "up"))}
+            )
+            yield from ((f"{part}_proj{end}", half) for part, half in halves.items())
+        elif name.endswith("experts.gate_up_proj"):
             for part, half in zip(("gate_proj", "up_proj"), tensor.chunk(2, 1), strict=True):
                 yield name.replace("gate_up_proj", f"{part}.weight"), half
+        elif kind == "gemma3" and name.endswith("norm.weight"):
+            yield name, tensor + 1
         else:
-            yield name + ".weight" * name.endswith("experts.down_proj"), tensor
+            yield name + ".weight" * name.endswith(("experts.down_proj", ".sinks")), tensor
 
 
 def add_byte_level(writer: gguf.GGUFWriter, pre: str = "gpt-2") -> None:

@@ -271,7 +271,8 @@ def test_gguf_template_for_tools_and_further_special_tokens(tmp_path: Path) -> N
         ("gpt-2", "It 's \u0120 \u01202024 !? \u010a \u010a x . y \u0120don ' T"),
         ("smollm", "It 's \u0120\u0120 2 0 2 4 !? \u010a \u010a x . y \u0120don ' T"),
         ("qwen2 deepseek-r1-qwen tekken", "It 's \u0120 \u0120 2 0 2 4 !?\u010a\u010a x .y \u0120don 'T"),
-        ("llama-bpe llama3 smaug-bpe", "It 's \u0120 \u0120 202 4 !?\u010a\u010a x .y \u0120don 'T"),
+        ("gpt-4o", "It's \u0120 \u0120 202 4 !?\u010a\u010a x .y \u0120don'T"),
+        ("llama-bpe llama3 smaug-bpe dbrx", "It 's \u0120 \u0120 202 4 !?\u010a\u010a x .y \u0120don 'T"),
         ("deepseek-coder", "It ' s \u0120\u0120 2 0 2 4 !? \u010a \u010a x . y \u0120don ' T"),
     ],
 )
@@ -333,6 +334,21 @@ def test_a_file_of_tekken_starts_with_a_begin_token_and_keeps_pieces_that_are_to
     assert pieces == ["parse", "HTMLText", "\u0120a", "/\u010a/", "b"]
     whole = next(text for text, _ in tokenizer.get_vocab().items() if text == "\u0120the")
     assert opened.encode(" the") == [1, tokenizer.token_to_id(whole)]
+
+
+def test_files_of_gpt_4o_separate_words_by_capital_letters_and_keep_their_endings(tmp_path: Path) -> None:
+    path = tokenizer_gguf(tmp_path / "made.gguf", "gpt-4o")
+    pieces = [piece for piece, _ in open_tokenizer(path).tokenizer.pre_tokenizer.pre_tokenize_str("parseHTMLText's a/\n/b WE'LL")]
+    assert pieces == ["parse", "HTMLText's", "\u0120a", "/\u010a/", "b", "\u0120WE'LL"]
+    assert TextCodec.open(path).encode("the")[:1] != [1], "no begin token by default"
+
+
+def test_spaces_after_added_tokens_of_phi_3_are_ignored(tmp_path: Path) -> None:
+    """As in its tokenizer.json, and in llama.cpp; the file does not state it. <s> is an exception."""
+    phi, llama = (TextCodec.open(write_gguf(tmp_path / f"{kind}.gguf", kind, add_pieces)) for kind in ("phi3", "llama"))
+    for text, stripped in (("a</s> \n the", "a</s>the"), ("<call>  the", "<call>the"), ("a<s> the", "a<s> the"), ("a  the", "a  the")):
+        assert phi.encode(text) == llama.encode(stripped), text
+        assert (llama.encode(text) == llama.encode(stripped)) is (text == stripped)
 
 
 def test_pieces_of_gguf_are_those_of_sentencepiece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

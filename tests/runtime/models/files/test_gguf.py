@@ -40,13 +40,15 @@ def write(
     more: Any = None,
     tensors_per_file: int = 0,
     scaling: dict[str, Any] | None = None,
+    entries: dict[str, Any] | None = None,
 ) -> Path:
-    """more: further tensors, by name. scaling: fields of rope.scaling."""
+    """more: further tensors, by name. scaling: fields of rope.scaling. entries: of the architecture."""
 
     def add_tokens(writer: gguf.GGUFWriter) -> None:
-        for name, value in (scaling or {}).items():
+        stated = {f"rope.scaling.{name}": value for name, value in (scaling or {}).items()} | (entries or {})
+        for name, value in stated.items():
             adders: dict[type, Callable[..., None]] = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}
-            adders[type(value)](f"{kind}.rope.scaling.{name}", value)
+            adders[type(value)](f"{kind}.{name}", value)
         for name, tensor in (more or {}).items():
             writer.add_tensor(name, tensor)
         writer.add_tokenizer_model("gpt2")

@@ -94,6 +94,16 @@ def test_gguf_token_types(tmp_path: Path) -> None:
         Vocabulary.from_gguf(tmp_path / "gone.gguf")
 
 
+@pytest.mark.parametrize(
+    ("names", "stops"),
+    [("<|end|> <|endoftext|> <|user|>", (0, 1)), ("<|end|> <|endoftext|> <|return|> <|call|>", (1, 2, 3))],
+)
+def test_ends_of_turns_that_gguf_files_do_not_state(tmp_path: Path, names: str, stops: tuple[int, ...]) -> None:
+    """As in the generation_config.json of Phi and of GPT-OSS, where <|end|> ends a message."""
+    path = gguf_of(tmp_path / "model.gguf", "gpt2", dict.fromkeys(names.split(), 3), eos=1)
+    assert sorted(Vocabulary.from_gguf(path).stop_token_ids) == list(stops)
+
+
 # stop tokens, width of the logits
 
 
