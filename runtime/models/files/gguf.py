@@ -19,8 +19,8 @@ from stepgraph.runtime.models.files.weights import FLOATS, StoredTensor
 from stepgraph.sampling.fields import is_int
 from stepgraph.sampling.grammar.tokenizers.gguf import GgufHeader, GgufTensor, read_gguf_header
 
-_GEMMA, _PHI, _GPT_OSS = "gemma3", "phi3", "gpt-oss"
-ARCHITECTURES = {"llama": LLAMA, "qwen2": QWEN_2, "qwen3": QWEN_3, "qwen3moe": QWEN_EXPERTS, _GEMMA: GEMMA, _PHI: PHI, _GPT_OSS: GPT_OSS}
+ARCHITECTURES = {"llama": LLAMA, "qwen2": QWEN_2, "qwen3": QWEN_3, "qwen3moe": QWEN_EXPERTS}
+ARCHITECTURES |= {"gemma3": GEMMA, "phi3": PHI, "gpt-oss": GPT_OSS}
 _ROTATED_PAIRS = (LLAMA, MIXTRAL)  # a llama with experts is a Mixtral
 _ROWS_AT_ONCE = 32  # the package handles 16 rows per call, which is too little work
 _VALUES_AT_ONCE = 2**18  # float32 values that fit in a cache
@@ -40,7 +40,7 @@ _CONFIG_KEYS = {
     "final_logit_softcapping": "final_logit_softcapping",
 }
 _YARN_OPTIONS = {"yarn_ext_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0, "yarn_log_multiplier": 0.0}
-_WINDOW_PERIODS = {_GEMMA: 6, _GPT_OSS: 2}  # the last of so many layers has no window
+_WINDOW_PERIODS = {GEMMA: 6, GPT_OSS: 2}  # the last of so many layers has no window
 _TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head", "rope_freqs": "rope_freqs"}
 _TOP_NAMES |= {name: name for name in ("rope_factors_short", "rope_factors_long")}
 _LAYER_NAMES = {
@@ -57,13 +57,13 @@ _LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 _FAMILY_NAMES = {
-    _GEMMA: {
+    GEMMA: {
         "post_attention_norm": "post_attention_layernorm",
         "ffn_norm": "pre_feedforward_layernorm",
         "post_ffw_norm": "post_feedforward_layernorm",
     },
-    _PHI: {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
-    _GPT_OSS: {
+    PHI: {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+    GPT_OSS: {
         "post_attention_norm": "post_attention_layernorm",
         "attn_sinks": "self_attn.sinks",
         "ffn_gate_inp": "mlp.router",
@@ -88,7 +88,7 @@ class GgufSource:
         kind = self.metadata.get("general.architecture")
         if not isinstance(kind, str) or kind not in ARCHITECTURES:
             raise ValueError(f"{path}: general.architecture: got {kind!r:.100}, expected one of {', '.join(ARCHITECTURES)}")
-        self._kind = kind
+        self._kind, self._family = kind, ARCHITECTURES[kind]
         self._rows: dict[str, Bytes] = {}  # [rows, bytes per row]
         self._stored: dict[str, StoredTensor] = {}
         for part, header in parts.items():
@@ -97,7 +97,7 @@ class GgufSource:
                 self._add(part, data, name, tensor)
         self.tensors = dict(self._stored)
         self._parts: dict[str, list[str]] = {}  # of experts of GPT-OSS: the names of gate and up, or that of down
-        if kind == _GPT_OSS:
+        if self._family == GPT_OSS:
             self._join_experts()
         self.rope_divisors = self._pop_numbers("rope_freqs")  # of Llama 3.1 and later
         self.config = self._read_config()
@@ -179,27 +179,27 @@ class GgufSource:
             # GGUF stores the two elements of a rotated pair next to each other; in the model they are half a head apart.
             heads = self.config[num_heads] or self.config["num_attention_heads"]
             tensor = tensor.view(heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
-        return tensor - 1 if self._kind == _GEMMA and name.endswith("norm.weight") else tensor  # the model adds 1 to weights of norms
+        return tensor - 1 if self._family == GEMMA and name.endswith("norm.weight") else tensor  # the model adds 1 to weights of norms
 
     def _read_config(self) -> dict[str, Any]:
-        metadata, kind = self.metadata, self._kind
+        metadata, kind, family = self.metadata, self._kind, self._family
         embedding = self.tensors.get("model.embed_tokens.weight")
         fields = {ours: metadata.get(f"{kind}.{theirs}") for ours, theirs in _CONFIG_KEYS.items()}
         hidden, heads, rotated = fields["hidden_size"], fields["num_attention_heads"], metadata.get(f"{kind}.rope.dimension_count")
         head_size = hidden // heads if is_int(hidden) and is_int(heads) and heads else None
-        window = metadata.get(f"{kind}.attention.sliding_window") if kind in (_GEMMA, _PHI, _GPT_OSS) else None
-        if kind in _WINDOW_PERIODS:
-            self._fields("attention").one_of("sliding_window_pattern", None, _WINDOW_PERIODS[kind])
-        if kind == _GEMMA:
+        window = metadata.get(f"{kind}.attention.sliding_window") if family in (GEMMA, PHI, GPT_OSS) else None
+        if family in _WINDOW_PERIODS:
+            self._fields("attention").one_of("sliding_window_pattern", None, _WINDOW_PERIODS[family])
+        if family == GEMMA:
             by_width = fields["num_hidden_layers"] == 62 or fields["head_dim"] is None  # Gemma 3 27B, as in llama.cpp
             fields["query_pre_attn_scalar"] = head_size if by_width else fields["head_dim"]
         return fields | {
-            "architectures": [MIXTRAL if kind == "llama" and fields["num_local_experts"] else ARCHITECTURES[kind]],
+            "architectures": [MIXTRAL if family == LLAMA and fields["num_local_experts"] else family],
             "rope_theta": metadata.get(f"{kind}.rope.freq_base", 10_000.0),  # of all architectures, as in llama.cpp
             "rope_local_base_freq": metadata.get(f"{kind}.rope.freq_base_swa", 10_000.0),
-            "partial_rotary_factor": rotated / head_size if kind == _PHI and is_int(rotated) and head_size else None,
+            "partial_rotary_factor": rotated / head_size if family == PHI and is_int(rotated) and head_size else None,
             "sliding_window": window or None,
-            "sliding_window_pattern": _WINDOW_PERIODS[_GEMMA] if window else 1,
+            "sliding_window_pattern": _WINDOW_PERIODS[GEMMA] if window else 1,
             "vocab_size": embedding.shape[0] if embedding else None,
             "tie_word_embeddings": "lm_head.weight" not in self.tensors,
             "norm_topk_prob": True,  # llama.cpp supports no other models of this architecture
@@ -223,7 +223,7 @@ class GgufSource:
         if kind == "none" or (kind == "linear" and stated["factor"] in (None, 0.0, 1.0)):
             return {"rope_type": "default"}
         # llama.cpp rounds the bounds of interpolated frequencies, also for GPT-OSS, whose config has them unrounded.
-        return {**stated, "rope_type": kind, "factor": stated["factor"] or 1.0, "truncate": self._kind != _GPT_OSS}
+        return {**stated, "rope_type": kind, "factor": stated["factor"] or 1.0, "truncate": self._family != GPT_OSS}
 
     def _fields(self, section: str, defaults: Mapping[str, Any] | None = None) -> ConfigFields:
         """The metadata of the architecture in a section."""
@@ -233,12 +233,12 @@ class GgufSource:
 
     def _renamed(self, stored: str, dimensions: int) -> str:
         """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight; with _EACH_EXPERT for a tensor of all experts."""
-        parts, has_experts, mixtral = stored.split("."), bool(self.metadata.get(f"{self._kind}.expert_count")), self._kind == "llama"
+        parts, has_experts, mixtral = stored.split("."), bool(self.metadata.get(f"{self._kind}.expert_count")), self._family == LLAMA
         mlp, *experts = ("block_sparse_moe", "w1", "w3", "w2") if mixtral else ("mlp", "gate_proj", "up_proj", "down_proj")
         block = _LAYER_NAMES | ({"ffn_gate_inp": f"{mlp}.gate"} if has_experts else {})
         if dimensions == 3:
             block = {name: f"{mlp}.experts.{_EACH_EXPERT}.{part}" for name, part in zip(_EXPERT_TENSORS, experts, strict=True)}
-        block |= _FAMILY_NAMES.get(self._kind, {})
+        block |= _FAMILY_NAMES.get(self._family, {})
         if len(parts) == 2 and parts[0] in _TOP_NAMES:
             return f"{_TOP_NAMES[parts[0]]}.{parts[1]}"
         if len(parts) == 4 and parts[0] == "blk" and parts[2] in block:
