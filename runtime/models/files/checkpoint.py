@@ -110,6 +110,7 @@ def quantised_parameters(checkpoint: Checkpoint) -> dict[str, QuantKind]:
     for name, target in checkpoint.slices.items():
         stored = checkpoint.source.tensors[name]
         if stored.kind not in FLOATS and target.parameter not in packable:
-            expected = f"one of {', '.join(KINDS)} for all parts of {target.parameter}, rows in multiples of {TILE}, and whole groups"
+            kinds, layout = ", ".join(KINDS), f"two dimensions, rows in multiples of {TILE} and whole groups"
+            expected = f"one of {kinds} for all parts of {target.parameter}, in {layout}, or weights={DEQUANTISED!r}"
             raise ValueError(f"{checkpoint.path}: {name}: got type {stored.kind} and shape {stored.shape}, expected {expected}")
     return packable
