@@ -343,6 +343,19 @@ def test_files_of_gpt_4o_separate_words_by_capital_letters_and_keep_their_ending
     assert TextCodec.open(path).encode("the")[:1] != [1], "no begin token by default"
 
 
+def test_an_end_of_turn_in_a_text_is_one_token_whatever_its_type(tmp_path: Path) -> None:
+    def add_tokens(writer: gguf.GGUFWriter) -> None:
+        texts = ["<unk>", "<end_of_turn>", *dict.fromkeys("\u2581a<end_of_turn>")]
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(texts)
+        writer.add_token_scores([0.0] * len(texts))
+        writer.add_token_types([2, *[1] * (len(texts) - 1)])
+        writer.add_add_bos_token(False)
+
+    codec = TextCodec.open(write_gguf(tmp_path / "made.gguf", "gemma3", add_tokens))
+    assert codec.encode("a<end_of_turn>") == [2, 3, 1] and codec.vocabulary.stop_token_ids == (1,)
+
+
 def test_spaces_after_added_tokens_of_phi_3_are_ignored(tmp_path: Path) -> None:
     """As in its tokenizer.json, and in llama.cpp; the file does not state it. <s> is an exception."""
     phi, llama = (TextCodec.open(write_gguf(tmp_path / f"{kind}.gguf", kind, add_pieces)) for kind in ("phi3", "llama"))

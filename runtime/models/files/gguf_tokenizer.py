@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from stepgraph.sampling.grammar.tokenizers.table import END_OF_TURN
+
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # token types of GGUF
 _PHI_3_KEPT = ("<unk>", "<s>", "<|endoftext|>")  # spaces after other added tokens are ignored; files do not state it
 _WORD_PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
@@ -45,6 +47,7 @@ def build_gguf_tokenizer(library: Any, path: Path, metadata: Mapping[str, Any], 
     try:
         texts, types = (metadata[f"tokenizer.ggml.{name}"] for name in ("tokens", "token_type"))
         tokenizer = _pieces(library, metadata) if pre_tokenizer is None else _byte_pairs(library, metadata, pre_tokenizer)
+        types = [_CONTROL if text in END_OF_TURN else type_ for text, type_ in zip(texts, types, strict=True)]  # as in the token table
         added = [(texts[token_id], type_ == _CONTROL) for token_id, type_ in enumerate(types) if type_ in (_CONTROL, _USER_DEFINED)]
         phi_3 = pre_tokenizer is None and metadata.get("general.architecture") == "phi3"
         strips = [phi_3 and text not in _PHI_3_KEPT for text, _ in added]

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stepgraph.sampling.grammar.tokenizers.table import MAX_IDS, TokenTable, decode_byte_letters, decode_piece
+from stepgraph.sampling.grammar.tokenizers.table import END_OF_TURN, MAX_IDS, TokenTable, decode_byte_letters, decode_piece
 
 MAX_GGUF_ENTRIES = 2 * MAX_IDS  # tensors, metadata entries and array values of one file
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # by value type
@@ -118,7 +118,7 @@ def table_of_gguf_metadata(metadata: Mapping[str, Any], path: Path, logits_width
         raise ValueError(f"{path}: tokenizer.ggml: got the model {kind!r:.60}, expected 'gpt2' or 'llama' with tokens and their types")
     table = TokenTable(str(path), logits_width)
     for token_id, (text, type_) in enumerate(zip(texts or (), types or (), strict=True)):
-        if type_ in (_UNKNOWN, _CONTROL, _UNUSED):
+        if type_ in (_UNKNOWN, _CONTROL, _UNUSED) or text in END_OF_TURN:  # some files of Gemma 3 state that it is text
             table.add(token_id, None, text)
         elif type_ == _USER_DEFINED:
             table.add(token_id, text.encode(), text)

@@ -104,6 +104,12 @@ def test_ends_of_turns_that_gguf_files_do_not_state(tmp_path: Path, names: str, 
     assert sorted(Vocabulary.from_gguf(path).stop_token_ids) == list(stops)
 
 
+def test_an_end_of_turn_is_a_control_token_whatever_its_type(tmp_path: Path) -> None:
+    """Some files of Gemma 3 state that <end_of_turn> is text; llama.cpp overrides it, too."""
+    found = Vocabulary.from_gguf(gguf_of(tmp_path / "model.gguf", "llama", {"<eos>": 3, "<end_of_turn>": 1, "<start_of_turn>": 4}, eos=0))
+    assert found.stop_token_ids == (0, 1) and found.tokens[2] == b"<start_of_turn>"
+
+
 # stop tokens, width of the logits
 
 
