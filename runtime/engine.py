@@ -345,7 +345,8 @@ class Engine(EngineCore, BoundToProcess):
         self._require_open("trace")
         if self.limits.loops:
             raise RuntimeError("Engine.trace(): a launch of this engine runs many rounds; use EngineConfig.rounds_per_launch=1 for a trace")
-        return Trace(self.backend, self._in_flight.rounds, rounds, self.config.eager or bool(self._graphs.eager), self._parts.draft_lengths)
+        eager, chooser = self.config.eager or bool(self._graphs.eager), self._parts.draft_lengths
+        return Trace(self.backend, self._in_flight.rounds, rounds, eager, self._wait_for_device, chooser)
 
     def close(self) -> None:
         """Cancel all jobs, wait for the device, release threads and graphs. Idempotent."""
@@ -358,6 +359,16 @@ class Engine(EngineCore, BoundToProcess):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _wait_for_device(self) -> None:
+        """Nothing of a closed engine."""
+        with self.step_lock.entered():
+            try:
+                if not self._closed_reason:
+                    self._parts.watchdog.backend.synchronize()
+            except BaseException as error:  # of a round, whose results are then missing
+                self._fail(error, "trace()")
+                raise
 
     @property
     def _ready(self) -> bool:

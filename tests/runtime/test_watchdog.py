@@ -145,6 +145,46 @@ def test_an_update_of_weights_times_out_while_the_device_hangs(hang: Hang) -> No
         engine.step()
 
 
+@pytest.mark.parametrize("raised", [None, KeyError, RoundTimeoutError])  # in the block: nothing, an error of the caller, that of a step
+def test_the_end_of_a_trace_times_out_while_a_round_hangs(hang: Hang, raised: type[Exception] | None) -> None:
+    engine = make(hang, rounds_in_flight=4)
+    jobs = submit(engine)
+    with pytest.raises(raised or RoundTimeoutError), engine.trace() as trace:
+        for _ in range(3):
+            engine.step()
+        assert hang.reached.wait(JOIN_SECONDS)
+        if raised is RoundTimeoutError:
+            finish(engine)
+        if raised:
+            raise raised
+    assert all("RoundTimeoutError: the device did not finish" in job.error and "host node commit" in job.error for job in jobs)
+    assert trace.timeline.rounds
+    with pytest.raises(EngineClosedError), engine.trace():
+        pass
+
+
+def test_the_begin_of_a_trace_times_out_while_a_round_hangs(hang: Hang) -> None:
+    engine = make(hang, rounds_in_flight=4)
+    jobs = submit(engine)
+    for _ in range(3):
+        engine.step()
+    with pytest.raises(RoundTimeoutError, match="host node commit"), engine.trace():
+        pass
+    assert {job.finish_reason for job in jobs} == {FinishReason.ERROR}
+
+
+@pytest.mark.parametrize("limit", [None, JOIN_SECONDS])
+def test_an_error_of_a_round_at_the_end_of_a_trace_closes_the_engine(limit: float | None) -> None:
+    engine = make(None, round_timeout_seconds=limit)
+    jobs = submit(engine)
+    with pytest.raises(ZeroDivisionError), engine.trace():
+        engine.step()
+        engine.backend.run(lambda: 1 / 0)
+    assert all(job.error == "ZeroDivisionError: division by zero" for job in jobs)
+    with pytest.raises(EngineClosedError):
+        engine.step()
+
+
 def test_close_times_out_like_a_step(hang: Hang, caplog: pytest.LogCaptureFixture) -> None:
     engine = make(hang, rounds_in_flight=4)
     jobs = submit(engine)
