@@ -216,9 +216,11 @@ class Engine(EngineCore, BoundToProcess):
                 self._require_open("update_weights")
                 self._in_flight.interrupt()
                 self.reset_prefix_cache()
+                watchdog = self._parts.watchdog
                 try:
-                    self._parts.watchdog.backend.run(copy)
-                    self._parts.watchdog.backend.event().wait()  # the caller may change or free the tensors
+                    watchdog.backend.run(copy)
+                    watchdog.note_copy("new weights", copied := watchdog.backend.event())
+                    copied.wait()  # the caller may change or free the tensors
                 except BaseException as error:  # some weights are new
                     self._fail(error, "update_weights()")
                     raise
@@ -249,6 +251,7 @@ class Engine(EngineCore, BoundToProcess):
             self._require_open("add_lora")
             self._in_flight.interrupt()
             self._loras.add(lora_name, contents, replace)
+            self._parts.watchdog.note_copy(f"the adapter {lora_name!r}", self.backend.event())
 
     def remove_lora(self, lora_name: str) -> bool:
         """Refuse further requests for an adapter; its slot is free once its requests have ended. False if unknown. From any thread."""

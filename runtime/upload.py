@@ -85,12 +85,13 @@ class Uploader:
         limits: Limits,
         prompts: Prompts,
         graphs: GraphSet,
+        note_copy: Callable[[str, Event], None],
         states: HiddenStates | None = None,
         processors: Sequence[LogitsProcessor] = (),
         waits_for_grammars: bool = False,  # else a request begins in a step that depends on the speed of copies, which no recording has
     ) -> None:
         self._backend, self._buffers, self._models, self._limits = backend, buffers, models, limits
-        self._prompts, self._graphs, self._states = prompts, graphs, states
+        self._prompts, self._graphs, self._note_copy, self._states = prompts, graphs, note_copy, states
         self._admission_ring = PinnedRing(backend, buffers.admission_ring_host)
         self._prompt_ring = PinnedRing(backend, buffers.prompt_ring_host)
         self._text_ring = PinnedRing(backend, buffers.text_ring_host) if models.reads_text else None
@@ -113,7 +114,8 @@ class Uploader:
             start = block.offset + block.num_copied
             copy = functools.partial(_copy_image, self._buffers.grammar_arena[start : start + len(part)])
             launch = functools.partial(self._backend.copy_aside, after_launched=not block.num_copied)
-            self._copy_events[block] = grammar_ring.send(part, copy, launch)
+            self._copy_events[block] = copied = grammar_ring.send(part, copy, launch)
+            self._note_copy("a grammar", copied)
             block.num_copied += len(part)
         return True
 

@@ -15,6 +15,7 @@ import pytest
 
 from stepgraph import AsyncEngine, Constraint, Engine, EngineConfig, FinishReason, Job
 from stepgraph.graphs import TapeBackend
+from stepgraph.graphs.context import COPY_STREAM
 from stepgraph.graphs.round_specs import IMAGE_CHUNKS
 from stepgraph.runtime.models.toy import ToyDraft
 from stepgraph.runtime.request import EngineClosedError
@@ -135,28 +136,45 @@ def test_error_of_a_round_is_not_that_of_the_graph_recorded_next() -> None:
         finish(engine)
 
 
-def test_an_update_of_weights_times_out_while_the_device_hangs(hang: Hang) -> None:
+def test_an_update_of_weights_times_out_while_the_device_hangs(hang: Hang, caplog: pytest.LogCaptureFixture) -> None:
     engine = on_demand(None, round_timeout_seconds=LIMIT)
     for _ in range(3):
         engine.backend.run(lambda: hang("commit"))
-    with pytest.raises(RoundTimeoutError):
+    with pytest.raises(RoundTimeoutError, match=r"seconds\): copy of new weights$"):
         engine.update_weights({})
     with pytest.raises(EngineClosedError, match="did not finish within"):
         engine.step()
+    assert "\ncopy of new weights\n" in caplog.text
+
+
+@pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
+def test_a_time_out_names_the_copy_of_a_grammar() -> None:
+    hang = Hang(COPY_STREAM)
+    engine = on_demand(hang, round_timeout_seconds=LIMIT, grammar_lane="device", grammar_backend="automaton")
+    for _ in range(2):
+        engine.submit([2], constraint=CONSTRAINTS[1], max_new_tokens=4)
+    with pytest.raises(RoundTimeoutError, match=r"seconds\): copy of a grammar$"):
+        finish(engine)
+    hang.let_go()
 
 
 @pytest.mark.parametrize("raised", [None, KeyError, RoundTimeoutError])  # in the block: nothing, an error of the caller, that of a step
 def test_the_end_of_a_trace_times_out_while_a_round_hangs(hang: Hang, raised: type[Exception] | None) -> None:
     engine = make(hang, rounds_in_flight=4)
-    jobs = submit(engine)
-    with pytest.raises(raised or RoundTimeoutError), engine.trace() as trace:
-        for _ in range(3):
-            engine.step()
-        assert hang.reached.wait(JOIN_SECONDS)
-        if raised is RoundTimeoutError:
-            finish(engine)
-        if raised:
-            raise raised
+    jobs, trace = submit(engine), engine.trace()
+
+    def block() -> None:
+        with trace:
+            for _ in range(3):
+                engine.step()
+            assert hang.reached.wait(JOIN_SECONDS)
+            if raised is RoundTimeoutError:
+                finish(engine)
+            if raised:
+                raise raised
+
+    with pytest.raises(raised or RoundTimeoutError):
+        block()
     assert all("RoundTimeoutError: the device did not finish" in job.error and "host node commit" in job.error for job in jobs)
     assert trace.timeline.rounds
     with pytest.raises(EngineClosedError), engine.trace():
@@ -177,8 +195,8 @@ def test_the_begin_of_a_trace_times_out_while_a_round_hangs(hang: Hang) -> None:
 def test_an_error_of_a_round_at_the_end_of_a_trace_closes_the_engine(limit: float | None) -> None:
     engine = make(None, round_timeout_seconds=limit)
     jobs = submit(engine)
+    engine.step()
     with pytest.raises(ZeroDivisionError), engine.trace():
-        engine.step()
         engine.backend.run(lambda: 1 / 0)
     assert all(job.error == "ZeroDivisionError: division by zero" for job in jobs)
     with pytest.raises(EngineClosedError):
