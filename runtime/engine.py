@@ -6,6 +6,7 @@ import functools
 import math
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 
 _TOKENIZER = optional(Check(lambda value: isinstance(value, TextCodec) or callable(value), "a TextCodec, or a function that returns one"))
 _SECONDS = optional(number(0, threading.TIMEOUT_MAX))
+_engines: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionary()  # by id
 _TOKENIZER_RESULT = Check(lambda codec: isinstance(codec, TextCodec), "a TextCodec from the function")
 
 
@@ -84,6 +86,7 @@ class Engine(EngineCore, BoundToProcess):
         super().__init__(parts)
         self._loras = LoraTable(target, self.limits, self.buffers, parts.watchdog.backend, self.queue)
         self._make_tokenizer = (lambda: tokenizer) if isinstance(tokenizer, TextCodec) else tokenizer
+        _engines[id(self)] = self
 
     @classmethod
     @checked_keywords(ENGINE_NAMES)
@@ -194,14 +197,14 @@ class Engine(EngineCore, BoundToProcess):
 
         weights: tensors by their names in a folder of the model (of the parameters, for a model of your own), all or some of them; or a
         folder or .gguf file with the same config. ValueError for one that does not fit, before any weight changes; a copy that fails
-        closes the engine.
+        closes the engines of this target.
         Requests that have a row end first, as this call steps the engine or waits for the thread that does; the next step() returns their
         events. Others wait and get the new weights. The weights of a draft model, which change no text, and adapters stay as they are.
         """
         self._require_open("update_weights")
         self._require_without("update_weights", self._parts.hidden_states)
         copy = checked_update(self._parts.models.target, weights, self.buffers)
-        hold = object()
+        hold, sharing = object(), list[Engine]()
         try:  # a context manager in Python would keep the hold after an interrupt at its begin
             self.queue.holds.add(hold)
             while self.queue.has_begun:
@@ -223,7 +226,15 @@ class Engine(EngineCore, BoundToProcess):
                     copied.wait()  # the caller may change or free the tensors
                 except BaseException as error:  # some weights are new
                     self._fail(error, "update_weights()")
+                    engines = (ref() for ref in _engines.valuerefs())
+                    sharing += [each for each in engines if each and each._parts.models.target is self._parts.models.target]
                     raise
+        except BaseException as error:
+            for other in sharing:  # not within the lock of this engine
+                with other.step_lock.entered():
+                    if not other._closed_reason:
+                        other._fail(error, "update_weights()")
+            raise
         finally:
             self.queue.holds.discard(hold)
             self.queue.wake.notify()
