@@ -184,6 +184,7 @@ class EngineConfig:
                 got = f"{clip_repr(getattr(self, name))} with {other}={clip_repr(getattr(self, other))}"
                 raise ValueError(f"EngineConfig.{name}: got {got}, expected {expected}")
         bucket_sizes(self.max_rows, self.buckets)
+        object.__setattr__(self, "buckets", None if self.buckets is None else tuple(self.buckets))
 
     @property
     def bucket_sizes(self) -> tuple[int, ...]:
