@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from stepgraph.runtime.job import FinishReason, TokenLogprob
@@ -13,6 +14,7 @@ from stepgraph.runtime.serve.reasoning import ChannelSplitter, ReasoningSplitter
 from stepgraph.runtime.text import TextCodec
 
 LEAST_LOGPROB = -9999.0  # as in vLLM: JSON has no infinity
+_Taken = tuple[int, TokenLogprob | None, int]  # a token, its log-probabilities, and its offset
 
 
 class Reply:
@@ -32,7 +34,7 @@ class Reply:
         self._splitter = ChannelSplitter() if in_channels else ReasoningSplitter(request.reasoning, to_marker=enforced)
         self.ids: list[int] = []
         self.reasoning_tokens = 0
-        self._logprobs: list[tuple[int, TokenLogprob | None, int]] = []  # of tokens that no delta has reported yet, and their offsets
+        self._logprobs: list[_Taken] = []  # of tokens that no delta has reported yet
         self._echoes_logprobs = request.echo  # those of the prompt come first
         self._offset = len(self.prompt.echo)  # of the next token: a token without text of its own has that of the text so far
 
@@ -95,11 +97,15 @@ class Reply:
             return FinishReason.STOP
         return self.jobs[-1].finish_reason or (FinishReason.LENGTH if self.over_budget else FinishReason.CANCELLED)
 
-    def take_logprobs(self) -> dict[str, Any] | None:
-        """Log-probabilities of the tokens since the last call, in the endpoint's form."""
+    def take_logprobs(self) -> Callable[[], dict[str, Any] | None]:
+        """For the tokens since the last call: a function that returns their log-probabilities in the endpoint's form, on any thread."""
+        taken, self._logprobs = self._logprobs, []
+        echoes, self._echoes_logprobs = self._echoes_logprobs, False
+        return functools.partial(self._written_logprobs, taken, echoes)
+
+    def _written_logprobs(self, taken: list[_Taken], echoes: bool) -> dict[str, Any] | None:
         if not self.request.options["sampling"].logprobs:
             return None
-        taken, self._logprobs = self._logprobs, []
         if self.request.chat:
             content = [
                 self._logprob(token, found.raw) | {"top_logprobs": [self._logprob(*each) for each in found.top_raw]}
@@ -107,9 +113,8 @@ class Reply:
                 if found is not None
             ]
             return {"content": content, "refusal": None}
-        if self._echoes_logprobs:
-            echoed = zip(self.prompt.ids, self.jobs[0].prompt_logprobs, self._prompt_offsets(), strict=False)
-            self._echoes_logprobs, taken = False, [*echoed, *taken]
+        if echoes:
+            taken = [*zip(self.prompt.ids, self.jobs[0].prompt_logprobs, self._prompt_offsets(), strict=False), *taken]
         texts, asked = [self._codec.decode([token]) for token, *_ in taken], self.request.options["sampling"].top_logprobs
         # the token and the most probable ones; among tokens with equal texts, the most probable
         pairs = [found and ((token, max(found.raw, LEAST_LOGPROB)), *reversed(found.top_raw[:asked])) for token, found, _ in taken]

@@ -17,6 +17,7 @@ from stepgraph.runtime.models.toy import ToyTarget
 from stepgraph.runtime.request_queue import RequestQueue
 from stepgraph.runtime.serve import app
 from stepgraph.runtime.serve.http import Bounds, json_response
+from stepgraph.runtime.serve.replies import Reply
 from stepgraph.sampling.grammar.compile import backends
 from tests.helpers.c_library import needs_c
 from tests.helpers.running_server import CHAT, FORMAT, ON, RunningServer, engine_of, running
@@ -255,6 +256,23 @@ def test_log_probabilities_of_prompts_are_written_outside_the_event_loop(server:
         for logprobs in (1, None):
             client.completions.create(model="toy", prompt="abc", max_tokens=0, echo=True, logprobs=logprobs, extra_body=ON)
     assert [name.startswith("asyncio") for name in threads] == [True, False]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_log_probabilities_of_an_echo_are_made_outside_the_event_loop(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    threads, real = list[str](), Reply._prompt_offsets
+
+    def spy(reply: Reply) -> Any:
+        threads.append(threading.current_thread().name)
+        return real(reply)
+
+    monkeypatch.setattr(Reply, "_prompt_offsets", spy)
+    with server.client as client:
+        answer = client.completions.create(prompt="abc", echo=True, logprobs=1, stream=stream, **GREEDY)
+        choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+    assert [name.startswith("asyncio") for name in threads] == [True] and choices[0].logprobs.tokens[:3] == ["a", "b", "c"]
 
 
 def scores(client: Any, **request: Any) -> list[list[tuple[float, bool]]]:
