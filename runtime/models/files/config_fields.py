@@ -288,9 +288,9 @@ def _naming_fields(config: Mapping[str, Any], where: str, fields: Any, outside: 
     except ValueError as error:
         name, _, rest = str(error).removeprefix("config.").removeprefix("rope_scaling.").partition(":")
         is_outside = name == outside or (name == _ORIGINAL_LENGTH and config.get(name) is not None)
-        if is_outside or not isinstance(fields, Mapping) or name not in (*fields, "factor", "low_freq_factor", "high_freq_factor"):
-            raise
-        raise type(error)(f"config.{where}.{name}:{rest}") from None
+        if isinstance(fields, Mapping) and name in (*fields, "factor", "low_freq_factor", "high_freq_factor") and not is_outside:
+            error.args = (f"config.{where}.{name}:{rest}",)
+        raise
 
 
 def _gemma_ropes(config: Mapping[str, Any], head_size: int) -> tuple[RopeConfig, RopeConfig]:
