@@ -233,7 +233,7 @@ class FrozenDict(dict[Any, Any]):
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise TypeError("a field of a frozen object cannot be changed; dataclasses.replace() makes a copy with another value")
 
-    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse  # type: ignore[assignment]
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
 
     def __reduce__(self) -> Any:
         return FrozenDict, (dict(self),)
