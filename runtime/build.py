@@ -128,8 +128,8 @@ class EngineParts:
         self.scheduler = scheduler_type(
             self.queue, self.grammars, limits, self.sharing, recorder, states.save if states else None, isinstance(proposer, NgramLookup)
         )
-        note, processors = self.watchdog.note_copy, config.logits_processors
-        self.uploader = Uploader(timed, buffers, models, limits, prompts, self.graphs, note, states, processors, record is not None)
+        watchdog, processors = None if config.round_timeout_seconds is None else self.watchdog, config.logits_processors
+        self.uploader = Uploader(timed, buffers, models, limits, prompts, self.graphs, watchdog, states, processors, record is not None)
         in_flight = loop_in_flight_type(self) if limits.loops else in_flight_type(self.profile_range)
         self.in_flight = in_flight(
             timed, buffers, self.graphs, self.host_link, limits, states, self.draft_lengths, catch_up_for(models, limits, buffers)

@@ -35,16 +35,22 @@ class Watchdog:
 
     def __init__(self, backend: Backend, seconds: float | None) -> None:
         self._backend, self._seconds, self._expired = backend, seconds, False
-        self._copies: list[tuple[str, Event]] = []  # what each copies, and an event at its end
+        self._copies: list[tuple[str, Event, float]] = []  # what each copies, an event at its end, and when it was launched
         self.backend = backend if seconds is None else cast("Backend", _TimedBackend(backend, self))
 
     def note_copy(self, what: str, end: Event) -> None:
         """Name a launched copy, for errors before its end."""
-        self._copies = [*(each for each in self._copies if not each[1].query()), (what, end)]
+        self._copies = [*(each for each in self._copies if not each[1].query()), (what, end, time.monotonic())]
+
+    def check_copies(self) -> None:
+        """RoundTimeoutError if a launched copy has not ended in time. For steps that do not wait for it."""
+        assert self._seconds is not None
+        if any(time.monotonic() - launched > self._seconds and not end.query() for _, end, launched in self._copies):
+            raise self._error()
 
     @property
     def _unfinished(self) -> tuple[str, ...]:
-        copies = (f"copy of {what}" for what, end in self._copies if not end.query())
+        copies = (f"copy of {what}" for what, end, _ in self._copies if not end.query())
         return *self._backend.active_work(), *dict.fromkeys(copies)
 
     def wait(self, event: Event) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from stepgraph import AsyncEngine, Constraint, Engine, EngineConfig, FinishReason, Job
-from stepgraph.graphs import TapeBackend
+from stepgraph.graphs import TapeBackend, round_specs
 from stepgraph.graphs.context import COPY_STREAM
 from stepgraph.graphs.round_specs import IMAGE_CHUNKS
 from stepgraph.runtime.models.toy import ToyDraft
@@ -148,13 +148,21 @@ def test_an_update_of_weights_times_out_while_the_device_hangs(hang: Hang, caplo
 
 
 @pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
-def test_a_time_out_names_the_copy_of_a_grammar() -> None:
+@pytest.mark.parametrize("chunk", [8, None])  # with the first, a grammar needs more than one turn of the ring, for which no step waits
+def test_a_copy_of_a_grammar_that_hangs_times_out_with_its_name(monkeypatch: pytest.MonkeyPatch, chunk: int | None) -> None:
+    monkeypatch.setattr(round_specs, "IMAGE_CHUNK_INTS", chunk or round_specs.IMAGE_CHUNK_INTS)
     hang = Hang(COPY_STREAM)
     engine = on_demand(hang, round_timeout_seconds=LIMIT, grammar_lane="device", grammar_backend="automaton")
     for _ in range(2):
         engine.submit([2], constraint=CONSTRAINTS[1], max_new_tokens=4)
+
+    def step_for(seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while engine.has_work and time.monotonic() < end:
+            engine.step()
+
     with pytest.raises(RoundTimeoutError, match=r"seconds\): copy of a grammar$"):
-        finish(engine)
+        step_for(JOIN_SECONDS)
     hang.let_go()
 
 
