@@ -261,6 +261,11 @@ class Engine(EngineCore, BoundToProcess):
         with self.step_lock.entered():
             self._require_open("add_lora")
             self._in_flight.interrupt()
+            try:
+                self.backend.run(lambda: None)
+            except Exception as error:  # of a round; one of the copy concerns the adapter only
+                self._fail(error, "add_lora()")
+                raise
             self._loras.add(lora_name, contents, replace)
             self._parts.watchdog.note_copy(f"the adapter {lora_name!r}", self.backend.event())
 

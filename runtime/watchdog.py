@@ -79,7 +79,10 @@ class Watchdog:
             if self._seconds is not None and not self._expired:
                 self.backend.synchronize()
         if self._expired:
-            log.error("%s", self._report(in_flight, host))
+            try:
+                log.error("%s", self._report(in_flight, host))
+            except Exception:  # of a device that is lost
+                log.exception("the report of a time-out failed")
             self._backend.close_without_waiting()
             return
         in_flight.clear()

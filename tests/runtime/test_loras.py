@@ -6,6 +6,7 @@ import contextlib
 import json
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from stepgraph import Constraint, Engine, EngineConfig, Job
+from stepgraph import Constraint, Engine, EngineClosedError, EngineConfig, Job
 from stepgraph.graphs import TapeBackend
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.files.lora import read_lora
@@ -216,6 +217,20 @@ def test_a_replaced_adapter_serves_its_requests_until_they_end(engine: Engine, a
     for name in ("all", "some", "all"):  # both slots are in use: the adapter is replaced in its own
         engine.add_lora("all", adapters / name, replace=True)
         assert texts(engine, ["all"]) == merged[name]
+
+
+def test_an_error_of_a_round_that_an_adapter_finds_closes_the_engine(engine: Engine, adapters: Path) -> None:
+    job = engine.submit(PROMPT, max_new_tokens=20)
+    engine.step()
+    engine.backend.run(lambda: 1 / 0)  # as of a round in flight
+    event = engine.backend.event()
+    while not event.query():
+        time.sleep(0.001)
+    with pytest.raises(ZeroDivisionError):
+        engine.add_lora("some", adapters / "some")
+    assert (job.finish_reason, job.error) == ("error", "ZeroDivisionError: division by zero") and engine.list_loras() == ["all"]
+    with pytest.raises(EngineClosedError):
+        engine.step()
 
 
 def test_a_time_out_names_the_copy_of_an_adapter(adapters: Path, monkeypatch: pytest.MonkeyPatch) -> None:

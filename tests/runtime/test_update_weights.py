@@ -360,6 +360,33 @@ def test_a_copy_that_fails_closes_the_engines_of_the_model(new_folder: Path, mon
         assert len(jobs[2].tokens) == 4
 
 
+def test_an_async_engine_reports_an_update_that_fails(new_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a close by its owner, after which a server or a replica would go on without an engine."""
+    read, reads = SafetensorsSource.read, collections.Counter[str]()
+
+    def failing(source: SafetensorsSource, name: str) -> Tensor:
+        reads[name] += 1
+        if reads[name] == 2:
+            raise OSError("the disk is gone")
+        return read(source, name)
+
+    async def run(engine: Engine) -> None:
+        serving = AsyncEngine(engine)
+        await serving.open()
+        monkeypatch.setattr(SafetensorsSource, "read", failing)
+        with pytest.raises(OSError, match="the disk is gone"):
+            await asyncio.to_thread(engine.update_weights, new_folder)
+        await serving.wait_closed()
+        assert isinstance(serving.failure, OSError)
+        with pytest.raises(EngineClosedError, match="the engine failed: OSError: the disk is gone"):
+            serving.generate(PROMPTS[0])
+        with pytest.raises(OSError, match="the disk is gone"):
+            await serving.close()
+
+    with Engine.from_pretrained(folder_of(FAMILY), None, config=CONFIG) as engine:
+        asyncio.run(run(engine))
+
+
 def test_a_folder_without_a_tensor_is_refused(tmp_path: Path) -> None:
     model = other(FAMILY)
     folder = save(model, tmp_path, state_dict={name: each for name, each in model.state_dict().items() if name != "model.norm.weight"})

@@ -189,6 +189,24 @@ def test_the_end_of_a_trace_times_out_while_a_round_hangs(hang: Hang, raised: ty
         pass
 
 
+def test_a_report_that_fails_does_not_hide_the_time_out(hang: Hang, caplog: pytest.LogCaptureFixture) -> None:
+    engine = make(hang)
+    jobs, calls, real = submit(engine), list[bool](), engine.backend.active_work
+
+    def active_work() -> tuple[str, ...]:
+        calls.append(True)
+        if len(calls) > 1:
+            raise RuntimeError("the device is lost")
+        return real()
+
+    engine.backend.active_work = active_work  # type: ignore[method-assign]
+    with pytest.raises(RoundTimeoutError, match="host node commit"):
+        finish(engine)
+    assert {job.finish_reason for job in jobs} == {FinishReason.ERROR} and "the device is lost" in caplog.text
+    with pytest.raises(RuntimeError, match="the backend is closed"):
+        engine.backend.event()
+
+
 def test_the_begin_of_a_trace_times_out_while_a_round_hangs(hang: Hang) -> None:
     engine = make(hang, rounds_in_flight=4)
     jobs = submit(engine)
