@@ -219,6 +219,7 @@ class Engine(EngineCore, BoundToProcess):
                 self._require_open("update_weights")
                 self._in_flight.interrupt()
                 self.reset_prefix_cache()
+                self._settle("update_weights()")  # a copy from the caller's memory waits in the driver, without a limit
                 watchdog = self._parts.watchdog
                 try:
                     watchdog.backend.run(copy)
@@ -261,11 +262,7 @@ class Engine(EngineCore, BoundToProcess):
         with self.step_lock.entered():
             self._require_open("add_lora")
             self._in_flight.interrupt()
-            try:
-                self.backend.run(lambda: None)
-            except Exception as error:  # of a round; one of the copy concerns the adapter only
-                self._fail(error, "add_lora()")
-                raise
+            self._settle("add_lora()")  # an error of the copy then concerns the adapter only
             self._loras.add(lora_name, contents, replace)
             self._parts.watchdog.note_copy(f"the adapter {lora_name!r}", self.backend.event())
 
@@ -365,7 +362,13 @@ class Engine(EngineCore, BoundToProcess):
         if self.limits.loops:
             raise RuntimeError("Engine.trace(): a launch of this engine runs many rounds; use EngineConfig.rounds_per_launch=1 for a trace")
         eager, chooser = self.config.eager or bool(self._graphs.eager), self._parts.draft_lengths
-        return Trace(self.backend, self._in_flight.rounds, rounds, eager, self._wait_for_device, chooser)
+
+        def wait() -> None:
+            with self.step_lock.entered():
+                if not self._closed_reason:
+                    self._settle("trace()")
+
+        return Trace(self.backend, self._in_flight.rounds, rounds, eager, wait, chooser)
 
     def close(self) -> None:
         """Cancel all jobs, wait for the device, release threads and graphs. Idempotent."""
@@ -379,15 +382,13 @@ class Engine(EngineCore, BoundToProcess):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _wait_for_device(self) -> None:
-        """Nothing of a closed engine."""
-        with self.step_lock.entered():
-            try:
-                if not self._closed_reason:
-                    self._parts.watchdog.backend.synchronize()
-            except BaseException as error:  # of a round, whose results are then missing
-                self._fail(error, "trace()")
-                raise
+    def _settle(self, where: str) -> None:
+        """Wait for everything launched. An error of a round, whose results are then missing, closes the engine. Under the step lock."""
+        try:
+            self._parts.watchdog.backend.synchronize()
+        except Exception as error:
+            self._fail(error, where)
+            raise
 
     @property
     def _ready(self) -> bool:

@@ -233,6 +233,16 @@ def test_an_error_of_a_round_that_an_adapter_finds_closes_the_engine(engine: Eng
         engine.step()
 
 
+def test_an_adapter_waits_within_the_limit_for_rounds(adapters: Path) -> None:
+    """A copy from pageable memory would wait in the driver."""
+    with Engine.from_pretrained(folder_of(FAMILY), None, config=replace(CONFIG, round_timeout_seconds=0.2)) as engine:
+        go = threading.Event()
+        engine.backend.run(lambda: go.wait(30))
+        with pytest.raises(RoundTimeoutError):
+            engine.add_lora("all", adapters / "all")
+        go.set()
+
+
 def test_a_time_out_names_the_copy_of_an_adapter(adapters: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Engine.from_pretrained(folder_of(FAMILY), None, config=replace(CONFIG, round_timeout_seconds=0.5)) as engine:
         real, go = engine.backend.run, threading.Event()

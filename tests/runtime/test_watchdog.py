@@ -136,15 +136,21 @@ def test_error_of_a_round_is_not_that_of_the_graph_recorded_next() -> None:
         finish(engine)
 
 
-def test_an_update_of_weights_times_out_while_the_device_hangs(hang: Hang, caplog: pytest.LogCaptureFixture) -> None:
-    engine = on_demand(None, round_timeout_seconds=LIMIT)
-    for _ in range(3):
-        engine.backend.run(lambda: hang("commit"))
-    with pytest.raises(RoundTimeoutError, match=r"seconds\): copy of new weights$"):
+@pytest.mark.parametrize("in_copy", [False, True])
+def test_an_update_of_weights_times_out_while_the_device_hangs(in_copy: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """In earlier work, or in the copy, which the error then names."""
+    engine, hang = on_demand(None, round_timeout_seconds=LIMIT), Hang()
+    launch = engine.backend.run
+    if in_copy:
+        engine.backend.run = lambda copy: launch(lambda: (copy(), hang("commit")))  # type: ignore[method-assign]
+    else:
+        launch(lambda: hang("commit"))
+    with pytest.raises(RoundTimeoutError, match=r"seconds\)" + ": copy of new weights" * in_copy + "$"):
         engine.update_weights({})
     with pytest.raises(EngineClosedError, match="did not finish within"):
         engine.step()
-    assert "\ncopy of new weights\n" in caplog.text
+    assert ("\ncopy of new weights\n" in caplog.text) == in_copy
+    hang.let_go()
 
 
 @pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
