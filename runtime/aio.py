@@ -313,9 +313,9 @@ class AsyncEngine(BoundToProcess):
 
     @property
     def failure(self) -> BaseException | None:
-        """The error that ended the stepping thread; None if there was none, or if the engine was closed."""
+        """The error that ended the stepping thread or closed the engine; None if there was none."""
         failure = self._stepper.failure if self._stepper else None
-        return None if isinstance(failure, EngineClosedError) else failure
+        return self.engine._failure if isinstance(failure, EngineClosedError) else failure
 
     async def wait_closed(self) -> None:
         """Wait until stepping has ended, by close() or by an error, which is `failure`."""

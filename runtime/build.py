@@ -128,10 +128,12 @@ class EngineParts:
         self.scheduler = scheduler_type(
             self.queue, self.grammars, limits, self.sharing, recorder, states.save if states else None, isinstance(proposer, NgramLookup)
         )
-        self.uploader = Uploader(timed, buffers, models, limits, prompts, self.graphs, states, config.logits_processors, record is not None)
-        catch_up = catch_up_for(models, limits, buffers)
+        watchdog, processors = None if config.round_timeout_seconds is None else self.watchdog, config.logits_processors
+        self.uploader = Uploader(timed, buffers, models, limits, prompts, self.graphs, watchdog, states, processors, record is not None)
         in_flight = loop_in_flight_type(self) if limits.loops else in_flight_type(self.profile_range)
-        self.in_flight = in_flight(timed, buffers, self.graphs, self.host_link, limits, states, self.draft_lengths, catch_up)
+        self.in_flight = in_flight(
+            timed, buffers, self.graphs, self.host_link, limits, states, self.draft_lengths, catch_up_for(models, limits, buffers)
+        )
 
     @property
     def ranks(self) -> Ranks | None:

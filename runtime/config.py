@@ -171,8 +171,9 @@ class EngineConfig:
         check_fields(self, CHECKS)
         try:
             self.limits(vocab_size=1, num_tokens=1, feature_size=0)
+            object.__setattr__(self, "buckets", self.buckets if self.buckets is None else self.bucket_sizes)
         except ValueError as error:
-            raise ValueError(str(error).replace("Limits.", "EngineConfig.")) from None
+            raise ValueError(f"EngineConfig.{str(error).removeprefix('Limits.')}") from None
         max_drafts, rates = self.num_speculative_tokens, self.forced_acceptance
         drafts = self.draft_length if is_int(self.draft_length) else max_drafts
         if rates is not None and not len(rates) == drafts > 0:
@@ -183,7 +184,6 @@ class EngineConfig:
             if _has(self, name, value) and _has(self, other, other_value):
                 got = f"{clip_repr(getattr(self, name))} with {other}={clip_repr(getattr(self, other))}"
                 raise ValueError(f"EngineConfig.{name}: got {got}, expected {expected}")
-        bucket_sizes(self.max_rows, self.buckets)
 
     @property
     def bucket_sizes(self) -> tuple[int, ...]:

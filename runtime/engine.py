@@ -6,6 +6,7 @@ import functools
 import math
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 
 _TOKENIZER = optional(Check(lambda value: isinstance(value, TextCodec) or callable(value), "a TextCodec, or a function that returns one"))
 _SECONDS = optional(number(0, threading.TIMEOUT_MAX))
+_engines: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionary()  # by id
 _TOKENIZER_RESULT = Check(lambda codec: isinstance(codec, TextCodec), "a TextCodec from the function")
 
 
@@ -84,6 +86,7 @@ class Engine(EngineCore, BoundToProcess):
         super().__init__(parts)
         self._loras = LoraTable(target, self.limits, self.buffers, parts.watchdog.backend, self.queue)
         self._make_tokenizer = (lambda: tokenizer) if isinstance(tokenizer, TextCodec) else tokenizer
+        _engines[id(self)] = self
 
     @classmethod
     @checked_keywords(ENGINE_NAMES)
@@ -194,14 +197,14 @@ class Engine(EngineCore, BoundToProcess):
 
         weights: tensors by their names in a folder of the model (of the parameters, for a model of your own), all or some of them; or a
         folder or .gguf file with the same config. ValueError for one that does not fit, before any weight changes; a copy that fails
-        closes the engine.
+        closes the engines of this target.
         Requests that have a row end first, as this call steps the engine or waits for the thread that does; the next step() returns their
         events. Others wait and get the new weights. The weights of a draft model, which change no text, and adapters stay as they are.
         """
         self._require_open("update_weights")
         self._require_without("update_weights", self._parts.hidden_states)
         copy = checked_update(self._parts.models.target, weights, self.buffers)
-        hold = object()
+        hold, sharing = object(), list[Engine]()
         try:  # a context manager in Python would keep the hold after an interrupt at its begin
             self.queue.holds.add(hold)
             while self.queue.has_begun:
@@ -216,12 +219,23 @@ class Engine(EngineCore, BoundToProcess):
                 self._require_open("update_weights")
                 self._in_flight.interrupt()
                 self.reset_prefix_cache()
+                self._settle("update_weights()")  # a copy from the caller's memory waits in the driver, without a limit
+                watchdog = self._parts.watchdog
                 try:
-                    self._parts.watchdog.backend.run(copy)
-                    self._parts.watchdog.backend.event().wait()  # the caller may change or free the tensors
+                    watchdog.backend.run(copy)
+                    watchdog.note_copy("new weights", copied := watchdog.backend.event())
+                    copied.wait()  # the caller may change or free the tensors
                 except BaseException as error:  # some weights are new
                     self._fail(error, "update_weights()")
+                    engines = (ref() for ref in _engines.valuerefs())
+                    sharing += [each for each in engines if each and each._parts.models.target is self._parts.models.target]
                     raise
+        except BaseException as error:
+            for other in sharing:  # not within the lock of this engine
+                with other.step_lock.entered():
+                    if not other._closed_reason:
+                        other._fail(error, "update_weights()")
+            raise
         finally:
             self.queue.holds.discard(hold)
             self.queue.wake.notify()
@@ -248,7 +262,9 @@ class Engine(EngineCore, BoundToProcess):
         with self.step_lock.entered():
             self._require_open("add_lora")
             self._in_flight.interrupt()
+            self._settle("add_lora()")  # an error of the copy then concerns the adapter only
             self._loras.add(lora_name, contents, replace)
+            self._parts.watchdog.note_copy(f"the adapter {lora_name!r}", self.backend.event())
 
     def remove_lora(self, lora_name: str) -> bool:
         """Refuse further requests for an adapter; its slot is free once its requests have ended. False if unknown. From any thread."""
@@ -345,7 +361,14 @@ class Engine(EngineCore, BoundToProcess):
         self._require_open("trace")
         if self.limits.loops:
             raise RuntimeError("Engine.trace(): a launch of this engine runs many rounds; use EngineConfig.rounds_per_launch=1 for a trace")
-        return Trace(self.backend, self._in_flight.rounds, rounds, self.config.eager or bool(self._graphs.eager), self._parts.draft_lengths)
+        eager, chooser = self.config.eager or bool(self._graphs.eager), self._parts.draft_lengths
+
+        def wait() -> None:
+            with self.step_lock.entered():
+                if not self._closed_reason:
+                    self._settle("trace()")
+
+        return Trace(self.backend, self._in_flight.rounds, rounds, eager, wait, chooser)
 
     def close(self) -> None:
         """Cancel all jobs, wait for the device, release threads and graphs. Idempotent."""
@@ -358,6 +381,14 @@ class Engine(EngineCore, BoundToProcess):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _settle(self, where: str) -> None:
+        """Wait for everything launched. An error of a round, whose results are then missing, closes the engine. Under the step lock."""
+        try:
+            self._parts.watchdog.backend.synchronize()
+        except Exception as error:
+            self._fail(error, where)
+            raise
 
     @property
     def _ready(self) -> bool:

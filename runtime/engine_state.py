@@ -24,6 +24,7 @@ class EngineState:
         self.config, self.limits, self.backend, self.buffers = parts.config, parts.limits, parts.backend, parts.buffers
         self.queue, self.step_lock, self._closed_reason = parts.queue, StepLock(), ""
         self._ended = False  # once `_shut_down` has returned
+        self._failure: BaseException | None = None  # the error that closed the engine
         self._kept_events: list[StepEvent] = []  # of steps of update_weights(), which the next step returns
         self._filters = ""  # the implementation, once it is chosen
         self._graphs, self._scheduler, self._uploader, self._in_flight = parts.graphs, parts.scheduler, parts.uploader, parts.in_flight
@@ -122,6 +123,7 @@ class EngineState:
 
     def _fail(self, error: BaseException, where: str) -> None:
         """End every job with this error, and close the engine."""
+        self._failure = self._failure if self._closed_reason else error
         why = message_of(error) or f"in {where}, which closed the engine"
         self._shut_down(f"{type(error).__name__}: {why}", FinishReason.ERROR)
 

@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import json
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -175,12 +175,20 @@ class Timeline:
 class Trace:
     """Traces the next `rounds` rounds of an engine while its `with` block lasts. After the block, `timeline` is available."""
 
-    def __init__(self, backend: Backend, first_round: int, rounds: int, eager: bool, chooser: DraftLengthChooser | None = None) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        first_round: int,
+        rounds: int,
+        eager: bool,
+        wait: Callable[[], None],  # for everything launched; an error of it closes the backend, which then does not wait
+        chooser: DraftLengthChooser | None = None,
+    ) -> None:
         check_value("Engine.trace.rounds", rounds, whole(1))
         if eager:
             got = "an engine with EngineConfig.eager=True or with graphs that could not be captured"
             raise ValueError(f"Engine.trace: got {got}, expected one whose rounds are recorded")
-        self._backend, self._first_round, self._rounds, self._chooser = backend, first_round, rounds, chooser
+        self._backend, self._first_round, self._rounds, self._wait, self._chooser = backend, first_round, rounds, wait, chooser
         self._chosen: list[tuple[Drafting, float]] = []
         self._timeline: Timeline | None = None
 
@@ -191,6 +199,7 @@ class Trace:
         return self._timeline
 
     def __enter__(self) -> Trace:
+        self._wait()
         self._backend.start_trace(self._first_round, self._rounds)
         if self._chooser:
             self._chooser.choice_log = self._chosen
@@ -204,8 +213,11 @@ class Trace:
             for number, (drafting, account) in enumerate(self._chosen[: self._rounds], self._first_round)
         )
         with contextlib.suppress(*(() if kind is None else (Exception,))):  # the error of the block is the one to raise
-            spans = self._backend.stop_trace()
-            self._timeline = Timeline(tuple(sorted(spans, key=lambda span: span.start_ns)), self._backend.name, chosen)
+            try:
+                self._wait()
+            finally:
+                spans = self._backend.stop_trace()
+                self._timeline = Timeline(tuple(sorted(spans, key=lambda span: span.start_ns)), self._backend.name, chosen)
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:

@@ -26,6 +26,7 @@ from stepgraph.graphs.proposing import ANCHOR_TOKENS, given_from
 from stepgraph.graphs.row_layout import Column
 from stepgraph.runtime.hidden_states import HiddenStates
 from stepgraph.runtime.request import ActiveRequest, Job
+from stepgraph.runtime.watchdog import Watchdog
 from stepgraph.sampling import bitmask
 from stepgraph.sampling.fields import error_summary
 from stepgraph.sampling.grammar.automaton.arena import ArenaBlock
@@ -85,12 +86,13 @@ class Uploader:
         limits: Limits,
         prompts: Prompts,
         graphs: GraphSet,
+        watchdog: Watchdog | None,  # if waits have a limit
         states: HiddenStates | None = None,
         processors: Sequence[LogitsProcessor] = (),
         waits_for_grammars: bool = False,  # else a request begins in a step that depends on the speed of copies, which no recording has
     ) -> None:
         self._backend, self._buffers, self._models, self._limits = backend, buffers, models, limits
-        self._prompts, self._graphs, self._states = prompts, graphs, states
+        self._prompts, self._graphs, self._watchdog, self._states = prompts, graphs, watchdog, states
         self._admission_ring = PinnedRing(backend, buffers.admission_ring_host)
         self._prompt_ring = PinnedRing(backend, buffers.prompt_ring_host)
         self._text_ring = PinnedRing(backend, buffers.text_ring_host) if models.reads_text else None
@@ -108,12 +110,16 @@ class Uploader:
         block, grammar_ring = request.arena_block, self._grammar_ring
         while block is not None and grammar_ring is not None and block.num_copied < len(block.image):
             if not (self.waits_for_grammars or grammar_ring.ready):
+                if self._watchdog:
+                    self._watchdog.check_copies()
                 return False
             part = block.image[block.num_copied : block.num_copied + grammar_ring.width]
             start = block.offset + block.num_copied
             copy = functools.partial(_copy_image, self._buffers.grammar_arena[start : start + len(part)])
             launch = functools.partial(self._backend.copy_aside, after_launched=not block.num_copied)
-            self._copy_events[block] = grammar_ring.send(part, copy, launch)
+            self._copy_events[block] = copied = grammar_ring.send(part, copy, launch)
+            if self._watchdog:
+                self._watchdog.note_copy("a grammar", copied)
             block.num_copied += len(part)
         return True
 

@@ -9,7 +9,7 @@ import itertools
 import secrets
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any, TypeAlias, TypedDict
 
 import numpy as np
@@ -230,14 +230,13 @@ class RequestValidator:
             raise ValueError(f"draft_ids: got {len(ids)} tokens, expected at most max_length={max_length}")
         return ids
 
-    def _sampling(self, requested: Any, constrained: bool, max_new_tokens: int) -> SamplingParams:
+    def _sampling(self, sampling: Any, constrained: bool, max_new_tokens: int) -> SamplingParams:
         """The checked parameters; GREEDY for None. ValueError for a field that does not fit the engine or the request."""
-        if requested is None:
+        if sampling is None:
             return GREEDY
-        if not isinstance(requested, SamplingParams):
-            raise ValueError(f"sampling: got {type(requested).__name__}, expected SamplingParams")
-        sampling, limits = replace(requested), self._limits  # a copy, checked again: the caller can change the logit_bias dict
-        name = sampling.beyond_argmax
+        if not isinstance(sampling, SamplingParams):
+            raise ValueError(f"sampling: got {type(sampling).__name__}, expected SamplingParams")
+        name, limits = sampling.beyond_argmax, self._limits
         if self._config.greedy_only and name:
             value, default = clip_repr(getattr(sampling, name)), clip_repr(getattr(GREEDY, name))
             raise ValueError(f"sampling.{name}: got {value}, expected {default}: the engine is greedy_only")

@@ -35,7 +35,23 @@ class Watchdog:
 
     def __init__(self, backend: Backend, seconds: float | None) -> None:
         self._backend, self._seconds, self._expired = backend, seconds, False
-        self.backend = backend if seconds is None else cast("Backend", _TimedBackend(backend, self.wait))
+        self._copies: list[tuple[str, Event, float]] = []  # what each copies, an event at its end, and when it was launched
+        self.backend = backend if seconds is None else cast("Backend", _TimedBackend(backend, self))
+
+    def note_copy(self, what: str, end: Event) -> None:
+        """Name a launched copy, for errors before its end."""
+        self._copies = [*(each for each in self._copies if not each[1].query()), (what, end, time.monotonic())]
+
+    def check_copies(self) -> None:
+        """RoundTimeoutError if a launched copy has not ended in time. For steps that do not wait for it."""
+        assert self._seconds is not None
+        if any(time.monotonic() - launched > self._seconds and not end.query() for _, end, launched in self._copies):
+            raise self._error()
+
+    @property
+    def _unfinished(self) -> tuple[str, ...]:
+        copies = (f"copy of {what}" for what, end, _ in self._copies if not end.query())
+        return *self._backend.active_work(), *dict.fromkeys(copies)
 
     def wait(self, event: Event) -> bool:
         """RoundTimeoutError if the event is not reached in time."""
@@ -53,7 +69,7 @@ class Watchdog:
 
     def _error(self) -> RoundTimeoutError:
         self._expired = True
-        doing = "; ".join(self._backend.active_work())
+        doing = "; ".join(self._unfinished)
         limit = f"{self._seconds:g} s (EngineConfig.round_timeout_seconds)"
         return RoundTimeoutError(f"the device did not finish within {limit}{doing and ': ' + doing}")
 
@@ -63,7 +79,10 @@ class Watchdog:
             if self._seconds is not None and not self._expired:
                 self.backend.synchronize()
         if self._expired:
-            log.error("%s", self._report(in_flight, host))
+            try:
+                log.error("%s", self._report(in_flight, host))
+            except Exception:  # of a device that is lost
+                log.exception("the report of a time-out failed")
             self._backend.close_without_waiting()
             return
         in_flight.clear()
@@ -79,7 +98,7 @@ class Watchdog:
         rounds = ", ".join(f"{'launch' if each.is_loop else 'round'} {each.number} ({each.key})" for each in in_flight.pending)
         lines = [
             f"the device of an engine did not finish within {self._seconds:g} s; in flight: {rounds or 'no rounds'}",
-            *(self._backend.active_work() or ("no information about its streams",)),
+            *(self._unfinished or ("no information about its streams",)),
             f"host nodes, {host.name}: {counters}",
         ]
         names = {thread.ident: thread.name for thread in threading.enumerate()}
@@ -89,8 +108,8 @@ class Watchdog:
 
 
 class _TimedBackend:
-    def __init__(self, backend: Backend, wait: Callable[[Event], bool]) -> None:
-        self._backend, self._wait = backend, wait
+    def __init__(self, backend: Backend, watchdog: Watchdog) -> None:
+        self._backend, self._watchdog = backend, watchdog
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
@@ -102,11 +121,11 @@ class _TimedBackend:
         return self._timed(self._backend.copy_aside(function, after_launched=after_launched))
 
     def synchronize(self) -> None:
-        self.copy_aside(lambda: None, after_launched=True).wait()  # also for the copies beside rounds
+        self._watchdog.wait(self._backend.copy_aside(lambda: None, after_launched=True))  # also for the copies beside rounds
         self._backend.synchronize()
 
     def wait_for(self, copied: Any) -> None:
         self._backend.wait_for(copied.untimed)
 
     def _timed(self, event: Event) -> Event:
-        return cast("Event", SimpleNamespace(untimed=event, query=event.query, wait=functools.partial(self._wait, event)))
+        return cast("Event", SimpleNamespace(untimed=event, query=event.query, wait=functools.partial(self._watchdog.wait, event)))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
-from typing import Any, NamedTuple, ParamSpec, TypeGuard, TypeVar
+from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeGuard, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -225,6 +225,18 @@ def shows_fields(decorated: C) -> C:
     cls: Any = decorated
     cls.__doc__ = _FieldDoc(cls.__doc__)
     return decorated
+
+
+class FrozenDict(dict[Any, Any]):
+    """A dict that cannot be changed, for fields of frozen dataclasses."""
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise TypeError("a field of a frozen object cannot be changed; dataclasses.replace() makes a copy with another value")
+
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
+
+    def __reduce__(self) -> Any:
+        return FrozenDict, (dict(self),)
 
 
 def reject_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

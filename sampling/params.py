@@ -6,7 +6,19 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from stepgraph.sampling.fields import BOOL, Check, check_fields, check_value, checked_fields, clip_repr, is_int, number, optional, whole
+from stepgraph.sampling.fields import (
+    BOOL,
+    Check,
+    FrozenDict,
+    check_fields,
+    check_value,
+    checked_fields,
+    clip_repr,
+    is_int,
+    number,
+    optional,
+    whole,
+)
 
 FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127  # a larger temperature would be infinite on the device
 _TOKEN_ID = Check(lambda token: is_int(token) and token >= 0, "a token id >= 0")
@@ -156,7 +168,7 @@ class SamplingParams:
             for index, argument in enumerate(arguments):
                 check_value(f"{field_name}[{index}]", argument, number(-FLOAT32_MAX, FLOAT32_MAX))
         arguments_by_name = {name: tuple(arguments) for name, arguments in self.logits_processors.items()}
-        object.__setattr__(self, "logits_processors", arguments_by_name)
+        object.__setattr__(self, "logits_processors", FrozenDict(arguments_by_name))
 
     def _check_bias(self) -> None:
         if not isinstance(self.logit_bias, Mapping):
@@ -165,7 +177,7 @@ class SamplingParams:
             if not _TOKEN_ID.accepts(token):
                 raise ValueError(f"SamplingParams.logit_bias: got the key {clip_repr(token)}, expected token ids >= 0")
             check_value(f"SamplingParams.logit_bias[{clip_repr(token)}]", bias, _BIAS)
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        object.__setattr__(self, "logit_bias", FrozenDict(self.logit_bias))
 
     @property
     def greedy(self) -> bool:

@@ -409,7 +409,7 @@ def _assemble(ptx: str, arch: int) -> str:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", type=int, nargs="+", choices=ARCHS, default=ARCHS, help="compute capabilities (default: all)")
     parser.add_argument("--all", action="store_true", help="also compile rare combinations of arguments")
     parser.add_argument("--first", action="store_true", help="compile only the first variant of each kernel")

@@ -368,7 +368,7 @@ def line(name: str, row: Mapping[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--demo", action="store_true", help="the demonstration's models, instead of the toy pair")
     add("-k", "--drafts", type=int, default=7, help="num_speculative_tokens (default: %(default)s)")

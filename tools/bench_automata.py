@@ -179,7 +179,7 @@ def measure(paths: Sequence[Path], tokens: Vocabulary, repeats: int) -> dict[str
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="schemas, one in each .json file, also in sub-folders")
     parser.add_argument("--schemas", type=int, default=1000, help="number of schemas to choose at random (default: 1000)")
     parser.add_argument("--seed", type=int, default=0, help="seed of that choice (default: 0)")

@@ -118,7 +118,7 @@ def lines(found: Mapping[str, Any]) -> Sequence[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--demo", action="store_true", help="the demonstration's models, instead of the toy pair")
     add("--rows", type=int, nargs="+", default=[1, 8], metavar="N", help="max_rows of the engines (default: 1 8)")

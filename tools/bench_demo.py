@@ -237,7 +237,7 @@ def report(drafts: int, prompts: int, repeats: int, legal: int, threads: int, ba
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("-k", "--drafts", type=int, default=DRAFTS, help="drafts per round (default: %(default)s)")
     add("--prompts", type=int, default=3, metavar="N", help="timed prompts of each of five schemas, and questions (default: %(default)s)")

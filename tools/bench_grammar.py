@@ -242,7 +242,7 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=list(BATCHES), help="batch sizes (default: 1 8 32 64)")
     parser.add_argument("--rounds", type=int, default=4000, help="rounds of the small batches; large ones get fewer (default: 4000)")
     parser.add_argument("-k", "--drafts", type=int, default=4, help="drafts per round (default: 4)")

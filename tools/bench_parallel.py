@@ -131,7 +131,7 @@ def measure(model: Path, ranks: int, tokens: int, turns: int) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", type=Path, metavar="MODEL")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=100)

@@ -163,7 +163,7 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("-k", "--drafts", type=int, default=DRAFTS, help="drafts per round (default: %(default)s)")
     add("--fixed", action="store_true", help="always --drafts drafts, instead of a number chosen by cost")

@@ -292,7 +292,7 @@ def _normalised_reason(message: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="a folder of .json files, or a .jsonl or .jsonl.xz file")
     parser.add_argument("--out", type=Path, help="a file to which each outcome is appended; its schemas are not compiled again")
     parser.add_argument("--backend", default="auto", help="the grammar library (default: auto)")

@@ -90,7 +90,7 @@ def _by_turns(runs: dict[tuple[str, int], Callable[[], object]], rounds: int) ->
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kinds", nargs="+", choices=list(BY_NAME), default=list(BY_NAME), help="default: all")
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 5, 8], metavar="N")
     parser.add_argument("--shape", nargs=2, type=int, default=(8192, 2048), metavar=("OUT", "IN"))

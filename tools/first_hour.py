@@ -104,7 +104,7 @@ def run(folder: Path) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lines", action="store_true", help="count the lines of the programs, and run none")
     options = parser.parse_args(arguments)
     succeeded = True

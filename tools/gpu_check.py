@@ -53,7 +53,7 @@ def find_stepgraph() -> None:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--rehearse", nargs="?", const="tape", default="", choices=("tape", "cuda"), help="small sizes, on the CPU tape or on this device"
     )

@@ -34,7 +34,7 @@ def demo_model() -> Path | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--out", type=Path, metavar="FOLDER", help="folder for the bundle; must be new or empty")
     what.add_argument("--install", type=Path, metavar="FOLDER", help="check a bundle and install it")

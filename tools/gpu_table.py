@@ -171,7 +171,7 @@ def replace_section(text: str, section_text: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--write", action="store_true", help="write it into README.md")
     what.add_argument("--check", action="store_true", help="compare it with README.md")

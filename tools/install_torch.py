@@ -38,7 +38,7 @@ def needs_cuda_libraries(requirement: str) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("requirement", help="torch, with a version or a range")
     requirement = parser.parse_args(arguments).requirement
     quiet = [] if sys.stderr.isatty() else ["--quiet"]  # on a terminal pip shows how far its downloads are

@@ -119,7 +119,7 @@ def counted(width: int, size: int) -> dict[str, dict[str, Any]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vocabulary", type=int, default=WIDTH, metavar="TOKENS", help="width of logits (default: %(default)s)")
     parser.add_argument("--size", type=int, default=SIZE, metavar="ELEMENTS", help="of states (default: %(default)s)")
     options = parser.parse_args()

@@ -130,7 +130,7 @@ def over_budget(totals: dict[str, tuple[int, int]]) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
     parser.add_argument("--files", action="store_true", help="also list every file")
     parser.add_argument("--root", type=Path, default=ROOT, help="the tree to count (default: this repository)")

@@ -33,7 +33,10 @@ STDERR = 2
 def parse(arguments: list[str]) -> argparse.Namespace:
     here = arguments.index("--") if "--" in arguments else len(arguments)
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, usage="nsys_profile.py [flags] (--bench | -- SCRIPT ...)"
+        description=__doc__,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="nsys_profile.py [flags] (--bench | -- SCRIPT ...)",
     )
     add = parser.add_argument
     add("--rounds", default="20-40", metavar="FIRST-LAST", help="which rounds, counted from 0, both included (default: %(default)s)")

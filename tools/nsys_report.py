@@ -27,7 +27,7 @@ BAD_INPUT = 2
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("files", nargs="+", type=Path, metavar="FILE", help="a .nsys-rep, a .sqlite, a .json; see above")
     add("--json", action="store_true", help="print the report as one JSON document instead of a table")

@@ -16,7 +16,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))  # for tools.*
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("head", type=Path, metavar="HEAD", help="folder of a head that is not quantised")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write")
     options = parser.parse_args(arguments)

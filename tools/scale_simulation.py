@@ -235,7 +235,7 @@ def capacity(pool: Pool, load: Load, costs: Costs) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--replicas", type=int, nargs="+", default=[1, 10, 100, 1000], metavar="N")
     add("--round-ms", type=float, nargs=2, required=True, metavar=("FIRST", "ROW"), help="time of a round without its rows, and per row")

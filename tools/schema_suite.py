@@ -48,7 +48,7 @@ def imported(folder: Path) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--import-from", type=Path, help="update the suite from this folder, which has one for each draft")
     options = parser.parse_args()
     if options.import_from:

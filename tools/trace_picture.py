@@ -45,7 +45,7 @@ def _span(event: dict[str, Any], streams: dict[int, str]) -> Span:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, metavar="FILE", help="the timeline")
     parser.add_argument("png", type=Path, metavar="PNG", help="the picture to write")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="rounds from the middle (default: %(default)s)")

@@ -23,7 +23,7 @@ MAX_HEAD_BYTES = 6_500_000  # of the head in 8 bits, in a wheel
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--work", type=Path, required=True, metavar="FOLDER", help="folder for answers, checkpoints and the head; some gigabytes")
     add("--prompts", type=int, default=3000, metavar="N", help="prompts to generate, including duplicates (default: %(default)s)")

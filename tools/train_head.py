@@ -20,7 +20,7 @@ INTERRUPTED = 130
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--target", type=Path, required=True, metavar="PATH", help="the target: a Hugging Face folder or a .gguf file")
     add("--kind", choices=("eagle3", "mtp"), required=True, help="eagle3, or mtp: one module, used for every draft")

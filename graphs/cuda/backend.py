@@ -120,4 +120,5 @@ class CudaBackend(CudaLauncher):
 
     def close_without_waiting(self) -> None:
         if self._finalizer.detach() is not None:
-            _abandoned.extend((self.resources, *self._graphs))
+            _abandoned.extend((self.resources, self.tracer, *self._graphs))
+            self.tracer = None  # its end would wait

@@ -230,7 +230,7 @@ class TapeBackend:
         copied = TapeEvent(self)
         self._last_copy = copied.reached
         if self._device is None:
-            self.run(function)
+            self.launch(function, "copy_aside()")
             copied.reached.set()
         else:
             self._workers[COPY_STREAM].submit(functools.partial(self._copy, function, launched, copied))

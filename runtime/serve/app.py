@@ -218,15 +218,14 @@ class Answer:
         async with contextlib.aclosing(self._deltas()) as found:
             async for reply, delta in found:
                 deltas[reply.index] += [delta] if delta is not None else []
-        scored = self._request.options["sampling"].prompt_logprobs is not None  # of 4,000 tokens with 20 others each: 0.3 s
-        response = await asyncio.to_thread(self._whole, deltas) if scored else self._whole(deltas)
+        response = await asyncio.to_thread(self._whole, deltas) if self._request.scored else self._whole(deltas)
         await response(scope, receive, send)
 
     def _whole(self, deltas: Sequence[Sequence[Delta]]) -> Response:
         choices = []
         for reply in self._replies:
             message = whole_message(deltas[reply.index])
-            choice = {"index": reply.index, "logprobs": reply.take_logprobs(), "finish_reason": reply.reason, **reply.prompt_logprobs()}
+            choice = {"index": reply.index, "logprobs": reply.take_logprobs()(), "finish_reason": reply.reason, **reply.prompt_logprobs()}
             choices.append(choice | ({"message": message} if self._request.chat else {"text": reply.prompt.echo + message["content"]}))
         return json_response(self._envelope | {"choices": choices, "usage": usage_of(self._replies)})
 
@@ -234,9 +233,10 @@ class Answer:
         begun = set[int]()  # choices that have begun
         async with contextlib.aclosing(self._deltas()) as deltas:
             async for reply, found in deltas:
-                choice = {"index": reply.index, "logprobs": reply.take_logprobs(), "finish_reason": reply.reason if found is None else None}
-                delta = found or {}
-                if reply.index not in begun:
+                logprobs, delta, begins = reply.take_logprobs(), found or {}, reply.index not in begun
+                written = await asyncio.to_thread(logprobs) if self._request.scored and begins else logprobs()
+                choice = {"index": reply.index, "logprobs": written, "finish_reason": reply.reason if found is None else None}
+                if begins:
                     begun.add(reply.index)
                     delta = {"role": "assistant", **(delta or {"content": ""})}
                     delta |= {} if self._request.chat else {"content": reply.prompt.echo + delta["content"]}

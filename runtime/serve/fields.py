@@ -103,6 +103,11 @@ class GenerationRequest:
         return reasoning.budget if reasoning is not None and constrained and reasoning.opened and not reasoning.in_channels else None
 
     @property
+    def scored(self) -> bool:
+        """Whether answers have log-probabilities of their prompts. Writing those of 4,000 tokens with 20 others each takes 0.3 s."""
+        return self.options["sampling"].prompt_logprobs is not None
+
+    @property
     def choices(self) -> int:
         return self.n * len(self.prompts)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from stepgraph.runtime.job import FinishReason, TokenLogprob
@@ -14,6 +14,7 @@ from stepgraph.runtime.serve.reasoning import ChannelSplitter, ReasoningSplitter
 from stepgraph.runtime.text import TextCodec
 
 LEAST_LOGPROB = -9999.0  # as in vLLM: JSON has no infinity
+_Taken = tuple[int, TokenLogprob | None, int]  # a token, its log-probabilities, and its offset
 
 
 class Reply:
@@ -33,9 +34,9 @@ class Reply:
         self._splitter = ChannelSplitter() if in_channels else ReasoningSplitter(request.reasoning, to_marker=enforced)
         self.ids: list[int] = []
         self.reasoning_tokens = 0
-        self._logprobs: list[tuple[int, TokenLogprob | None]] = []  # of tokens that no delta has reported yet
+        self._logprobs: list[_Taken] = []  # of tokens that no delta has reported yet
         self._echoes_logprobs = request.echo  # those of the prompt come first
-        self._offset = 0  # characters of the tokens that deltas have reported
+        self._offset = len(self.prompt.echo)  # of the next token: a token without text of its own has that of the text so far
 
     @property
     def stopped(self) -> bool:
@@ -49,8 +50,10 @@ class Reply:
                 break
             self.ids.append(token)
             if event.logprobs:
-                self._logprobs.append((token, event.logprobs[index]))
-            deltas += self._deltas(self._text_stream.push([token] if token not in stop_ids else []))
+                self._logprobs.append((token, event.logprobs[index], self._offset))
+            text = self._text_stream.push([token] if token not in stop_ids else [])
+            self._offset += len(text)
+            deltas += self._deltas(text)
             self.reasoning_tokens += self._splitter.in_reasoning and (limit is None or self.reasoning_tokens < limit)
             if self.stopped:
                 break
@@ -94,27 +97,41 @@ class Reply:
             return FinishReason.STOP
         return self.jobs[-1].finish_reason or (FinishReason.LENGTH if self.over_budget else FinishReason.CANCELLED)
 
-    def take_logprobs(self) -> dict[str, Any] | None:
-        """Log-probabilities of the tokens since the last call, in the endpoint's form."""
+    def take_logprobs(self) -> Callable[[], dict[str, Any] | None]:
+        """For the tokens since the last call: a function that returns their log-probabilities in the endpoint's form, on any thread."""
+        taken, self._logprobs = self._logprobs, []
+        echoes, self._echoes_logprobs = self._echoes_logprobs, False
+        return functools.partial(self._written_logprobs, taken, echoes)
+
+    def _written_logprobs(self, taken: list[_Taken], echoes: bool) -> dict[str, Any] | None:
         if not self.request.options["sampling"].logprobs:
             return None
-        taken, self._logprobs = self._logprobs, []
         if self.request.chat:
             content = [
                 self._logprob(token, found.raw) | {"top_logprobs": [self._logprob(*each) for each in found.top_raw]}
-                for token, found in taken
+                for token, found, _ in taken
                 if found is not None
             ]
             return {"content": content, "refusal": None}
-        if self._echoes_logprobs:
-            self._echoes_logprobs, taken = False, [*zip(self.prompt.ids, self.jobs[0].prompt_logprobs, strict=False), *taken]
-        texts, asked = [self._codec.decode([token]) for token, _ in taken], self.request.options["sampling"].top_logprobs
-        *offsets, self._offset = itertools.accumulate(map(len, texts), initial=self._offset)
+        if echoes:
+            taken = [*zip(self.prompt.ids, self.jobs[0].prompt_logprobs, self._prompt_offsets(), strict=False), *taken]
+        texts, asked = [self._codec.decode([token]) for token, *_ in taken], self.request.options["sampling"].top_logprobs
         # the token and the most probable ones; among tokens with equal texts, the most probable
-        pairs = [found and ((token, max(found.raw, LEAST_LOGPROB)), *reversed(found.top_raw[:asked])) for token, found in taken]
+        pairs = [found and ((token, max(found.raw, LEAST_LOGPROB)), *reversed(found.top_raw[:asked])) for token, found, _ in taken]
         values = [each and each[0][1] for each in pairs]
         top = [each and {self._codec.decode([other]): value for other, value in each} for each in pairs]
+        offsets = [offset for *_, offset in taken]
         return {"tokens": texts, "token_logprobs": values, "top_logprobs": top if asked else None, "text_offset": offsets}
+
+    def _prompt_offsets(self) -> Iterator[int]:
+        """Offsets of the prompt's tokens in `echo`, which a tokenizer may have changed: it adds blanks, and control tokens are spelled."""
+        vocabulary, stream, echo, offset = self._codec.vocabulary, self._codec.stream(), self.prompt.echo, 0
+        for token in self.prompt.ids:
+            yield min(offset, len(echo))
+            has_text = token not in vocabulary.non_text_ids
+            piece = stream.push([token]) if has_text else vocabulary.tokens[token].decode("utf-8", "replace")
+            found = (len(each) for each in (piece, piece.lstrip()) if echo.startswith(each, offset))
+            offset += next(found, len(piece) if has_text else 0)
 
     def prompt_logprobs(self) -> dict[str, Any]:
         """vLLM's field, if the request has it: by token id, the prompt's token and the most probable ones."""

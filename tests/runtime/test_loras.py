@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +17,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from stepgraph import Constraint, Engine, EngineConfig, Job
+from stepgraph import Constraint, Engine, EngineClosedError, EngineConfig, Job
 from stepgraph.graphs import TapeBackend
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.files.lora import read_lora
 from stepgraph.runtime.models.files.transformers_folder import Implementation
+from stepgraph.runtime.watchdog import RoundTimeoutError
 from tests.helpers.adapters import ALPHA, save_adapter
 from tests.helpers.c_library import needs_c
 from tests.helpers.failing_copies import FailingCopies
@@ -214,6 +217,41 @@ def test_a_replaced_adapter_serves_its_requests_until_they_end(engine: Engine, a
     for name in ("all", "some", "all"):  # both slots are in use: the adapter is replaced in its own
         engine.add_lora("all", adapters / name, replace=True)
         assert texts(engine, ["all"]) == merged[name]
+
+
+def test_an_error_of_a_round_that_an_adapter_finds_closes_the_engine(engine: Engine, adapters: Path) -> None:
+    job = engine.submit(PROMPT, max_new_tokens=20)
+    engine.step()
+    engine.backend.run(lambda: 1 / 0)  # as of a round in flight
+    event = engine.backend.event()
+    while not event.query():
+        time.sleep(0.001)
+    with pytest.raises(ZeroDivisionError):
+        engine.add_lora("some", adapters / "some")
+    assert (job.finish_reason, job.error) == ("error", "ZeroDivisionError: division by zero") and engine.list_loras() == ["all"]
+    with pytest.raises(EngineClosedError):
+        engine.step()
+
+
+def test_an_adapter_waits_within_the_limit_for_rounds(adapters: Path) -> None:
+    """A copy from pageable memory would wait in the driver."""
+    with Engine.from_pretrained(folder_of(FAMILY), None, config=replace(CONFIG, round_timeout_seconds=0.2)) as engine:
+        go = threading.Event()
+        engine.backend.run(lambda: go.wait(30))
+        with pytest.raises(RoundTimeoutError):
+            engine.add_lora("all", adapters / "all")
+        go.set()
+
+
+def test_a_time_out_names_the_copy_of_an_adapter(adapters: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Engine.from_pretrained(folder_of(FAMILY), None, config=replace(CONFIG, round_timeout_seconds=0.5)) as engine:
+        real, go = engine.backend.run, threading.Event()
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.backend, "run", lambda function: real(lambda: (function(), go.wait(30))))
+            engine.add_lora("all", adapters / "all")
+        with pytest.raises(RoundTimeoutError, match=r"seconds\): copy of the adapter 'all'$"):
+            engine.generate(PROMPT, max_new_tokens=2)
+        go.set()
 
 
 @pytest.mark.parametrize("others", [0, 1], ids=["another slot", "its own slot"])

@@ -335,8 +335,8 @@ def test_an_update_from_another_thread_than_the_stepping_one(new_folder: Path) -
         engine.update_weights(new_folder)
 
 
-def test_a_copy_that_fails_closes_the_engine(new_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file cannot be read again after all tensors were checked."""
+def test_a_copy_that_fails_closes_the_engines_of_the_model(new_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file cannot be read again after all tensors were checked. An engine with another model continues."""
     read, reads = SafetensorsSource.read, collections.Counter[str]()
 
     def failing(source: SafetensorsSource, name: str) -> Tensor:
@@ -345,14 +345,46 @@ def test_a_copy_that_fails_closes_the_engine(new_folder: Path, monkeypatch: pyte
             raise OSError("the disk is gone")
         return read(source, name)
 
-    with Engine.from_pretrained(folder_of(FAMILY), "ngram", config=CONFIG) as engine:
-        job = engine.submit(PROMPTS[0])
+    engine, separate = (Engine.from_pretrained(folder_of(FAMILY), "ngram", config=CONFIG) for _ in range(2))
+    with engine, separate, Engine(engine._parts.models.target, "ngram", vocabulary=engine.vocabulary, config=CONFIG) as sharing:
+        jobs = [each.submit(PROMPTS[0], max_new_tokens=4) for each in (engine, sharing, separate)]
+        sharing.step()
         monkeypatch.setattr(SafetensorsSource, "read", failing)
         with pytest.raises(OSError, match="the disk is gone"):
             engine.update_weights(new_folder)
-        assert (job.finish_reason, job.error) == (FinishReason.ERROR, "OSError: the disk is gone")
-        with pytest.raises(EngineClosedError, match="the disk is gone"):
-            engine.submit(PROMPTS[0])
+        for each, job in zip((engine, sharing), jobs, strict=False):
+            assert (job.finish_reason, job.error) == (FinishReason.ERROR, "OSError: the disk is gone")
+            with pytest.raises(EngineClosedError, match="the disk is gone"):
+                each.submit(PROMPTS[0])
+        finish(separate)
+        assert len(jobs[2].tokens) == 4
+
+
+def test_an_async_engine_reports_an_update_that_fails(new_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a close by its owner, after which a server or a replica would go on without an engine."""
+    read, reads = SafetensorsSource.read, collections.Counter[str]()
+
+    def failing(source: SafetensorsSource, name: str) -> Tensor:
+        reads[name] += 1
+        if reads[name] == 2:
+            raise OSError("the disk is gone")
+        return read(source, name)
+
+    async def run(engine: Engine) -> None:
+        serving = AsyncEngine(engine)
+        await serving.open()
+        monkeypatch.setattr(SafetensorsSource, "read", failing)
+        with pytest.raises(OSError, match="the disk is gone"):
+            await asyncio.to_thread(engine.update_weights, new_folder)
+        await serving.wait_closed()
+        assert isinstance(serving.failure, OSError)
+        with pytest.raises(EngineClosedError, match="the engine failed: OSError: the disk is gone"):
+            serving.generate(PROMPTS[0])
+        with pytest.raises(OSError, match="the disk is gone"):
+            await serving.close()
+
+    with Engine.from_pretrained(folder_of(FAMILY), None, config=CONFIG) as engine:
+        asyncio.run(run(engine))
 
 
 def test_a_folder_without_a_tensor_is_refused(tmp_path: Path) -> None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import pickle
 import sys
-from typing import Any
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,7 +17,7 @@ from stepgraph import Constraint, Engine, EngineConfig, FinishReason, SamplingPa
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.runtime.validate import checked_ids
 from tests.helpers.oracles import greedy
-from tests.helpers.toy_engines import CONSTRAINTS, TARGET, VOCABULARY, Setup, finish, make_engine, shared_engine
+from tests.helpers.toy_engines import CONSTRAINTS, TARGET, VOCABULARY, Setup, shared_engine
 
 SETUP = Setup(k=3)
 BAD_SUBMITS: list[tuple[dict[str, Any], str]] = [
@@ -100,15 +105,39 @@ def test_sampling_that_does_not_fit_the_request_raises(sampling: SamplingParams,
     assert not engine.has_work
 
 
-def test_changing_logit_bias_after_submit_has_no_effect_and_is_checked_again() -> None:
-    sampling = SamplingParams(temperature=0, logit_bias={5: 100.0})
-    with make_engine(Setup(k=0, greedy_only=False, max_rows=1)) as engine:
-        job = engine.submit([1], sampling=sampling, max_new_tokens=3)
-        sampling.logit_bias[5] = float("nan")  # type: ignore[index]
-        with pytest.raises(ValueError, match=r"SamplingParams.logit_bias\[5\]: got nan"):
-            engine.submit([1], sampling=sampling, max_new_tokens=3)
-        finish(engine)
-    assert (job.tokens, job.error) == ([5, 5, 5], "")
+CHANGES = (
+    *(("__setitem__", 5, 2.0), ("__delitem__", 5), ("__ior__", {5: 2.0}), ("clear",), ("pop", 5), ("popitem",), ("setdefault", 7, 1.0)),
+    ("update", {5: 2.0}),
+)
+
+
+@pytest.mark.parametrize(
+    "made", [lambda params: params, pickle.loads, copy.deepcopy, replace], ids=["made", "unpickled", "deep copy", "replaced"]
+)
+def test_mappings_of_sampling_params_cannot_be_changed(made: Callable[[Any], SamplingParams]) -> None:
+    """Neither in parameters of the caller, nor in those of a request, which may be the default of all."""
+    biases, arguments = {5: 1.0}, {"shift": [1.0]}
+    given = SamplingParams(logit_bias=biases, logits_processors=arguments)
+    params = made(pickle.dumps(given) if made is pickle.loads else given)
+    biases[6], arguments["other"] = 1.0, []
+    arguments["shift"].append(2.0)
+    assert params == given == SamplingParams(logit_bias={5: 1.0}, logits_processors={"shift": (1.0,)}) and hash(params) == hash(given)
+    assert json.loads(json.dumps(asdict(params)))["logit_bias"] == {"5": 1.0} and repr(params) == repr(given)
+    default = shared_engine(Setup(k=0, greedy_only=False)).generate([1], max_new_tokens=1).sampling
+    for mapping in (params.logit_bias, params.logits_processors, default.logit_bias, default.logits_processors):
+        before, changeable = dict(mapping), cast("dict[Any, Any]", mapping)
+        for name, *values in CHANGES:
+            with pytest.raises(TypeError, match=r"cannot be changed; dataclasses\.replace"):
+                getattr(changeable, name)(*values)
+        assert mapping == before
+
+
+@pytest.mark.parametrize("given", [lambda sizes: sizes, iter])
+def test_buckets_of_a_config_are_a_tuple(given: Callable[[Any], Any]) -> None:
+    sizes = [2, 1]
+    config = EngineConfig(max_rows=2, buckets=given(sizes))
+    sizes.append(9)
+    assert config == EngineConfig(max_rows=2, buckets=(1, 2)) and hash(config) == hash(EngineConfig(max_rows=2, buckets=(1, 2)))
 
 
 def test_more_biases_than_max_bias_ids_raise() -> None:
@@ -199,7 +228,7 @@ def test_sampling_params_compare_by_value() -> None:
         ({"max_length": "long"}, r"EngineConfig.max_length: got 'long'"),
         ({"num_pages": 2}, r"EngineConfig.num_pages: got 2, expected >= 64"),
         ({"rounds_in_flight": 0}, r"EngineConfig.rounds_in_flight: got 0"),
-        ({"buckets": (1, 2)}, r"buckets: got \(1, 2\), expected integers >= 1 of which the largest is max_rows=8"),
+        ({"buckets": (1, 2)}, r"^EngineConfig.buckets: got \(1, 2\), expected integers >= 1 of which the largest is max_rows=8"),
         ({"buckets": (0, 8)}, r"buckets: got \(0, 8\)"),
         ({"buckets": ()}, r"buckets: got \(\)"),
         ({"buckets": ("a", 8)}, r"buckets: got \('a', 8\)"),

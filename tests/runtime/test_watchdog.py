@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from stepgraph import AsyncEngine, Constraint, Engine, EngineConfig, FinishReason, Job
-from stepgraph.graphs import TapeBackend
+from stepgraph.graphs import TapeBackend, round_specs
+from stepgraph.graphs.context import COPY_STREAM
 from stepgraph.graphs.round_specs import IMAGE_CHUNKS
 from stepgraph.runtime.models.toy import ToyDraft
 from stepgraph.runtime.request import EngineClosedError
@@ -135,13 +136,107 @@ def test_error_of_a_round_is_not_that_of_the_graph_recorded_next() -> None:
         finish(engine)
 
 
-def test_an_update_of_weights_times_out_while_the_device_hangs(hang: Hang) -> None:
-    engine = on_demand(None, round_timeout_seconds=LIMIT)
-    for _ in range(3):
-        engine.backend.run(lambda: hang("commit"))
-    with pytest.raises(RoundTimeoutError):
+@pytest.mark.parametrize("in_copy", [False, True])
+def test_an_update_of_weights_times_out_while_the_device_hangs(in_copy: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """In earlier work, or in the copy, which the error then names."""
+    engine, hang = on_demand(None, round_timeout_seconds=LIMIT), Hang()
+    launch = engine.backend.run
+
+    def run(function: Callable[[], object]) -> None:
+        launch(function)
+        launch(lambda: hang("commit"))
+
+    if in_copy:
+        engine.backend.run = run  # type: ignore[method-assign]
+    else:
+        launch(lambda: hang("commit"))
+    with pytest.raises(RoundTimeoutError, match=r"seconds\)" + ": copy of new weights" * in_copy + "$"):
         engine.update_weights({})
     with pytest.raises(EngineClosedError, match="did not finish within"):
+        engine.step()
+    assert ("\ncopy of new weights\n" in caplog.text) == in_copy
+    hang.let_go()
+
+
+@pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
+@pytest.mark.parametrize("chunk", [8, None])  # with the first, a grammar needs more than one turn of the ring, for which no step waits
+def test_a_copy_of_a_grammar_that_hangs_times_out_with_its_name(monkeypatch: pytest.MonkeyPatch, chunk: int | None) -> None:
+    monkeypatch.setattr(round_specs, "IMAGE_CHUNK_INTS", chunk or round_specs.IMAGE_CHUNK_INTS)
+    hang = Hang(COPY_STREAM)
+    engine = on_demand(hang, round_timeout_seconds=LIMIT, grammar_lane="device", grammar_backend="automaton")
+    for _ in range(2):
+        engine.submit([2], constraint=CONSTRAINTS[1], max_new_tokens=4)
+
+    def step_for(seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while engine.has_work and time.monotonic() < end:
+            engine.step()
+
+    with pytest.raises(RoundTimeoutError, match=r"seconds\): copy of a grammar$"):
+        step_for(JOIN_SECONDS)
+    hang.let_go()
+
+
+@pytest.mark.parametrize("raised", [None, KeyError, RoundTimeoutError])  # in the block: nothing, an error of the caller, that of a step
+def test_the_end_of_a_trace_times_out_while_a_round_hangs(hang: Hang, raised: type[Exception] | None) -> None:
+    engine = make(hang, rounds_in_flight=4)
+    jobs, trace = submit(engine), engine.trace()
+
+    def block() -> None:
+        with trace:
+            for _ in range(3):
+                engine.step()
+            assert hang.reached.wait(JOIN_SECONDS)
+            if raised is RoundTimeoutError:
+                finish(engine)
+            if raised:
+                raise raised
+
+    with pytest.raises(raised or RoundTimeoutError):
+        block()
+    assert all("RoundTimeoutError: the device did not finish" in job.error and "host node commit" in job.error for job in jobs)
+    assert trace.timeline.rounds
+    with pytest.raises(EngineClosedError), engine.trace():
+        pass
+
+
+def test_a_report_that_fails_does_not_hide_the_time_out(hang: Hang, caplog: pytest.LogCaptureFixture) -> None:
+    engine = make(hang)
+    jobs, calls, real = submit(engine), list[bool](), engine.backend.active_work
+
+    def active_work() -> tuple[str, ...]:
+        calls.append(True)
+        if len(calls) > 1:
+            raise RuntimeError("the device is lost")
+        return real()
+
+    engine.backend.active_work = active_work  # type: ignore[method-assign]
+    with pytest.raises(RoundTimeoutError, match="host node commit"):
+        finish(engine)
+    assert {job.finish_reason for job in jobs} == {FinishReason.ERROR} and "the device is lost" in caplog.text
+    with pytest.raises(RuntimeError, match="the backend is closed"):
+        engine.backend.event()
+
+
+def test_the_begin_of_a_trace_times_out_while_a_round_hangs(hang: Hang) -> None:
+    engine = make(hang, rounds_in_flight=4)
+    jobs = submit(engine)
+    for _ in range(3):
+        engine.step()
+    with pytest.raises(RoundTimeoutError, match="host node commit"), engine.trace():
+        pass
+    assert {job.finish_reason for job in jobs} == {FinishReason.ERROR}
+
+
+@pytest.mark.parametrize("limit", [None, JOIN_SECONDS])
+def test_an_error_of_a_round_at_the_end_of_a_trace_closes_the_engine(limit: float | None) -> None:
+    engine = make(None, round_timeout_seconds=limit)
+    jobs = submit(engine)
+    engine.step()
+    with pytest.raises(ZeroDivisionError), engine.trace():
+        engine.backend.run(lambda: 1 / 0)
+    assert all(job.error == "ZeroDivisionError: division by zero" for job in jobs)
+    with pytest.raises(EngineClosedError):
         engine.step()
 
 

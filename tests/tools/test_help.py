@@ -46,6 +46,13 @@ def test_help_prints_the_docstring(path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert " ".join(docstring_of(path).split()) in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.parametrize("path", TOOLS, ids=name_of)
+def test_flags_are_not_abbreviated(path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        run_tool(path, ["--hel"], monkeypatch)
+    assert left.value.code == 2 and not capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("path", "flags"), list(examples()))
 def test_examples_parse(path: Path, flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     parse_flags(path, flags, monkeypatch)

@@ -32,7 +32,7 @@ SCHEMA = {
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=45, help="number of rounds (default: %(default)s)")
     parser.add_argument("--rows", type=int, default=4, help="concurrent requests (default: %(default)s)")
     parser.add_argument("-k", "--drafts", type=int, default=4, help="drafts per round (default: %(default)s)")

@@ -31,7 +31,9 @@ INTERRUPTED = 130
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tools.soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.soak", description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("--minutes", type=float, required=True, metavar="N", help="duration, more than 0")
     add("--seed", type=int, default=0, help="of engines and requests; thread timing stays random (default: %(default)s)")

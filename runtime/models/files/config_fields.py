@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -111,7 +112,9 @@ def read_config(config: Mapping[str, Any]) -> LlamaConfig:
     positions = count_field(limits, _ORIGINAL_LENGTH if longrope else "max_position_embeddings", 1 << 30, default=1 << 20)
     scale = number_field(config, "query_pre_attn_scalar", 0.0, 1e6, default=256.0) ** -0.5 if gemma else None
     if latent is not None:
-        rope, scale = replace(rope, rotated_size=latent.rotated_size), _latent_scale(config, latent.size)
+        rope = replace(rope, rotated_size=latent.rotated_size)
+        with _naming_fields(config, _rope_name(config), config.get(_rope_name(config))):
+            scale = _latent_scale(config, latent.size)
     llama_config = LlamaConfig(
         vocab_size=count_field(config, "vocab_size", 1 << 24),
         hidden_size=hidden,
@@ -260,15 +263,34 @@ def _ropes(config: Mapping[str, Any], architecture: str, head_size: int) -> tupl
         raise ValueError(f"config.rope_scaling: got {stated!r:.200} beside rope_parameters, expected one of them")
     fields = config.get("rope_parameters") or stated or (_GPT_OSS_ROPE if architecture == GPT_OSS else {})
     if architecture in (PHI, GLM) and isinstance(fields, Mapping):
-        if architecture == GLM:
-            require_off(fields, {"rope_type": "default", "type": "default"})
         share = 1.0 if architecture == PHI else 0.5
-        return _partial_rope({"partial_rotary_factor": share, **_with_rope_fields(config)}, head_size), None
+        with _naming_fields(config, _rope_name(config), fields, _ORIGINAL_LENGTH):
+            if architecture == GLM:
+                require_off(fields, {"rope_type": "default", "type": "default"})
+            return _partial_rope({"partial_rotary_factor": share, **_with_rope_fields(config)}, head_size), None
     require_off(config, {"partial_rotary_factor": 1})
     if architecture == GEMMA:
         return _gemma_ropes(config, head_size)
     theta = {GPT_OSS: 150_000.0, MIXTRAL: 1_000_000.0}.get(architecture, 10_000.0)
-    return _rope(config, fields, theta, head_size), None
+    with _naming_fields(config, _rope_name(config), fields):
+        return _rope(config, fields, theta, head_size), None
+
+
+def _rope_name(config: Mapping[str, Any]) -> str:
+    return "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+
+
+@contextlib.contextmanager
+def _naming_fields(config: Mapping[str, Any], where: str, fields: Any, outside: str = "") -> Iterator[None]:
+    """Add `where` to the names of its fields in errors. outside: a name that is read outside of it only."""
+    try:
+        yield
+    except ValueError as error:
+        name, _, rest = str(error).removeprefix("config.").removeprefix("rope_scaling.").partition(":")
+        is_outside = name == outside or (name == _ORIGINAL_LENGTH and config.get(name) is not None)
+        if isinstance(fields, Mapping) and name in (*fields, "factor", "low_freq_factor", "high_freq_factor") and not is_outside:
+            error.args = (f"config.{where}.{name}:{rest}",)
+        raise
 
 
 def _gemma_ropes(config: Mapping[str, Any], head_size: int) -> tuple[RopeConfig, RopeConfig]:
@@ -279,11 +301,14 @@ def _gemma_ropes(config: Mapping[str, Any], head_size: int) -> tuple[RopeConfig,
     if scaling and (not isinstance(scaling, Mapping) or "rope_type" not in scaling):
         raise ValueError(f"config.rope_scaling: got {scaling!r:.200}, expected an object with rope_type")
     inner = {"max_position_embeddings": config.get("max_position_embeddings")}
-    whole = _rope({"rope_theta": config.get("rope_theta"), **inner}, scaling or parts.get("full_attention") or {}, 1_000_000.0, head_size)
-    local = _rope({"rope_theta": config.get("rope_local_base_freq"), **inner}, parts.get("sliding_attention") or {}, 10_000.0, head_size)
-    for fields in (scaling, *parts.values()):
-        require_off(fields or {}, {"truncate": True})  # transformers reads it outside these objects
-    return whole, local
+    found = list[RopeConfig]()
+    for kind, name, default in zip(LAYER_TYPES, ("rope_theta", "rope_local_base_freq"), (1_000_000.0, 10_000.0), strict=True):
+        is_old = kind == "full_attention" and scaling
+        where, fields = ("rope_scaling", scaling) if is_old else (f"rope_parameters.{kind}", parts.get(kind) or {})
+        with _naming_fields(inner, where, fields):
+            found.append(_rope({"rope_theta": config.get(name), **inner}, fields, default, head_size))
+            require_off(fields, {"truncate": True})  # transformers reads it outside these objects
+    return found[0], found[1]
 
 
 def _with_rope_fields(config: Mapping[str, Any]) -> dict[str, Any]:

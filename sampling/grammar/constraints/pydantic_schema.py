@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from decimal import Decimal
 from typing import Any
 
@@ -24,7 +24,7 @@ from stepgraph.sampling.grammar.schema.reader import pointer
 MAX_DIGITS = 28  # before and after the point of a Decimal, as in Python's default context
 MAX_EXACT_DIGITS = 15  # of a Decimal whose digits are counted: pydantic reads numbers of JSON as floats
 _REFUSED = "stepgraph: refused"  # the key of a reason in a generated schema
-_TIMES, _BOUNDS = ("datetime", "time", "timedelta"), ("gt", "ge", "lt", "le", "now_op")
+_TIMES, _BOUNDS = ("time", "timedelta"), ("gt", "ge", "lt", "le", "now_op")
 
 _BYTE = FORMATS["ipv4"].rpartition("{3}")[2]
 _URL_WORD, _URL_CHAR = r"[A-Za-z0-9._~\-]+", r"(?:[A-Za-z0-9._~!$&'()*+,;=:@/\-]|%[0-9A-Fa-f]{2})"
@@ -83,9 +83,41 @@ def _date_pattern(name: str, bound: Any) -> str:
     if name == "now_op":
         name, bound = "gt" if is_low else "lt", datetime.date.today() + (day if is_low else -day)
     text = (bound + (day if name == "gt" else -day if name == "lt" else 0 * day)).isoformat()
-    digits = [(at, int(digit)) for at, digit in enumerate(text) if digit not in ("-", "9" if is_low else "0")]
-    cases = [f"{text[:at]}[{f'{digit + 1}-9' if is_low else f'0-{digit - 1}'}].*" for at, digit in digits]
-    return f"^(?:{'|'.join([*cases, text])})$"
+    return f"^(?:{'|'.join([*_beyond(text, is_low), text])}.*)$"
+
+
+def _beyond(text: str, is_low: bool) -> list[str]:
+    """Patterns for texts that are larger or smaller, by their first digits."""
+    digits = [(at, int(digit)) for at, digit in enumerate(text) if digit.isdigit() and digit != ("9" if is_low else "0")]
+    return [f"{text[:at]}[{f'{digit + 1}-9' if is_low else f'0-{digit - 1}'}].*" for at, digit in digits]
+
+
+def _datetime_patterns(name: str, bound: Any, naive: bool) -> list[str]:
+    """The datetimes within a bound, to the second if the bound has microseconds. pydantic compares local times if the text or the bound
+    has no offset; if both have one, those in UTC are allowed."""
+    if name == "now_op":
+        return [_date_pattern(name, bound)]
+    in_utc, is_low = bound.tzinfo is not None and not naive, name in ("gt", "ge")
+    bound = (bound.astimezone(datetime.timezone.utc) if in_utc else bound).replace(tzinfo=None)
+    start = bound.replace(microsecond=0)
+    is_whole = start == bound
+    if is_low and not is_whole:
+        start, name, is_whole = start + datetime.timedelta(seconds=1), "ge", True
+    text = start.isoformat()
+    rest = {"ge": ".*", "gt": r"\.0{0,5}[1-9].*"}.get(name, "(?:[Zz+-].*)?")
+    cases = [*_beyond(text, is_low), *[text + rest] * (name != "lt" or not is_whole)]
+    return [f"^(?:{'|'.join(cases)})$".replace("T", "[Tt]"), *["^.*[Zz]$"] * in_utc]
+
+
+def _within(schema: Any, patterns: Callable[[str, Any], list[str]]) -> dict[str, Any]:
+    """The patterns of the bounds of a schema."""
+    parts = list[dict[str, str]]()
+    for name, bound in ((name, schema[name]) for name in _BOUNDS if schema.get(name) is not None):
+        try:
+            parts += [{"pattern": each} for each in patterns(name, bound)]
+        except OverflowError:
+            return _refused(f"a {schema['type']} with {name}={bound}, expected one within the calendar")
+    return {"allOf": parts} if parts else {}
 
 
 def _url_pattern(schemes: Iterable[str] | None, is_short: bool) -> str:
@@ -206,15 +238,16 @@ class SchemaGenerator(GenerateJsonSchema):
         return found | ({"pattern": pattern} if pattern else {})
 
     def date_schema(self, schema: Any) -> Any:
-        patterns = [{"pattern": _date_pattern(name, schema[name])} for name in _BOUNDS if schema.get(name) is not None]
-        return super().date_schema(schema) | ({"allOf": patterns} if patterns else {})
+        return super().date_schema(schema) | _within(schema, lambda name, bound: [_date_pattern(name, bound)])
 
     def datetime_schema(self, schema: Any) -> Any:
-        if schema.get("tz_constraint") == "naive":
-            return {"type": "string", "pattern": rf"^{FORMATS['date']}T{OLDER['time']}(?:\.[0-9]+)?$"}
         if isinstance(schema.get("tz_constraint"), int):
             return _refused("a datetime with one offset, expected one with any offset")
-        return super().datetime_schema(schema) | {"not": {"pattern": ":60"}}  # leap seconds
+        naive = schema.get("tz_constraint") == "naive"
+        found = super().datetime_schema(schema) | {"not": {"pattern": ":60"}}  # leap seconds
+        if naive:
+            found = {"type": "string", "pattern": rf"^{FORMATS['date']}T{OLDER['time']}(?:\.[0-9]+)?$"}
+        return found | _within(schema, lambda name, bound: _datetime_patterns(name, bound, naive))
 
     def time_schema(self, schema: Any) -> Any:
         return super().time_schema(schema) | {"not": {"pattern": ":60"}}

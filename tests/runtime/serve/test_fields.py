@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import threading
 import time
@@ -11,10 +12,12 @@ from typing import Any
 import openai
 import pytest
 
-from stepgraph import SamplingParams
+from stepgraph import Engine, EngineConfig, SamplingParams, TextCodec, Vocabulary
+from stepgraph.runtime.models.toy import ToyTarget
 from stepgraph.runtime.request_queue import RequestQueue
 from stepgraph.runtime.serve import app
 from stepgraph.runtime.serve.http import Bounds, json_response
+from stepgraph.runtime.serve.replies import Reply
 from stepgraph.sampling.grammar.compile import backends
 from tests.helpers.c_library import needs_c
 from tests.helpers.running_server import CHAT, FORMAT, ON, RunningServer, engine_of, running
@@ -255,6 +258,23 @@ def test_log_probabilities_of_prompts_are_written_outside_the_event_loop(server:
     assert [name.startswith("asyncio") for name in threads] == [True, False]
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_log_probabilities_of_an_echo_are_made_outside_the_event_loop(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    threads, real = list[str](), Reply._prompt_offsets
+
+    def spy(reply: Reply) -> Any:
+        threads.append(threading.current_thread().name)
+        return real(reply)
+
+    monkeypatch.setattr(Reply, "_prompt_offsets", spy)
+    with server.client as client:
+        answer = client.completions.create(prompt="abc", echo=True, logprobs=1, stream=stream, **GREEDY)
+        choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+    assert [name.startswith("asyncio") for name in threads] == [True] and choices[0].logprobs.tokens[:3] == ["a", "b", "c"]
+
+
 def scores(client: Any, **request: Any) -> list[list[tuple[float, bool]]]:
     """What the model `local-completions` of lm-evaluation-harness reads of an answer: for each prompt after its context of three tokens,
     the value of each token, and whether it is the most probable one."""
@@ -304,6 +324,44 @@ def test_echoed_log_probabilities_precede_those_of_the_answer(server: RunningSer
     assert (again.choices[0].text, again.choices[0].finish_reason, again.usage.completion_tokens) == (first.text, "length", 0)
     assert again.choices[0].logprobs.tokens == found.tokens
     assert again.choices[0].logprobs.token_logprobs[1:] == pytest.approx(found.token_logprobs[1:], abs=1e-5)
+
+
+def test_text_offsets_are_exact_where_characters_are_divided_among_tokens(server: RunningServer) -> None:
+    """A token without text, such as the first byte of a character, has the offset of the text so far."""
+    body = {"structured_outputs": {"regex": "[\u00e9\u2603x]{9}"}}
+    with server.client as client:
+        for prompt in ("a\u00e9\u2603\U0001f600b", [*"a\u00e9\u2603".encode(), 0xE2, 98]):
+            for echo in (True, False):
+                request: Any = GREEDY | {"prompt": prompt, "logprobs": 0, "extra_body": body, "echo": echo, "max_tokens": 30}
+                (whole,) = client.completions.create(**request).choices
+                chunks = [chunk.choices[0] for chunk in client.completions.create(stream=True, **request)]
+                assert "".join(chunk.text for chunk in chunks) == whole.text
+                offsets, tokens = whole.logprobs.text_offset, whole.logprobs.tokens
+                assert [each for chunk in chunks if chunk.logprobs for each in chunk.logprobs.text_offset] == offsets
+                answer = whole.text[-9:] if echo else whole.text
+                ids = [*(prompt.encode() if isinstance(prompt, str) else prompt)] * echo + [*answer.encode()]
+                assert len(answer) == 9 < len(answer.encode()) and len(ids) <= len(tokens)
+                texts = [codecs.getincrementaldecoder("utf-8")("replace").decode(bytes(ids[:end])) for end in range(len(ids))]
+                assert offsets[: len(ids)] == [*map(len, texts)] and {*offsets[len(ids) :]} <= {len(whole.text)}
+
+
+def test_text_offsets_of_a_prompt_follow_what_the_tokenizer_adds() -> None:
+    """A begin token and a blank before the prompt; and control tokens, whose spellings are part of it."""
+    table = [bytes([value]) for value in range(256)]
+    vocabulary = Vocabulary([*table, b"<s>", b"<user>", b"<end>"], [258], 384, [256, 257])
+
+    def encode(text: str, begins: bool) -> list[int]:
+        first, *parts = f" {text}".split("<user>")
+        return [*[256] * begins, *first.encode(), *(token for part in parts for token in (257, *part.encode()))]
+
+    config = EngineConfig(max_rows=1, num_speculative_tokens=0, max_length=64, max_top_logprobs=1, eager=True)
+    engine = Engine(ToyTarget(384), vocabulary=vocabulary, config=config, tokenizer=TextCodec(vocabulary, encode))
+    with engine, running(engine, Bounds()) as server, server.client as client:
+        (choice,) = client.completions.create(
+            model="toy", prompt="a\u00e9<user>b", max_tokens=2, logprobs=0, echo=True, temperature=0, extra_body=ON
+        ).choices
+    assert choice.text.startswith("a\u00e9<user>b")
+    assert choice.logprobs.text_offset[:8] == [0, 0, 0, 1, 1, 2, 8, 9]  # begin, blank, a, two bytes, user, b, the answer
 
 
 def test_prompt_logprobs_are_those_of_vllm(server: RunningServer) -> None:

@@ -84,7 +84,7 @@ def _files(cache: Path) -> Iterator[Path]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="the cache; existing entries are kept")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=SIZES, help="models (default: all)")
     options = parser.parse_args()

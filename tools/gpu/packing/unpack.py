@@ -120,7 +120,7 @@ def install_cache(archive: Path, made_by: dict[str, str], into: Path, python: st
 
 
 def main(arguments: list[str] | None = None, bundle: Path | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="verify every file, install nothing")
     parser.add_argument("--into", type=Path, help="folder for the model (default: the bundle)")
     options = parser.parse_args(arguments)

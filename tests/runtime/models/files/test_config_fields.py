@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"rope_scaling": {"type": "linear", "factor": 8.0}},
         r"rope_scaling: got \{'type': 'linear', .*, expected an object with rope_type",
     ),
-    "YaRN without rounding in Gemma 3": ("Gemma3", {"rope_scaling": YARN | {"truncate": False}}, "truncate: got False, expected True"),
+    "YaRN without rounding in Gemma 3": (
+        "Gemma3",
+        {"rope_scaling": YARN | {"truncate": False}},
+        "rope_scaling.truncate: got False",
+    ),
 }
 
 
@@ -80,6 +85,39 @@ def test_fields_that_transformers_reads_in_another_way_are_refused(case: str) ->
     with pytest.raises(ValueError, match=rf"config\.{message}"):
         read_config({**BASE, "architectures": [f"{kind}ForCausalLM"], **fields})
     read_config({**BASE, "architectures": [f"{kind}ForCausalLM"], "sliding_window": 16})
+
+
+LENGTH = "original_max_position_embeddings"
+PHI = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+ROPE_ERRORS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "a factor": ("Llama", {"rope_scaling": {"type": "linear", "factor": "8"}}, "rope_scaling.factor: got '8'"),
+    "no factor": ("Llama", {"rope_scaling": {"type": "linear"}}, "rope_scaling.factor: got None"),
+    "in rope_parameters": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 0}}, "rope_parameters.factor: got 0"),
+    "a type": ("Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_parameters.rope_type: got 'dynamic'"),
+    "frequencies": ("Llama", {"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "rope_scaling.high_freq_factor: got 4.0"),
+    "a flag": ("Llama", {"rope_scaling": YARN | {"truncate": 1}}, "rope_scaling.truncate: got 1"),
+    "a theta within": ("Llama", {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 0}}, "rope_parameters.rope_theta: got 0"),
+    "a theta outside": ("Llama", {"rope_theta": 0, "rope_scaling": YARN}, "rope_theta: got 0"),
+    "a length within": ("Llama", {"rope_scaling": YARN | {LENGTH: 0}}, f"rope_scaling.{LENGTH}: got 0"),
+    "a length outside": ("Llama", {"rope_scaling": YARN, LENGTH: 0}, f"{LENGTH}: got 0"),
+    "a length of longrope": ("Phi3", {"rope_scaling": PHI | {LENGTH: 64}}, f"{LENGTH}: got None"),
+    "a factor of longrope": ("Phi3", {"rope_scaling": PHI | {"factor": 0}, LENGTH: 64}, "rope_scaling.factor: got 0"),
+    "a share": ("Phi3", {"partial_rotary_factor": 2}, "partial_rotary_factor: got 2"),
+    "layers with windows": (
+        "Gemma3",
+        GEMMA | {"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}},
+        "rope_parameters.sliding_attention.factor: got None",
+    ),
+    "layers without windows": ("Gemma3", GEMMA | {"rope_scaling": YARN | {"truncate": False}}, "rope_scaling.truncate: got False"),
+    "no object": ("Llama", {"rope_scaling": 7}, "rope_scaling: got 7"),
+}
+
+
+@pytest.mark.parametrize("case", ROPE_ERRORS)
+def test_errors_of_rope_fields_name_the_object_that_has_them(case: str) -> None:
+    kind, fields, message = ROPE_ERRORS[case]
+    with pytest.raises(ValueError, match=f"^{re.escape(f'config.{message}')}"):
+        read_config({**BASE, "architectures": [f"{kind}ForCausalLM"], "sliding_window": 16, **fields})
 
 
 def test_the_factor_of_yarn_in_public_folders_multiplies_the_default() -> None:

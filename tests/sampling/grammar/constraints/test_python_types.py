@@ -179,6 +179,13 @@ def limited(kind: Any, **limits: Any) -> Any:
     return Annotated[kind, Field(**limits)]
 
 
+EAST = datetime.timezone(datetime.timedelta(hours=2))
+NOON = datetime.datetime(2020, 1, 1, 12)
+DATETIME_LIMITS: list[dict[str, Any]] = [
+    *({name: NOON.replace(microsecond=part)} for name in ("gt", "ge", "lt", "le") for part in (0, 250_000)),
+    {"ge": NOON, "lt": NOON.replace(hour=13)},
+    {"gt": NOON.replace(tzinfo=EAST), "le": NOON.replace(hour=13, tzinfo=datetime.timezone.utc)},
+]
 TYPES: dict[str, Any] = {
     **{kind.__name__: kind for kind in (int, float, bool, str, bytes, complex, Fraction, Level, Color, Mixed, Cat, Tree, Aliases)},
     **{kind.__name__: kind for kind in (Computed, Extra, Strict, Stripped, Finite, Base64, Hex, PythonPattern, Numbers, Record)},
@@ -199,8 +206,9 @@ TYPES: dict[str, Any] = {
         {"ge": datetime.date(2020, 1, 1)}, {"gt": datetime.date(1999, 12, 30)}, {"le": datetime.date(2019, 9, 9)},
         {"lt": datetime.date(11, 1, 1)},
     )},
-    "PastDate": pydantic.PastDate,
-    "FutureDate": pydantic.FutureDate,
+    **{f"{kind.__name__} {limits}": limited(kind, **limits)
+       for kind in (datetime.datetime, pydantic.NaiveDatetime, pydantic.AwareDatetime) for limits in DATETIME_LIMITS},
+    **{name: getattr(pydantic, name) for name in ("PastDate", "FutureDate", "PastDatetime", "FutureDatetime")},
     **{name: getattr(pydantic, name) for name in ("AnyUrl", "HttpUrl", "AnyHttpUrl", "FileUrl", "FtpUrl", "WebsocketUrl", "PostgresDsn")},
     **{name: getattr(pydantic, name) for name in ("RedisDsn", "MongoDsn", "MySQLDsn", "KafkaDsn", "NatsDsn", "AmqpDsn")},
     **{f"UUID{version}": getattr(pydantic, f"UUID{version}") for version in (1, 3, 4, 5)},
@@ -253,6 +261,18 @@ def test_texts_of_a_type_are_accepted_by_pydantic(name: str) -> None:
         (datetime.timedelta, ('"P1Y2M3DT4H5M6S"', '"P99999W"'), ('"P9999999999D"',)),
         (limited(datetime.date, ge=datetime.date(2020, 2, 29)), ('"2020-02-29"', '"2020-03-01"', '"9999-12-31"'), ('"2020-02-28"',)),
         (limited(datetime.date, lt=datetime.date(2020, 3, 1)), ('"2020-02-29"', '"0001-01-01"'), ('"2020-03-01"', '"2021-01-01"')),
+        (limited(datetime.datetime, ge=NOON), ('"2020-01-01T12:00:00Z"', '"2020-01-01T12:00:00.5+02:00"', '"2021-01-01t00:00:00-09:30"'),
+         ('"2020-01-01T11:59:59.9Z"', '"2020-01-01T11:59:59-12:00"')),
+        (limited(datetime.datetime, gt=NOON), ('"2020-01-01T12:00:00.000001Z"', '"2020-01-01T12:00:01Z"'),
+         ('"2020-01-01T12:00:00Z"', '"2020-01-01T12:00:00.0000009Z"')),
+        (limited(datetime.datetime, le=NOON), ('"2020-01-01T12:00:00Z"', '"2020-01-01T11:59:59.9+09:00"', '"0001-01-01T00:00:00Z"'),
+         ('"2020-01-01T12:00:00.5Z"', '"2020-01-01T12:00:01Z"', '"2021-01-01T00:00:00Z"')),
+        (limited(pydantic.NaiveDatetime, lt=NOON), ('"2020-01-01T11:59:59.9"',), ('"2020-01-01T12:00:00"', '"2020-01-01T12:00:00.5"')),
+        (limited(pydantic.NaiveDatetime, le=NOON), ('"2020-01-01T12:00:00"',), ('"2020-01-01T12:00:00.5"', '"2020-01-01T12:00:01"')),
+        (limited(pydantic.AwareDatetime, ge=NOON.replace(tzinfo=EAST), lt=NOON),
+         ('"2020-01-01T10:00:00Z"', '"2020-01-01T11:59:59Z"'), ('"2020-01-01T09:59:59Z"', '"2020-01-01T12:00:00Z"')),
+        (pydantic.PastDatetime, ('"1999-12-31T00:00:00Z"', '"1999-12-31T00:00:00+23:00"'), ('"9999-12-31T00:00:00Z"',)),
+        (pydantic.FutureDatetime, ('"9999-12-31T00:00:00Z"',), ('"1999-12-31T00:00:00Z"',)),
         (pydantic.PastDate, ('"1999-12-31"',), ('"9999-12-31"',)),
         (pydantic.FutureDate, ('"9999-12-31"',), ('"1999-12-31"',)),
         (pydantic.HttpUrl, ('"https://a.example.org:8080/b/c?d=%20#e"', '"http://localhost"', '"http://127.0.0.1/"'),
@@ -290,9 +310,9 @@ def test_texts_that_pydantic_rejects_are_excluded_though_its_schema_allows_them(
         (Amount, "the member Amount.A with a value of Decimal"),
         (Literal[b"a"], "the Literal b'a', expected texts, numbers, None, or members of an enum of str or int"),
         (Literal[Mixed.TEXT], "the Literal <Mixed.TEXT: 'a'>"),
-        (pydantic.PastDatetime, "a datetime with now_op, expected one without bounds"),
-        (limited(datetime.datetime, ge=datetime.datetime(2020, 1, 1)), "a datetime with ge"),
         (limited(datetime.time, lt=datetime.time(12)), "a time with lt"),
+        (limited(datetime.date, gt=datetime.date.max), "a date with gt=9999-12-31, expected one within the calendar"),
+        (limited(datetime.datetime, ge=datetime.datetime.max), "a datetime with ge=9999-12-31 23:59:59.999999, expected"),
         (limited(datetime.timedelta, gt=datetime.timedelta(1)), "a timedelta with gt"),
         (pydantic.FilePath, "a path that depends on the files of the host, expected Path"),
         (pydantic.DirectoryPath, "a path that depends on the files of the host"),
