@@ -70,7 +70,7 @@ class Recorder(TorchDispatchMode):
         torch.clear_autocast_cache()  # cached casts of weights would be unknown memory
         try:
             # in inference mode, composite operations would not be decomposed
-            with torch.inference_mode(False), torch.no_grad(), use_context(self), refusing_threads(), stance, self, _FunctionGuard(self):
+            with _without_inference_mode(), use_context(self), refusing_threads(), stance, self, _FunctionGuard(self):
                 run_step(step, self.memory.buffers)
             if self._failure is not None:  # the step caught it
                 raise self._failure
@@ -303,9 +303,17 @@ class _FunctionGuard(TorchFunctionMode):
         rules.function = getattr(func, "__name__", "")
         rules.scalar_store = func is Tensor.__setitem__ and isinstance(args[2], (bool, int, float, complex))
         try:
-            return func(*args, **kwargs)
+            # the step may enter inference mode, and a replay cannot write tensors that it makes
+            with _without_inference_mode() if torch.is_inference_mode_enabled() else NULL_CONTEXT:
+                return func(*args, **kwargs)
         finally:
             rules.function, rules.scalar_store = "", False
+
+
+@contextlib.contextmanager
+def _without_inference_mode() -> Iterator[None]:
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def _call_under(autocast: tuple[torch.dtype, bool], call: Callable[[], object]) -> None:

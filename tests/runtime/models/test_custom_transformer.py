@@ -46,8 +46,12 @@ def plain(target: Any, prompt: Sequence[int], count: int) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize("drafts", [0, 3])
-def test_tokens_equal_those_of_dense_attention(target: Any, drafts: int) -> None:
+@pytest.mark.parametrize(("drafts", "forward_in_inference_mode"), [(0, False), (3, False), (3, True)])
+def test_tokens_equal_those_of_dense_attention(
+    target: Any, drafts: int, forward_in_inference_mode: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if forward_in_inference_mode:
+        monkeypatch.setattr(target, "forward", torch.inference_mode()(target.forward))
     config = EngineConfig(max_rows=3, num_speculative_tokens=drafts, max_length=128, page_size=8, prefill_chunk=16)
     prompts = [[1, 2, 3], [*range(10, 50)], [7] * 9, [9]]
     with Engine(target, "ngram" if drafts else None, config=config) as engine:
