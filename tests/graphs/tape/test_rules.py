@@ -486,6 +486,26 @@ def test_illegal(rule: str, step: SnippetStep, another_capture: object) -> None:
     assert BUFFERS.fingerprint() == fingerprint
 
 
+def test_threads_are_refused_while_another_capture_ends() -> None:
+    begun, other_begun = threading.Event(), threading.Event()
+
+    def waits(buffers: StaticBuffers) -> None:
+        begun.set()
+        other_begun.wait(10)
+
+    def starts_thread(buffers: StaticBuffers) -> None:
+        other_begun.set()
+        other.join()
+        threading.Thread(target=int).start()
+
+    other = threading.Thread(target=TapeBackend().capture, args=(waits, StaticBuffers([])))
+    other.start()
+    begun.wait(10)
+    with pytest.raises(CaptureError, match="other-thread"):
+        TapeBackend().capture(starts_thread, StaticBuffers([]))
+    assert threading.Thread.start.__module__ == "threading"  # no longer replaced
+
+
 def test_thread_of_a_pool_of_multiprocessing() -> None:
     with ThreadPool(1) as pool, pytest.raises(CaptureError, match=r"(?s)other-thread.*# illegal"):
         BACKEND.capture(lambda b: pool.apply(b.x.add_, (1,)), BUFFERS)  # type: ignore[arg-type]  # illegal
