@@ -59,6 +59,7 @@ class Recorder(TorchDispatchMode):
         self._capture = object()  # identifies the events of this capture; the recorder itself would be a cycle, which keeps memory alive
         self.paused = False
         self._failure: CaptureError | None = None
+        self.reshaped: dict[int, tuple[Tensor, Callable[[], Tensor]]] = {}  # tensors whose shape the step changes; restores the first one
         self.draws = False  # whether the step draws from a generator
         self.autocast = self._outer_autocast = torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cpu")
 
@@ -146,6 +147,10 @@ class Recorder(TorchDispatchMode):
                 self._back_up(tensor)
             if call.schema.outs:
                 _check_out(call)
+            if call.schema.inplace_view:
+                made = args[0]
+                place = made.shape, made.stride(), made.storage_offset()
+                self.reshaped.setdefault(id(made), (made, functools.partial(made.as_strided_, *place)))
             result = call.run()
             check_plain(name, tensors_in(result))
             if is_custom:  # may keep its results, or expand them

@@ -56,6 +56,7 @@ _HOST_ARGUMENTS = {
     **{f"aten::{name}": ("start end", "arithmetic on torch.arange") for name in ("linspace", "logspace")},
 }
 _COLLECTIVES = ("c10d::", "_c10d_functional::")
+_SAME_MEMORY = {f"aten::{name}_" for name in ("as_strided", "squeeze", "t", "transpose", "unsqueeze")}  # change a tensor's shape in place
 _INDEX_PUT = {"aten::index_put_", "aten::index_put", "aten::_index_put_impl_", "aten::_unsafe_index_put", "aten::_unsafe_index_put_"}
 
 
@@ -153,7 +154,7 @@ class Rules:
         self._check_shape(call)
         self._check_generator(call)
         pinned = self._check_inputs(call)
-        if schema.inplace_view:
+        if schema.inplace_view and (name not in _SAME_MEMORY or self.memory.kind(call.args[0]) != "intermediate"):
             raise fail("inplace-view", f"{self._name(call)} changes the shape or the address of a tensor in place; use a view instead")
         if pinned and not schema.view and not (call.operation and call.operation.mapped):
             self._check_residence(call, pinned)

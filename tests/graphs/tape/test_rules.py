@@ -85,6 +85,7 @@ class Net(nn.Module):
 
 torch.manual_seed(0)
 NET, TABLE, UNREGISTERED = Net(), torch.randn(16, 8), torch.ones(4, 8)
+GRU = nn.GRU(8, 8, batch_first=True)
 GENERATOR, FREED = torch.Generator(), torch.ones(4, 8)
 SPECS = [
     BufferSpec("x", (4, 8), torch.float32),
@@ -96,7 +97,7 @@ SPECS = [
     BufferSpec("x_host", (4, 8), torch.float32, memory="pinned"),
     BufferSpec("index_host", (4,), torch.int64, memory="pinned"),
 ]
-BUFFERS = StaticBuffers(SPECS, constants={"net": NET, "table": TABLE, "freed": FREED})
+BUFFERS = StaticBuffers(SPECS, constants={"net": NET, "gru": GRU, "table": TABLE, "freed": FREED})
 FREED.untyped_storage().resize_(0)
 PACKED = torch.ones(4, 8).to_mkldnn()
 ESCAPED: list[Tensor] = []
@@ -197,6 +198,9 @@ CALLS: dict[str, dict[str, SnippetStep]] = {
     "inplace-view": {
         "resize": lambda b: b.x.resize_(2, 8),  # illegal
         "transpose_in_place": lambda b: b.x.t_(),  # illegal
+        "transposed_view_of_a_buffer": lambda b: b.x[:2].t_(),  # illegal
+        "other_memory": lambda b: (b.x * 2).set_(b.y),  # illegal
+        "resized": lambda b: (b.x * 2).resize_(99),  # illegal
         "set_storage": lambda b: b.x.set_(b.y),  # type: ignore[call-overload]  # illegal
     },
     "out-resize": {
@@ -529,6 +533,17 @@ def factories(b: StaticBuffers) -> None:
 
 
 @legal
+def shapes_of_own_tensors_in_place(b: StaticBuffers) -> None:
+    made = b.x * 2
+    b.y.add_(made)
+    view = made.t_().unsqueeze_(0)[:, 2:4].transpose_(0, 2)
+    b.x[:, :4].copy_(b.y @ made.squeeze_()).add_(view.sum())
+    made.as_strided_((4, 8), (8, 1)).mul_(3)
+    b.y.add_(made + b.x.quantile(0.3, dim=0)).add_(GRU(b.x[None])[0][0])
+    b.big.add_(torch.stft(b.y.flatten(), 8, window=torch.ones(8, device=b.device), return_complex=True).abs().sum())
+
+
+@legal
 def fill_by_scalar(b: StaticBuffers) -> object:
     b.x[1].fill_(3.5)
     return b.y.zero_()  # a buffer
@@ -802,5 +817,5 @@ def test_legal(name: str) -> None:
 
 
 def test_the_message_names_the_function_that_the_step_calls() -> None:
-    with pytest.raises(CaptureError, match=r"\[(host-sync|inplace-view)\] aten::\w+ in quantile\(\) "):
-        BACKEND.capture(lambda b: b.x.copy_(b.y.quantile(0.5)), BUFFERS)  # type: ignore[arg-type]
+    with pytest.raises(CaptureError, match=r"\[host-sync\] aten::\w+ in inverse\(\) "):
+        BACKEND.capture(lambda b: b.x[:, :4].copy_(b.y[:, :4].inverse()), BUFFERS)  # type: ignore[arg-type]
