@@ -199,7 +199,7 @@ CALLS: dict[str, dict[str, SnippetStep]] = {
         "resize": lambda b: b.x.resize_(2, 8),  # illegal
         "transpose_in_place": lambda b: b.x.t_(),  # illegal
         "transposed_view_of_a_buffer": lambda b: b.x[:2].t_(),  # illegal
-        "other_memory": lambda b: (b.x * 2).set_(b.y),  # illegal
+        "other_memory": lambda b: (b.x * 2).set_(b.y),  # type: ignore[call-overload]  # illegal
         "resized": lambda b: (b.x * 2).resize_(99),  # illegal
         "set_storage": lambda b: b.x.set_(b.y),  # type: ignore[call-overload]  # illegal
     },
