@@ -91,6 +91,11 @@ class Memory:
             return "literal"
         return "foreign" if self._is_foreign(key) else "unknown"
 
+    def is_buffer(self, tensor: Tensor) -> bool:
+        """Whether this is the tensor of a buffer, and not a view that the step has made."""
+        owner = self.buffers.owner_of(tensor)
+        return owner is not None and owner[1] != "constant" and self.buffers[owner[0]] is tensor
+
     def name(self, tensor: Tensor) -> str:
         owner = self.buffers.owner_of(tensor)
         if owner is not None:
@@ -154,7 +159,7 @@ class Rules:
         self._check_shape(call)
         self._check_generator(call)
         pinned = self._check_inputs(call)
-        if schema.inplace_view and (name not in _SAME_MEMORY or self.memory.kind(call.args[0]) != "intermediate"):
+        if schema.inplace_view and (name not in _SAME_MEMORY or self.memory.is_buffer(call.args[0])):
             raise fail("inplace-view", f"{self._name(call)} changes the shape or the address of a tensor in place; use a view instead")
         if pinned and not schema.view and not (call.operation and call.operation.mapped):
             self._check_residence(call, pinned)

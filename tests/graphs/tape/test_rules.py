@@ -198,7 +198,6 @@ CALLS: dict[str, dict[str, SnippetStep]] = {
     "inplace-view": {
         "resize": lambda b: b.x.resize_(2, 8),  # illegal
         "transpose_in_place": lambda b: b.x.t_(),  # illegal
-        "transposed_view_of_a_buffer": lambda b: b.x[:2].t_(),  # illegal
         "other_memory": lambda b: (b.x * 2).set_(b.y),  # type: ignore[call-overload]  # illegal
         "resized": lambda b: (b.x * 2).resize_(99),  # illegal
         "set_storage": lambda b: b.x.set_(b.y),  # type: ignore[call-overload]  # illegal
@@ -539,6 +538,7 @@ def shapes_of_own_tensors_in_place(b: StaticBuffers) -> None:
     view = made.t_().unsqueeze_(0)[:, 2:4].transpose_(0, 2)
     b.x[:, :4].copy_(b.y @ made.squeeze_()).add_(view.sum())
     made.as_strided_((4, 8), (8, 1)).mul_(3)
+    b.x[1:3].t_().unsqueeze_(0).mul_(2)
     b.y.add_(made + b.x.quantile(0.3, dim=0)).add_(GRU(b.x[None])[0][0])
     b.big.add_(torch.stft(b.y.flatten(), 8, window=torch.ones(8, device=b.device), return_complex=True).abs().sum())
 
