@@ -161,6 +161,12 @@ CALLS: dict[str, dict[str, SnippetStep]] = {
         "applied": lambda b: b.x.apply_(lambda value: value + 1),  # illegal
         "mapped": lambda b: b.x.map_(b.y, lambda value, other: value * other),  # illegal
         "synchronised": lambda b: BACKEND.synchronize(),  # illegal
+        "segments_with_a_check": lambda b: torch.segment_reduce(b.x[:, 0], "sum", lengths=torch.ones_like(b.index)),  # illegal
+        "search_with_a_sorter": lambda b: torch.searchsorted(b.x, b.y, sorter=b.x.argsort(-1)),  # illegal
+        "whole_zero_points": lambda b: torch.fake_quantize_per_channel_affine(b.x, b.y[:, 0], b.index.int(), 0, 0, 255),  # illegal
+        "embedding_of_a_limited_norm": lambda b: F.embedding(b.index, b.big, max_norm=1.0),  # illegal
+        "older_cholesky": lambda b: torch.cholesky(torch.eye(4, device=b.device)),  # illegal
+        "inverse_of_a_cholesky_factor": lambda b: torch.cholesky_inverse(torch.eye(4, device=b.device)),  # illegal
         "matrix_inverse": lambda b: torch.linalg.inv(b.x[:, :4]),  # illegal
         "singular_values": lambda b: torch.linalg.svdvals(b.x),  # illegal
         "linear_solve": lambda b: torch.linalg.solve(b.x[:, :4], b.y),  # illegal
@@ -280,6 +286,11 @@ LEGAL: dict[str, SnippetStep] = {
     "softmax": lambda b: b.x.copy_(b.x.softmax(-1) + b.y.log_softmax(-1)),
     "module": lambda b: b.x.copy_(NET(b.x) + b.x),
     "one_hot_by_comparison": lambda b: b.x.copy_(b.index[:, None] == torch.arange(8, device=b.device)),
+    "segments_without_a_check": lambda b: b.x[0, :4].copy_(
+        torch.segment_reduce(b.y[:, 0], "sum", lengths=torch.ones_like(b.index), unsafe=True)
+    ),
+    "zero_points_in_float": lambda b: b.x.copy_(torch.fake_quantize_per_channel_affine(b.y, b.y[:, 0].abs() + 1, b.y[:, 1], 0, -9, 9)),
+    "search": lambda b: b.x.copy_(torch.searchsorted(b.big[:4].sort(-1)[0], b.y)),
     "histogram_of_a_range": lambda b: b.x[0].copy_(torch.histc(b.y, 8, -1, 1)),
     "repeated_to_a_known_size": lambda b: b.index.copy_(torch.repeat_interleave(torch.ones_like(b.index), output_size=4)),
     "vectorised": lambda b: b.x[0].copy_(torch.vmap(lambda value: value * 2)(b.x[0])),
