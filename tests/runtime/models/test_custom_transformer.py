@@ -61,6 +61,15 @@ def test_tokens_equal_those_of_dense_attention(
     assert len({*jobs[1].tokens}) > 3
 
 
+@pytest.mark.slow  # imports the compiler
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_compiled_target(target: Any, eager: bool) -> None:
+    config = EngineConfig(max_rows=1, num_speculative_tokens=3, max_length=128, page_size=8, prefill_chunk=16, eager=eager)
+    compiled: Any = torch.compile(target, backend="aot_eager")
+    with Engine(compiled, "ngram", config=config) as engine:
+        assert engine.generate([*range(10, 50)], max_new_tokens=12).tokens == plain(target, [*range(10, 50)], 12)
+
+
 def test_new_weights_with_a_new_cache_salt(target: Any) -> None:
     model, new, prompt = copy.deepcopy(target), copy.deepcopy(target), [*range(10, 50)]
     with torch.no_grad():
