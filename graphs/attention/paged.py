@@ -15,11 +15,9 @@ from torch import Tensor
 from stepgraph.graphs.attention.float8 import ENTRIES, MAX_C_HEAD_SIZE, c_supports_cache
 from stepgraph.graphs.attention.reference import reference_attention
 from stepgraph.graphs.model_call import Attend, ModelInput
-from stepgraph.sampling.fields import check_value, optional, whole
 from stepgraph.sampling.kernels.c_kernel import same_float_type
 from stepgraph.sampling.kernels.operation import empty_as, operation
 
-_WINDOW = optional(whole(1))
 HEAD_SIZES = (64, 96, 128, 192, 256)  # tested with the Triton program; the reference takes any
 
 
@@ -49,7 +47,8 @@ def attention(
         raise ValueError(f"attention.keys: got {keys.dtype} and values {values.dtype}, expected {query.dtype}, as query, or {ENTRIES}")
     if sinks is not None and sinks.shape != (heads,):
         raise ValueError(f"attention.sinks: got shape {tuple(sinks.shape)}, expected {(heads,)}")
-    check_value("attention.window", window, _WINDOW)
+    if window is not None and window < 1:
+        raise ValueError(f"attention.window: got {window}, expected a whole number >= 1, or None")
     scale = size**-0.5 if scale is None else scale
     if inputs.attend is not None:
         output = empty_as(query)
