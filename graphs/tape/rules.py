@@ -45,7 +45,8 @@ _SYNCING_OPS = {
     "aten::_linalg_check_errors": "reads an error code on the host; use the variant of the function that ends in _ex",
     "aten::linalg_matrix_exp": "copies coefficients from pageable memory",
     "aten::embedding_renorm_": "counts the different indices on the host; scale the weights before the capture",
-    **dict.fromkeys(("aten::cholesky", "aten::cholesky_inverse"), "reads an error code on the host; use torch.linalg.cholesky_ex"),
+    "aten::cholesky": "reads an error code on the host; use torch.linalg.cholesky_ex",
+    "aten::cholesky_inverse": "reads an error code on the host; use torch.linalg.inv_ex",
     **dict.fromkeys(
         ("aten::_linalg_svd", "aten::_linalg_eigh", "aten::linalg_eig", "aten::linalg_lstsq", "aten::linalg_pinv"),
         "synchronises with the device",
