@@ -180,21 +180,33 @@ def _refusing(start_work: Callable[..., Any], what: str) -> Callable[..., Any]:
     return call
 
 
-_refusing_start = _refusing(threading.Thread.start, "starts a thread")
-_refusing_submit = _refusing(ThreadPoolExecutor.submit, "submits work to a thread")
-_refusing_pool = _refusing(Pool._check_running, "submits work to a pool")  # type: ignore[attr-defined]
+_REFUSING = (
+    (threading.Thread, "start", _refusing(threading.Thread.start, "starts a thread")),
+    (ThreadPoolExecutor, "submit", _refusing(ThreadPoolExecutor.submit, "submits work to a thread")),
+    (Pool, "_check_running", _refusing(Pool._check_running, "submits work to a pool")),  # type: ignore[attr-defined]
+)
+_captures, _replaced, _lock = 0, contextlib.ExitStack(), threading.RLock()  # captures of several threads overlap
+
+
+def _count_captures(change: int) -> None:
+    global _captures
+    with _lock:
+        for replacement in _REFUSING if _captures == 0 else ():
+            _replaced.enter_context(temporarily_set(*replacement))
+        _captures += change
+        if _captures == 0:
+            _replaced.close()
 
 
 @contextlib.contextmanager
 def refusing_threads() -> Iterator[None]:
     """Within the block, starting a thread from this one and submitting work to a pool are CaptureErrors. For backends."""
-    with (
-        temporarily_set(_thread_state, "refuses_threads", True),
-        temporarily_set(threading.Thread, "start", _refusing_start),
-        temporarily_set(ThreadPoolExecutor, "submit", _refusing_submit),
-        temporarily_set(Pool, "_check_running", _refusing_pool),
-    ):
-        yield
+    _count_captures(1)
+    try:
+        with temporarily_set(_thread_state, "refuses_threads", True):
+            yield
+    finally:
+        _count_captures(-1)
 
 
 def run_step(step: Step, buffers: StaticBuffers) -> None:

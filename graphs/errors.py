@@ -42,17 +42,23 @@ class CaptureError(RuntimeError):
     """A step cannot be replayed as a graph. Names the rule and the line of the step that breaks it."""
 
     def __init__(self, rule: str, message: str, file: str = "", line: int = 0, source: str = "") -> None:
-        self.rule, self.file, self.line, self.source = rule, file, line, source
-        where = f"\n  {file}:{line}\n    {source}" if file else ""
-        super().__init__(f"[{rule}] {message}{where}")
+        super().__init__(rule, message, file, line, source)  # from which pickle makes the error again
+        self.rule, self.message, self.file, self.line, self.source = rule, message, file, line, source
+
+    def __str__(self) -> str:
+        return f"[{self.rule}] {self.message}" + (f"\n  {self.file}:{self.line}\n    {self.source}" if self.file else "")
 
 
 class HostNodeError(RuntimeError):
     """A host node raised an exception in a replay; the cause is chained."""
 
     def __init__(self, node: str, cause: BaseException) -> None:
+        super().__init__(node, cause)  # from which pickle makes the error again
         self.node, self.__cause__ = node, cause
-        super().__init__(f"host node {node!r} failed: {type(cause).__name__}: {cause}")
+
+    def __str__(self) -> str:
+        node, cause = self.args
+        return f"host node {node!r} failed: {type(cause).__name__}: {cause}"
 
 
 class StepError(RuntimeError):

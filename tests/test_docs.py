@@ -43,6 +43,7 @@ OUTPUTS = {  # pattern of the printed text, by a phrase of the block
     "Once upon a time": r".",
     "Capital of Norway": r"\{.* (stop|constraint_complete|length)\n$",
     "engine.add_lora": r"\['sql'\] other tokens\n$",
+    "save_hidden_states=": r"tensor\(2\) torch.Size\(\[9, \d+\]\)\n$",
     "engine.update_weights": r"^2 rollouts\n$",
     "number} + 1?": r"\[('.*', |\".*\", ){7}",
     "def no_repeats": r"^True\n$",

@@ -38,10 +38,17 @@ def attention(
     becomes softcap * tanh(s / softcap); 0: no cap. sinks [heads]: the score of one more entry per head, without a value.
     """
     batch, count, heads, size = query.shape
-    assert keys.shape == values.shape and keys.shape[2] == size and heads % keys.shape[1] == 0, f"query {query.shape}, keys {keys.shape}"
-    assert inputs.positions.shape == inputs.slots.shape == (batch, count), f"query {query.shape}, positions {inputs.positions.shape}"
-    assert keys.dtype is values.dtype and keys.dtype in (query.dtype, ENTRIES), f"query {query.dtype}, keys {keys.dtype}"
-    assert sinks is None or sinks.shape == (heads,), f"query {query.shape}, sinks {sinks.shape if sinks is not None else None}"
+    if keys.shape != values.shape or keys.shape[2] != size or heads % keys.shape[1]:
+        shapes = f"{tuple(keys.shape)}, values {tuple(values.shape)}"
+        raise ValueError(f"attention.keys: got {shapes}, expected [slots, kv_heads, {size}] both, kv_heads a divisor of {heads}")
+    if not inputs.positions.shape == inputs.slots.shape == (batch, count):
+        raise ValueError(f"attention.query: got {tuple(query.shape)}, expected [B, Q, ...] of positions {tuple(inputs.positions.shape)}")
+    if keys.dtype is not values.dtype or keys.dtype not in (query.dtype, ENTRIES):
+        raise ValueError(f"attention.keys: got {keys.dtype} and values {values.dtype}, expected {query.dtype}, as query, or {ENTRIES}")
+    if sinks is not None and sinks.shape != (heads,):
+        raise ValueError(f"attention.sinks: got shape {tuple(sinks.shape)}, expected {(heads,)}")
+    if window is not None and window < 1:
+        raise ValueError(f"attention.window: got {window}, expected a whole number >= 1, or None")
     scale = size**-0.5 if scale is None else scale
     if inputs.attend is not None:
         output = empty_as(query)

@@ -41,6 +41,7 @@ class Tape:
         self._backend = backend
         self._memory = [tensor for tensor, *_ in recorder.memory.intermediates.values()]
         self._keys = frozenset(recorder.memory.intermediates)
+        self._reshaped = [restore for _, restore in recorder.reshaped.values()]
         self._programs = stream_programs(recorder, backend.delay, backend.verify_host_nodes, backend.stats)
         self._done = {stream: threading.Lock() for stream in self._programs if stream != MAIN}  # held while the stream runs
         self._locks = [*self._done.values(), *(item.lock for items in self._programs.values() for item in items if isinstance(item, Await))]
@@ -70,7 +71,7 @@ class Tape:
         return key in self._keys
 
     def free(self) -> None:
-        self._memory, self._keys, self._programs, self._done = [], frozenset(), {}, {}
+        self._memory, self._keys, self._reshaped, self._programs, self._done = [], frozenset(), [], {}, {}
 
     def _run_until(self, until: Tensor, limit: int, timed: ItemTimer | None) -> None:
         self.rounds = 0
@@ -88,6 +89,8 @@ class Tape:
             poison(self._memory)
             self._poisoned = True
         self._error = None
+        for restore in self._reshaped:
+            restore()
         for lock in self._locks:  # also of an event that an interrupted replay did not receive
             lock.acquire(blocking=False)
         for stream in self._done:

@@ -59,6 +59,7 @@ class Recorder(TorchDispatchMode):
         self._capture = object()  # identifies the events of this capture; the recorder itself would be a cycle, which keeps memory alive
         self.paused = False
         self._failure: CaptureError | None = None
+        self.reshaped: dict[int, tuple[Tensor, Callable[[], Tensor]]] = {}  # tensors whose shape the step changes; restores the first one
         self.draws = False  # whether the step draws from a generator
         self.autocast = self._outer_autocast = torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cpu")
 
@@ -70,7 +71,7 @@ class Recorder(TorchDispatchMode):
         torch.clear_autocast_cache()  # cached casts of weights would be unknown memory
         try:
             # in inference mode, composite operations would not be decomposed
-            with torch.inference_mode(False), torch.no_grad(), use_context(self), refusing_threads(), stance, self, _FunctionGuard(self):
+            with _without_inference_mode(), use_context(self), refusing_threads(), stance, self, _FunctionGuard(self):
                 run_step(step, self.memory.buffers)
             if self._failure is not None:  # the step caught it
                 raise self._failure
@@ -146,6 +147,10 @@ class Recorder(TorchDispatchMode):
                 self._back_up(tensor)
             if call.schema.outs:
                 _check_out(call)
+            if call.schema.inplace_view:
+                made = args[0]
+                place = made.shape, made.stride(), made.storage_offset()
+                self.reshaped.setdefault(id(made), (made, functools.partial(made.as_strided_, *place)))
             result = call.run()
             check_plain(name, tensors_in(result))
             if is_custom:  # may keep its results, or expand them
@@ -303,9 +308,17 @@ class _FunctionGuard(TorchFunctionMode):
         rules.function = getattr(func, "__name__", "")
         rules.scalar_store = func is Tensor.__setitem__ and isinstance(args[2], (bool, int, float, complex))
         try:
-            return func(*args, **kwargs)
+            # the step may enter inference mode, and a replay cannot write tensors that it makes
+            with _without_inference_mode() if torch.is_inference_mode_enabled() else NULL_CONTEXT:
+                return func(*args, **kwargs)
         finally:
             rules.function, rules.scalar_store = "", False
+
+
+@contextlib.contextmanager
+def _without_inference_mode() -> Iterator[None]:
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def _call_under(autocast: tuple[torch.dtype, bool], call: Callable[[], object]) -> None:

@@ -44,18 +44,32 @@ _CHECKED = {*_SYNCS, *_POINTERS, *_FACTORIES, Tensor.to, torch.tensor_split, Ten
 _SYNCING_OPS = {
     "aten::_linalg_check_errors": "reads an error code on the host; use the variant of the function that ends in _ex",
     "aten::linalg_matrix_exp": "copies coefficients from pageable memory",
+    "aten::embedding_renorm_": "counts the different indices on the host; scale the weights before the capture",
+    "aten::cholesky": "reads an error code on the host; use torch.linalg.cholesky_ex",
+    "aten::cholesky_inverse": "reads an error code on the host; use torch.linalg.inv_ex",
     **dict.fromkeys(
         ("aten::_linalg_svd", "aten::_linalg_eigh", "aten::linalg_eig", "aten::linalg_lstsq", "aten::linalg_pinv"),
         "synchronises with the device",
     ),
 }
+# By the arguments of a call.
+_SYNCING_CALLS: dict[str, tuple[Callable[[Mapping[str, Any]], bool], str]] = {
+    "aten::histc": (lambda values: values["min"] == values["max"], "reads the least and the largest value on the host; pass min= and max="),
+    "aten::segment_reduce": (lambda values: not values["unsafe"], "checks the lengths on the host; pass unsafe=True"),
+    "aten::fake_quantize_per_channel_affine_cachemask": (
+        lambda values: not values["zero_point"].is_floating_point(),
+        "checks whole zero points on the host; pass them in float32",
+    ),
+}
 # Arguments that these read on the host where they are tensors, and what to use instead.
 _HOST_ARGUMENTS = {
     "aten::normal": ("std", "scale and shift randn"),
+    "aten::searchsorted": ("sorter", "sorted values"),
     **{f"aten::{name}": ("value", "a number, or torch.where") for name in ("masked_fill", "masked_fill_", "index_fill", "index_fill_")},
     **{f"aten::{name}": ("start end", "arithmetic on torch.arange") for name in ("linspace", "logspace")},
 }
 _COLLECTIVES = ("c10d::", "_c10d_functional::")
+_SAME_MEMORY = {f"aten::{name}_" for name in ("as_strided", "squeeze", "t", "transpose", "unsqueeze")}  # change a tensor's shape in place
 _INDEX_PUT = {"aten::index_put_", "aten::index_put", "aten::_index_put_impl_", "aten::_unsafe_index_put", "aten::_unsafe_index_put_"}
 
 
@@ -89,6 +103,11 @@ class Memory:
         if key in self.literals:
             return "literal"
         return "foreign" if self._is_foreign(key) else "unknown"
+
+    def is_buffer(self, tensor: Tensor) -> bool:
+        """Whether this is the tensor of a buffer, and not a view that the step has made."""
+        owner = self.buffers.owner_of(tensor)
+        return owner is not None and owner[1] != "constant" and self.buffers[owner[0]] is tensor
 
     def name(self, tensor: Tensor) -> str:
         owner = self.buffers.owner_of(tensor)
@@ -153,7 +172,7 @@ class Rules:
         self._check_shape(call)
         self._check_generator(call)
         pinned = self._check_inputs(call)
-        if schema.inplace_view:
+        if schema.inplace_view and (name not in _SAME_MEMORY or self.memory.is_buffer(call.args[0])):
             raise fail("inplace-view", f"{self._name(call)} changes the shape or the address of a tensor in place; use a view instead")
         if pinned and not schema.view and not (call.operation and call.operation.mapped):
             self._check_residence(call, pinned)
@@ -176,8 +195,9 @@ class Rules:
                 raise fail("host-sync", f"{name} reads the tensor `{argument}` on the host; use {instead}")
         if name == "aten::copy_" and self.memory.kind(call.values["src"]) == "literal":  # more than one element are filled
             raise fail("host-data", "a number is written to one element: a copy from pageable memory; use fill_")
-        if name == "aten::histc" and call.values["min"] == call.values["max"]:
-            raise fail("host-sync", f"{name} without a range reads the smallest and the largest value on the host; pass min= and max=")
+        condition, why = _SYNCING_CALLS.get(name, (None, ""))
+        if condition is not None and condition(call.values):
+            raise fail("host-sync", f"{self._name(call)} {why}")
 
     def _check_shape(self, call: OpCall) -> None:
         name, dynamic = call.schema.name, call.schema.dynamic

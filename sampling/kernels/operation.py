@@ -97,17 +97,27 @@ class Operation(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         inputs: tuple[Any, ...] = args if len(args) == len(self._names) else self._complete(args, kwargs)
+        if torch.compiler.is_dynamo_compiling() and not _needs_gradient(inputs):  # one operation of the compiled function
+            outputs = self._outputs(*inputs)
+            self.out(*self._arranged(inputs), *_tensors(outputs))
+            return outputs
         in_c = self.c and inputs[0].is_cpu and not native.why_not()
         if not (self.triton or in_c or self._whole) or _needs_gradient(inputs):
             return self.reference(*inputs)  # type: ignore[call-arg]
+        if torch.is_inference_mode_enabled() and torch._C._len_torch_dispatch_stack():  # a recorder's replays write the outputs without it
+            with torch.inference_mode(False), torch.no_grad():
+                return self(*args, **kwargs)
         with torch._C.DisableTorchFunction():  # the dispatcher still calls dispatch modes
-            arranged = [value if how is None or value is None else how(value) for how, value in zip(self._arrange, inputs, strict=True)]
+            arranged = self._arranged(inputs)
             if self.triton or self._whole or self._fits_c(arranged):
                 with torch._C._DisableTorchDispatch():  # a recorder finds the outputs among the arguments
                     outputs = self._outputs(*inputs)
                 self.run(*arranged, *_tensors(outputs))
                 return outputs
         return self.reference(*inputs)  # type: ignore[call-arg]
+
+    def _arranged(self, inputs: Sequence[Any]) -> list[Any]:
+        return [value if how is None or value is None else how(value) for how, value in zip(self._arrange, inputs, strict=True)]
 
     def run(self, first: Tensor, *others: Any) -> None:
         """`out`, without torch's dispatcher where no dispatch mode has to see the call: it takes longer than the launch of a program."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -39,6 +40,22 @@ def test_failing_host_node_in_an_eager_run_is_named() -> None:
     with pytest.raises(HostNodeError, match="host node 'count' failed: ZeroDivisionError") as caught:
         run_eager(step, buffers)
     assert isinstance(caught.value.__cause__, ZeroDivisionError) and buffers.x.tolist() == [1.0, 1.0]
+
+
+def _reads_on_the_host(buffers: StaticBuffers) -> None:
+    buffers.x.fill_(buffers.x.max().item())
+
+
+def _fails_on_the_host(buffers: StaticBuffers) -> None:
+    current_context().host_node("divide", lambda: 1 // 0)
+
+
+@pytest.mark.parametrize(("step", "kind"), [(_reads_on_the_host, CaptureError), (_fails_on_the_host, HostNodeError)])
+def test_errors_are_pickled_as_between_processes(step: Any, kind: type[Exception]) -> None:
+    with pytest.raises(kind) as caught:
+        capture(step, StaticBuffers([BufferSpec("x", (1,), torch.float32)]), backend="tape").replay()
+    copied = pickle.loads(pickle.dumps(caught.value))
+    assert (type(copied), str(copied), vars(copied)) == (kind, str(caught.value), vars(caught.value))
 
 
 def test_owner_of_is_allowed_in_a_step_and_data_ptr_is_not() -> None:

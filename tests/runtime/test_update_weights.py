@@ -293,6 +293,7 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "shape": (changed(**{K: torch.zeros(2, 64)}), r"k_proj.weight: got shape \(2, 64\), expected \(32, 64\)"),
     "shape of the last": (changed(model__norm__weight=torch.zeros(2)), r"norm.weight: got shape \(2,\), expected \(64,\)"),
     "iterator": (lambda weights: failing_pairs(weights, ValueError("no rank 3")), "^no rank 3$"),
+    "a name twice": (lambda weights: [*weights.items()] * 2, "weights: got .* twice, expected each name once"),
     "type": (changed(**{K: torch.zeros(32, 64, dtype=torch.int8)}), "k_proj.weight: got type torch.int8, which is not supported"),
     "no values": (changed(**{K: torch.zeros(32, 64, device="meta")}), "k_proj.weight: got type Tensor on meta"),
     "no tensor": (changed(**{K: [1.0]}), r"k_proj.weight: got shape \(\), expected"),

@@ -73,6 +73,9 @@ def _given(weights: Any) -> Any:
     except (TypeError, ValueError):
         expected = "a mapping of names to tensors, pairs of these, or a path"
         raise ValueError(f"weights: got {clip_repr(weights)}, expected {expected}") from None
+    if len(named) < len(weights):
+        names = [name for name, _ in weights]
+        raise ValueError(f"weights: got {clip_repr(next(n for n in names if names.count(n) > 1))} twice, expected each name once")
     tensors = dict[str, StoredTensor]()
     for name, value in named.items():
         has_values = type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided and not value.is_meta

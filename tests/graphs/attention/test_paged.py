@@ -135,14 +135,18 @@ def test_half_precision_is_rounded_once() -> None:
     assert torch.equal(case.run(), exact.bfloat16())
 
 
-def test_arguments_of_wrong_shapes_are_refused() -> None:
+def test_wrong_arguments_are_refused() -> None:
     case = make_case([9, 9], 2)
-    with pytest.raises(AssertionError, match="keys"):
+    with pytest.raises(ValueError, match=r"attention.keys: got .* expected"):
         attention(case.query[:, :, :3], case.keys, case.values, case.inputs)
-    with pytest.raises(AssertionError, match="positions"):
+    with pytest.raises(ValueError, match=r"attention.query: got .* expected .* positions"):
         attention(case.query[:1], case.keys, case.values, case.inputs)
-    with pytest.raises(AssertionError, match="bfloat16"):
+    with pytest.raises(ValueError, match=r"attention.keys: got torch.float32 .*, expected torch.bfloat16"):
         attention(case.query.bfloat16(), case.keys, case.values, case.inputs)
+    with pytest.raises(ValueError, match=r"attention.window: got 0, expected a whole number >= 1, or None"):
+        attention(case.query, case.keys, case.values, case.inputs, window=0)
+    with pytest.raises(ValueError, match=r"attention.sinks: got shape \(3,\), expected \(\d+,\)"):
+        attention(case.query, case.keys, case.values, case.inputs, sinks=torch.zeros(3))
 
 
 @pytest.mark.parametrize("attend", [paged_attention, reference_attention])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import signal
 import subprocess
@@ -423,16 +424,18 @@ def test_replay_ignores_the_default_dtype(operation: Callable[[Tensor, Tensor], 
     assert torch.equal(b.result, expected)
 
 
+@pytest.mark.parametrize("within_step", [False, True])
 @pytest.mark.parametrize("context", [torch.inference_mode, torch.enable_grad, lambda: torch.autocast("cpu", dtype=torch.bfloat16)])
-def test_capture_inside_other_modes(context: Callable[[], Any]) -> None:
-    layer = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8), torch.nn.GELU(), torch.nn.Linear(8, 8))
+def test_capture_and_steps_inside_other_modes(context: Callable[[], Any], within_step: bool) -> None:
+    layer = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8), torch.nn.GELU(), torch.nn.Linear(8, 8)).requires_grad_(False)
     b = StaticBuffers(SPECS, constants={"layer": layer})
 
     def step(b: StaticBuffers) -> None:
-        q = layer(b.x).reshape(1, 2, 4, 4)
-        b.y.copy_(torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).reshape(4, 8) @ b.x.T @ b.x)
+        with context() if within_step else contextlib.nullcontext():
+            q = layer(b.x).reshape(1, 2, 4, 4)
+            b.y.copy_(torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).reshape(4, 8) @ b.x.T @ b.x)
 
-    with context():
+    with contextlib.nullcontext() if within_step else context():
         run_eager(step, b)  # autocast caches its casts of the weights
         recorded = TapeBackend().capture(step, b, check="twice")
         run_eager(step, b)

@@ -85,6 +85,7 @@ class Net(nn.Module):
 
 torch.manual_seed(0)
 NET, TABLE, UNREGISTERED = Net(), torch.randn(16, 8), torch.ones(4, 8)
+GRU = nn.GRU(8, 8, batch_first=True)
 GENERATOR, FREED = torch.Generator(), torch.ones(4, 8)
 SPECS = [
     BufferSpec("x", (4, 8), torch.float32),
@@ -96,7 +97,7 @@ SPECS = [
     BufferSpec("x_host", (4, 8), torch.float32, memory="pinned"),
     BufferSpec("index_host", (4,), torch.int64, memory="pinned"),
 ]
-BUFFERS = StaticBuffers(SPECS, constants={"net": NET, "table": TABLE, "freed": FREED})
+BUFFERS = StaticBuffers(SPECS, constants={"net": NET, "gru": GRU, "table": TABLE, "freed": FREED})
 FREED.untyped_storage().resize_(0)
 PACKED = torch.ones(4, 8).to_mkldnn()
 ESCAPED: list[Tensor] = []
@@ -160,6 +161,12 @@ CALLS: dict[str, dict[str, SnippetStep]] = {
         "applied": lambda b: b.x.apply_(lambda value: value + 1),  # illegal
         "mapped": lambda b: b.x.map_(b.y, lambda value, other: value * other),  # illegal
         "synchronised": lambda b: BACKEND.synchronize(),  # illegal
+        "segments_with_a_check": lambda b: torch.segment_reduce(b.x[:, 0], "sum", lengths=torch.ones_like(b.index)),  # illegal
+        "search_with_a_sorter": lambda b: torch.searchsorted(b.x, b.y, sorter=b.x.argsort(-1)),  # illegal
+        "whole_zero_points": lambda b: torch.fake_quantize_per_channel_affine(b.x, b.y[:, 0], b.index.int(), 0, 0, 255),  # illegal
+        "embedding_of_a_limited_norm": lambda b: F.embedding(b.index, b.big, max_norm=1.0),  # illegal
+        "older_cholesky": lambda b: torch.cholesky(torch.eye(4, device=b.device)),  # illegal
+        "inverse_of_a_cholesky_factor": lambda b: torch.cholesky_inverse(torch.eye(4, device=b.device)),  # illegal
         "matrix_inverse": lambda b: torch.linalg.inv(b.x[:, :4]),  # illegal
         "singular_values": lambda b: torch.linalg.svdvals(b.x),  # illegal
         "linear_solve": lambda b: torch.linalg.solve(b.x[:, :4], b.y),  # illegal
@@ -197,6 +204,8 @@ CALLS: dict[str, dict[str, SnippetStep]] = {
     "inplace-view": {
         "resize": lambda b: b.x.resize_(2, 8),  # illegal
         "transpose_in_place": lambda b: b.x.t_(),  # illegal
+        "other_memory": lambda b: (b.x * 2).set_(b.y),  # type: ignore[call-overload]  # illegal
+        "resized": lambda b: (b.x * 2).resize_(99),  # illegal
         "set_storage": lambda b: b.x.set_(b.y),  # type: ignore[call-overload]  # illegal
     },
     "out-resize": {
@@ -277,6 +286,11 @@ LEGAL: dict[str, SnippetStep] = {
     "softmax": lambda b: b.x.copy_(b.x.softmax(-1) + b.y.log_softmax(-1)),
     "module": lambda b: b.x.copy_(NET(b.x) + b.x),
     "one_hot_by_comparison": lambda b: b.x.copy_(b.index[:, None] == torch.arange(8, device=b.device)),
+    "segments_without_a_check": lambda b: b.x[0, :4].copy_(
+        torch.segment_reduce(b.y[:, 0], "sum", lengths=torch.ones_like(b.index), unsafe=True)
+    ),
+    "zero_points_in_float": lambda b: b.x.copy_(torch.fake_quantize_per_channel_affine(b.y, b.y[:, 0].abs() + 1, b.y[:, 1], 0, -9, 9)),
+    "search": lambda b: b.x.copy_(torch.searchsorted(b.big[:4].sort(-1)[0], b.y)),
     "histogram_of_a_range": lambda b: b.x[0].copy_(torch.histc(b.y, 8, -1, 1)),
     "repeated_to_a_known_size": lambda b: b.index.copy_(torch.repeat_interleave(torch.ones_like(b.index), output_size=4)),
     "vectorised": lambda b: b.x[0].copy_(torch.vmap(lambda value: value * 2)(b.x[0])),
@@ -486,6 +500,26 @@ def test_illegal(rule: str, step: SnippetStep, another_capture: object) -> None:
     assert BUFFERS.fingerprint() == fingerprint
 
 
+def test_threads_are_refused_while_another_capture_ends() -> None:
+    begun, other_begun = threading.Event(), threading.Event()
+
+    def waits(buffers: StaticBuffers) -> None:
+        begun.set()
+        other_begun.wait(10)
+
+    def starts_thread(buffers: StaticBuffers) -> None:
+        other_begun.set()
+        other.join()
+        threading.Thread(target=int).start()
+
+    other = threading.Thread(target=TapeBackend().capture, args=(waits, StaticBuffers([])))
+    other.start()
+    begun.wait(10)
+    with pytest.raises(CaptureError, match="other-thread"):
+        TapeBackend().capture(starts_thread, StaticBuffers([]))
+    assert threading.Thread.start.__module__ == "threading"  # no longer replaced
+
+
 def test_thread_of_a_pool_of_multiprocessing() -> None:
     with ThreadPool(1) as pool, pytest.raises(CaptureError, match=r"(?s)other-thread.*# illegal"):
         BACKEND.capture(lambda b: pool.apply(b.x.add_, (1,)), BUFFERS)  # type: ignore[arg-type]  # illegal
@@ -506,6 +540,18 @@ def factories(b: StaticBuffers) -> None:
     b.x.add_(torch.zeros(8, device=b.device)).add_(torch.full((4, 1), 2.0, device=b.device)).add_(torch.ones_like(b.y))
     b.x.add_(torch.arange(8, device=b.device)).mul_(torch.arange(1, 9, dtype=torch.float32, device=b.device))
     b.x.add_(b.x.new_zeros(8)).add_(torch.eye(8, device=b.device)[2]).add_(torch.linspace(0, 1, 8, device=b.device))
+
+
+@legal
+def shapes_of_own_tensors_in_place(b: StaticBuffers) -> None:
+    made = b.x * 2
+    b.y.add_(made)
+    view = made.t_().unsqueeze_(0)[:, 2:4].transpose_(0, 2)
+    b.x[:, :4].copy_(b.y @ made.squeeze_()).add_(view.sum())
+    made.as_strided_((4, 8), (8, 1)).mul_(3)
+    b.x[1:3].t_().unsqueeze_(0).mul_(2)
+    b.y.add_(made + b.x.quantile(0.3, dim=0)).add_(GRU(b.x[None])[0][0])
+    b.big.add_(torch.stft(b.y.flatten(), 8, window=torch.ones(8, device=b.device), return_complex=True).abs().sum())
 
 
 @legal
@@ -782,5 +828,5 @@ def test_legal(name: str) -> None:
 
 
 def test_the_message_names_the_function_that_the_step_calls() -> None:
-    with pytest.raises(CaptureError, match=r"\[(host-sync|inplace-view)\] aten::\w+ in quantile\(\) "):
-        BACKEND.capture(lambda b: b.x.copy_(b.y.quantile(0.5)), BUFFERS)  # type: ignore[arg-type]
+    with pytest.raises(CaptureError, match=r"\[host-sync\] aten::\w+ in inverse\(\) "):
+        BACKEND.capture(lambda b: b.x[:, :4].copy_(b.y[:, :4].inverse()), BUFFERS)  # type: ignore[arg-type]

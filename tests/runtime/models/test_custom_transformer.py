@@ -46,8 +46,12 @@ def plain(target: Any, prompt: Sequence[int], count: int) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize("drafts", [0, 3])
-def test_tokens_equal_those_of_dense_attention(target: Any, drafts: int) -> None:
+@pytest.mark.parametrize(("drafts", "forward_in_inference_mode"), [(0, False), (3, False), (3, True)])
+def test_tokens_equal_those_of_dense_attention(
+    target: Any, drafts: int, forward_in_inference_mode: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if forward_in_inference_mode:
+        monkeypatch.setattr(target, "forward", torch.inference_mode()(target.forward))
     config = EngineConfig(max_rows=3, num_speculative_tokens=drafts, max_length=128, page_size=8, prefill_chunk=16)
     prompts = [[1, 2, 3], [*range(10, 50)], [7] * 9, [9]]
     with Engine(target, "ngram" if drafts else None, config=config) as engine:
@@ -55,6 +59,15 @@ def test_tokens_equal_those_of_dense_attention(target: Any, drafts: int) -> None
         assert engine.stats().drafts.accepted > 0 or not drafts
     assert [job.tokens for job in jobs] == [plain(target, prompt, 24) for prompt in prompts]
     assert len({*jobs[1].tokens}) > 3
+
+
+@pytest.mark.slow  # imports the compiler
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_compiled_target(target: Any, eager: bool) -> None:
+    config = EngineConfig(max_rows=1, num_speculative_tokens=3, max_length=128, page_size=8, prefill_chunk=16, eager=eager)
+    compiled: Any = torch.compile(target, backend="aot_eager")
+    with Engine(compiled, "ngram", config=config) as engine:
+        assert engine.generate([*range(10, 50)], max_new_tokens=12).tokens == plain(target, [*range(10, 50)], 12)
 
 
 def test_new_weights_with_a_new_cache_salt(target: Any) -> None:
