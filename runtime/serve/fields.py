@@ -17,7 +17,8 @@ from stepgraph.runtime.text import TextCodec
 from stepgraph.runtime.validate import checked_ids
 from stepgraph.sampling.fields import BOOL, Check, instance_of, is_int, reject_constant, whole
 from stepgraph.sampling.grammar.constraints.constraint import MAX_MARKER_LIMIT, Constraint
-from stepgraph.sampling.grammar.schema.reader import clip_json
+from stepgraph.sampling.grammar.constraints.structural_tag import ALTERNATIVE
+from stepgraph.sampling.grammar.schema.reader import clip_json, parse_json
 from stepgraph.sampling.params import STOP_TEXT, SamplingParams
 
 _SAMPLING_FIELDS = {  # field of the request: field of SamplingParams
@@ -59,6 +60,7 @@ _WITHOUT_EFFECT = {  # fields that are accepted with these values
 }
 _STREAM_OPTIONS = {"include_usage": _BOOL, "include_obfuscation": _OFF, "continuous_usage_stats": _OFF}
 _REQUEST_FIELDS = {runtime: field for field, runtime in _SAMPLING_FIELDS.items()} | {"variables": "chat_template_kwargs"}
+_ANSWERS = ("json_schema", "json_object")  # kinds of constraints that may be beside tools
 MAX_STOPS = 32  # OpenAI allows 4; clients of vLLM and llama.cpp send more
 MAX_CHOICES = 16
 MAX_IDS = 1024  # of logit_bias and stop_token_ids
@@ -122,7 +124,7 @@ class GenerationRequest:
         options["max_new_tokens"] = max(1, self.prompt_of(index).max_tokens - written)  # 0: the engine ends no job without a token
         options["sampling"] = replace(options["sampling"], min_new_tokens=max(0, sampling.min_new_tokens - written))
         if self.reasoning is not None and constraint is not None:
-            marker = self.reasoning.marker(self.constraint_field == "tools", self.tools is not None and self.tools.required, written > 0)
+            marker = self.reasoning.marker(self.tools is not None, self.tools is not None and self.tools.in_text, written > 0)
             options["constraint"] = constraint if marker is None else constraint.after(marker, limit=self.reasoning_limit)
         return options
 
@@ -157,7 +159,7 @@ def parse_request(
     logprobs, own = _logprobs(fields, chat), _checked(fields, "prompt_logprobs", whole(0, MAX_CHAT_LOGPROBS))
     of_prompt = max([count for count in (own, logprobs[1] if echo and logprobs[0] else None) if count is not None], default=None)
     sampling = _sampling(fields, logprobs, stops if tools is None and reasoning is None else (), of_prompt)
-    constraint, constraint_field = _constraint(fields, tools)
+    constraint, constraint_field, tools = _constraint(fields, tools)
     options = {"sampling": sampling, "constraint": constraint, "lora_name": "" if model == models[0] else model}
     options["priority"] = _checked(fields, "priority", _PRIORITY, 0)
     stream, include_usage = _checked(fields, "stream", _BOOL, False), _include_usage(fields)
@@ -178,6 +180,8 @@ def request_error(error: ValueError | str, prompt_field: str = "messages", const
     """The response to an error of the runtime, with the field name of the request body instead of the runtime's."""
     message = re.sub(r"^constraint \w+:", "constraint:", str(error))  # kinds of constraints have no name in requests
     message = re.sub(r"EngineConfig\.\w+=", "", message.replace("max_new_tokens=", "max_tokens="))
+    if constraint_field == "tools" and f" '{ALTERNATIVE}':" in message:  # of the answer without calls
+        constraint_field, message = "response_format", message.replace(f" '{ALTERNATIVE}':", "", 1)
     subject, _, reason = message.partition(":")
     subject = subject.removeprefix("SamplingParams.").removeprefix("sampling.")
     name = re.match(r"\w*", subject)
@@ -324,8 +328,8 @@ def _sampling(fields: Mapping[str, Any], logprobs: tuple[bool, int], stop: Seque
         raise request_error(error) from None
 
 
-def _constraint(fields: Mapping[str, Any], tools: ToolUse | None) -> tuple[Constraint | None, str]:
-    """The constraint, and the field that sets it."""
+def _constraint(fields: Mapping[str, Any], tools: ToolUse | None) -> tuple[Constraint | None, str, ToolUse | None]:
+    """The constraint, the field that sets it, and the tools with the schema of an answer without calls."""
     field, constraint = "structured_outputs" if "structured_outputs" in fields else "response_format", None
     if "structured_outputs" in fields and "response_format" in fields:
         refuse(field, fields[field], "none beside response_format")
@@ -333,11 +337,15 @@ def _constraint(fields: Mapping[str, Any], tools: ToolUse | None) -> tuple[Const
         if field in fields:
             constraint = Constraint.response_format(fields[field]) if field == "response_format" else _structured_outputs(fields[field])
         if tools is None:
-            return constraint, field
-        if constraint is not None:
-            refuse(field, fields[field], "none beside tools, or tool_choice 'none'")
+            return constraint, field, None
+        if constraint is not None and constraint.kind not in _ANSWERS:
+            refuse(field, fields[field], f"{' or '.join(_ANSWERS)} beside tools, or tool_choice 'none'")
+        if constraint is not None and not tools.required:  # an answer is a call or calls, or a value of the schema
+            if tools.call_format.trigger.startswith("{"):
+                refuse(field, fields[field], "none beside tools whose calls are JSON as well, or tool_choice 'required' or 'none'")
+            tools = replace(tools, answer=parse_json(constraint.payload) if constraint.payload else {"type": "object"})
         try:
-            return tools.constraint(), "tools"
+            return tools.constraint(), "tools", tools
         except ValueError as error:
             raise HttpError(400, f"tools: {error}", "tools") from None
     except ValueError as error:

@@ -57,7 +57,8 @@ def written(form: CallFormat, calls: list[tuple[str, dict[str, Any]]]) -> str:
 def read(pieces: list[str], use: ToolUse, stops: list[str] | None = None) -> list[Delta]:
     """The deltas of an answer, adjacent ones joined."""
     found: list[Delta] = []
-    parser = CallParser(stops or [], use.call_format, use.texts, use.required, use.parallel)
+    begins = [] if use.answer is None else map(use.call_format.begin_answer, use.functions)
+    parser = CallParser(stops or [], use.call_format, use.texts, use.required, use.parallel, [*begins])
     for index in range(len(pieces) + 1):
         for delta in parser.push(pieces[index]) if index < len(pieces) else parser.push("", ended=True):
             both = merge_deltas(found[-1], delta) if found else None
@@ -120,6 +121,24 @@ def test_calls_in_free_text_do_not_depend_on_the_pieces(name: str, parts: list[A
     assert not any("stop" in part for part in content)
     if not any(stop in "".join(part for part in parts if isinstance(part, str)) for stop in STOPS) and not use.call_format.opening:
         assert calls_in(whole) == given_calls
+
+
+@pytest.mark.parametrize("backend", EACH_BACKEND)
+@pytest.mark.parametrize("name", [name for name in FORMATS if name not in ("llama3", "qwen3-coder")])
+def test_an_answer_is_calls_or_a_value_of_its_schema(name: str, backend: BackendChoice) -> None:
+    """A value may have the text of a call, or a stop text, in its strings."""
+    use = replace(use_of(name), answer={"type": "object", "properties": {"t": {"type": "string"}}, "required": ["t"]})
+    begin, call = use.call_format.answer_begin, written(use.call_format, [("f", {"x": 1})])
+    values = [json.dumps({"t": text}) for text in ("", use.call_format.begin("f"), use.call_format.trigger)]
+    assert all(accepted(use, begin + value, backend) for value in values) and accepted(use, call, backend)
+    refused = ["so", "so " + call, call + values[0], begin + values[0] + call, begin + '{"t": 1}', call.replace("1", "null")]
+    assert not any(accepted(use, text, backend) for text in refused)
+    assert accepted(use, written(use.call_format, [("f", {"x": 1})] * 2), backend) == use.call_format.parallel
+    for value in values:
+        assert read([value], use) == read([*value], use) == [{"content": value}]
+    parsed = call if use.call_format.is_list else call.removeprefix(use.call_format.opening)
+    assert calls_in(read([*parsed], use, ["x"])) == [("f", {"x": 1})]
+    assert read(['{"t": "so'], use) == [{"content": '{"t": "so'}] and read([parsed[:5]], use) == []
 
 
 @pytest.mark.parametrize("stop", ["<tool", "tool"])
