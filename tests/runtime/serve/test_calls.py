@@ -176,6 +176,15 @@ def test_a_call_that_is_cut_short() -> None:
     assert call["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"s": "a\\"\\n</para'}
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_parameter_may_have_a_large_limit_of_characters(name: str) -> None:
+    """Qwen3-Coder's texts are narrowed, since their states count characters."""
+    schema = {"type": "object", "properties": {"s": {"type": "string", "maxLength": 1000}}, "required": ["s"]}
+    use = replace(use_of(name, "required", parallel=False), allowed=({"function": {"name": "f", "parameters": schema}},))
+    fits = {size: accepted(use, written(use.call_format, [("f", {"s": "a" * size})])) for size in (0, 200, 1000, 1001)}
+    assert fits == {0: True, 200: True, 1000: name != "qwen3-coder", 1001: False}
+
+
 @pytest.mark.parametrize(
     ("template", "name", "templated"),
     [("", "hermes", False), ("<tool_call>", "hermes", True), ("<tool_call><function=f>", "qwen3-coder", True), ("[ARGS]", "mistral", True)],
