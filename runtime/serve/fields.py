@@ -44,6 +44,7 @@ _ELSEWHERE = {  # in vLLM, SGLang, llama.cpp's server and older APIs of OpenAI
 _CHAT_FIELDS = {*_COMMON, "messages", "max_completion_tokens", "tools", "tool_choice"}
 _COMPLETION_FIELDS = {*_COMMON, "prompt", "best_of", "echo", "prompt_logprobs"}
 _CHAT_FIELDS |= {"top_logprobs", "parallel_tool_calls", "reasoning_effort", "thinking_token_budget", "chat_template_kwargs"}
+_CHAT_FIELDS |= {"continue_final_message", "add_generation_prompt"}
 _MESSAGE_FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"}
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
@@ -149,10 +150,10 @@ def parse_request(
     given = {} if chat else _given_prompts(fields)
     if (choices := n * max(1, len(given))) > max_choices:  # before their prompts are encoded
         refuse("n" if chat else "prompt", choices, f"at most {max_choices} choices, the most that this server holds")
-    echo = _checked(fields, "echo", _BOOL, False)
-    prompts = [_chat_prompt(fields, tools, codec, max_length)] if chat else _prompts(fields, given, codec, max_length, echo)
+    echo, continues = _checked(fields, "echo", _BOOL, False), _continues(fields)
+    prompts = [_chat_prompt(fields, tools, codec, max_length, continues)] if chat else _prompts(fields, given, codec, max_length, echo)
     budget = _checked(fields, "thinking_token_budget", _BUDGET)
-    reasoning = reasoning_of(prompts[0].ids, codec, _template_variables(fields), budget) if chat else None
+    reasoning = reasoning_of(prompts[0].ids, codec, _template_variables(fields), budget) if chat and not continues else None
     if budget is not None and reasoning is None:
         refuse("thinking_token_budget", budget, "none: the answer has no reasoning between <think> and </think>")
     stops = _stops(fields)  # in a text with calls or reasoning, the runtime would find them there too
@@ -205,7 +206,15 @@ def _check_known(fields: dict[str, Any], known: set[str]) -> None:
             raise HttpError(400, f"{name}: got {clip_json(value)}, but the field is not supported{hint}", name, "unsupported_parameter")
 
 
-def _chat_prompt(fields: Mapping[str, Any], tools: ToolUse | None, codec: TextCodec, max_length: int) -> Prompt:
+def _continues(fields: Mapping[str, Any]) -> bool:
+    """Whether the answer continues the last message, as vLLM's clients ask for it."""
+    continues: bool = _checked(fields, "continue_final_message", _BOOL, False)
+    expected = f"{str(not continues).lower()} with continue_final_message: {str(continues).lower()}"
+    _checked(fields, "add_generation_prompt", Check(lambda value: value is not continues and isinstance(value, bool), expected))
+    return continues
+
+
+def _chat_prompt(fields: Mapping[str, Any], tools: ToolUse | None, codec: TextCodec, max_length: int, continues: bool) -> Prompt:
     messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:
         refuse("messages", messages, "a list of at least one message")
@@ -214,7 +223,10 @@ def _chat_prompt(fields: Mapping[str, Any], tools: ToolUse | None, codec: TextCo
         plain = [message | {"role": "system"} if message["role"] == "developer" else message for message in plain]
     variables = _template_variables(fields)
     try:
-        ids = codec.chat(plain, variables=variables) if tools is None else tools.prompt_ids(codec, plain, variables)
+        if tools is None:
+            ids = codec.chat(plain, variables=variables, continues=continues)
+        else:
+            ids = tools.prompt_ids(codec, plain, variables, continues)
     except ValueError as error:
         raise request_error(error) from None
     return Prompt(ids, _max_tokens(fields, "messages", len(ids), max_length, max_length))

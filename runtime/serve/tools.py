@@ -57,13 +57,15 @@ class ToolUse:
             tag[ALTERNATIVE] = {"begin": self.call_format.answer_begin, "schema": self.answer, "end": ""}
         return Constraint.structural_tag(tag)
 
-    def prompt_ids(self, codec: TextCodec, messages: Sequence[Message], variables: Mapping[str, Any]) -> list[int]:
+    def prompt_ids(self, codec: TextCodec, messages: Sequence[Message], variables: Mapping[str, Any], continues: bool) -> list[int]:
         """The conversation with the functions, described by the chat template if it has the format, else by a system message."""
-        ids = codec.chat(messages, variables=variables)
+        ids = codec.chat(messages, variables=variables, continues=continues)
         reads_tools = self.templated and codec.template_mentions("tools")
         tools = json.loads(json.dumps(self.allowed, default=float))  # templates cannot write the Decimals of exact schemas
-        with_tools = codec.chat(messages, tools, variables=variables) if reads_tools else ids
-        return with_tools if with_tools != ids else codec.chat(self._as_system_message(messages, tools), variables=variables)
+        with_tools = codec.chat(messages, tools, variables=variables, continues=continues) if reads_tools else ids
+        if with_tools != ids:
+            return with_tools
+        return codec.chat(self._as_system_message(messages, tools), variables=variables, continues=continues)
 
     def _as_system_message(self, messages: Sequence[Message], tools: Sequence[Any]) -> list[Message]:
         lines = [json.dumps(tool["function"], ensure_ascii=False) for tool in tools]
