@@ -340,6 +340,18 @@ def test_long_texts_of_a_pattern_are_left_out_where_they_take_too_many_states(mo
     assert takes(compiled, '"' + "ab" * 15 + 'ccd"') and not takes(compiled, '"' + "ab" * 81 + '"') and not takes(compiled, '"aba"')
 
 
+def test_many_texts_without_equal_parts_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their automaton would take too many states."""
+    monkeypatch.setattr(automata, "MAX_STATES", 500)
+    texts = ["".join(random.Random(number).choices('abcde\u00e9" ', k=12)) for number in range(250)]
+    for schema in ({"enum": texts}, {"anyOf": [{"type": "string", "enum": texts}, {"type": "null"}]}):
+        compiled = COMPILER.compile(Constraint.json_schema(schema))
+        assert all(takes(compiled, json.dumps(text, ensure_ascii=False)) for text in texts)
+        assert not any(
+            takes(compiled, json.dumps(text, ensure_ascii=False)) for text in ("", texts[0][:-1], texts[0] + "a", "aaaaaaaaaaaa")
+        )
+
+
 def test_pattern_with_too_many_states_is_refused_with_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(automata, "MAX_STATES", 100)
     schema = {"items": {"allOf": [{"pattern": "a.{7}b"}, {"pattern": "c.{7}d"}]}}
