@@ -180,12 +180,15 @@ class Normaliser:
     def _exactly_one(self, branches: list[Node]) -> Form:
         """Each branch without the other branches with which it has values in common."""
         parts, num_conflicts = [expr(branch) for branch in branches], len(self.conflicts)
+        texts = [_listed_texts(branch) for branch in branches]
         cases = list[Expr]()
         for index, part in enumerate(parts):
             overlapping = [
                 expr(branch, False)
                 for other, branch in enumerate(branches)
-                if other != index and (part == parts[other] or self.simplify(all_of(part, parts[other])) != NEVER)
+                if other != index
+                and not (texts[index] and texts[other] and texts[index].isdisjoint(texts[other]))
+                and (part == parts[other] or self.simplify(all_of(part, parts[other])) != NEVER)
             ]
             cases.append(all_of(part, *overlapping))
         return self._any_of(cases, num_conflicts)
@@ -380,6 +383,12 @@ def _object_of_names(names: Term) -> Object:
 
 def _object_requiring(names: list[str]) -> Object:
     return Object(required=frozenset(names), declared=tuple((name, TRUE) for name in dict.fromkeys(names)))
+
+
+def _listed_texts(node: Node) -> frozenset[str]:
+    """The values of a schema, if it lists them and all are texts."""
+    values = node.keywords.get("enum", [node.keywords.get("const")])
+    return frozenset(values) if all(isinstance(value, str) for value in values) else frozenset()
 
 
 def text_keyword(node: Node) -> str:

@@ -352,6 +352,18 @@ def test_many_texts_without_equal_parts_are_listed(monkeypatch: pytest.MonkeyPat
         )
 
 
+def test_one_of_many_constants_excludes_those_that_are_listed_twice() -> None:
+    """Titles of an enumeration are written as `oneOf` with `const` and `title`, e.g. of 249 countries."""
+    constants: list[Any] = [{"const": f"text {number}", "title": f"Text {number}"} for number in range(249)]
+    compiled = COMPILER.compile(
+        Constraint.json_schema({"oneOf": [*constants, {"enum": ["text 0", "x"]}, {"const": 1}, {"const": 1.0}, {}]})
+    )
+    assert not any(takes(compiled, text) for text in ('"text 0"', '"x"', '"text 1"', "1"))
+    compiled = COMPILER.compile(Constraint.json_schema({"oneOf": [*constants, {"enum": ["text 0", "x"]}, {"const": 1}, {"const": 1.0}]}))
+    assert all(takes(compiled, text) for text in ('"x"', '"text 1"', '"text 248"'))
+    assert not any(takes(compiled, text) for text in ('"text 0"', '"text 249"', "1"))
+
+
 def test_pattern_with_too_many_states_is_refused_with_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(automata, "MAX_STATES", 100)
     schema = {"items": {"allOf": [{"pattern": "a.{7}b"}, {"pattern": "c.{7}d"}]}}
