@@ -13,6 +13,7 @@ from typing import Any
 from stepgraph.runtime.demo.pair import model_path
 from stepgraph.runtime.models.files.tokenizer import ChatTemplate, open_tokenizer
 from stepgraph.sampling.fields import (
+    BOOL,
     TOKEN_IDS,
     Check,
     callable_with,
@@ -118,6 +119,7 @@ class TextCodec(BoundToProcess):
         """
         if self._template is None:
             raise ValueError("messages: got a conversation for a model without chat template, expected a plain prompt or token ids")
+        check_value("TextCodec.chat.continues", continues, BOOL)
         if continues:
             last = messages[-1] if isinstance(messages, Sequence) and messages and isinstance(messages[-1], Mapping) else {}
             if last.get("role") != "assistant" or not isinstance(last.get("content"), str) or last.get("tool_calls"):
