@@ -12,12 +12,24 @@ from typing import Any
 
 from stepgraph.runtime.demo.pair import model_path
 from stepgraph.runtime.models.files.tokenizer import ChatTemplate, open_tokenizer
-from stepgraph.sampling.fields import TOKEN_IDS, Check, callable_with, check_value, checked_path, instance_of, is_list_like, optional
+from stepgraph.sampling.fields import (
+    BOOL,
+    TOKEN_IDS,
+    Check,
+    callable_with,
+    check_value,
+    checked_path,
+    clip_repr,
+    instance_of,
+    is_list_like,
+    optional,
+)
 from stepgraph.sampling.grammar.matchers.forced import token_lookup
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.lifetimes import BoundToProcess
 
 Message = Mapping[str, Any]
+_CONTENT_END = "\ue000end\ue000"  # private-use characters, which templates copy; a template may remove blanks at the end of a content
 
 
 class TextCodec(BoundToProcess):
@@ -96,15 +108,27 @@ class TextCodec(BoundToProcess):
         tools: Sequence[Mapping[str, Any]] | None = None,
         answer: bool = True,
         variables: Mapping[str, Any] | None = None,
+        *,
+        continues: bool = False,
     ) -> list[int]:
-        """The ids of a conversation in the model's chat format, up to the beginning of the answer unless `answer` is False.
+        """The ids of a conversation in the model's chat format, up to the beginning of the answer unless `answer` is False, or with
+        `continues` up to the end of the last message, which is the beginning of the answer.
 
         messages: objects with a role, a content and any other field that the template reads. tools: in the format of OpenAI's API.
         variables: further variables of the template, such as enable_thinking.
         """
         if self._template is None:
             raise ValueError("messages: got a conversation for a model without chat template, expected a plain prompt or token ids")
-        return self._encode_checked(self._template.render(messages, tools, answer, variables), "messages", False)
+        check_value("TextCodec.chat.continues", continues, BOOL)
+        if continues:
+            last = messages[-1] if isinstance(messages, Sequence) and messages and isinstance(messages[-1], Mapping) else {}
+            if last.get("role") != "assistant" or not isinstance(last.get("content"), str) or last.get("tool_calls"):
+                raise ValueError(f"messages: got {clip_repr(last)} as the last one, expected the text of an assistant")
+            messages, answer = [*messages[:-1], {**last, "content": last["content"] + _CONTENT_END}], False
+        text = self._template.render(messages, tools, answer, variables)
+        if continues and _CONTENT_END not in text:
+            raise ValueError("messages: the model's chat template does not write the last one, expected a template that does")
+        return self._encode_checked(text.rpartition(_CONTENT_END)[0] if continues else text, "messages", False)
 
     def template_mentions(self, word: str) -> bool:
         """Whether the word occurs in the model's chat template."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -25,7 +26,10 @@ _TOKEN_ID = Check(lambda token: is_int(token) and token >= 0, "a token id >= 0")
 _BIAS = number(-100, 100)
 MAX_STOP_CHARS = 1000
 MAX_TOP_LOGPROBS = 100
-STOP_TEXT = Check(lambda text: isinstance(text, str) and 0 < len(text) <= MAX_STOP_CHARS, f"a text of 1 to {MAX_STOP_CHARS} characters")
+STOP_TEXT = Check(
+    lambda text: isinstance(text, str) and 0 < len(text) <= MAX_STOP_CHARS and not re.search("[\ud800-\udfff]", text),
+    f"a text of 1 to {MAX_STOP_CHARS} characters",
+)
 _BAD_WORD = Check(
     lambda word: STOP_TEXT.accepts(word) or (isinstance(word, (tuple, list)) and bool(word)),
     f"{STOP_TEXT.expected}, or a sequence of at least one token id",

@@ -35,6 +35,7 @@ class CallFormat:
     style: str = "json"  # of the arguments: see structural tags
     other_infixes: tuple[str, ...] = ()  # infixes that a model may write instead; `ChannelSplitter` replaces them
     parallel: bool = True  # whether an answer that consists of calls can have several
+    answer_begin: str = ""  # before an answer without calls, where a format of answers applies to it
 
     @property
     def is_list(self) -> bool:
@@ -49,11 +50,15 @@ class CallFormat:
     @property
     def example(self) -> str:
         arguments = f"<parameter=...>\n...{PARAMETER_END}\n" if self.style == "qwen_xml" else "{...}"
-        return f"{self.opening if self.is_list else ''}{self.begin('...')}{arguments}{self.suffix}{self.closing}"
+        return f"{self.begin_answer('...')}{arguments}{self.suffix}{self.closing}"
 
     def begin(self, name: str) -> str:
         """The text of a call before its arguments."""
         return f"{self.prefix}{name}{self.infix}"
+
+    def begin_answer(self, name: str) -> str:
+        """The text of an answer that begins with a call, before its arguments."""
+        return f"{self.opening if self.is_list else ''}{self.begin(name)}"
 
     def structural_tag(self, functions: Mapping[str, Any], required: bool, parallel: bool) -> dict[str, Any]:
         """Free text with calls or, if they are required, calls and nothing else. functions: schemas of the arguments, by name."""
@@ -78,6 +83,7 @@ FORMATS = {  # in this order they are looked for in a chat template
         opening="<|start|>assistant<|channel|>commentary",
         other_infixes=("<|channel|>commentary json<|message|>",),  # as chat templates write earlier calls
         parallel=False,  # a stop token follows a call
+        answer_begin="<|start|>assistant<|channel|>final<|message|>",
     ),
     "mistral": CallFormat("[ARGS]", "[TOOL_CALLS]", "[TOOL_CALLS]", "[ARGS]", ""),
     "mistral-list": CallFormat("[TOOL_CALLS]", "[TOOL_CALLS]", '{"name": "', '", "arguments": ', "}", ", ", "[TOOL_CALLS] [", "]"),
@@ -172,11 +178,21 @@ class CallParser(PieceParser[Delta]):
     short is reported up to there; one without arguments yet is left out.
 
     only_calls: a grammar allows calls only; text between them is dropped.
+    begins: how an answer of calls begins; another answer has none. Empty: content may have calls.
     """
 
-    def __init__(self, stops: Sequence[str], fmt: CallFormat | None, texts: TextParameters, only_calls: bool, parallel: bool) -> None:
+    def __init__(
+        self,
+        stops: Sequence[str],
+        fmt: CallFormat | None,
+        texts: TextParameters,
+        only_calls: bool,
+        parallel: bool,
+        begins: Sequence[str] = (),
+    ) -> None:
         super().__init__()
         self._stops, self._format, self._texts, self._only_calls, self._parallel = tuple(stops), fmt, texts, only_calls, parallel
+        self._begins = tuple(begins)
         self.calls = 0  # number of complete calls
         self.at_stop_text = False
 
@@ -187,6 +203,11 @@ class CallParser(PieceParser[Delta]):
 
     def _parse(self) -> Steps[Delta, None]:
         fmt = self._format
+        if self._begins:
+            while not self._ended and any(begin != self._pending and begin.startswith(self._pending) for begin in self._begins):
+                yield None
+            self._only_calls = any(begin.startswith(self._pending) or self._pending.startswith(begin) for begin in self._begins)
+            fmt, self._stops = (fmt, ()) if self._only_calls else (None, self._stops)
         delimiters = (*self._stops, *([fmt.trigger] if fmt else ()))
         while not self.stopped:
             found = yield from self._up_to(delimiters, None if self._only_calls else lambda text: {"content": text})

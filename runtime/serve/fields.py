@@ -17,7 +17,8 @@ from stepgraph.runtime.text import TextCodec
 from stepgraph.runtime.validate import checked_ids
 from stepgraph.sampling.fields import BOOL, Check, instance_of, is_int, reject_constant, whole
 from stepgraph.sampling.grammar.constraints.constraint import MAX_MARKER_LIMIT, Constraint
-from stepgraph.sampling.grammar.schema.reader import clip_json
+from stepgraph.sampling.grammar.constraints.structural_tag import ALTERNATIVE
+from stepgraph.sampling.grammar.schema.reader import clip_json, parse_json
 from stepgraph.sampling.params import STOP_TEXT, SamplingParams
 
 _SAMPLING_FIELDS = {  # field of the request: field of SamplingParams
@@ -43,6 +44,7 @@ _ELSEWHERE = {  # in vLLM, SGLang, llama.cpp's server and older APIs of OpenAI
 _CHAT_FIELDS = {*_COMMON, "messages", "max_completion_tokens", "tools", "tool_choice"}
 _COMPLETION_FIELDS = {*_COMMON, "prompt", "best_of", "echo", "prompt_logprobs"}
 _CHAT_FIELDS |= {"top_logprobs", "parallel_tool_calls", "reasoning_effort", "thinking_token_budget", "chat_template_kwargs"}
+_CHAT_FIELDS |= {"continue_final_message", "add_generation_prompt"}
 _MESSAGE_FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"}
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
@@ -59,6 +61,7 @@ _WITHOUT_EFFECT = {  # fields that are accepted with these values
 }
 _STREAM_OPTIONS = {"include_usage": _BOOL, "include_obfuscation": _OFF, "continuous_usage_stats": _OFF}
 _REQUEST_FIELDS = {runtime: field for field, runtime in _SAMPLING_FIELDS.items()} | {"variables": "chat_template_kwargs"}
+_ANSWERS = ("json_schema", "json_object")  # kinds of constraints that may be beside tools
 MAX_STOPS = 32  # OpenAI allows 4; clients of vLLM and llama.cpp send more
 MAX_CHOICES = 16
 MAX_IDS = 1024  # of logit_bias and stop_token_ids
@@ -127,7 +130,7 @@ class GenerationRequest:
         options["max_new_tokens"] = max(1, self.prompt_of(index).max_tokens - written)  # 0: the engine ends no job without a token
         options["sampling"] = replace(options["sampling"], min_new_tokens=max(0, sampling.min_new_tokens - written))
         if self.reasoning is not None and constraint is not None:
-            marker = self.reasoning.marker(self.constraint_field == "tools", self.tools is not None and self.tools.required, written > 0)
+            marker = self.reasoning.marker(self.tools is not None, self.tools is not None and self.tools.in_text, written > 0)
             options["constraint"] = constraint if marker is None else constraint.after(marker, limit=self.reasoning_limit)
         return options
 
@@ -152,17 +155,17 @@ def parse_request(
     given = {} if chat else _given_prompts(fields)
     if (choices := n * max(1, len(given))) > max_choices:  # before their prompts are encoded
         refuse("n" if chat else "prompt", choices, f"at most {max_choices} choices, the most that this server holds")
-    echo = _checked(fields, "echo", _BOOL, False)
-    prompts = [_chat_prompt(fields, tools, codec, max_length)] if chat else _prompts(fields, given, codec, max_length, echo)
+    echo, continues = _checked(fields, "echo", _BOOL, False), _continues(fields)
+    prompts = [_chat_prompt(fields, tools, codec, max_length, continues)] if chat else _prompts(fields, given, codec, max_length, echo)
     budget = _checked(fields, "thinking_token_budget", _BUDGET)
-    reasoning = reasoning_of(prompts[0].ids, codec, _template_variables(fields), budget) if chat else None
+    reasoning = reasoning_of(prompts[0].ids, codec, _template_variables(fields), budget) if chat and not continues else None
     if budget is not None and reasoning is None:
         refuse("thinking_token_budget", budget, "none: the answer has no reasoning between <think> and </think>")
     stops = _stops(fields)  # in a text with calls or reasoning, the runtime would find them there too
     logprobs, own = _logprobs(fields, chat), _checked(fields, "prompt_logprobs", whole(0, MAX_CHAT_LOGPROBS))
     of_prompt = max([count for count in (own, logprobs[1] if echo and logprobs[0] else None) if count is not None], default=None)
     sampling = _sampling(fields, logprobs, stops if tools is None and reasoning is None else (), of_prompt)
-    constraint, constraint_field = _constraint(fields, tools)
+    constraint, constraint_field, tools = _constraint(fields, tools)
     options = {"sampling": sampling, "constraint": constraint, "lora_name": "" if model == models[0] else model}
     options["priority"] = _checked(fields, "priority", _PRIORITY, 0)
     stream, include_usage = _checked(fields, "stream", _BOOL, False), _include_usage(fields)
@@ -183,6 +186,8 @@ def request_error(error: ValueError | str, prompt_field: str = "messages", const
     """The response to an error of the runtime, with the field name of the request body instead of the runtime's."""
     message = re.sub(r"^constraint \w+:", "constraint:", str(error))  # kinds of constraints have no name in requests
     message = re.sub(r"EngineConfig\.\w+=", "", message.replace("max_new_tokens=", "max_tokens="))
+    if constraint_field == "tools" and f" '{ALTERNATIVE}':" in message:  # of the answer without calls
+        constraint_field, message = "response_format", message.replace(f" '{ALTERNATIVE}':", "", 1)
     subject, _, reason = message.partition(":")
     subject = subject.removeprefix("SamplingParams.").removeprefix("sampling.")
     name = re.match(r"\w*", subject)
@@ -206,7 +211,15 @@ def _check_known(fields: dict[str, Any], known: set[str]) -> None:
             raise HttpError(400, f"{name}: got {clip_json(value)}, but the field is not supported{hint}", name, "unsupported_parameter")
 
 
-def _chat_prompt(fields: Mapping[str, Any], tools: ToolUse | None, codec: TextCodec, max_length: int) -> Prompt:
+def _continues(fields: Mapping[str, Any]) -> bool:
+    """Whether the answer continues the last message, as vLLM's clients ask for it."""
+    continues: bool = _checked(fields, "continue_final_message", _BOOL, False)
+    expected = f"{str(not continues).lower()} with continue_final_message: {str(continues).lower()}"
+    _checked(fields, "add_generation_prompt", Check(lambda value: value is not continues and isinstance(value, bool), expected))
+    return continues
+
+
+def _chat_prompt(fields: Mapping[str, Any], tools: ToolUse | None, codec: TextCodec, max_length: int, continues: bool) -> Prompt:
     messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:
         refuse("messages", messages, "a list of at least one message")
@@ -215,7 +228,10 @@ def _chat_prompt(fields: Mapping[str, Any], tools: ToolUse | None, codec: TextCo
         plain = [message | {"role": "system"} if message["role"] == "developer" else message for message in plain]
     variables = _template_variables(fields)
     try:
-        ids = codec.chat(plain, variables=variables) if tools is None else tools.prompt_ids(codec, plain, variables)
+        if tools is None:
+            ids = codec.chat(plain, variables=variables, continues=continues)
+        else:
+            ids = tools.prompt_ids(codec, plain, variables, continues)
     except ValueError as error:
         raise request_error(error) from None
     return Prompt(ids, _max_tokens(fields, "messages", len(ids), max_length, max_length))
@@ -329,8 +345,8 @@ def _sampling(fields: Mapping[str, Any], logprobs: tuple[bool, int], stop: Seque
         raise request_error(error) from None
 
 
-def _constraint(fields: Mapping[str, Any], tools: ToolUse | None) -> tuple[Constraint | None, str]:
-    """The constraint, and the field that sets it."""
+def _constraint(fields: Mapping[str, Any], tools: ToolUse | None) -> tuple[Constraint | None, str, ToolUse | None]:
+    """The constraint, the field that sets it, and the tools with the schema of an answer without calls."""
     field, constraint = "structured_outputs" if "structured_outputs" in fields else "response_format", None
     if "structured_outputs" in fields and "response_format" in fields:
         refuse(field, fields[field], "none beside response_format")
@@ -338,11 +354,15 @@ def _constraint(fields: Mapping[str, Any], tools: ToolUse | None) -> tuple[Const
         if field in fields:
             constraint = Constraint.response_format(fields[field]) if field == "response_format" else _structured_outputs(fields[field])
         if tools is None:
-            return constraint, field
-        if constraint is not None:
-            refuse(field, fields[field], "none beside tools, or tool_choice 'none'")
+            return constraint, field, None
+        if constraint is not None and constraint.kind not in _ANSWERS:
+            refuse(field, fields[field], f"{' or '.join(_ANSWERS)} beside tools, or tool_choice 'none'")
+        if constraint is not None and not tools.required:  # an answer is a call or calls, or a value of the schema
+            if tools.call_format.trigger.startswith("{"):
+                refuse(field, fields[field], "none beside tools whose calls are JSON as well, or tool_choice 'required' or 'none'")
+            tools = replace(tools, answer=parse_json(constraint.payload) if constraint.payload else {"type": "object"})
         try:
-            return tools.constraint(), "tools"
+            return tools.constraint(), "tools", tools
         except ValueError as error:
             raise HttpError(400, f"tools: {error}", "tools") from None
     except ValueError as error:

@@ -156,6 +156,8 @@ def server_config(app: Any, bounds: Bounds) -> uvicorn.Config:
 
 async def read_body(request: Request, bounds: Bounds) -> bytes:
     """ClientDisconnect if the client leaves before the end."""
+    if (encoding := request.headers.get("content-encoding", "")).lower() not in ("", "identity"):
+        raise HttpError(415, f'Content-Encoding: got "{encoding}", expected identity')
     try:
         return await asyncio.wait_for(_body(request, bounds.body_bytes), bounds.read_seconds)
     except asyncio.TimeoutError:

@@ -24,13 +24,14 @@ class Reasoning:
     closing_ids: tuple[int, ...]  # the text that closes it
     in_channels: bool = False
 
-    def marker(self, of_calls: bool, required: bool, closed: bool) -> str | None:
-        """The text after which a constraint applies; None for the whole answer. closed: the answer continues after closed reasoning."""
+    def marker(self, of_calls: bool, in_text: bool, closed: bool) -> str | None:
+        """The text after which a constraint applies; None for the whole answer. in_text: of calls in free text. closed: the answer
+        continues after closed reasoning."""
         if not self.in_channels:
             # The triggers of calls in free text apply from the start where the model may answer without reasoning.
-            return None if closed or (of_calls and not required and not self.opened) else THINK_END
+            return None if closed or (in_text and not self.opened) else THINK_END
         if of_calls:
-            return MESSAGE_END if required and not closed else None  # free text with calls has triggers that occur nowhere else
+            return None if in_text or closed else MESSAGE_END  # free text with calls has triggers that occur nowhere else
         return f"{CHANNEL}final{MESSAGE}"
 
 

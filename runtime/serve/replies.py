@@ -28,8 +28,9 @@ class Reply:
         tools = request.tools
         only_calls = tools is not None and tools.required
         fmt, texts, parallel = (tools.call_format, tools.texts, tools.parallel) if tools is not None else (None, {}, True)
-        self._call_parser = CallParser(() if only_calls else request.stops, fmt, texts, only_calls, parallel)
-        enforced = request.options["constraint"] is not None and (tools is None or only_calls)
+        begins = [fmt.begin_answer(name) for name in tools.functions] if fmt and tools and tools.answer is not None else ()
+        self._call_parser = CallParser(() if only_calls else request.stops, fmt, texts, only_calls, parallel, begins)
+        enforced = request.options["constraint"] is not None and (tools is None or not tools.in_text)
         in_channels = request.reasoning is not None and request.reasoning.in_channels
         self._splitter = ChannelSplitter() if in_channels else ReasoningSplitter(request.reasoning, to_marker=enforced)
         self.ids: list[int] = []

@@ -14,6 +14,7 @@ from stepgraph.runtime.serve.calls import CallFormat, ChosenFormat, TextParamete
 from stepgraph.runtime.serve.http import HttpError, refuse
 from stepgraph.runtime.text import Message, TextCodec
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
+from stepgraph.sampling.grammar.constraints.structural_tag import ALTERNATIVE
 from stepgraph.sampling.grammar.constraints.unsupported import naming_schema
 from stepgraph.sampling.grammar.schema.parameters import text_parameters
 
@@ -27,6 +28,12 @@ class ToolUse:
     templated: bool  # the chat template describes this format
     required: bool = False  # the answer consists of calls
     parallel: bool = True  # an answer may have several calls
+    answer: Any = None  # the schema of an answer without calls; None: any text, also beside calls
+
+    @property
+    def in_text(self) -> bool:
+        """Whether an answer is free text with calls."""
+        return not self.required and self.answer is None
 
     @cached_property
     def functions(self) -> dict[str, Any]:
@@ -45,15 +52,20 @@ class ToolUse:
 
     def constraint(self) -> Constraint:
         _ = self.texts  # an error is raised here, before the request has a place in the queue
-        return Constraint.structural_tag(self.call_format.structural_tag(self.functions, self.required, self.parallel))
+        tag = self.call_format.structural_tag(self.functions, not self.in_text, self.parallel)
+        if self.answer is not None:
+            tag[ALTERNATIVE] = {"begin": self.call_format.answer_begin, "schema": self.answer, "end": ""}
+        return Constraint.structural_tag(tag)
 
-    def prompt_ids(self, codec: TextCodec, messages: Sequence[Message], variables: Mapping[str, Any]) -> list[int]:
+    def prompt_ids(self, codec: TextCodec, messages: Sequence[Message], variables: Mapping[str, Any], continues: bool) -> list[int]:
         """The conversation with the functions, described by the chat template if it has the format, else by a system message."""
-        ids = codec.chat(messages, variables=variables)
+        ids = codec.chat(messages, variables=variables, continues=continues)
         reads_tools = self.templated and codec.template_mentions("tools")
         tools = json.loads(json.dumps(self.allowed, default=float))  # templates cannot write the Decimals of exact schemas
-        with_tools = codec.chat(messages, tools, variables=variables) if reads_tools else ids
-        return with_tools if with_tools != ids else codec.chat(self._as_system_message(messages, tools), variables=variables)
+        with_tools = codec.chat(messages, tools, variables=variables, continues=continues) if reads_tools else ids
+        if with_tools != ids:
+            return with_tools
+        return codec.chat(self._as_system_message(messages, tools), variables=variables, continues=continues)
 
     def _as_system_message(self, messages: Sequence[Message], tools: Sequence[Any]) -> list[Message]:
         lines = [json.dumps(tool["function"], ensure_ascii=False) for tool in tools]

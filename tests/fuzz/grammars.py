@@ -180,10 +180,24 @@ class LarkDoor(GrammarDoor):
 
 class TagDoor(GrammarDoor):
     name = "structural_tag"
-    words: Sequence[str] = ("triggers", "structures", "begin", "schema", "end", "type", "<f=", "<f=a>", "<", "</f>", *SCHEMA_WORDS[:12])
+    words: Sequence[str] = (
+        "triggers",
+        "structures",
+        "alternative",
+        "begin",
+        "schema",
+        "end",
+        "type",
+        "<f=",
+        "<f=a>",
+        "<",
+        "</f>",
+        *SCHEMA_WORDS[:12],
+    )
     seeds: Sequence[Value] = (
         TAGS,
         {"type": "structural_tag", "triggers": ["<"], "structures": [{"begin": "<a>", "schema": {}, "end": ""}]},
+        {"structures": [{"begin": "a", "schema": {}, "end": ""}], "alternative": {"begin": "", "schema": {"type": "null"}, "end": "b"}},
         {"triggers": ["a", "bc"], "structures": [{"begin": t, "schema": {"type": "boolean"}, "end": t} for t in ("a", "ab", "bcd")]},
     )
 

@@ -22,7 +22,7 @@ from tests.helpers.grammar_texts import PERSON
 from tests.helpers.running_server import CHAT, FORMAT, TOOLS, engine_of
 
 FLAGS = ["serve", "toy", "--eager", "-k", "0", "--max-rows", "1", "--max-length", "96"]
-STATUSES = {200, 400, 404, 405, 408, 413, 429}
+STATUSES = {200, 400, 404, 405, 408, 413, 415, 429}
 MOST_LATE = 3  # tokens of a cancelled job: of the step in progress and of rounds in flight
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 29\r\n\r\n"
 
@@ -63,6 +63,8 @@ class ServerDoor(Door):
             {"response_format": {"type": "json_object"}, "top_k": 3, "min_p": 0.1, "repetition_penalty": 1.1},
             {"tools": TOOLS, "tool_choice": "required"},
             {"tools": [{"type": "function", "function": {"name": "a", "parameters": PERSON}}], "tool_choice": "auto"},
+            {"tools": TOOLS, "response_format": FORMAT},
+            {"messages": [*CHAT, {"role": "assistant", "content": "a"}], "continue_final_message": True, "add_generation_prompt": False},
         ]
         self.seeds: Sequence[Value] = [
             {"path": "/v1/chat/completions", "body": chat},

@@ -557,7 +557,7 @@ def test_defaults() -> None:
         assert job.tokens == engine.generate([1, 2, 3], sampling=SamplingParams(temperature=0, ignore_eos=True)).tokens
 
 
-@pytest.mark.parametrize("stop", [5, ("",), ("a", 3), "x" * 1001])
+@pytest.mark.parametrize("stop", [5, ("",), ("a", 3), "x" * 1001, "\ud83d"])
 def test_wrong_stop_strings_are_refused(stop: Any) -> None:
     with pytest.raises(ValueError, match=r"SamplingParams.stop"):
         SamplingParams(stop=stop)

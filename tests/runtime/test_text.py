@@ -110,6 +110,39 @@ def test_chat_agrees_with_transformers(tmp_path: Path, name: str, tools: Any) ->
         assert codec.has_chat
 
 
+@pytest.mark.parametrize("name", ["plain", "trims", "closes reasoning"])
+@pytest.mark.parametrize("text", ["the cat", "", "a\n", "the caf\u00e9 the"])
+def test_an_answer_continues_the_last_message_as_in_transformers(tmp_path: Path, name: str, text: str) -> None:
+    written = "{% for each in messages %}<|im_start|>{{ each.role }}"
+    more = {
+        "trims": written + "{{ each.content | trim }}<|im_end|>{% endfor %}",
+        "closes reasoning": written + "<think></think>{{ each.content.split('</think>')[-1] }}<|im_end|>{% endfor %}",
+    }
+    codec = TextCodec.open(folder_of(tmp_path, chat_template={**TEMPLATES, **more}[name]))
+    messages = [*MESSAGES, {"role": "assistant", "content": text}]
+    if text.strip() != text or not text:  # transformers removes blanks, and refuses an empty text
+        prefix = codec.chat([*MESSAGES, {"role": "assistant", "content": "cat"}], continues=True)
+        assert codec.chat(messages, continues=True) == [*prefix[: -len(codec.encode("cat", False))], *codec.encode(text, False)]
+        return
+    expected = hf_tokenizer(tmp_path).apply_chat_template(messages, continue_final_message=True, tokenize=True)
+    assert codec.chat(messages, continues=True) == list(expected["input_ids"])
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "error"),
+    [
+        ("x", MESSAGES, r"messages: got {'role': 'user', .* as the last one, expected the text of an assistant"),
+        ("x", [{"role": "assistant", "content": None}], "as the last one, expected the text of an assistant"),
+        ("x", [{"role": "assistant", "content": "a", "tool_calls": [{}]}], "as the last one, expected the text of an assistant"),
+        ("x", [], "messages: got {} as the last one"),
+        ("x", [{"role": "assistant", "content": "a"}], "the model's chat template does not write the last one"),
+    ],
+)
+def test_a_message_that_cannot_be_continued_is_refused(tmp_path: Path, template: str, messages: Any, error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        TextCodec.open(folder_of(tmp_path, chat_template=template)).chat(messages, continues=True)
+
+
 def test_content_parts_are_one_text(tmp_path: Path) -> None:
     codec = TextCodec.open(folder_of(tmp_path, chat_template=TEMPLATES["plain"]))
     parts = [{"type": "text", "text": "the "}, {"type": "text", "text": "cat"}]

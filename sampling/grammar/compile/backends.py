@@ -205,7 +205,7 @@ def check_schemas(constraint: Constraint) -> None:
     elif constraint.kind == "structural_tag":
         for group in tag_groups(constraint.payload):
             for tag in group.tags:
-                with naming_schema(group.trigger + tag.begin):
+                with naming_schema(group.name_of(tag)):
                     check_schema(tag.schema, constraint.schema_options)
 
 

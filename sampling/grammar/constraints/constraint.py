@@ -213,8 +213,9 @@ class Constraint:
         value of its `schema`, its `end`. Triggers are text, not control tokens.
 
         separator, opening, closing: a list of structures instead of one: `opening`, structures with the `separator` between them,
-        `closing`. Without `triggers` the text is one structure or list. A structure with `style: qwen_xml` writes each property of an
-        object as `<parameter=NAME>`, value, `</parameter>`, each on its own line; strings are written without quotes and escapes."""
+        `closing`. Without `triggers` the text is one structure or list, or the structure `alternative`. A structure with `style: qwen_xml`
+        writes each property of an object as `<parameter=NAME>`, value, `</parameter>`, each on its own line; strings are written without
+        quotes and escapes."""
         name = "Constraint.structural_tag"
         return cls("structural_tag", _canonical_json(checked_tag(tag, name), name), any_whitespace, backend)
 

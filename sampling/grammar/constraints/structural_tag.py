@@ -2,7 +2,8 @@
 
 `{"triggers": ["<call="], "structures": [{"begin": "<call=f>", "schema": {...}, "end": "</call>"}]}`
 
-With `separator`, a list of tags instead of one, after `opening` and before `closing`. Without triggers, the text is one tag or list.
+With `separator`, a list of tags instead of one, after `opening` and before `closing`. Without triggers, the text is one tag or list, or the
+tag `alternative`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from stepgraph.sampling.fields import check_value, clip_name, clip_repr, instanc
 from stepgraph.sampling.grammar.schema.reader import parse_json
 
 STYLES = ("json", "qwen_xml")
+ALTERNATIVE = "alternative"
 MAX_TRIGGERS = 1000  # each is compared with all others
 _TEXTS = ("separator", "opening", "closing")
 _STRING = instance_of(str, "a string")
@@ -33,14 +35,18 @@ class TagGroup(NamedTuple):
     tags: tuple[Tag, ...]
     separator: str | None
     closing: str
+    name: str = ""  # in errors, instead of the beginning of the tag
+
+    def name_of(self, tag: Tag) -> str:
+        return self.name or self.trigger + tag.begin
 
 
 def checked_tag(value: Any, name: str) -> dict[str, Any]:
     """The canonical form of a structural tag; ValueError naming the wrong field."""
     if not isinstance(value, dict):
         raise ValueError(f"{name}: got {type(value).__name__}, expected a dict with triggers and structures")
-    if unknown := sorted(map(clip_name, value.keys() - {"type", "triggers", "structures", *_TEXTS})):
-        raise ValueError(f"{name}.{unknown[0]}: got an unknown field, expected triggers, structures, {', '.join(_TEXTS)}")
+    if unknown := sorted(map(clip_name, value.keys() - {"type", "triggers", "structures", ALTERNATIVE, *_TEXTS})):
+        raise ValueError(f"{name}.{unknown[0]}: got an unknown field, expected triggers, structures, {', '.join(_TEXTS)}, {ALTERNATIVE}")
     triggers, structures, texts = value.get("triggers"), value.get("structures"), {text: value[text] for text in _TEXTS if text in value}
     for field, text in texts.items():
         check_value(f"{name}.{field}", text, _STRING)
@@ -56,6 +62,11 @@ def checked_tag(value: Any, name: str) -> dict[str, Any]:
     for index, tag in enumerate(structures):
         _check_structure(tag, [] if opening else triggers, f"{name}.structures[{index}]")
     _check_triggers(triggers, structures, opening, f"{name}.triggers")
+    if ALTERNATIVE in value:
+        _check_structure(value[ALTERNATIVE], [], f"{name}.{ALTERNATIVE}")
+        if triggers:
+            raise ValueError(f"{name}.{ALTERNATIVE}: got {clip_repr(value[ALTERNATIVE])}, expected none beside triggers")
+        texts[ALTERNATIVE] = value[ALTERNATIVE]
     return {"triggers": list(dict.fromkeys(triggers)), "structures": structures, **texts}
 
 
@@ -85,11 +96,13 @@ def tag_groups(payload: str) -> list[TagGroup]:
     opening, separator, groups = value.get("opening", ""), value.get("separator"), []
     for trigger in value["triggers"] or [""]:
         trigger_chars = 0 if opening else len(trigger)
-        tags = tuple(
-            Tag(tag["begin"][trigger_chars:], tag["schema"], tag["end"], tag.get("style", "json"))
-            for tag in value["structures"]
-            if opening or tag["begin"].startswith(trigger)
-        )
+        tags = tuple(_tag(tag, trigger_chars) for tag in value["structures"] if opening or tag["begin"].startswith(trigger))
         between = separator if opening or separator is None else separator + trigger  # before each further tag, which is cut as the first
         groups.append(TagGroup(trigger, opening[len(trigger) :], tags, between, value.get("closing", "")))
+    if ALTERNATIVE in value:
+        groups.append(TagGroup("", "", (_tag(value[ALTERNATIVE], 0),), None, "", ALTERNATIVE))
     return groups
+
+
+def _tag(tag: dict[str, Any], trigger_chars: int) -> Tag:
+    return Tag(tag["begin"][trigger_chars:], tag["schema"], tag["end"], tag.get("style", "json"))

@@ -67,7 +67,7 @@ def lark_text(kind: str, payload: str, options: Options) -> str:
 
 def _tags_grammar(groups: Sequence[TagGroup], options: Options) -> str:
     """Free text with tags after each trigger, or tags only. The text after the last tag contains no trigger: it would begin another tag."""
-    rules, triggers = list[str](), list[str]()
+    rules, triggers, whole = list[str](), list[str](), list[str]()
     for number, group in enumerate(groups):
         triggers.append("".join(regex_class(charset(char)) for char in group.trigger))
         tags = list[str]()
@@ -76,14 +76,17 @@ def _tags_grammar(groups: Sequence[TagGroup], options: Options) -> str:
                 reject("#", tag.style, "is a style that only automata and xgrammar enforce")
             prefix = f"tag_{number}_{index}_"
             tags.append(f"{_literal(tag.begin)} {prefix}root {_literal(tag.end)}")
-            with naming_schema(group.trigger + tag.begin):
+            with naming_schema(group.name_of(tag)):
                 rules.append(lark_rules(tag.schema, options, prefix))
         one = f"({' | '.join(tags)})"
         more = "" if group.separator is None else f"({_literal(group.separator)} {one})*"
         listed = f"{_literal(group.opening)} {one} {more} {_literal(group.closing)}"
         if not group.trigger:
-            return f"start: {listed}\n{''.join(rules)}"
+            whole.append(f"({listed})")
+            continue
         rules.append(f"tag_{number}: trigger_{number} {listed}\ntrigger_{number}[lazy]: /(?s:.*){triggers[-1]}/\n")
+    if whole:
+        return f"start: {' | '.join(whole)}\n{''.join(rules)}"
     names = " | ".join(f"tag_{number}" for number in range(len(groups)))
     return f"start: ({names})* TEXT\nTEXT: /(?s:.*)/ & ~/(?s:.*)(?:{'|'.join(triggers)})(?s:.*)/\n{''.join(rules)}"
 

@@ -278,6 +278,10 @@ class GrammarWriter:
     def strings(self, form: Form) -> Term:
         exact, anchored, _ = form.strings
         language = anchored if self.is_closed and not is_empty(with_few_states(anchored)) else exact
+        return self.narrowed(language)
+
+    def narrowed(self, language: Term) -> Term:
+        """The language, or its shorter texts if its automaton is too large."""
         if (term := with_few_states(language)) is not language:
             self.narrow("maxLength", _SHORTER_TEXTS)
         return term

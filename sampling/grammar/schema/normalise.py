@@ -180,15 +180,30 @@ class Normaliser:
     def _exactly_one(self, branches: list[Node]) -> Form:
         """Each branch without the other branches with which it has values in common."""
         parts, num_conflicts = [expr(branch) for branch in branches], len(self.conflicts)
+        texts = [self._texts_by_name(branch) for branch in branches]
         cases = list[Expr]()
         for index, part in enumerate(parts):
             overlapping = [
                 expr(branch, False)
                 for other, branch in enumerate(branches)
-                if other != index and (part == parts[other] or self.simplify(all_of(part, parts[other])) != NEVER)
+                if other != index
+                and not any(found.isdisjoint(texts[other][name]) for name, found in texts[index].items() if name in texts[other])
+                and (part == parts[other] or self.simplify(all_of(part, parts[other])) != NEVER)
             ]
             cases.append(all_of(part, *overlapping))
         return self._any_of(cases, num_conflicts)
+
+    def _texts_by_name(self, branch: Node) -> dict[str | None, frozenset[str]]:
+        """The texts that a branch lists: its values (None), and those of required properties if it allows only objects."""
+        node = self.document.target(branch, "$ref") if "$ref" in branch.keywords else branch
+        names, properties = node.keywords.get("required", []), node.keywords.get("properties", {})
+        if node.keywords.get("type") != "object" or not isinstance(names, list) or node.schema.get("nullable") is True:
+            names = []
+        found = {
+            None: _listed_texts(node),
+            **{name: _listed_texts(self.document.child(node, "properties", name)) for name in names if name in properties},
+        }
+        return {name: texts for name, texts in found.items() if texts}
 
     def _type_keywords(self, node: Node) -> Iterator[tuple[str, Form]]:
         """The keywords about one type, and lists of values."""
@@ -380,6 +395,12 @@ def _object_of_names(names: Term) -> Object:
 
 def _object_requiring(names: list[str]) -> Object:
     return Object(required=frozenset(names), declared=tuple((name, TRUE) for name in dict.fromkeys(names)))
+
+
+def _listed_texts(node: Node) -> frozenset[str]:
+    """The values of a schema, if it lists them and all are texts."""
+    values = node.keywords.get("enum", [node.keywords.get("const")])
+    return frozenset(values) if all(isinstance(value, str) for value in values) else frozenset()
 
 
 def text_keyword(node: Node) -> str:

@@ -65,7 +65,7 @@ class _ParameterWriter(GrammarWriter):
         return " ".join(texts) or '""'
 
     def _unquoted_text(self, form: Form) -> str:
-        term = both(self.strings(form), _WITHOUT_END)
+        term = self.narrowed(both(self.strings(form), _WITHOUT_END))
         if is_empty(term):
             reject("#", "schema", f"accepts no string without {PARAMETER_END!r}; write a value without it")
         return self._language_writer.body(term, in_string=False)

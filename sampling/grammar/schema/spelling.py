@@ -71,9 +71,17 @@ class LanguageWriter:
                 texts.append(self.body(either(*rest), in_string))
             self._bodies[key] = _alternatives(texts)
         if key not in self._bodies:
-            is_short = term.is_regex and not (term.kind == "words" and len(term.values) > MAX_LISTED_TEXTS)
-            self._bodies[key] = self._plain(term, in_string) if is_short else self._automaton(term, in_string)
+            self._bodies[key] = self._plain(term, in_string) if self._is_plain(term) else self._automaton(term, in_string)
         return self._bodies[key]
+
+    def _is_plain(self, term: Term) -> bool:
+        """Whether a language is written by its parts, without an automaton."""
+        if term.kind != "words" or len(term.values) <= MAX_LISTED_TEXTS:
+            return term.is_regex
+        try:
+            return not automaton(term).edges
+        except TooComplexError:  # texts with few equal parts
+            return True
 
     def _named(self, term: Term, in_string: bool) -> str:
         end, rule, _ = map(str, term.values)

@@ -148,7 +148,7 @@ def _tags_grammar(payload: str, options: Options) -> str:
         for index, tag in enumerate(group.tags):
             prefix = f"tag_{number}_{index}_"
             names.append(f"{prefix}tag")
-            with naming_schema(group.trigger + tag.begin):
+            with naming_schema(group.name_of(tag)):
                 inside = (parameters_grammar if tag.style == "qwen_xml" else schema_grammar)(tag.schema, options, prefix)
             rules.append(f"{inside}{names[-1]} ::= {literal(tag.begin)} {prefix}root {literal(tag.end)}")
         triggers.append(f"({literal(group.trigger)}, group_{number})")
@@ -156,7 +156,8 @@ def _tags_grammar(payload: str, options: Options) -> str:
         more = "" if group.separator is None else f"({literal(group.separator)} {one})*"
         rules.append(f"group_{number} ::= {literal(group.opening)} {one} {more} {literal(group.closing)}")
     free = f"TagDispatch({', '.join(triggers)}, loop_after_dispatch=true, excludes=())"
-    return "\n".join([*rules, f"root ::= {free if groups[0].trigger else 'group_0'}"])
+    whole = " | ".join(f"group_{number}" for number in range(len(groups)))
+    return "\n".join([*rules, f"root ::= {free if groups[0].trigger else whole}"])
 
 
 def _with_safe_classes(core: Any, text: str, root: str) -> str:

@@ -57,7 +57,8 @@ def written(form: CallFormat, calls: list[tuple[str, dict[str, Any]]]) -> str:
 def read(pieces: list[str], use: ToolUse, stops: list[str] | None = None) -> list[Delta]:
     """The deltas of an answer, adjacent ones joined."""
     found: list[Delta] = []
-    parser = CallParser(stops or [], use.call_format, use.texts, use.required, use.parallel)
+    begins = [] if use.answer is None else map(use.call_format.begin_answer, use.functions)
+    parser = CallParser(stops or [], use.call_format, use.texts, use.required, use.parallel, [*begins])
     for index in range(len(pieces) + 1):
         for delta in parser.push(pieces[index]) if index < len(pieces) else parser.push("", ended=True):
             both = merge_deltas(found[-1], delta) if found else None
@@ -122,6 +123,24 @@ def test_calls_in_free_text_do_not_depend_on_the_pieces(name: str, parts: list[A
         assert calls_in(whole) == given_calls
 
 
+@pytest.mark.parametrize("backend", EACH_BACKEND)
+@pytest.mark.parametrize("name", [name for name in FORMATS if name not in ("llama3", "qwen3-coder")])
+def test_an_answer_is_calls_or_a_value_of_its_schema(name: str, backend: BackendChoice) -> None:
+    """A value may have the text of a call, or a stop text, in its strings."""
+    use = replace(use_of(name), answer={"type": "object", "properties": {"t": {"type": "string"}}, "required": ["t"]})
+    begin, call = use.call_format.answer_begin, written(use.call_format, [("f", {"x": 1})])
+    values = [json.dumps({"t": text}) for text in ("", use.call_format.begin("f"), use.call_format.trigger)]
+    assert all(accepted(use, begin + value, backend) for value in values) and accepted(use, call, backend)
+    refused = ["so", "so " + call, call + values[0], begin + values[0] + call, begin + '{"t": 1}', call.replace("1", "null")]
+    assert not any(accepted(use, text, backend) for text in refused)
+    assert accepted(use, written(use.call_format, [("f", {"x": 1})] * 2), backend) == use.call_format.parallel
+    for value in values:
+        assert read([value], use) == read([*value], use) == [{"content": value}]
+    parsed = call if use.call_format.is_list else call.removeprefix(use.call_format.opening)
+    assert calls_in(read([*parsed], use, ["x"])) == [("f", {"x": 1})]
+    assert read(['{"t": "so'], use) == [{"content": '{"t": "so'}] and read([parsed[:5]], use) == []
+
+
 @pytest.mark.parametrize("stop", ["<tool", "tool"])
 def test_a_stop_text_within_a_trigger_does_not_depend_on_the_pieces(stop: str) -> None:
     use = use_of("hermes")
@@ -155,6 +174,15 @@ def test_a_call_that_is_cut_short() -> None:
     assert call["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"x": [1, {}'}
     (call,) = read(['<tool_call>\n<function=f>\n<parameter=s>\na"\n</para'], use_of("qwen3-coder"))
     assert call["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"s": "a\\"\\n</para'}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_parameter_may_have_a_large_limit_of_characters(name: str) -> None:
+    """Qwen3-Coder's texts are narrowed, since their states count characters."""
+    schema = {"type": "object", "properties": {"s": {"type": "string", "maxLength": 1000}}, "required": ["s"]}
+    use = replace(use_of(name, "required", parallel=False), allowed=({"function": {"name": "f", "parameters": schema}},))
+    fits = {size: accepted(use, written(use.call_format, [("f", {"s": "a" * size})])) for size in (0, 200, 1000, 1001)}
+    assert fits == {0: True, 200: True, 1000: name != "qwen3-coder", 1001: False}
 
 
 @pytest.mark.parametrize(

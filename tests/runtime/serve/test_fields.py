@@ -20,7 +20,7 @@ from stepgraph.runtime.serve.http import Bounds, json_response
 from stepgraph.runtime.serve.replies import Reply
 from stepgraph.sampling.grammar.compile import backends
 from tests.helpers.c_library import needs_c
-from tests.helpers.running_server import CHAT, FORMAT, ON, RunningServer, engine_of, running
+from tests.helpers.running_server import CHAT, FORMAT, ON, TOOLS, RunningServer, engine_of, running
 
 PROMPTS = ["ab", "the second one", "c"]
 SAMPLED: Any = {"model": "toy", "max_tokens": 9, "temperature": 0.9, "seed": 7, "extra_body": ON}
@@ -150,6 +150,32 @@ def test_fields_without_effect_change_nothing(server: RunningServer, fields: Any
     with server.client as client:
         plain = client.chat.completions.create(messages=CHAT, **GREEDY).choices[0].message
         assert client.chat.completions.create(messages=CHAT, **request).choices[0].message == plain
+
+
+@pytest.mark.parametrize("tools", [[], TOOLS])
+def test_an_answer_may_continue_the_last_message(server: RunningServer, tools: Any) -> None:
+    """As in vLLM, which requires `add_generation_prompt: false` with it."""
+    messages: Any = [*CHAT, {"role": "assistant", "content": "The "}]
+    flags = ON | {"continue_final_message": True, "add_generation_prompt": False}
+    request: Any = GREEDY | {"messages": messages, "tools": tools, "tool_choice": "none"}
+    with server.client as client:
+        answer = client.chat.completions.create(**request | {"extra_body": flags})
+        prompt = [*server.engine.tokenizer.chat(CHAT), *b"The "]
+        assert answer.choices[0].message.content == client.completions.create(prompt=prompt, **GREEDY).choices[0].text
+        assert answer.usage.prompt_tokens == len(prompt)
+        assert client.chat.completions.create(**request | {"extra_body": ON | {"add_generation_prompt": True}}).usage.prompt_tokens > len(
+            prompt
+        )
+        for wrong, param in (
+            (flags | {"add_generation_prompt": True}, "add_generation_prompt"),
+            (ON | {"add_generation_prompt": False}, "add_generation_prompt"),
+            (flags | {"add_generation_prompt": 0}, "add_generation_prompt"),
+            (flags | {"continue_final_message": 1}, "continue_final_message"),
+            (flags | {"messages": CHAT}, "messages"),
+        ):
+            with pytest.raises(openai.BadRequestError) as refused:
+                client.chat.completions.create(**request | {"extra_body": wrong})
+            assert refused.value.param == param
 
 
 def test_the_first_of_several_unknown_fields_is_named(server: RunningServer) -> None:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import jsonschema
+import openai
 import pytest
 import torch
 from torch import Tensor
@@ -107,6 +108,62 @@ def test_calls_over_http(name: str) -> None:
             ((called, arguments),) = calls
             assert reason == "tool_calls" and called == "look_up"
             jsonschema.validate(json.loads(arguments), SCHEMA)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", [name for name in PAST if name != "llama3"])
+def test_a_format_of_answers_beside_tools(name: str, stream: bool) -> None:
+    """The clients of agents send both: an answer is calls, or a text of the format."""
+    call, analysis = choose_format(TextCodec(Vocabulary(TOKENS, [STOP]), lambda text, begins: [], template(name))).call_format, ""
+    if name == "gpt-oss":
+        analysis = "<|channel|>analysis<|message|>well<|end|>"
+    request: Any = {"model": "toy", "messages": CHAT, "tools": TOOLS, "temperature": 0, "max_tokens": 300, "stream": stream}
+    request["parallel_tool_calls"] = False
+    with serving(name) as (server, target), server.client as client:
+        for form, tool_choice, script in (
+            (FORMAT, "auto", "{"),
+            ({"type": "json_object"}, "auto", json.dumps({"name": call.trigger})),
+            (FORMAT, "auto", call.opening + call.begin("look_up")),
+            (FORMAT, "required", "{"),
+        ):
+            answered = script.startswith("{") and tool_choice == "auto"
+            target.script = SPELLED.split_longest((analysis + (call.answer_begin if answered else "") + script).encode())
+            answer: Any = client.chat.completions.create(**request, response_format=form, tool_choice=tool_choice)
+            deltas = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+            parts = [delta.delta for delta in deltas] if stream else [deltas[0].message]
+            text = "".join(part.content or "" for part in parts)
+            called = [call.function.name for part in parts for call in part.tool_calls or () if call.function.name]
+            assert deltas[-1].finish_reason == ("stop" if answered else "tool_calls")
+            if answered:
+                jsonschema.validate(json.loads(text), SCHEMA if form == FORMAT else {"type": "object"})
+            assert (bool(text), bool(called)) == (answered, not answered)
+            assert form == FORMAT or text == script
+
+
+def test_a_format_of_answers_beside_calls_that_are_json_is_refused() -> None:
+    with serving("llama3") as (server, _), server.client as client:
+        request: Any = {"model": "toy", "messages": CHAT, "tools": TOOLS, "response_format": FORMAT, "max_tokens": 3}
+        with pytest.raises(
+            openai.BadRequestError, match=r"response_format: got .*, expected none beside tools whose calls are JSON as well"
+        ):
+            client.chat.completions.create(**request)
+        assert client.chat.completions.create(**request, tool_choice="required").choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_format_of_answers_beside_tools_follows_the_reasoning(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PAST, "hermes", PAST["hermes"] + "{# <think> enable_thinking #}")
+    with serving("hermes") as (server, target), server.client as client:
+        for script, called in (("so</think>{", False), ("so</think><tool_call>", True)):
+            target.script = SPELLED.split_longest(script.encode())
+            request: Any = {"tools": TOOLS, "response_format": FORMAT, "temperature": 0, "max_tokens": 300, "stream": stream}
+            answer: Any = client.chat.completions.create(model="toy", messages=CHAT, **request)
+            parts = [chunk.choices[0].delta for chunk in answer] if stream else [answer.choices[0].message]
+            assert "".join(getattr(part, "reasoning_content", None) or "" for part in parts) == "so"
+            text = "".join(part.content or "" for part in parts)
+            assert any(part.tool_calls for part in parts) == called == (text == "")
+            if not called:
+                jsonschema.validate(json.loads(text), SCHEMA)
 
 
 @pytest.mark.parametrize("name", ["hermes", "qwen3-coder"])

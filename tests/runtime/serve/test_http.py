@@ -105,6 +105,13 @@ def test_large_bodies_are_refused_and_the_connection_remains_usable(server: Runn
     assert server.statuses(chunked, chunk, b"0\r\n\r\n", health, end=False) == [400, 200], "below the limit, but not JSON"
 
 
+@pytest.mark.parametrize(("encoding", "status"), [(b"gzip", 415), (b"br, zstd", 415), (b"identity", 200), (b"Identity", 200), (b"", 200)])
+def test_a_compressed_body_is_refused_by_its_header(server: RunningServer, encoding: bytes, status: int) -> None:
+    answer = server.send(GOOD.replace(b"Host", b"Connection: close\r\nContent-Encoding: %b\r\nHost" % encoding), end=False)
+    assert answer.startswith(b"HTTP/1.1 %d " % status)
+    assert status == 200 or b'"Content-Encoding: got \\"%b\\", expected identity"' % encoding in answer
+
+
 @pytest.mark.parametrize("path", [b"/v1/completions", b"/no"])
 def test_a_body_in_very_small_chunks_is_refused(server: RunningServer, path: bytes) -> None:
     """Each chunk takes as long as a large one. On the second path the request is answered before its body."""

@@ -40,6 +40,7 @@ from tests.helpers.adapters import save_adapter
 from tests.helpers.aio_runs import Gate as Steps
 from tests.helpers.c_library import needs_c
 from tests.helpers.command_models import model_folder, tiny_model
+from tests.helpers.grammar_texts import TAGS
 from tests.helpers.running_server import CHAT, FLAGS, FORMAT, ON, SCHEMA, SECONDS, TOOLS, RunningServer, engine_of, running
 from tests.sampling.grammar.compile.test_compiler import waited
 
@@ -330,7 +331,8 @@ REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ({"stream": True, "stream_options": []}, "stream_options"),
     ({"response_format": {"type": "yaml"}}, "response_format"),
     ({"response_format": {"type": "structural_tag", "structures": [], "triggers": []}}, "response_format.triggers"),
-    ({"response_format": FORMAT, "tools": TOOLS}, "response_format"),
+    ({"response_format": {"type": "structural_tag", **TAGS}, "tools": TOOLS}, "response_format"),
+    ({"response_format": FORMAT | {"json_schema": {"name": "a", "schema": {"type": "person"}}}, "tools": TOOLS}, "response_format"),
     ({"structured_outputs": {"regex": "a"}, "tools": TOOLS}, "structured_outputs"),
     ({"structured_outputs": {"regex": "a"}, "response_format": FORMAT}, "structured_outputs"),
     *(

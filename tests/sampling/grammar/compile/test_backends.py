@@ -367,6 +367,8 @@ TRIGGERS = [f"<{index:04}>" for index in range(1001)]
         ({"triggers": ["<", "["], "structures": [TAG], "opening": "<["}, ".triggers"),
         ({"triggers": ["<"], "structures": [{**TAG, "schema": True}]}, ".structures[0].schema"),
         ({"triggers": ["<"], "structures": [{**TAG, "end": None}]}, ".structures[0].end"),
+        ({"triggers": ["<"], "structures": [TAG], "alternative": TAG}, ".alternative"),
+        ({"structures": [TAG], "alternative": {**TAG, "end": None}}, ".alternative.end"),
     ],
 )
 def test_malformed_tags_raise_with_the_field(tag: Any, field: str) -> None:

@@ -22,7 +22,7 @@ import pytest
 from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, coverage
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
 from stepgraph.sampling.grammar.constraints.unsupported import UnsupportedError
-from stepgraph.sampling.grammar.schema import automata, reader
+from stepgraph.sampling.grammar.schema import automata, normalise, reader
 from stepgraph.sampling.grammar.schema.forms import Form, Object
 from stepgraph.sampling.grammar.schema.grammar import GrammarWriter, schema_grammar
 from stepgraph.sampling.grammar.schema.options import Options
@@ -338,6 +338,47 @@ def test_long_texts_of_a_pattern_are_left_out_where_they_take_too_many_states(mo
     monkeypatch.setattr(automata, "MAX_LENGTH_STATES", 300)
     compiled = compiled_of(schema, objects="standard")
     assert takes(compiled, '"' + "ab" * 15 + 'ccd"') and not takes(compiled, '"' + "ab" * 81 + '"') and not takes(compiled, '"aba"')
+
+
+def test_many_texts_without_equal_parts_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their automaton would take too many states."""
+    monkeypatch.setattr(automata, "MAX_STATES", 500)
+    texts = ["".join(random.Random(number).choices('abcde\u00e9" ', k=12)) for number in range(250)]
+    for schema in ({"enum": texts}, {"anyOf": [{"type": "string", "enum": texts}, {"type": "null"}]}):
+        compiled = COMPILER.compile(Constraint.json_schema(schema))
+        assert all(takes(compiled, json.dumps(text, ensure_ascii=False)) for text in texts)
+        assert not any(
+            takes(compiled, json.dumps(text, ensure_ascii=False)) for text in ("", texts[0][:-1], texts[0] + "a", "aaaaaaaaaaaa")
+        )
+
+
+def test_one_of_many_constants_excludes_those_that_are_listed_twice() -> None:
+    """Titles of an enumeration are written as `oneOf` with `const` and `title`, e.g. of 249 countries."""
+    constants: list[Any] = [{"const": f"text {number}", "title": f"Text {number}"} for number in range(249)]
+    compiled = COMPILER.compile(
+        Constraint.json_schema({"oneOf": [*constants, {"enum": ["text 0", "x"]}, {"const": 1}, {"const": 1.0}, {}]})
+    )
+    assert not any(takes(compiled, text) for text in ('"text 0"', '"x"', '"text 1"', "1"))
+    compiled = COMPILER.compile(Constraint.json_schema({"oneOf": [*constants, {"enum": ["text 0", "x"]}, {"const": 1}, {"const": 1.0}]}))
+    assert all(takes(compiled, text) for text in ('"x"', '"text 1"', '"text 248"'))
+    assert not any(takes(compiled, text) for text in ('"text 0"', '"text 249"', "1"))
+
+
+def test_objects_with_a_type_do_not_count_as_combinations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events with a type, each in a definition. Without `type: object`, or with `nullable`, branches have other values in common."""
+    monkeypatch.setattr(normalise, "MAX_FORMS", 150)
+    kinds = [
+        {"type": "object", "properties": {"t": {"const": f"k{number}"}, "x": {"type": "integer"}}, "required": ["t"]}
+        for number in range(20)
+    ]
+    schema = {"$defs": {f"d{number}": kind for number, kind in enumerate(kinds)}, "oneOf": [{"$ref": f"#/$defs/d{n}"} for n in range(20)]}
+    compiled = COMPILER.compile(Constraint.json_schema(schema))
+    assert takes(compiled, '{"t": "k0"}') and takes(compiled, '{"t": "k19", "x": 5}') and not takes(compiled, '{"t": "k20"}')
+    twice = COMPILER.compile(Constraint.json_schema({"oneOf": [*kinds[:3], kinds[0] | {"properties": {"t": {"enum": ["k0", "k9"]}}}]}))
+    assert [takes(twice, f'{{"t": "{kind}"}}') for kind in ("k0", "k1", "k9", "k3")] == [False, True, True, False]
+    for more, text in (({"nullable": True}, "null"), ({"type": ["object", "null"]}, "null"), ({"type": ["object", "integer"]}, "5")):
+        compiled = COMPILER.compile(Constraint.json_schema({"oneOf": [kind | more for kind in kinds[:2]]}))
+        assert takes(compiled, '{"t": "k1"}') and not takes(compiled, text)
 
 
 def test_pattern_with_too_many_states_is_refused_with_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
