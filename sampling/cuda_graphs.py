@@ -7,7 +7,6 @@ import ctypes
 import functools
 import gc
 import statistics
-import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -191,7 +190,7 @@ class _Workspaces(GraphPool):
 @functools.cache
 def driver_library() -> ctypes.CDLL:
     """The library of the CUDA driver; OSError if there is none."""
-    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    return ctypes.CDLL("libcuda.so.1")
 
 
 def capture_replay(step: Callable[[], object], device: torch.device) -> Callable[[], object]:

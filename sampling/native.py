@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.machinery
-import os
 import struct
 from ctypes import c_char_p, c_int64
 from pathlib import Path
@@ -31,8 +30,6 @@ LAYOUTS = {"stepgraph_kernel_sizes": (VERSION, ARGUMENT.size), "stepgraph_link_s
 
 
 def find_library(folder: Path = FOLDER) -> Path:
-    if os.name != "posix":
-        raise Unavailable(f"not supported on {os.name}")
     for suffix in importlib.machinery.EXTENSION_SUFFIXES:
         path = folder / f"_native{suffix}"
         if path.exists():

@@ -266,32 +266,24 @@ class SchemaGenerator(GenerateJsonSchema):
         return super().enum_schema(schema)
 
     def set_schema(self, schema: Any) -> Any:
-        return self._without_repeats(super().set_schema(schema))
-
-    def frozenset_schema(self, schema: Any) -> Any:
-        return self._without_repeats(super().frozenset_schema(schema))
-
-    def _without_repeats(self, found: Any) -> Any:
         """pydantic drops repeated items, so they are allowed where they are too many to be listed, and their number does not matter."""
+        found = super().set_schema(schema)
         items = self._resolved(found["items"])
         is_open = items.get("type") in ("string", "integer", "number") and items.keys().isdisjoint(("enum", "const"))
         return {key: value for key, value in found.items() if not (is_open and found.get("minItems", 0) < 2 and key == "uniqueItems")}
+
+    frozenset_schema = set_schema
 
     def json_schema(self, schema: Any) -> Any:
         return _refused("Json, a text that holds JSON, expected the type itself")
 
     def url_schema(self, schema: Any) -> Any:
-        return self._url(super().url_schema(schema), schema)
+        found = super().url_schema(schema)
+        is_short = found.get("maxLength") == MAX_URL
+        kept = {key: value for key, value in found.items() if key != "format" and not (is_short and key == "maxLength")}
+        return kept | {"pattern": _url_pattern(schema.get("allowed_schemes"), is_short)}
 
-    def multi_host_url_schema(self, schema: Any) -> Any:
-        return self._url(super().multi_host_url_schema(schema), schema)
-
-    def _url(self, found: Any, schema: Any) -> Any:
-        found.pop("format")
-        if found.get("maxLength") == MAX_URL:
-            del found["maxLength"]
-            return found | {"pattern": _url_pattern(schema.get("allowed_schemes"), True)}
-        return found | {"pattern": _url_pattern(schema.get("allowed_schemes"), False)}
+    multi_host_url_schema = url_schema
 
     def uuid_schema(self, schema: Any) -> Any:
         version, hexes = schema.get("version"), "[0-9A-Fa-f]"

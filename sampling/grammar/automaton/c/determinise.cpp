@@ -244,18 +244,10 @@ private:
         }
         const Reached &reached = closure(target);
         spend((int64_t)reached.members.size());
-        return entry = reached.enters.empty() && reached.agains.empty() ? intern(reached.members) : found_entry({target});
+        return entry = reached.enters.empty() && reached.agains.empty() ? intern(reached.members) : entry_to(Ints{target});
     }
 
-    int32_t entry_to(Ints &targets) {
-        sort_unique(targets);
-        auto [number, is_new] = target_sets.add(targets);
-        if (is_new) entries_to_sets.push_back(NOT_FOUND);
-        if (entries_to_sets[(size_t)number] == NOT_FOUND) entries_to_sets[(size_t)number] = found_entry(targets);
-        return entries_to_sets[(size_t)number];
-    }
-
-    int32_t found_entry(const Ints &targets) {
+    int32_t entry_to(const Ints &targets) {
         Move move;
         move_to(closure_of(targets), move);
         return entry_of(move);
@@ -400,11 +392,11 @@ private:
     Ints stamps, entries; // entries: [states] the entry of `next` for an edge to the state
     int64_t steps = 0, stored = 0; // stored: in bytes
     int32_t stamp = 0;
-    Interned sets, target_sets, finish_sets, move_index;
+    Interned sets, finish_sets, move_index;
     Interned symbols; // for each called automaton: -1 minus its number, then the members after the call
     Reached combined; // result of `closure_of`
     Ints stack; // used by `closure`
-    Ints entries_to_sets, members, targets; // members, targets, ranges, active: of the state that is being expanded
+    Ints members, targets; // members, targets, ranges, active: of the state that is being expanded
     std::vector<Nfa::Edge> ranges, active; // ranges of byte classes
     int32_t past = 0;
     std::vector<Ints> called_starts;

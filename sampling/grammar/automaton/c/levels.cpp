@@ -90,30 +90,17 @@ void Levels::find_coarser() {
     open.erase(std::remove_if(open.begin(), open.end(), [](const Ints &states) { return states.size() < 2; }), open.end());
     std::vector<std::pair<uint64_t, int32_t>> sorted; // the members of one group, by hash
     for (int64_t work = 0; level.coarser.size() <= MAX_COARSER_BYTES && !level.is_final && work <= MAX_COARSER_MOVES;) {
-        const bool is_first = level.coarser.size() == 1;
-        const Ints &last = level.coarser.back(), &before = is_first ? last : level.coarser[level.coarser.size() - 2];
-        auto move_at = [&](int32_t entry) { return entry < SPECIAL ? nullptr : &unquoted.moves[(size_t)(entry - SPECIAL)]; };
-        auto target_class = [&](int32_t entry) { return level.class_of[(size_t)(entry < SPECIAL ? entry : move_at(entry)->target)]; };
+        const Ints &last = level.coarser.back();
         auto class_after = [&](int32_t entry) {
-            return last[(size_t)target_class(entry)] | (entry < SPECIAL ? 0 : (int64_t)move_at(entry)->counter + 1) << 32;
+            int64_t pushed = entry < SPECIAL ? 0 : unquoted.moves[(size_t)(entry - SPECIAL)].counter + 1;
+            return last[(size_t)level.class_of[(size_t)unquoted.target_of(entry)]] | pushed << 32;
         };
         Ints found = last;
         level.is_final = true;
         still.clear();
         auto is_same = [&](int32_t entry, int32_t other) { return class_after(entry) == class_after(other); };
-        auto is_changed = [&](const Span &span) {
-            auto class_id = (size_t)target_class(span.entry);
-            return last[class_id] != before[class_id];
-        };
         auto spans_of = [&](int32_t class_id) { return unquoted.spans_of(level.first[(size_t)class_id]); };
-        auto leads_to_same = [&](int32_t class_id) { // as in the previous round
-            return std::none_of(spans_of(class_id).begin(), spans_of(class_id).end(), is_changed);
-        };
-        for (Ints &members : open) {
-            if (!is_first && std::all_of(members.begin(), members.end(), leads_to_same)) {
-                still.push_back(std::move(members));
-                continue;
-            }
+        for (const Ints &members : open) {
             sorted.clear();
             for (int32_t class_id : members) {
                 work += spans_of(class_id).end() - spans_of(class_id).begin();

@@ -186,35 +186,26 @@ private:
 
     // Divides a block. Its nodes that are not marked lead to the same blocks as before, so they stay together.
     void divide(int32_t number) {
-        Block block = blocks[(size_t)number];
-        int32_t middle = block.first + block.marked;
-        marked.assign(elements.begin() + block.first, elements.begin() + middle);
-        size_t size = 2; // a hash table with open addressing
-        while (size < marked.size() * 2) size *= 2;
-        slots.assign(size, -1);
-        parts.clear(), part_of.clear();
-        for (int32_t node : marked) {
-            uint64_t hash = hashes[(size_t)node];
-            size_t at = (size_t)hash & (size - 1);
-            while (slots[at] >= 0 && parts[(size_t)slots[at]].hash != hash) at = (at + 1) & (size - 1);
-            if (slots[at] < 0) slots[at] = (int32_t)parts.size(), parts.push_back({hash, 0});
-            parts[(size_t)slots[at]].past++;
-            part_of.push_back(slots[at]);
+        const Block block = blocks[(size_t)number];
+        const int32_t middle = block.first + block.marked;
+        auto hash_at = [&](int32_t at) { return hashes[(size_t)elements[(size_t)at]]; };
+        auto begin = elements.begin() + block.first;
+        std::sort(begin, begin + block.marked, [&](int32_t left, int32_t right) { return hashes[(size_t)left] < hashes[(size_t)right]; });
+        parts.clear();
+        for (int32_t at = block.first; at < middle; at++) {
+            place[(size_t)elements[(size_t)at]] = at;
+            if (at == block.first || hash_at(at) != hash_at(at - 1)) parts.push_back({at, at, 0});
+            parts.back().past++;
         }
-        if (middle < block.past) parts.push_back({0, block.past - middle});
-        size_t largest = 0;
-        for (size_t part = 1; part < parts.size(); part++)
-            if (parts[part].past > parts[largest].past) largest = part;
-        int32_t past = block.first;
-        for (size_t part = 0; part < parts.size(); part++) {
-            int32_t first = std::exchange(past, past + parts[part].past);
-            parts[part].past = first;
-            if (part == largest) blocks[(size_t)number] = {first, past, 0};
-            else blocks.push_back({first, past, 0});
+        if (middle < block.past) parts.push_back({middle, block.past, 0});
+        auto is_smaller = [](const Block &left, const Block &right) { return left.past - left.first < right.past - right.first; };
+        auto largest = std::max_element(parts.begin(), parts.end(), is_smaller);
+        blocks[(size_t)number] = *largest;
+        parts.erase(largest);
+        for (const Block &part : parts) {
+            for (int32_t at = part.first; at < part.past; at++) changed.push_back({elements[(size_t)at], (int32_t)blocks.size()});
+            blocks.push_back(part);
         }
-        for (size_t at = 0; at < marked.size(); at++) put(parts[(size_t)part_of[at]].past++, marked[at]);
-        for (size_t made = blocks.size() + 1 - parts.size(); made < blocks.size(); made++)
-            for (int32_t at = blocks[made].first; at < blocks[made].past; at++) changed.push_back({elements[(size_t)at], (int32_t)made});
     }
 
     const Automaton &automaton;
@@ -227,9 +218,7 @@ private:
     ByState<Source> sources; // the nodes that lead to each node
     Ints touched; // blocks with marked nodes
     std::vector<std::pair<int32_t, int32_t>> changed; // nodes, and their new blocks
-    struct Part { uint64_t hash; int32_t past; }; // past: at first the number of its nodes
-    std::vector<Part> parts; // of the block that is being divided
-    Ints marked, part_of, slots; // its marked nodes, and the part of each; a hash table of `parts`
+    std::vector<Block> parts; // of the block that is being divided
 };
 
 } // namespace
