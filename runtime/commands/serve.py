@@ -31,6 +31,7 @@ CONFIG_FLAGS = (  # named as in EngineConfig
     *("max_rows", "max_length", "draft_length", "look_up", "eager", "preemption"),
     *("num_pages", "page_allocation", "max_lora_rank", "round_timeout_seconds"),
 )
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 CONNECT_SECONDS = 5
 MAX_STARTS = 6  # on a loaded machine a start often takes longer than Ray's limit of 30 seconds
 
@@ -113,13 +114,18 @@ async def serve(serving: Serving, options: argparse.Namespace) -> None:
     from stepgraph.runtime.serve.app import App  # needs the extra, which `run` has checked
     from stepgraph.runtime.serve.http import Bounds
 
-    drain, stop_now = asyncio.Event(), asyncio.Event()
+    drain, stop_now, loop = asyncio.Event(), asyncio.Event(), asyncio.get_running_loop()
 
     def signalled() -> None:
-        (stop_now if drain.is_set() else drain).set()
+        if drain.is_set():
+            stop_now.set()
+            for number in SIGNALS:  # a third one ends a process whose step hangs
+                loop.remove_signal_handler(number)
+                signal.signal(number, signal.SIG_DFL)
+        drain.set()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, signalled)
+    for number in SIGNALS:
+        loop.add_signal_handler(number, signalled)
     with open_listener(options.host, options.port) as listener:
         bounds = Bounds(
             body_bytes=options.max_body_bytes,

@@ -178,6 +178,8 @@ class ReplicaPool:
         max_open: requests at once; more raise QueueFullError.
         """
         check_value("ReplicaPool.resume", resume, one_of(POLICIES))
+        for name, value in (("replicas", replicas), ("max_open", max_open)):
+            check_value(f"ReplicaPool.{name}", value, whole(1))
         info = await handle.describe.remote()
         made = codec(info) if codec else info.vocabulary and TextCodec.of_bytes(info.vocabulary)
         return cls(handle, info, made, replicas, resume, max_open)

@@ -396,6 +396,9 @@ def test_a_pool_of_engines_without_vocabulary_replaces_a_replica_whose_error_has
 
         handle: Any = SimpleNamespace(remote=lambda ask: Response(), describe=SimpleNamespace(remote=describe))
         handle.options = lambda **options: handle
+        for name, value in (("replicas", 0), ("max_open", 0), ("max_open", 1.5)):
+            with pytest.raises(ValueError, match=f"ReplicaPool.{name}: got {value}, expected a whole number >= 1"):
+                await ray_serve.ReplicaPool.open(handle, **{name: value})
         pool = await ray_serve.ReplicaPool.open(handle)
         with pytest.raises(TypeError, match=r"generate\(\): got the keyword 'max_tokens', expected max_new_tokens"):
             await pool.generate([5], max_tokens=3)

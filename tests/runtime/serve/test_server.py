@@ -11,6 +11,8 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 import urllib.request
@@ -42,6 +44,7 @@ from tests.helpers.c_library import needs_c
 from tests.helpers.command_models import model_folder, tiny_model
 from tests.helpers.grammar_texts import TAGS
 from tests.helpers.running_server import CHAT, FLAGS, FORMAT, ON, SCHEMA, SECONDS, TOOLS, RunningServer, engine_of, running
+from tests.runtime.test_cli import handle_sigint
 from tests.sampling.grammar.compile.test_compiler import waited
 
 USAGE: Any = {"include_usage": True, "include_obfuscation": False}
@@ -748,6 +751,52 @@ def test_a_signal_lets_answers_end_and_a_second_one_cancels_them(number: signal.
     asking[0].join()
     assert errors == ([] if signals == 1 else ["the server is shutting down"])
     assert len("".join(text)) > 100 if signals == 1 else len(text) < 4000
+
+
+SERVER_WITH_A_HANGING_DRAFTER = """
+import sys, threading
+from stepgraph import Engine, EngineConfig, TextCodec, Vocabulary
+from stepgraph.runtime import cli
+from stepgraph.runtime.commands import serve
+from stepgraph.runtime.models.toy import ToyTarget
+
+def hang(job):
+    print("hanging", flush=True)
+    threading.Event().wait()
+
+def ready_engine(options, progress):
+    vocabulary = Vocabulary([*(bytes([value]) for value in range(256)), b"<end>"], [256])
+    config = EngineConfig(num_speculative_tokens=2, rounds_in_flight=1, eager=True)
+    return Engine(ToyTarget(257), hang, vocabulary=vocabulary, tokenizer=TextCodec.of_bytes(vocabulary), config=config)
+
+serve.ready_engine = ready_engine
+sys.exit(cli.main(["serve", "toy", "--port", "0"]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_third_signal_ends_a_process_whose_step_hangs(number: signal.Signals) -> None:
+    command = [sys.executable, "-c", SERVER_WITH_A_HANGING_DRAFTER]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=handle_sigint) as process:
+        assert process.stdout is not None
+        try:
+            port = int(process.stdout.readline().rsplit(":", 1)[1].removesuffix("/v1\n"))
+            with socket.create_connection(("127.0.0.1", port), timeout=SECONDS) as wire:
+                body = b'{"model": "toy", "prompt": "x"}'
+                wire.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+                assert process.stdout.readline() == "hanging\n"
+                for count in range(3):
+                    assert process.poll() is None
+                    process.send_signal(number)
+                    if count == 0:
+                        waited(lambda: not listens(port), "the first signal has no effect")
+                while process.poll() is None and count < 1000:  # the second and the third may arrive as one
+                    process.send_signal(number)
+                    time.sleep(0.02)
+                    count += 1
+            assert process.poll() == -number
+        finally:
+            process.kill()
 
 
 def test_a_body_that_has_not_arrived_at_the_end_of_the_grace_period_ends_with_its_connection(
