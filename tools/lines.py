@@ -42,8 +42,8 @@ BUDGETS = {  # each was the count when it was frozen; what made it grow, in abou
     "sampling": 20_261,
     # 14,438 at first. Benchmarks of weights, quantised files, ranks and captures 640, simulations 264, packs for hosts without a network,
     # more checks on a GPU. Then 17,249, before benchmarks of answered questions were removed. Times by stage and repeated programs 71,
-    # texts of errors in local variables 12, tokens per round 5, flags that are not abbreviated 5, these reasons 17
-    "tools": 15_688,
+    # texts of errors in local variables 12, tokens per round 5, flags that are not abbreviated 5, these reasons 14
+    "tools": 15_685,
     # 41,566 at first. The stub CUDA with NCCL 1,200, families of models, replicas 980, ranks, entry points with wrong values, engines and
     # requests drawn at random, tests of corrections. Then 60,260, before tests of the same were merged. Growing pages 320, model files 270,
     # server 290, faults 232, schemas 60; then faults 235, the check of a transformer of one's own 68, replays of threads and help() 104;
@@ -51,7 +51,7 @@ BUDGETS = {  # each was the count when it was frozen; what made it grow, in abou
     # between programs of a launch 73, least automata against an oracle 52, growth of times 60;
     # lines counted without a trace function 342, files of one marker 60, types and orders of reading schemas 150;
     # log-probabilities of prompts 375, texts of Python types 389, flags and faults 143, hosts without a C
-    # compiler 9; families of GGUF files 245, limits and errors of copies 318, captures and own models 85, clients of the server 212, signals 52
+    # compiler 9; families of GGUF files 245, errors of copies 318, captures and own models 85, clients of the server 212, signals 52
     "tests": 63_437,
 }
 # 6,198 at first, with the host link; 7,056 with the files of kernels that follow grammars and of the choice of the draft length. Lowered by
