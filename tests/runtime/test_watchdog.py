@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import threading
 import time
 import warnings
@@ -93,7 +94,8 @@ def on_demand(hang: Callable[[str], object] | None, record: Path | None = None, 
     given: dict[str, Any] = {"max_rows": 2, "draft_length": 1, "max_length": 64, "compile_isolation": "none", "grammar_lane": "host"}
     backend = TapeBackend(asynchronous=True, delay=hang)
     config = EngineConfig(**given | others)
-    engine = Engine(TARGET, ToyDraft(TARGET), vocabulary=VOCABULARY, config=config, backend=backend, record=record)
+    target = copy.deepcopy(TARGET)  # an update that fails closes all engines of its target
+    engine = Engine(target, ToyDraft(target), vocabulary=VOCABULARY, config=config, backend=backend, record=record)
     engine.compile(CONSTRAINTS[1])
     return engine
 
