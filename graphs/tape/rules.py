@@ -44,9 +44,7 @@ _CHECKED = {*_SYNCS, *_POINTERS, *_FACTORIES, Tensor.to, torch.tensor_split, Ten
 _SYNCING_OPS = {
     "aten::_linalg_check_errors": "reads an error code on the host; use the variant of the function that ends in _ex",
     "aten::linalg_matrix_exp": "copies coefficients from pageable memory",
-    "aten::embedding_renorm_": "counts the different indices on the host; scale the weights before the capture",
     "aten::cholesky": "reads an error code on the host; use torch.linalg.cholesky_ex",
-    "aten::cholesky_inverse": "reads an error code on the host; use torch.linalg.inv_ex",
     **dict.fromkeys(
         ("aten::_linalg_svd", "aten::_linalg_eigh", "aten::linalg_eig", "aten::linalg_lstsq", "aten::linalg_pinv"),
         "synchronises with the device",

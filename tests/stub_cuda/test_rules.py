@@ -14,14 +14,14 @@ from tests.graphs.tape import test_rules as tape
 from tests.stub_cuda.subject import Backend, CaptureError, StaticBuffers, current_context, make_backend
 
 # What a CUDA graph can hold: the tape refuses these because of its own replay, or because a replay would use memory that changes.
-LEGAL = frozenset("foreign other_default_dtype quantised_result meta_result view_of_an_opaque_tensor".split())
+LEGAL = frozenset("foreign other_default_dtype quantised_result meta_result view_of_an_opaque_tensor other_memory resized".split())
 OF_CONSTANTS = frozenset(("constant_write", "weight_write"))  # the buffers here have no constants
 CHECKED = frozenset(  # refused with check="twice", which records under the rules of the tape
     "to_cpu_by_keyword tensor_of_number rebind_data data_ptr storage_pointer cuda_array_interface fill_pinned pinned_to_pinned "
     "pinned_to_device set_storage wrapper_subclass result_of_a_collective wait_for_all_reduce".split()
 )
-# With constants of the CPU.
-OF_THE_CPU = frozenset("products embedding module kernel_that_keeps_and_expands_its_results".split())
+# With constants of the CPU, or a library that has no stub.
+OF_THE_CPU = frozenset("products embedding module recurrent_layer spectrum kernel_that_keeps_and_expands_its_results".split())
 if torch.__version__ < "2.9":  # torch 2.8 copies them through memory of the host that it then frees
     CHECKED |= {"strided_upload", "broadcast_upload"}
 ACCEPTED = LEGAL | OF_CONSTANTS | CHECKED

@@ -164,9 +164,7 @@ CALLS: dict[str, dict[str, SnippetStep]] = {
         "segments_with_a_check": lambda b: torch.segment_reduce(b.x[:, 0], "sum", lengths=torch.ones_like(b.index)),  # illegal
         "search_with_a_sorter": lambda b: torch.searchsorted(b.x, b.y, sorter=b.x.argsort(-1)),  # illegal
         "whole_zero_points": lambda b: torch.fake_quantize_per_channel_affine(b.x, b.y[:, 0], b.index.int(), 0, 0, 255),  # illegal
-        "embedding_of_a_limited_norm": lambda b: F.embedding(b.index, b.big, max_norm=1.0),  # illegal
         "older_cholesky": lambda b: torch.cholesky(torch.eye(4, device=b.device)),  # illegal
-        "inverse_of_a_cholesky_factor": lambda b: torch.cholesky_inverse(torch.eye(4, device=b.device)),  # illegal
         "matrix_inverse": lambda b: torch.linalg.inv(b.x[:, :4]),  # illegal
         "singular_values": lambda b: torch.linalg.svdvals(b.x),  # illegal
         "linear_solve": lambda b: torch.linalg.solve(b.x[:, :4], b.y),  # illegal
@@ -289,6 +287,8 @@ LEGAL: dict[str, SnippetStep] = {
     "segments_without_a_check": lambda b: b.x[0, :4].copy_(
         torch.segment_reduce(b.y[:, 0], "sum", lengths=torch.ones_like(b.index), unsafe=True)
     ),
+    "embedding_of_a_limited_norm": lambda b: b.x.copy_(F.embedding(b.index, b.y, max_norm=1.0)),
+    "inverse_of_a_cholesky_factor": lambda b: b.x[:, :4].copy_(torch.cholesky_inverse(torch.eye(4, device=b.device))),
     "zero_points_in_float": lambda b: b.x.copy_(torch.fake_quantize_per_channel_affine(b.y, b.y[:, 0].abs() + 1, b.y[:, 1], 0, -9, 9)),
     "search": lambda b: b.x.copy_(torch.searchsorted(b.big[:4].sort(-1)[0], b.y)),
     "histogram_of_a_range": lambda b: b.x[0].copy_(torch.histc(b.y, 8, -1, 1)),
@@ -550,8 +550,17 @@ def shapes_of_own_tensors_in_place(b: StaticBuffers) -> None:
     b.x[:, :4].copy_(b.y @ made.squeeze_()).add_(view.sum())
     made.as_strided_((4, 8), (8, 1)).mul_(3)
     b.x[1:3].t_().unsqueeze_(0).mul_(2)
-    b.y.add_(made + b.x.quantile(0.3, dim=0)).add_(GRU(b.x[None])[0][0])
+    b.y.add_(made + b.x.quantile(0.3, dim=0))
+
+
+@legal
+def spectrum(b: StaticBuffers) -> None:
     b.big.add_(torch.stft(b.y.flatten(), 8, window=torch.ones(8, device=b.device), return_complex=True).abs().sum())
+
+
+@legal
+def recurrent_layer(b: StaticBuffers) -> None:
+    b.y.add_(GRU(b.x[None])[0][0])
 
 
 @legal

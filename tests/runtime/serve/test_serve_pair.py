@@ -118,7 +118,7 @@ BAD: list[dict[str, Any]] = [
     {"messages": [{"role": "user", "content": "x" * 9000}]},
     {"max_tokens": 5000},
     {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "strange"}}}},
-    {"tools": TOOLS, "response_format": FORMAT},
+    {"tools": TOOLS, "tool_choice": "sometimes"},
     {"temperature": -1},
 ]
 
